@@ -1,0 +1,34 @@
+"""minivllm: the architecture of vLLM V1 in readable, pure PyTorch.
+
+Importing this package is cheap: torch is imported when an engine starts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "EngineArgs", "OutputKind", "RequestOutput", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from minivllm.config import EngineArgs
+    from minivllm.frontend.llm import LLM
+    from minivllm.frontend.outputs import CompletionOutput, RequestOutput
+    from minivllm.sampling_params import OutputKind, SamplingParams
+
+_HOMES = {
+    "LLM": "minivllm.frontend.llm",
+    "CompletionOutput": "minivllm.frontend.outputs",
+    "RequestOutput": "minivllm.frontend.outputs",
+    "EngineArgs": "minivllm.config",
+    "OutputKind": "minivllm.sampling_params",
+    "SamplingParams": "minivllm.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'minivllm' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

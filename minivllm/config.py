@@ -1,0 +1,150 @@
+"""Engine configuration: what the user may set (``EngineArgs``) and what the engine runs with (``EngineConfig``).
+
+Both are frozen. ``EngineArgs`` keeps vLLM's names; ``EngineConfig`` is resolved from it exactly once
+(``minivllm.engine.resolve``), and every value the engine picks by itself is logged with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from minivllm.errors import ConfigError
+
+Device = Literal["cpu", "cuda"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = DTYPES
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DEVICES = ("auto", "cpu", "cuda")
+POLICIES = ("fcfs", "priority")
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}, but must be one of {', '.join(allowed)}.")
+
+
+def _at_least(name: str, value: int | None, low: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} is {value!r}, but must be a whole number of at least {low}.")
+    if value < low:
+        raise ConfigError(f"{name} is {value}, but must be at least {low}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """Engine arguments under vLLM's names; ``None`` (or ``"auto"``) lets the engine choose and log why.
+
+    model: a short name (``smollm2``), a Hugging Face id, a local directory or a ``.gguf`` file.
+    tokenizer: where the tokenizer comes from; None takes it from the model.
+    revision: branch, tag or commit of a Hugging Face id.
+    dtype: weights and activations.
+    seed: seeds dummy weights and requests that bring no seed of their own.
+    max_model_len: prompt plus output tokens of one request [tokens].
+    max_num_seqs: requests that may run at the same time.
+    max_num_batched_tokens: token budget of one step.
+    long_prefill_token_threshold: cap on the tokens one request gets per step; 0 is no cap.
+    gpu_memory_utilization: share of the device's memory that engine and cache may use when the cache is not sized
+        explicitly; on a CPU it is the share of the memory that is free after loading.
+    kv_cache_memory_bytes / num_gpu_blocks_override: explicit cache size [bytes / blocks]; set one at most.
+    block_size: tokens per KV page.
+    kv_cache_dtype: element type of the KV cache ("auto": float32 on a CPU, where it is faster, else ``dtype``).
+    enforce_eager: run the same code uncompiled.
+    hf_overrides: values that replace entries of the model's config.json.
+    """
+
+    model: str = "smollm2"
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    seed: int = 0
+    load_format: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int = 0
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    block_size: int | None = None
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    scheduling_policy: str = "fcfs"
+    hf_overrides: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("load_format", self.load_format, LOAD_FORMATS)
+        _choice("device", self.device, DEVICES)
+        _choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        _choice("scheduling_policy", self.scheduling_policy, POLICIES)
+        _at_least("max_model_len", self.max_model_len, 1)
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
+        _at_least("seed", self.seed, 0)
+        if self.block_size is not None and self.block_size not in (8, 16, 32, 64, 128, 256):
+            raise ConfigError(f"block_size is {self.block_size!r}, but must be 8, 16, 32, 64, 128 or 256.")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization is {share!r}, but must be above 0 and at most 1.")
+        if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:
+            raise ConfigError(
+                "kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: set only one of them."
+            )
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
+        """Build from keyword arguments; an unknown name raises ConfigError that lists the known ones."""
+        known = [f.name for f in fields(cls)]
+        for name in kwargs:
+            if name not in known:
+                raise ConfigError(f"{name!r} is not an engine argument; known are: {', '.join(known)}.")
+        return cls(**kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The KV cache: page size [tokens], explicit size if any, element type, prefix reuse."""
+
+    block_size: int = 64
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    memory_utilization: float = 0.9
+    dtype: str = "float32"
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one step and of one request."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 8192
+    long_prefill_token_threshold: int = 0
+    policy: SchedulingPolicy = "fcfs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine runs with, after resolution. ``model_path`` is local: a directory or a ``.gguf`` file."""
+
+    model: str
+    model_path: str
+    load_format: str
+    dtype: str
+    device: Device
+    seed: int
+    enforce_eager: bool
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    hf_overrides: dict[str, Any] | None = None

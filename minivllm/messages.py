@@ -1,0 +1,156 @@
+"""What travels between frontend, engine core and workers. Typed msgspec structs: every one encodes as msgpack.
+
+Frontend -> core: ``EngineRequest``. Core -> frontend: ``EngineOutput``.
+Core -> workers: ``SchedulerOutput``. Workers -> core: ``ModelRunnerOutput``.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from minivllm.sampling_params import SamplingParams
+
+BlockIds = tuple[list[int], ...]
+"""Physical block ids of one request, one list per KV cache group."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class EventType(StrEnum):
+    QUEUED = "queued"
+    SCHEDULED = "scheduled"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class EngineEvent(msgspec.Struct, frozen=True):
+    """Something that happened to a request; ``timestamp`` is time.monotonic() of the core [seconds]."""
+
+    type: EventType
+    timestamp: float
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate (n > 1 is split by the frontend).
+
+    eos_token_ids: every id that ends a sequence of this model. bad_words_token_ids: sequences of ids that may not be
+    completed. cache_salt: separates prefix-cache entries of tenants. arrival_time: time.monotonic() [seconds].
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    max_tokens: int
+    seed: int
+    arrival_time: float
+    eos_token_ids: list[int] = msgspec.field(default_factory=list)
+    bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class PositionLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities at one position. Entry 0 is the token that stands there, the likeliest ones follow.
+
+    token_ids, logprobs: [1 + k]. rank: rank of the token that stands there, 1 is the likeliest.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class EngineOutput(msgspec.Struct, kw_only=True):
+    """What one step did for one request.
+
+    logprobs: one entry per new token. prompt_logprobs: one entry per prompt position of which the logprobs are known
+    now (chunks arrive in order; position 0 has none and is not sent). num_cached_tokens: prompt tokens that came from
+    the prefix cache. error: set with finish_reason ERROR.
+    """
+
+    request_id: str
+    new_token_ids: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[PositionLogprobs] | None = None
+    prompt_logprobs: list[PositionLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    events: list[EngineEvent] = msgspec.field(default_factory=list)
+    error: str | None = None
+
+
+class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a worker needs to know of a request it sees for the first time."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int
+    eos_token_ids: list[int]
+    bad_words_token_ids: list[list[int]]
+    block_ids: BlockIds
+    num_computed_tokens: int
+
+
+class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
+    """The difference for a request the workers already know.
+
+    new_block_ids: appended to the block table, or replacing all of it if ``resumed`` (back after preemption).
+    """
+
+    request_id: str
+    new_block_ids: BlockIds
+    num_computed_tokens: int
+    resumed: bool = False
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One step: how many tokens to compute for whom, and what changed since the last step.
+
+    num_scheduled_tokens keeps the order in which requests were scheduled. draft_token_ids: tokens to verify.
+    finished_request_ids: each id is sent exactly once.
+    """
+
+    num_scheduled_tokens: dict[str, int] = msgspec.field(default_factory=dict)
+    new_requests: list[NewRequestData] = msgspec.field(default_factory=list)
+    cached_requests: list[CachedRequestData] = msgspec.field(default_factory=list)
+    draft_token_ids: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    finished_request_ids: list[str] = msgspec.field(default_factory=list)
+    preempted_request_ids: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+class ModelRunnerOutput(msgspec.Struct, kw_only=True):
+    """Results of one step, by request id.
+
+    sampled_token_ids: the new tokens of each request that reached its last known token in this step; requests whose
+    prompt is only partly computed are absent. logprobs: one entry per sampled token, only where asked for.
+    prompt_logprobs: positions finished in this step, only where asked for.
+    """
+
+    sampled_token_ids: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    logprobs: dict[str, list[PositionLogprobs]] = msgspec.field(default_factory=dict)
+    prompt_logprobs: dict[str, list[PositionLogprobs]] = msgspec.field(default_factory=dict)
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The core's state after a step; counters run from the start of the engine."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_cache_queried_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_computed_tokens: int = 0

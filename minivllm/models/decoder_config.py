@@ -1,0 +1,73 @@
+"""The one description of a decoder that the engine understands, whatever spelling a checkpoint used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RotaryType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryConfig:
+    """Rotary position embedding, after Su et al. 2021 and its context-extension variants.
+
+    dim: how many leading elements of each head are rotated (less than head_dim: partial rotary).
+    factor: context extension of linear, dynamic, llama3 and yarn. original_max_position: context before extension.
+    low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, truncate: yarn. attention_factor: cos and sin are
+    multiplied by it (yarn; already resolved from mscale and mscale_all_dim).
+    """
+
+    type: RotaryType = "default"
+    theta: float = 10000.0
+    dim: int
+    factor: float = 1.0
+    original_max_position: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Shape and options of a pre-norm decoder with rotary grouped-query attention and a gated MLP.
+
+    layer_rotary: which layers rotate (SmolLM3 leaves some out). layer_windows: sliding window of each layer in tokens,
+    None for full attention. qkv_bias, o_bias, mlp_bias: which projections carry a bias. qk_norm: RMSNorm over each
+    head of q and k before rotary (Qwen3). dtype: what the checkpoint was saved in ("float32", "bfloat16", "float16").
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rotary: RotaryConfig
+    layer_rotary: tuple[bool, ...]
+    layer_windows: tuple[int | None, ...]
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh"] = "silu"
+    dtype: str = "bfloat16"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def query_group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5

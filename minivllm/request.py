@@ -1,0 +1,109 @@
+"""The scheduler's view of one request: its tokens, how many of them are computed, and where it stands."""
+
+from __future__ import annotations
+
+import time
+from enum import Enum, auto
+
+from minivllm.messages import EngineEvent, EngineRequest, EventType, FinishReason
+
+
+class RequestStatus(Enum):
+    """WAITING and PREEMPTED requests are in the waiting queue; BLOCKED ones are set aside until what they need is
+    there (a grammar, remote KV); the rest have left."""
+
+    WAITING = auto()
+    BLOCKED = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    FINISHED_STOPPED = auto()
+    FINISHED_LENGTH = auto()
+    FINISHED_ABORTED = auto()
+    FINISHED_ERROR = auto()
+
+    @property
+    def is_finished(self) -> bool:
+        return self in _FINISH_REASONS
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+}
+
+
+class Request:
+    """State of one request inside the engine core.
+
+    There is no prefill and no decode: ``num_computed_tokens`` catches up with ``num_tokens_with_drafts``, and a new
+    token is sampled whenever it does. (vLLM V1's unified scheduler.)
+    """
+
+    def __init__(self, engine_request: EngineRequest) -> None:
+        self.request_id = engine_request.request_id
+        self.sampling_params = engine_request.sampling_params
+        self.seed = engine_request.seed
+        self.max_tokens = engine_request.max_tokens
+        self.eos_token_ids = engine_request.eos_token_ids
+        self.bad_words_token_ids = engine_request.bad_words_token_ids
+        self.priority = engine_request.priority
+        self.arrival_time = engine_request.arrival_time
+        self.cache_salt = engine_request.cache_salt
+
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | str | None = None
+        self.all_token_ids: list[int] = list(engine_request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.all_token_ids)
+        self.draft_token_ids: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_cached_tokens: int | None = None
+        self.num_output_placeholders = 0
+        self.num_preemptions = 0
+        self.block_hashes: list[bytes] = []
+        self.events: list[EngineEvent] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.all_token_ids)
+
+    @property
+    def num_tokens_with_drafts(self) -> int:
+        return len(self.all_token_ids) + len(self.draft_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.all_token_ids[: self.num_prompt_tokens]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status.is_finished
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return _FINISH_REASONS.get(self.status)
+
+    @property
+    def skips_prefix_cache(self) -> bool:
+        """Prompt logprobs need every prompt position computed, so cached blocks are not read."""
+        return self.sampling_params.prompt_logprobs is not None
+
+    def append_output_token(self, token_id: int) -> None:
+        self.all_token_ids.append(token_id)
+
+    def record_event(self, event: EventType) -> None:
+        self.events.append(EngineEvent(event, time.monotonic()))
+
+    def take_events(self) -> list[EngineEvent]:
+        events, self.events = self.events, []
+        return events

@@ -1,0 +1,134 @@
+"""How one request is sampled: the user's parameters, validated once, then carried unchanged to the worker."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from minivllm.errors import RequestError
+
+MAX_N = 128
+MAX_LOGPROBS = 100
+MAX_STOP_STRINGS = 64
+
+
+class OutputKind(StrEnum):
+    """What each ``RequestOutput`` of a stream carries."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final_only"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters of one request, under vLLM's names. Raises RequestError naming the field and its range.
+
+    n: completions per prompt.
+    temperature: 0 is greedy; logits are divided by it otherwise.
+    top_p, top_k, min_p: keep the smallest set of tokens with mass top_p in (0, 1]; the top_k likeliest (0 or -1: all);
+        those with at least min_p of the likeliest one's probability.
+    seed: same seed and prompt, same tokens, whatever runs beside it. None draws one from the engine's seed.
+    presence_penalty, frequency_penalty: subtracted for tokens already generated, once / per occurrence, in [-2, 2].
+    repetition_penalty: divides (multiplies, below zero) the logits of tokens in prompt or output, > 0.
+    stop: strings that end the text; stop_token_ids: ids that end it; include_stop_str_in_output keeps the string.
+    ignore_eos: go on after the model's end-of-sequence ids.
+    min_tokens: no end before this many tokens; max_tokens: at most so many (None: the rest of the context).
+    logprobs / prompt_logprobs: how many alternatives to report per generated / prompt token (None: off, 0: only the
+        token itself).
+    logit_bias: token id -> value added to its logit, in [-100, 100].
+    allowed_token_ids: nothing else can be sampled. bad_words: strings that cannot appear.
+    skip_special_tokens: leave special tokens out of the text.
+    output_kind: see OutputKind.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: list[str] = msgspec.field(default_factory=list)
+    stop_token_ids: list[int] = msgspec.field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = msgspec.field(default_factory=list)
+    skip_special_tokens: bool = True
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", [self.stop])
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            _number(name, getattr(self, name))
+        _integer("n", self.n, 1, MAX_N)
+        _check(self.temperature >= 0, "temperature", self.temperature, "at least 0")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _integer("top_k", self.top_k, -1)
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        _check(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "from -2 to 2")
+        _check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "from -2 to 2")
+        _check(0 < self.repetition_penalty <= 10, "repetition_penalty", self.repetition_penalty, "above 0, at most 10")
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+            _check(
+                self.min_tokens <= self.max_tokens,
+                "min_tokens",
+                self.min_tokens,
+                f"at most max_tokens, which is {self.max_tokens}",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings")
+        for text in (*self.stop, *self.bad_words):
+            _check(isinstance(text, str) and text != "", "stop and bad_words", text, "non-empty strings")
+        for token in (*self.stop_token_ids, *(self.allowed_token_ids or ()), *(self.logit_bias or ())):
+            _integer("a token id", token, 0)
+        if self.allowed_token_ids is not None:
+            _check(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "a list with at least one id")
+        for token, bias in (self.logit_bias or {}).items():
+            _number(f"logit_bias[{token}]", bias)
+            _check(-100 <= bias <= 100, f"logit_bias[{token}]", bias, "from -100 to 100")
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the likeliest token is always taken."""
+        return self.temperature == 0.0
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
+        """Build from plain values; wrong types and unknown names raise RequestError with the path."""
+        try:
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"Sampling parameters: {error}.") from None
+
+
+def _check(holds: bool, name: str, value: Any, allowed: str) -> None:
+    if not holds:
+        raise RequestError(f"{name} is {value!r}, but must be {allowed}.")
+
+
+def _number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name} is {value!r}, but must be a finite number.")
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    within = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+    _check(within, name, value, f"a whole number of at least {low}" + ("" if high is None else f" and at most {high}"))
