@@ -1,0 +1,226 @@
+"""Stream a model's weights by Hugging Face name: safetensors (sharded or not), GGUF, or seeded dummies.
+
+Files are mapped and tensors converted one at a time, so the peak is the model itself plus its largest tensor. Names
+and shapes are checked before the first tensor is handed out. Pickle-based formats are never opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from minivllm.errors import ModelError
+from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.gguf_file import ROPE_FACTORS, GGUFFile, find_gguf, hugging_face_name
+from minivllm.models.hf_config import read_json_object
+from minivllm.models.registry import find_gguf_family
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+DUMMY_STD = 0.02
+
+# Buffers that old checkpoints carry and every engine computes by itself.
+_IGNORED = re.compile(r".*(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))")
+
+Shape = tuple[int, ...]
+
+
+def expected_shapes(config: DecoderConfig) -> dict[str, Shape]:
+    """Name and shape of every weight the decoder needs, in Hugging Face naming and torch order ``[out, in]``."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    projections = {
+        "self_attn.q_proj": (query, hidden, config.qkv_bias),
+        "self_attn.k_proj": (key_value, hidden, config.qkv_bias),
+        "self_attn.v_proj": (key_value, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, query, config.o_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        for name, (rows, columns, has_bias) in projections.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        if config.qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def iterate_weights(
+    model_path: str | Path, load_format: str, decoder_config: DecoderConfig, dtype: torch.dtype, seed: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (Hugging Face name, CPU tensor of ``dtype``) for exactly the names of ``expected_shapes``.
+
+    A tensor may be a view of the mapped file: copy it before changing it. With tied embeddings no lm_head is
+    yielded. seed: used by load_format "dummy" only. Raises ModelError, naming file and tensor, for a missing or broken
+    file, a missing, unexpected or misshapen tensor, before anything is yielded.
+    """
+    expected = expected_shapes(decoder_config)
+    if load_format == "dummy":
+        return _dummy_weights(expected, dtype, seed)
+    gguf_path = find_gguf(model_path, load_format)
+    if gguf_path is not None:
+        return _gguf_weights(gguf_path, decoder_config, expected, dtype)
+    return _safetensors_weights(Path(model_path), expected, dtype)
+
+
+def _dummy_weights(expected: Mapping[str, Shape], dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, shape in expected.items():
+        yield name, dummy_weight(name, shape, dtype, seed)
+
+
+def dummy_weight(name: str, shape: Shape, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Random weights that depend on name and seed only, so that no loading order changes them; norms are 1."""
+    if name.endswith("norm.weight"):
+        return torch.ones(shape, dtype=dtype)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.randn(shape, generator=generator).mul_(DUMMY_STD).to(dtype)
+
+
+def _check(
+    found: Mapping[str, Shape], expected: Mapping[str, Shape], file_of: Mapping[str, Path], source: Path
+) -> None:
+    """Compare names and shapes with what the configuration asks for."""
+    for name, shape in found.items():
+        if name not in expected:
+            raise ModelError(
+                f"{file_of[name]} holds tensor {name!r}, which the model's configuration does not call for."
+            )
+        if shape != expected[name]:
+            raise ModelError(
+                f"{file_of[name]}: tensor {name!r} has shape {list(shape)}, but the configuration calls for "
+                f"{list(expected[name])}."
+            )
+    missing = [name for name in expected if name not in found]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"{source} lacks tensor {missing[0]!r}{more}; the checkpoint is incomplete.")
+
+
+def _is_ignored(name: str, expected: Mapping[str, Shape]) -> bool:
+    tied_head = name == "lm_head.weight" and name not in expected
+    return tied_head or (_IGNORED.fullmatch(name) is not None)
+
+
+def _gguf_weights(
+    path: Path, config: DecoderConfig, expected: Mapping[str, Shape], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    with GGUFFile(path) as file:
+        family = find_gguf_family(str(file.metadata.get("general.architecture")), str(path))
+        found: dict[str, Shape] = {}
+        for gguf_name, tensor in file.tensors.items():
+            name = hugging_face_name(gguf_name)
+            if gguf_name != ROPE_FACTORS:
+                found[name or gguf_name] = tensor.shape
+        _check(found, expected, dict.fromkeys(found, path), path)
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if family.gguf_permutes_rotary else {}
+        yield from file.weights(dtype, heads)
+
+
+def _safetensors_weights(
+    directory: Path, expected: Mapping[str, Shape], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    files, listed = _safetensors_files(directory)
+    found: dict[str, Shape] = {}
+    stored_names: dict[str, str] = {}
+    file_of: dict[str, Path] = {}
+    for path in files:
+        for stored, shape in _read_header(path).items():
+            name = _full_name(stored)
+            if _is_ignored(name, expected):
+                continue
+            if name in found:
+                raise ModelError(f"{path}: tensor {name!r} is also in {file_of[name]}.")
+            found[name], stored_names[name], file_of[name] = shape, stored, path
+    for stored, path in listed.items():
+        name = _full_name(stored)
+        if not _is_ignored(name, expected) and file_of.get(name) != path:
+            raise ModelError(
+                f"{directory / INDEX_NAME} places tensor {stored!r} in {path.name}, which does not hold it."
+            )
+    _check(found, expected, file_of, directory)
+    for path in files:
+        with _open(path) as file:
+            for name in (name for name, holder in file_of.items() if holder == path):
+                yield name, file.get_tensor(stored_names[name]).to(dtype)
+
+
+def _full_name(stored: str) -> str:
+    """Checkpoints of the bare decoder leave out the leading ``model.``."""
+    return "model." + stored if stored.startswith(("embed_tokens.", "layers.", "norm.")) else stored
+
+
+def _safetensors_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files to read, and the index's claim which of them holds what (empty without an index)."""
+    if (directory / SINGLE_NAME).is_file():
+        return [directory / SINGLE_NAME], {}
+    index_path = directory / INDEX_NAME
+    if not index_path.is_file():
+        pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+        if pickled:
+            raise ModelError(
+                f"{directory} holds its weights as {pickled[0]}, a pickle file that could run any code, which is never "
+                f"opened; convert the model to safetensors."
+            )
+        raise ModelError(f"{directory} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there.")
+    weight_map = read_json_object(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index_path} has no weight_map.")
+    listed: dict[str, Path] = {}
+    for name, file_name in weight_map.items():
+        if (
+            not isinstance(file_name, str)
+            or Path(file_name).name != file_name
+            or not file_name.endswith(".safetensors")
+        ):
+            raise ModelError(
+                f"{index_path}: {name!r} is placed in {file_name!r}, but must be in a .safetensors file beside it."
+            )
+        listed[name] = directory / file_name
+    files = sorted(set(listed.values()))
+    for path in files:
+        if not path.is_file():
+            raise ModelError(f"{path} is missing, though {index_path.name} lists it; fetch the model again.")
+    return files, listed
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} is not a valid safetensors file ({error}); it may be truncated. Fetch it again."
+        ) from error
+
+
+def _read_header(path: Path) -> dict[str, Shape]:
+    """Names and shapes in one file; safetensors itself checks that the header fits the file's length."""
+    shapes: dict[str, Shape] = {}
+    with _open(path) as file:
+        names: Iterable[str] = file.keys()
+        for name in names:
+            view = file.get_slice(name)
+            if view.get_dtype() not in FLOAT_TYPES and not _IGNORED.fullmatch(name):
+                raise ModelError(
+                    f"{path}: tensor {name!r} is stored as {view.get_dtype()}, but must be one of "
+                    f"{', '.join(FLOAT_TYPES)}."
+                )
+            shapes[name] = tuple(view.get_shape())
+    return shapes
