@@ -1,0 +1,307 @@
+"""Prompts and parameters in, ``EngineRequest``s out; whatever cannot work is refused here, in a sentence.
+
+Nothing is cut or ignored silently. Ids inside the engine are made here; a caller's request id is only echoed, because
+a key that strangers choose is a key they can collide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import reprlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from minivllm.config import EngineConfig
+from minivllm.errors import RequestError
+from minivllm.frontend.tokenizer import Tokenizer
+from minivllm.messages import EngineRequest
+from minivllm.sampling_params import SamplingParams
+
+Prompt = str | Mapping[str, Any]
+"""A text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; the dictionaries also take ``"cache_salt"``. With both
+ids and text the ids count and the text is only echoed."""
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+MAX_STOP_STRING_LENGTH = 1024
+MAX_BAD_WORD_LENGTH = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A valid request, ready to be submitted: one sequence per completion, in order of their index.
+
+    request_id: the caller's, echoed. internal_id: unique in this frontend.
+    """
+
+    request_id: str
+    internal_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float
+    sequences: list[EngineRequest]
+
+
+class InputProcessor:
+    """Tokenizes and validates. Raises RequestError for everything that is the caller's mistake."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        model_vocab_size: int,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self._max_model_len = config.scheduler.max_model_len
+        self._has_priorities = config.scheduler.policy == "priority"
+        self._seed = config.seed
+        self._tokenizer = tokenizer
+        self._vocab_size = model_vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._num_requests = 0
+
+    def process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> PreparedRequest:
+        """Check everything and build the requests of all ``params.n`` sequences. arrival_time: time.monotonic()."""
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        text, token_ids, cache_salt = self._read_prompt(prompt)
+        self._check_params(params)
+        self._check_priority(priority)
+        max_tokens = self._resolve_max_tokens(len(token_ids), params)
+        bad_words = self._bad_words_token_ids(params.bad_words)
+        if request_id is not None:
+            _check_text("request_id", request_id)
+
+        internal_id = f"r{self._num_requests}"
+        seed = self._derive_seed(self._num_requests) if params.seed is None else params.seed
+        self._num_requests += 1
+        sequences = [
+            EngineRequest(
+                request_id=internal_id if params.n == 1 else f"{internal_id}-{index}",
+                prompt_token_ids=token_ids,
+                sampling_params=_sequence_params(params, index),
+                max_tokens=max_tokens,
+                seed=_wrap_int64(seed + index),
+                arrival_time=arrival_time,
+                eos_token_ids=self._eos_token_ids,
+                bad_words_token_ids=bad_words,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            for index in range(params.n)
+        ]
+        return PreparedRequest(
+            request_id=internal_id if request_id is None else request_id,
+            internal_id=internal_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            arrival_time=arrival_time,
+            sequences=sequences,
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """A conversation as a prompt, by the model's chat template."""
+        tokenizer = self._require_tokenizer("A conversation")
+        if not tokenizer.has_chat_template:
+            raise RequestError("This model has no chat template: give a text prompt instead of messages.")
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
+            raise RequestError(
+                f"messages is {_shown(messages)}, but must be a list of at least one message such as "
+                '{"role": "user", "content": "Hello"}.'
+            )
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise RequestError(
+                    f"messages[{index}] is {_shown(message)}, but must be a dictionary with a role and a content."
+                )
+            _check_strings_inside(f"messages[{index}]", message)
+        text = tokenizer.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, **dict(chat_template_kwargs or {})
+        )
+        # The template writes the special tokens itself.
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """(text, token ids, cache salt), all of them valid."""
+        fields: Mapping[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        if not isinstance(fields, Mapping):
+            raise RequestError(
+                f"The prompt is {_shown(prompt)}, but must be a text or a dictionary "
+                'such as {"prompt": "Hello"} or {"prompt_token_ids": [1, 2, 3]}.'
+            )
+        for key in fields:
+            if key not in PROMPT_KEYS:
+                raise RequestError(f"{_shown(key)} is not a field of a prompt; known are: {', '.join(PROMPT_KEYS)}.")
+        text, token_ids, cache_salt = (fields.get(key) for key in PROMPT_KEYS)
+        if cache_salt is not None:
+            _check_text("cache_salt", cache_salt)
+            if not cache_salt:
+                raise RequestError("cache_salt is empty, but must have at least one character or be left out.")
+        if text is not None:
+            _check_text("prompt", text)
+        if token_ids is not None:
+            self._check_token_ids("prompt_token_ids", token_ids)
+            token_ids = list(token_ids)
+        elif text is None:
+            raise RequestError('The prompt has neither "prompt" nor "prompt_token_ids": give one of them.')
+        elif not text:
+            raise RequestError(
+                "prompt is empty, but must have at least one character. To start from nothing, give the model's "
+                "beginning-of-sequence id as prompt_token_ids."
+            )
+        else:
+            token_ids = self._require_tokenizer("A text prompt").encode(text)
+            self._check_token_ids("the tokenized prompt", token_ids)
+        if not token_ids:
+            raise RequestError("The prompt has no tokens, but must have at least one.")
+        return text, token_ids, cache_salt
+
+    def _check_token_ids(self, name: str, token_ids: Any) -> None:
+        if not isinstance(token_ids, (list, tuple)):
+            raise RequestError(f"{name} is {_shown(token_ids)}, but must be a list of token ids.")
+        if set(map(type, token_ids)) <= {int} and (
+            not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size)
+        ):
+            return
+        for position, token in enumerate(token_ids):
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise RequestError(
+                    f"{name}[{position}] is {_shown(token)}, but must be a whole number from 0 to "
+                    f"{self._vocab_size - 1} (the model's vocabulary)."
+                )
+
+    def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """params.max_tokens, or what the prompt leaves of the context; never more than fits."""
+        limit = self._max_model_len
+        asked = "the rest of the context" if params.max_tokens is None else params.max_tokens
+        if num_prompt_tokens >= limit:
+            raise RequestError(
+                f"The prompt has {num_prompt_tokens} tokens and max_tokens is {asked}, but max_model_len is {limit}: "
+                f"a prompt may have at most {limit - 1} tokens, so that one can be generated. Shorten it."
+            )
+        room = limit - num_prompt_tokens
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_tokens > room:
+            raise RequestError(
+                f"The prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together "
+                f"{num_prompt_tokens + max_tokens}, but max_model_len is {limit}: shorten the prompt, or ask for at "
+                f"most {room} tokens."
+            )
+        if params.min_tokens > max_tokens:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}, but must be at most {max_tokens}: the prompt has "
+                f"{num_prompt_tokens} of the {limit} tokens of max_model_len."
+            )
+        return max_tokens
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """What SamplingParams cannot check by itself because it depends on the model."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"The sampling parameters are {_shown(params)}, but must be a SamplingParams.")
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        self._check_token_ids("allowed_token_ids", params.allowed_token_ids or [])
+        self._check_token_ids("the ids of logit_bias", list(params.logit_bias or ()))
+        if params.stop:
+            self._require_tokenizer("stop with strings")
+        for index, stop in enumerate(params.stop):
+            _check_text(f"stop[{index}]", stop, MAX_STOP_STRING_LENGTH)
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > self._vocab_size:
+                raise RequestError(f"{name} is {count}, but the model's vocabulary has only {self._vocab_size} tokens.")
+
+    def _check_priority(self, priority: int) -> None:
+        if type(priority) is not int or not -(2**63) <= priority < 2**63:
+            raise RequestError(f"priority is {_shown(priority)}, but must be a whole number; lower goes first.")
+        if priority != 0 and not self._has_priorities:
+            raise RequestError(
+                f"priority is {priority}, but the engine serves first come, first served: "
+                'start it with scheduling_policy="priority", or leave priority at 0.'
+            )
+
+    def _bad_words_token_ids(self, bad_words: Sequence[str]) -> list[list[int]]:
+        """Every bad word as the ids it has at the start of a text and behind a space, each sequence once."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for index, word in enumerate(bad_words):
+            tokenizer = self._require_tokenizer("bad_words")
+            _check_text(f"bad_words[{index}]", word, MAX_BAD_WORD_LENGTH)
+            for variant in (word, " " + word.lstrip()):
+                token_ids = tokenizer.encode(variant, add_special_tokens=False)
+                self._check_token_ids(f"bad_words[{index}] as token ids", token_ids)
+                if token_ids:
+                    sequences[tuple(token_ids)] = None
+        return [list(token_ids) for token_ids in sequences]
+
+    def _derive_seed(self, number: int) -> int:
+        """Seed of the number-th request without one of its own: fixed by the engine's seed, 64 well-mixed bits."""
+        digest = hashlib.blake2b(f"{self._seed}/{number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
+    def _require_tokenizer(self, what: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer, but this model has none: give prompt_token_ids.")
+        return self._tokenizer
+
+
+def _sequence_params(params: SamplingParams, index: int) -> SamplingParams:
+    """Parameters of one sequence. Only the first one computes prompt logprobs: they are the same for all, and whoever
+    computes them cannot use the prefix cache."""
+    if params.n == 1:
+        return params
+    prompt_logprobs = params.prompt_logprobs if index == 0 else None
+    return msgspec.structs.replace(params, n=1, prompt_logprobs=prompt_logprobs)
+
+
+def _wrap_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _check_text(name: str, text: Any, max_length: int | None = None) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"{name} is {_shown(text)}, but must be a text.")
+    if max_length is not None and len(text) > max_length:
+        raise RequestError(f"{name} has {len(text)} characters, but may have at most {max_length}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} has half a surrogate pair (U+{ord(text[error.start]):04X}) at character {error.start}, "
+            "but must be text that UTF-8 can write."
+        ) from None
+
+
+def _check_strings_inside(name: str, value: Any) -> None:
+    """Every string in a message, however deep, can be written as UTF-8."""
+    if isinstance(value, str):
+        _check_text(name, value)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_strings_inside(name, key)
+            _check_strings_inside(f"{name}.{key}", inner)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            _check_strings_inside(f"{name}[{index}]", inner)
+
+
+def _shown(value: Any) -> str:
+    """A value for an error message: short, and always printable."""
+    return reprlib.repr(value)

@@ -1,0 +1,197 @@
+"""``LLM``: many prompts in, all their completions out. The offline entry point, in vLLM's shape."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from minivllm.config import EngineArgs
+from minivllm.errors import EngineDeadError, RequestError
+from minivllm.frontend.input_processor import PreparedRequest, Prompt
+from minivllm.frontend.llm_engine import LLMEngine
+from minivllm.frontend.outputs import RequestOutput
+from minivllm.frontend.tokenizer import Tokenizer
+from minivllm.messages import SchedulerStats
+from minivllm.sampling_params import OutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+Message = Mapping[str, Any]
+"""``{"role": "user", "content": "Hello"}``"""
+
+
+class LLM:
+    """A loaded model that completes lists of prompts. A context manager: leaving it frees the model.
+
+    ``LLM(model="smollm2", max_model_len=2048)`` takes every field of ``EngineArgs`` by name; an unknown name raises
+    ConfigError. ``engine`` puts an existing engine in the place of a loaded one, which the LLM then owns.
+    """
+
+    def __init__(self, model: str | None = None, *, engine: LLMEngine | None = None, **engine_args: Any) -> None:
+        if engine is None:
+            if model is not None:
+                engine_args["model"] = model
+            engine = LLMEngine.from_args(EngineArgs.from_kwargs(**engine_args))
+        self.llm_engine = engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; the outputs come in their order, whatever order they finish in.
+
+        prompts: one or a list, each a text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
+        sampling_params: one for all or one per prompt; None takes the model's defaults.
+        use_tqdm: a progress bar on stderr if that is a terminal. priority: one for all or one per prompt.
+
+        Raises RequestError before anything runs if one of the prompts cannot be served. If the engine gives up on a
+        request later on, its output has finish_reason "error" and says why; the others are unharmed. If an exception
+        or Ctrl-C ends the call, all its requests are aborted.
+        """
+        prompt_list = _as_list(prompts)
+        params_list = _one_per_prompt("sampling_params", sampling_params, len(prompt_list), SamplingParams)
+        priorities = _one_per_prompt("priority", priority, len(prompt_list), int)
+        defaults = self.get_default_sampling_params() if None in params_list else None
+        prepared = []
+        for index, (prompt, params, value) in enumerate(zip(prompt_list, params_list, priorities)):
+            try:
+                prepared.append(self._prepare(prompt, defaults if params is None else params, value or 0))
+            except RequestError as error:
+                raise error if len(prompt_list) == 1 else RequestError(f"Prompt {index}: {error}") from None
+        return self._run(prepared, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several (a list of such lists), by the chat template.
+
+        add_generation_prompt: open the assistant's turn. chat_template_kwargs: further names the template knows.
+        Raises RequestError as ``generate`` does, and for a model without a chat template.
+        """
+        conversations: Any = messages
+        if isinstance(messages, Mapping) or not messages or isinstance(messages[0], (Mapping, str)):
+            conversations = [messages]
+        prompts = [
+            self.llm_engine.render_chat(
+                conversation, add_generation_prompt=add_generation_prompt, chat_template_kwargs=chat_template_kwargs
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.llm_engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self.llm_engine.get_default_sampling_params()
+
+    def get_metrics(self) -> SchedulerStats:
+        """The engine core's counters: running and waiting requests, cache use and hits, preemptions, steps."""
+        return self.llm_engine.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False if requests are still using the cache."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        self.llm_engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> PreparedRequest:
+        if isinstance(params, SamplingParams):
+            # Nobody reads what is between, so nothing is built for it.
+            params = msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
+        return self.llm_engine.prepare(None, prompt, params, priority=priority)
+
+    def _run(self, prepared: Sequence[PreparedRequest], show_progress: bool) -> list[RequestOutput]:
+        """Submit all and step until all have finished."""
+        finished: dict[str, RequestOutput] = {}
+        wanted = {request.request_id for request in prepared}
+        try:
+            with _progress_bar(len(prepared), show_progress) as advance:
+                for request in prepared:
+                    self.llm_engine.submit(request)
+                while len(finished) < len(wanted):
+                    for output in self.llm_engine.step():
+                        if output.finished and output.request_id in wanted:
+                            finished[output.request_id] = output
+                            advance(output)
+        except BaseException:
+            # A dead engine has nothing left to abort, and must not hide why it died.
+            with suppress(EngineDeadError):
+                self.llm_engine.abort_request(wanted - finished.keys())
+            raise
+        return [finished[request.request_id] for request in prepared]
+
+
+class _ProgressBar:
+    """Prompts done, and tokens per second over the whole call."""
+
+    def __init__(self, progress: Progress | None, task: TaskID | None) -> None:
+        self._progress = progress
+        self._task = task
+        self._num_tokens = 0
+
+    def __call__(self, output: RequestOutput) -> None:
+        if self._progress is None or self._task is None:
+            return
+        self._num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        elapsed = self._progress.tasks[self._task].elapsed or 0.0
+        rate = f"{self._num_tokens / elapsed:,.0f} tok/s" if elapsed > 0 else ""
+        self._progress.update(self._task, advance=1, rate=rate)
+
+
+@contextmanager
+def _progress_bar(total: int, show: bool) -> Iterator[_ProgressBar]:
+    if not show or not sys.stderr.isatty():
+        yield _ProgressBar(None, None)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("Prompts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[rate]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield _ProgressBar(progress, progress.add_task("prompts", total=total, rate=""))
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts is a {type(prompts).__name__}, but must be one prompt or a list of prompts.")
+    return list(prompts)
+
+
+def _one_per_prompt(name: str, value: Any, num_prompts: int, kind: type) -> list[Any]:
+    """Spread one value over all prompts, or check that a list has one for each."""
+    if value is None or isinstance(value, kind):
+        return [value] * num_prompts
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise RequestError(f"{name} is {value!r}, but must be a {kind.__name__} or a list with one per prompt.")
+    if len(value) != num_prompts:
+        raise RequestError(f"{name} has {len(value)} entries, but must have one for each of the {num_prompts} prompts.")
+    return cast("list[Any]", list(value))

@@ -1,0 +1,281 @@
+"""What the engine did, turned into what the user reads: text, stop strings, logprobs, n completions, timings.
+
+Stop strings live here and not in the engine core, which knows no text: a sequence that met one is finished for the user
+at once, and its id is handed back so that the engine aborts it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from minivllm.frontend.detokenizer import Detokenizer, TokenDecoder
+from minivllm.frontend.input_processor import PreparedRequest
+from minivllm.frontend.outputs import CompletionOutput, Logprob, PositionLogprobMap, RequestMetrics, RequestOutput
+from minivllm.frontend.stop_strings import StopAutomaton
+from minivllm.messages import EngineOutput, FinishReason, PositionLogprobs
+from minivllm.sampling_params import OutputKind
+
+
+@dataclass(slots=True)
+class ProcessedOutputs:
+    """One step: what to show, and which sequences the engine must abort because a stop string ended them."""
+
+    request_outputs: list[RequestOutput] = field(default_factory=list)
+    sequence_ids_to_abort: list[str] = field(default_factory=list)
+
+
+class OutputProcessor:
+    """Keeps the state of every unfinished request; a finished one is forgotten with its last output.
+
+    Without a token decoder (a model without a tokenizer) texts stay empty and decoded tokens None.
+    """
+
+    def __init__(self, token_decoder: TokenDecoder | None) -> None:
+        self._decoder = token_decoder
+        self._sequences: dict[str, _Sequence] = {}
+        self._requests: dict[str, _Request] = {}
+
+    def add_request(self, prepared: PreparedRequest) -> None:
+        request = _Request(prepared, self._decoder)
+        self._requests[prepared.internal_id] = request
+        for sequence in request.sequences:
+            self._sequences[sequence.sequence_id] = sequence
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    def process_outputs(self, outputs: Iterable[EngineOutput]) -> ProcessedOutputs:
+        """Take in one step's engine outputs; unknown ids (aborted meanwhile) are ignored."""
+        now = time.monotonic()
+        processed = ProcessedOutputs()
+        touched: dict[_Request, None] = {}
+        for output in outputs:
+            sequence = self._sequences.get(output.request_id)
+            if sequence is None:
+                continue
+            request = sequence.request
+            request.take_in(sequence, output, now)
+            if sequence.has_news:
+                touched[request] = None
+            if sequence.finish_reason is not None:
+                del self._sequences[output.request_id]
+                if output.finish_reason is None:
+                    processed.sequence_ids_to_abort.append(output.request_id)
+        for request in touched:
+            if request.finished:
+                request.metrics.finished_time = now
+                del self._requests[request.internal_id]
+            request_output = request.make_output()
+            if request_output is not None:
+                processed.request_outputs.append(request_output)
+        return processed
+
+    def abort_requests(self, request_ids: Iterable[str]) -> tuple[list[RequestOutput], list[str]]:
+        """End every unfinished request that carries one of these ids, the caller's or the internal one.
+
+        Returns their last outputs, finish_reason "abort", with whatever text was held back; and the ids of the
+        sequences the engine must abort. Ids that are not unfinished are ignored: aborting is idempotent.
+        """
+        wanted = set(request_ids)
+        now = time.monotonic()
+        request_outputs: list[RequestOutput] = []
+        sequence_ids: list[str] = []
+        for request in list(self._requests.values()):
+            if request.request_id not in wanted and request.internal_id not in wanted:
+                continue
+            for sequence in request.sequences:
+                if sequence.finish_reason is None:
+                    sequence.finish(FinishReason.ABORT, None)
+                    sequence_ids.append(sequence.sequence_id)
+                    del self._sequences[sequence.sequence_id]
+            request.metrics.finished_time = now
+            del self._requests[request.internal_id]
+            request_output = request.make_output()
+            if request_output is not None:
+                request_outputs.append(request_output)
+        return request_outputs, sequence_ids
+
+
+class _Sequence:
+    """One completion being generated."""
+
+    def __init__(
+        self, request: _Request, index: int, sequence_id: str, decoder: TokenDecoder | None, stops: StopAutomaton | None
+    ) -> None:
+        params = request.params
+        self.request = request
+        self.index = index
+        self.sequence_id = sequence_id
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.has_news = False
+        self._decoder = decoder
+        self._detokenizer: Detokenizer | None = None
+        if decoder is not None:
+            self._detokenizer = Detokenizer(
+                decoder.stream(params.skip_special_tokens),
+                stops,
+                min_tokens=params.min_tokens,
+                include_stop_string=params.include_stop_str_in_output,
+            )
+        self._keeps_stop_text = params.include_stop_str_in_output
+        self._is_delta = params.output_kind is OutputKind.DELTA
+        self._token_ids: list[int] = []
+        self._logprobs: list[PositionLogprobMap] | None = None if params.logprobs is None else []
+        self._cumulative_logprob = 0.0
+
+    def take_in(self, output: EngineOutput) -> int:
+        """Add the new tokens up to a stop string; how many of them count."""
+        new_ids = output.new_token_ids
+        num_kept = len(new_ids)
+        # The token that ended it (end of sequence or a stop id) counts as a token, but is not text.
+        hides_last = output.finish_reason is FinishReason.STOP and not self._keeps_stop_text
+        if self._detokenizer is not None:
+            for position, token_id in enumerate(new_ids[:-1] if hides_last else new_ids):
+                if self._detokenizer.push(token_id):
+                    num_kept = position + 1
+                    break
+        self._token_ids.extend(new_ids[:num_kept])
+        if self._logprobs is not None and output.logprobs is not None:
+            for position_logprobs in output.logprobs[:num_kept]:
+                self._logprobs.append(logprob_map(position_logprobs, self._decoder))
+                self._cumulative_logprob += position_logprobs.logprobs[0]
+        stop_string = self._detokenizer.stop_string if self._detokenizer is not None else None
+        if stop_string is not None:
+            self.finish(FinishReason.STOP, stop_string)
+        elif output.finish_reason is not None:
+            self.finish(output.finish_reason, output.stop_reason)
+        if num_kept:
+            self.has_news = True
+        return num_kept
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """End the sequence; text still held back is released, and a stop string in it counts."""
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.has_news = True
+        if self._detokenizer is not None and self._detokenizer.stop_string is None and self._detokenizer.flush():
+            self.finish_reason, self.stop_reason = FinishReason.STOP, self._detokenizer.stop_string
+
+    def make_output(self) -> CompletionOutput:
+        """All so far, or in a delta stream what is new since the last call."""
+        detokenizer = self._detokenizer
+        token_ids, logprobs = self._token_ids, self._logprobs
+        if self._is_delta:
+            text = "" if detokenizer is None else detokenizer.take()
+            self._token_ids = []
+            self._logprobs = None if logprobs is None else []
+        else:
+            text = "" if detokenizer is None else detokenizer.text()
+            if self.finish_reason is None:  # it goes on growing, and what was handed out must not
+                token_ids, logprobs = list(token_ids), None if logprobs is None else list(logprobs)
+        self.has_news = False
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=None if logprobs is None else self._cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=None if self.finish_reason is None else self.finish_reason.value,
+            stop_reason=self.stop_reason,
+        )
+
+
+class _Request:
+    """A prompt and its n sequences."""
+
+    def __init__(self, prepared: PreparedRequest, decoder: TokenDecoder | None) -> None:
+        params = prepared.params
+        self.request_id = prepared.request_id
+        self.internal_id = prepared.internal_id
+        self.params = params
+        self.error: str | None = None
+        self.metrics = RequestMetrics(
+            arrival_time=prepared.arrival_time,
+            num_prompt_tokens=len(prepared.prompt_token_ids),
+            num_sequences=params.n,
+        )
+        self._prompt = prepared.prompt
+        self._prompt_token_ids = prepared.prompt_token_ids
+        self._decoder = decoder
+        self._prompt_logprobs: list[PositionLogprobMap | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
+        self._finished_outputs: dict[int, CompletionOutput] = {}
+        stops = StopAutomaton(params.stop) if params.stop else None
+        self.sequences = [
+            _Sequence(self, index, engine_request.request_id, decoder, stops)
+            for index, engine_request in enumerate(prepared.sequences)
+        ]
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    def take_in(self, sequence: _Sequence, output: EngineOutput, now: float) -> None:
+        if output.events:
+            self.metrics.record_events(output.events)
+        if sequence.index == 0:
+            # Of n sequences the first one meets the cache that earlier requests left; the others also meet the first.
+            self.metrics.num_cached_tokens = max(self.metrics.num_cached_tokens, output.num_cached_tokens)
+            if self._prompt_logprobs is not None and output.prompt_logprobs is not None:
+                self._prompt_logprobs.extend(logprob_map(entry, self._decoder) for entry in output.prompt_logprobs)
+        if output.error is not None:
+            self.error = output.error
+        num_tokens = sequence.take_in(output)
+        if num_tokens:
+            self.metrics.record_tokens(num_tokens, now)
+
+    def make_output(self) -> RequestOutput | None:
+        """The output of this step; None if this kind of output has nothing to say yet."""
+        finished = self.finished
+        kind = self.params.output_kind
+        if kind is OutputKind.FINAL_ONLY and not finished:
+            return None
+        sequences = self.sequences
+        if kind is OutputKind.DELTA:
+            sequences = [sequence for sequence in sequences if sequence.has_news]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[self._completion(sequence) for sequence in sequences],
+            finished=finished,
+            prompt_logprobs=self._take_prompt_logprobs(),
+            num_cached_tokens=self.metrics.num_cached_tokens,
+            metrics=self.metrics,
+            error=self.error,
+        )
+
+    def _completion(self, sequence: _Sequence) -> CompletionOutput:
+        """A finished completion no longer changes, so it is made once."""
+        output = self._finished_outputs.get(sequence.index)
+        if output is None:
+            output = sequence.make_output()
+            if sequence.finish_reason is not None:
+                self._finished_outputs[sequence.index] = output
+        return output
+
+    def _take_prompt_logprobs(self) -> list[PositionLogprobMap | None] | None:
+        """All of them once they are complete; a delta stream gets them once."""
+        prompt_logprobs = self._prompt_logprobs
+        if prompt_logprobs is None or len(prompt_logprobs) < len(self._prompt_token_ids):
+            return None
+        if self.params.output_kind is OutputKind.DELTA:
+            self._prompt_logprobs = None
+        return prompt_logprobs
+
+
+def logprob_map(position: PositionLogprobs, decoder: TokenDecoder | None) -> PositionLogprobMap:
+    """The token that stands at the position first, then the likeliest ones in order of their rank."""
+    entries: PositionLogprobMap = {}
+    for place, (token_id, logprob) in enumerate(zip(position.token_ids, position.logprobs)):
+        if token_id not in entries:
+            text = None if decoder is None else decoder.token_text(token_id)
+            entries[token_id] = Logprob(logprob, position.rank if place == 0 else place, text)
+    return entries
