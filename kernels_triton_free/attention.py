@@ -1,0 +1,161 @@
+"""Paged attention as FlexAttention (He et al. 2024, "FlexAttention") over query tiles.
+
+Work is cut into tiles of consecutive query positions of one request, and each tile is one row of FlexAttention's batch
+dimension. A tile therefore never reads another request's pages, and one mask rule serves prefill, chunks, decode and
+verification alike: a cache slot is visible if its position in the sequence is not after the query's.
+
+The G = query heads / KV heads that share a KV head are packed as rows of one tile, q [tiles, kv_heads, QT * G, D], so
+that keys and values are read once per KV head and any G works.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+
+class TileLists(NamedTuple):
+    """Which pages each tile reads, as FlexAttention wants it. All int32; entries past the counts are ignored.
+
+    partial_count, full_count: [tiles, 1, 1]. partial_pages, full_pages: [tiles, 1, 1, width].
+    Pages in the full list are visible to every query of the tile; those in the partial list are masked per element.
+    full_count and full_pages are None where every page is listed as partial (CUDA decode: with a full list the
+    split of the work follows the size of the whole cache).
+    """
+
+    partial_count: Tensor
+    partial_pages: Tensor
+    full_count: Tensor | None
+    full_pages: Tensor | None
+
+
+def paged_flex_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lists: TileLists,
+    q_position: Tensor,
+    kv_position: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    kernel_options: dict | None = None,
+) -> Tensor:
+    """Attention of query tiles over pages. To be compiled: uncompiled FlexAttention computes the whole square.
+
+    q [tiles, kv_heads, QT * G, D], a real buffer with row (i, g) = query i, head g of the group.
+    k_cache, v_cache [pages, page_size, kv_heads, D] in q's dtype.
+    q_position int32 [capacity, QT]: position of each query in its sequence, -1 for padding; capacity >= tiles is fixed.
+    kv_position int32 [>= pages * page_size]: position in its sequence of what each cache slot holds.
+    window: how many positions back a query sees, itself included; None for all.
+    Returns a tensor like q; padding rows hold arbitrary finite values.
+    """
+    pages, page_size, kv_heads, head_dim = k_cache.shape
+    rows = q.shape[2]
+    group = rows // q_position.shape[1]
+
+    def visible(tile: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
+        query = q_position[tile, row // group]
+        key = kv_position[slot]
+        if window is None:
+            return key <= query
+        return (key <= query) & (key > query - window)
+
+    block_mask = BlockMask(
+        seq_lengths=(rows, pages * page_size),
+        kv_num_blocks=lists.partial_count,
+        kv_indices=lists.partial_pages,
+        full_kv_num_blocks=lists.full_count,
+        full_kv_indices=lists.full_pages,
+        q_num_blocks=None,
+        q_indices=None,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(-(-rows // 128) * 128 if q.is_cuda else rows, page_size),
+        mask_mod=visible,
+    )
+    k = k_cache.view(1, pages * page_size, kv_heads, head_dim).transpose(1, 2)
+    v = v_cache.view(1, pages * page_size, kv_heads, head_dim).transpose(1, 2)
+    return flex_attention(q, k, v, block_mask=block_mask, scale=scale, kernel_options=kernel_options)
+
+
+def gathered_flex_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step_pages: Tensor,
+    lists: TileLists,
+    q_position: Tensor,
+    kv_position: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    kernel_options: dict | None = None,
+) -> Tensor:
+    """As paged_flex_attention over a copy, in q's dtype, of only the pages this step reads.
+
+    step_pages int32 [n]: physical pages; ``lists`` and kv_position count in places of step_pages.
+    On a CPU FlexAttention repacks all of K and V for bfloat16 tiles of 64 rows and more: repacking a few pages instead
+    of the cache makes the fast bfloat16 products pay for prefill.
+    """
+    k, v = k_cache[step_pages].to(q.dtype), v_cache[step_pages].to(q.dtype)
+    return paged_flex_attention(
+        q, k, v, lists, q_position, kv_position, scale=scale, window=window, kernel_options=kernel_options
+    )
+
+
+def gathered_sdpa_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages: Tensor,
+    first_position: int,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Reference for one request: gather its pages and run scaled dot-product attention.
+
+    q [queries, kv_heads, G, D] at consecutive positions from first_position; pages int [n] in order, covering all of
+    them. Returns a tensor like q. Runs uncompiled, wherever PyTorch does.
+    """
+    queries, kv_heads, group, head_dim = q.shape
+    length = first_position + queries
+    k = k_cache[pages].flatten(0, 1)[:length].to(q.dtype).transpose(0, 1)
+    v = v_cache[pages].flatten(0, 1)[:length].to(q.dtype).transpose(0, 1)
+    query = torch.arange(first_position, length, device=q.device)[:, None]
+    key = torch.arange(length, device=q.device)[None, :]
+    visible = key <= query
+    if window is not None:
+        visible &= key > query - window
+    out = F.scaled_dot_product_attention(
+        q.reshape(queries, kv_heads * group, head_dim).transpose(0, 1)[None],
+        k[None],
+        v[None],
+        attn_mask=visible,
+        scale=scale,
+        enable_gqa=group > 1,
+    )
+    return out[0].transpose(0, 1).reshape(queries, kv_heads, group, head_dim)
+
+
+def pack_tiles(q: Tensor, tile_tokens: Tensor, tile_size: int) -> Tensor:
+    """Gather tokens into tiles. q [tokens, kv_heads, G, D], tile_tokens int [tiles * tile_size] (padding: any token).
+
+    Returns a new buffer [tiles, kv_heads, tile_size * G, D].
+    """
+    _, kv_heads, group, head_dim = q.shape
+    tiles = q.index_select(0, tile_tokens).view(-1, tile_size, kv_heads, group, head_dim)
+    return tiles.transpose(1, 2).reshape(-1, kv_heads, tile_size * group, head_dim)
+
+
+def unpack_tiles(out: Tensor, token_places: Tensor, tile_size: int) -> Tensor:
+    """Inverse of pack_tiles. out [tiles, kv_heads, tile_size * G, D], token_places int [n]: tile * tile_size + row.
+
+    Returns [n, kv_heads, G, D].
+    """
+    tiles, kv_heads, rows, head_dim = out.shape
+    by_token = out.view(tiles, kv_heads, tile_size, rows // tile_size, head_dim).transpose(1, 2)
+    return by_token.reshape(tiles * tile_size, kv_heads, rows // tile_size, head_dim).index_select(0, token_places)

@@ -1,0 +1,287 @@
+"""One config-driven decoder, cut at attention into three kinds of region.
+
+    first:    embed -> norm -> qkv -> rotary -> KV write                                  -> q
+              attention(q)                                                                -> o
+    between:  o-proj -> norm -> MLP -> (next layer) norm -> qkv -> rotary -> KV write     -> q
+              attention(q) ...
+    last:     pick rows -> o-proj -> norm -> MLP -> final norm -> head                    -> logits
+
+A region is a pure function of tensors (it writes the KV cache it is given, and nothing else), so one compiled
+``between`` serves all layers, and the MLP of one layer fuses with the QKV projection of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels_triton_free.activation import gated_activation
+from kernels_triton_free.norm import add_rms_norm, rms_norm
+from kernels_triton_free.paged_cache import write_kv
+from kernels_triton_free.rotary import (
+    apply_rotary,
+    default_frequencies,
+    dynamic_frequencies,
+    linear_frequencies,
+    llama3_frequencies,
+    rotary_table,
+    yarn_frequencies,
+)
+from minivllm.errors import ModelError
+from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
+from minivllm.models.linear import Linear, LinearTensors, Shard
+
+Attend = Callable[[int, Tensor], Tensor]
+"""Attention of one layer: (layer, q [tokens, kv_heads, G, D]) -> o of the same shape and dtype."""
+
+CompileRegion = Callable[[str, Callable], Callable]
+"""Turns a region into what is called in its place: (name, function) -> function."""
+
+
+class BeforeAttention(NamedTuple):
+    """Weights from a layer's input to its queries."""
+
+    norm: Tensor
+    qkv: LinearTensors
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+class AfterAttention(NamedTuple):
+    """Weights from a layer's attention output to its own output."""
+
+    o: LinearTensors
+    norm: Tensor
+    gate_up: LinearTensors
+    down: LinearTensors
+
+
+class TokenInputs(NamedTuple):
+    """What every region needs of the tokens in this step, int32 [tokens]; padding writes to slot 0.
+
+    positions: in the sequence. slot_mapping: page * page_size + offset in the KV cache.
+    """
+
+    positions: Tensor
+    slot_mapping: Tensor
+
+
+class LayerCache(NamedTuple):
+    """K and V of one layer, [pages, page_size, kv_heads, head_dim] each."""
+
+    k: Tensor
+    v: Tensor
+
+
+class DecoderLayer:
+    """The weights of one layer."""
+
+    def __init__(self, config: DecoderConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
+        heads, kv_heads, dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
+
+        def make(parts: dict[str, int], in_features: int, bias: bool, split: str) -> Linear:
+            return Linear(
+                parts, in_features, bias=bias, split=split, shard=shard, dtype=dtype, device=device  # type: ignore[arg-type]
+            )
+
+        self.qkv = make(
+            {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim},
+            hidden,
+            config.qkv_bias,
+            "column",
+        )
+        self.o = make({"o_proj": hidden}, heads * dim, config.o_bias, "row")
+        inner = config.intermediate_size
+        self.gate_up = make({"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias, "column")
+        self.down = make({"down_proj": hidden}, inner, config.mlp_bias, "row")
+        self.norms: dict[str, Tensor] = {}
+        self._linear_of = {part: linear for linear in (self.qkv, self.o, self.gate_up, self.down) for part in linear.sizes}
+
+    def load(self, name: str, tensor: Tensor, device: torch.device) -> None:
+        """Take ``self_attn.q_proj.weight``, ``input_layernorm.weight``, … of this layer."""
+        *_, module, kind = name.split(".")
+        if module in self._linear_of:
+            self._linear_of[module].load(module, kind, tensor)
+        else:
+            self.norms[module] = tensor.to(device)
+
+    @property
+    def before(self) -> BeforeAttention:
+        norms = self.norms
+        return BeforeAttention(norms["input_layernorm"], self.qkv.tensors, norms.get("q_norm"), norms.get("k_norm"))
+
+    @property
+    def after(self) -> AfterAttention:
+        norm = self.norms["post_attention_layernorm"]
+        return AfterAttention(self.o.tensors, norm, self.gate_up.tensors, self.down.tensors)
+
+
+class Decoder:
+    """Weights and regions of a pre-norm decoder (Llama, Mistral, SmolLM, Qwen; see models/registry.py)."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: torch.dtype,
+        attention_dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        shard: Shard | None = None,
+    ) -> None:
+        """attention_dtype: dtype of q, o and the KV cache. max_model_len: positions of the rotary table."""
+        shard = shard or Shard()
+        self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
+        self.num_kv_heads = max(1, config.num_kv_heads // shard.size)
+        self.num_heads = config.num_heads // shard.size
+        self.layers = [DecoderLayer(config, shard, dtype, device) for _ in range(config.num_layers)]
+        self.head = Linear(
+            {"lm_head": config.vocab_size},
+            config.hidden_size,
+            bias=False,
+            split="column",
+            shard=Shard(),
+            dtype=dtype,
+            device=device,
+        )
+        self.embedding = torch.empty(0)
+        self.final_norm = torch.empty(0)
+        frequencies = rotary_frequencies(config.rotary, max_model_len)
+        self.cos_sin = rotary_table(frequencies, max_model_len, config.rotary.attention_factor).to(device)
+        self._first: Callable = lambda: None
+        self._between: list[Callable] = []
+        self._last: Callable = lambda: None
+        self._weights: list[tuple[BeforeAttention, AfterAttention]] = []
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take tensors under their Hugging Face names. Raises ModelError for a name that has no place."""
+        for name, tensor in weights:
+            if name == "model.embed_tokens.weight":
+                self.embedding = tensor.to(self.device)
+                if self.config.tie_word_embeddings:
+                    self.head.load("lm_head", "weight", tensor)
+            elif name == "lm_head.weight":
+                self.head.load("lm_head", "weight", tensor)
+            elif name == "model.norm.weight":
+                self.final_norm = tensor.to(self.device)
+            elif name.startswith("model.layers."):
+                _, _, index, rest = name.split(".", 3)
+                self.layers[int(index)].load(rest, tensor, self.device)
+            else:
+                raise ModelError(f"The checkpoint holds a tensor {name!r} that a {self.config.architecture} has no place for.")
+
+    def build_regions(self, compile_region: CompileRegion) -> None:
+        """Make the callables of all regions; layers that compute the same thing share one."""
+        self._weights = [(layer.before, layer.after) for layer in self.layers]
+        rotary = self.config.layer_rotary
+        self._first = compile_region("first", partial(self._first_region, rotary[0]))
+        kinds = {flag: compile_region("between", partial(self._between_region, flag)) for flag in set(rotary[1:])}
+        self._between = [kinds[flag] for flag in rotary[1:]]
+        self._last = compile_region("last", self._last_region)
+
+    def forward(
+        self, token_ids: Tensor, tokens: TokenInputs, caches: list[LayerCache], attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Run all layers up to the last attention.
+
+        token_ids int32 [tokens]. Returns (attention output of the last layer [tokens, kv_heads, G, D], residual stream
+        [tokens, hidden]) for ``logits``.
+        """
+        q, residual = self._first(token_ids, tokens, self.cos_sin, caches[0], self.embedding, self._weights[0][0])
+        for layer, between in enumerate(self._between):
+            o = attend(layer, q)
+            q, residual = between(
+                o, residual, tokens, self.cos_sin, caches[layer + 1], self._weights[layer][1], self._weights[layer + 1][0]
+            )
+        return attend(len(self.layers) - 1, q), residual
+
+    def logits(self, o: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
+        """Logits [len(rows), vocab] of the picked rows (int32) of what ``forward`` returned."""
+        return self._last(o, residual, rows, self._weights[-1][1], self.final_norm, self.head.tensors)
+
+    # The regions. Everything that differs between layers but is not a tensor is an argument bound before compiling.
+
+    def _first_region(
+        self,
+        rotary: bool,
+        token_ids: Tensor,
+        tokens: TokenInputs,
+        cos_sin: Tensor,
+        cache: LayerCache,
+        embedding: Tensor,
+        before: BeforeAttention,
+    ) -> tuple[Tensor, Tensor]:
+        residual = embedding[token_ids]
+        x = rms_norm(residual, before.norm, self.config.rms_norm_eps)
+        return self._queries(rotary, x, tokens, cos_sin, cache, before), residual
+
+    def _between_region(
+        self,
+        rotary: bool,
+        o: Tensor,
+        residual: Tensor,
+        tokens: TokenInputs,
+        cos_sin: Tensor,
+        cache: LayerCache,
+        after: AfterAttention,
+        before: BeforeAttention,
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self._attention_output_and_mlp(o, residual, after)
+        x, residual = add_rms_norm(x, residual, before.norm, self.config.rms_norm_eps)
+        return self._queries(rotary, x, tokens, cos_sin, cache, before), residual
+
+    def _last_region(
+        self,
+        o: Tensor,
+        residual: Tensor,
+        rows: Tensor,
+        after: AfterAttention,
+        final_norm: Tensor,
+        head: LinearTensors,
+    ) -> Tensor:
+        x, residual = self._attention_output_and_mlp(o[rows], residual[rows], after)
+        x, _ = add_rms_norm(x, residual, final_norm, self.config.rms_norm_eps)
+        return self.head.method.apply(x, head)
+
+    def _queries(
+        self, rotary: bool, x: Tensor, tokens: TokenInputs, cos_sin: Tensor, cache: LayerCache, before: BeforeAttention
+    ) -> Tensor:
+        """Project to q, k, v, rotate, store k and v, and return q [tokens, kv_heads, G, D] in attention_dtype."""
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.config.head_dim
+        qkv = self.layers[0].qkv.method.apply(x, before.qkv)
+        q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
+        q, k, v = q.view(-1, heads, dim), k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
+        if before.q_norm is not None and before.k_norm is not None:
+            q = rms_norm(q, before.q_norm, self.config.rms_norm_eps)
+            k = rms_norm(k, before.k_norm, self.config.rms_norm_eps)
+        if rotary:
+            table = cos_sin[tokens.positions]
+            q, k = apply_rotary(q, table), apply_rotary(k, table)
+        write_kv(cache.k, cache.v, k, v, tokens.slot_mapping)
+        # FlexAttention wants q as a real four-dimensional buffer.
+        return q.to(self.attention_dtype).reshape(-1, kv_heads, heads // kv_heads, dim).contiguous()
+
+    def _attention_output_and_mlp(self, o: Tensor, residual: Tensor, after: AfterAttention) -> tuple[Tensor, Tensor]:
+        layer = self.layers[0]
+        x = layer.o.method.apply(o.to(self.dtype).flatten(1), after.o)
+        x, residual = add_rms_norm(x, residual, after.norm, self.config.rms_norm_eps)
+        x = gated_activation(layer.gate_up.method.apply(x, after.gate_up), self.config.hidden_act)
+        return layer.down.method.apply(x, after.down), residual
+
+
+def rotary_frequencies(rotary: RotaryConfig, max_model_len: int) -> Tensor:
+    """float64 [dim / 2]. "dynamic" is scaled once, for max_model_len, so that chunks and cached pages agree."""
+    dim, theta, factor, original = rotary.dim, rotary.theta, rotary.factor, rotary.original_max_position
+    if rotary.type == "default":
+        return default_frequencies(dim, theta)
+    if rotary.type == "linear":
+        return linear_frequencies(dim, theta, factor)
+    if rotary.type == "dynamic":
+        return dynamic_frequencies(dim, theta, factor, original, max_model_len)
+    if rotary.type == "llama3":
+        return llama3_frequencies(dim, theta, factor, rotary.low_freq_factor, rotary.high_freq_factor, original)
+    return yarn_frequencies(dim, theta, factor, rotary.beta_fast, rotary.beta_slow, original, rotary.truncate)

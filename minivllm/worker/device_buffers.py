@@ -1,0 +1,71 @@
+"""Memory shared by host and device: filled with numpy, read by the model at addresses that never change.
+
+On a CPU both sides are the same memory and crossing costs nothing. On another device only what changed crosses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class StagingBuffer:
+    """Many small int32 arrays in one pinned host buffer that crosses to the device in a single copy per step."""
+
+    def __init__(self, fields: dict[str, tuple[int, ...]], device: torch.device) -> None:
+        """fields: name -> shape. Each becomes a numpy view (``host[name]``) and a tensor (``device[name]``)."""
+        sizes = {name: int(np.prod(shape)) for name, shape in fields.items()}
+        # Sixteen elements are one cache line: no two fields share one, and every view is aligned for vector loads.
+        starts, total = {}, 0
+        for name, size in sizes.items():
+            starts[name] = total
+            total += -(-size // 16) * 16
+        cuda = device.type == "cuda"
+        self._host = torch.zeros(total, dtype=torch.int32, pin_memory=cuda)
+        self._device = torch.zeros(total, dtype=torch.int32, device=device) if cuda else self._host
+        array = self._host.numpy()
+        self.host: dict[str, np.ndarray] = {}
+        self.device: dict[str, Tensor] = {}
+        for name, shape in fields.items():
+            part = slice(starts[name], starts[name] + sizes[name])
+            self.host[name] = array[part].reshape(shape)
+            self.device[name] = self._device[part].view(shape)
+
+    def commit(self) -> None:
+        """Make what was written on the host visible to the device."""
+        if self._device is not self._host:
+            self._device.copy_(self._host, non_blocking=True)
+
+
+class MirroredTable:
+    """An int32 table [rows, columns] that lives on the device; writes on the host cross as differences."""
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        # numpy takes zeroed pages from the operating system lazily: rows that are never used cost no memory.
+        self.host = np.zeros((rows, columns), dtype=np.int32)
+        self._separate = device.type != "cpu"
+        self.device = (
+            torch.zeros(rows, columns, dtype=torch.int32, device=device) if self._separate else torch.from_numpy(self.host)
+        )
+        self._starts: list[int] = []
+        self._values: list[np.ndarray] = []
+
+    def write(self, row: int, start: int, values: np.ndarray | list[int]) -> None:
+        """Set [row, start : start + len(values)]."""
+        self.host[row, start : start + len(values)] = values
+        if self._separate:
+            self._starts.append(row * self.host.shape[1] + start)
+            self._values.append(np.asarray(values, dtype=np.int32))
+
+    def flush(self) -> None:
+        """Send what was written since the last flush: indices and values in one copy each."""
+        if not self._values:
+            return
+        index = np.concatenate([np.arange(s, s + len(v)) for s, v in zip(self._starts, self._values)])
+        device = self.device.device
+        where = torch.from_numpy(index).pin_memory().to(device, non_blocking=True)
+        what = torch.from_numpy(np.concatenate(self._values)).pin_memory().to(device, non_blocking=True)
+        self.device.view(-1).index_copy_(0, where, what)
+        self._starts.clear()
+        self._values.clear()

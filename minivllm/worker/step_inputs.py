@@ -1,0 +1,256 @@
+"""From a step's decisions to the arrays the model reads: tokens, positions, cache slots and query tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels_triton_free.attention import TileLists
+from minivllm.models.decoder import TokenInputs
+from minivllm.worker.device_buffers import StagingBuffer
+from minivllm.worker.persistent_batch import PersistentBatch, WorkerRequest
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request's part of a step: ``count`` tokens from position ``start``."""
+
+    request: WorkerRequest
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Rows with one token each: the first ``rows`` tokens of the step, padded to ``padded`` tiles."""
+
+    rows: int
+    padded: int
+    lists: dict[int | None, TileLists]
+    q_position: Tensor
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """Rows with several tokens, cut into tiles of ``tile_size`` queries.
+
+    tile_tokens [tiles * tile_size]: token of the step behind each query. token_places [n]: where each of the last n
+    tokens of the step went. step_pages: see gathered_flex_attention; None where pages are read in place.
+    """
+
+    tile_size: int
+    tile_tokens: Tensor
+    token_places: Tensor
+    lists: dict[int | None, TileLists]
+    q_position: Tensor
+    kv_position: Tensor
+    step_pages: Tensor | None
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One step on the device. Token-sized tensors are padded to at least two rows, which compiled regions rely on.
+
+    rows: in the order of their tokens, those with a single token first. lists of tiles are keyed by sliding window.
+    """
+
+    rows: list[Row]
+    num_tokens: int
+    token_ids: Tensor
+    tokens: TokenInputs
+    decode: DecodeTiles | None
+    prefill: PrefillTiles | None
+
+
+class StepInputBuilder:
+    """Builds StepInputs in persistent buffers.
+
+    gathers_pages: tiles of several queries read a copy of the step's pages (CPU) instead of the cache in place (CUDA).
+    index_width of decode lists: all pages on a CPU, which FlexAttention's template asserts; else pages per request.
+    """
+
+    def __init__(
+        self,
+        batch: PersistentBatch,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_pages: int,
+        tile_size: int,
+        windows: list[int | None],
+        device: torch.device,
+    ) -> None:
+        self._batch, self._windows, self._tile_size, self._device = batch, windows, tile_size, device
+        self._gathers_pages = device.type == "cpu"
+        max_blocks = batch.block_table.host.shape[1]
+        width = num_pages if self._gathers_pages else max_blocks + 1
+        tokens = max(max_num_batched_tokens, 2)
+        sequences = max(max_num_seqs, 2)
+        tiles = min(tokens, max_num_seqs + -(-tokens // tile_size)) + 2
+        fields: dict[str, tuple[int, ...]] = {
+            "token_index": (tokens,),
+            "positions": (tokens,),
+            "slot_mapping": (tokens,),
+            "decode_position": (sequences, 1),
+            "tile_position": (tiles, tile_size),
+            "tile_tokens": (tiles * tile_size,),
+            "token_places": (tokens,),
+        }
+        for index in range(len(windows)):
+            fields |= {
+                f"decode_partial_count.{index}": (sequences, 1, 1),
+                f"decode_full_count.{index}": (sequences, 1, 1),
+                f"decode_partial.{index}": (sequences, 1, 1, width),
+                f"decode_full.{index}": (sequences, 1, 1, width),
+            }
+        self._buffer = StagingBuffer(fields, device)
+        self._step_kv_position = np.zeros(num_pages * batch.page_size, dtype=np.int32)
+        self._step_kv_position_tensor = torch.from_numpy(self._step_kv_position)
+        self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
+
+    def build(self, rows: list[Row]) -> StepInputs:
+        """rows: single-token rows first. Returns views of the persistent buffers, valid until the next call."""
+        host = self._buffer.host
+        page = self._batch.page_size
+        table = self._batch.block_table.host
+        num_decode = 0
+        while num_decode < len(rows) and rows[num_decode].count == 1:
+            num_decode += 1
+        slots = np.fromiter((row.request.slot for row in rows), np.int64, len(rows))
+        starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
+        counts = np.fromiter((row.count for row in rows), np.int64, len(rows))
+        total = int(counts.sum())
+        padded = max(total, 2)
+
+        row_of_token = np.repeat(np.arange(len(rows)), counts)
+        first_token = np.cumsum(counts) - counts
+        positions = np.arange(total) - first_token[row_of_token] + starts[row_of_token]
+        token_slots = slots[row_of_token]
+        host["positions"][:total] = positions
+        host["token_index"][:total] = token_slots * self._batch.token_ids.host.shape[1] + positions
+        host["slot_mapping"][:total] = table[token_slots, positions // page] * page + positions % page
+        for name in ("positions", "token_index", "slot_mapping"):
+            host[name][total:padded] = 0
+
+        decode = self._decode_tiles(slots[:num_decode], starts[:num_decode]) if num_decode else None
+        prefill = self._prefill_tiles(rows[num_decode:], num_decode) if num_decode < len(rows) else None
+        self._buffer.commit()
+        self._batch.flush()
+        device = self._buffer.device
+        token_ids = self._token_ids[:padded]
+        torch.index_select(
+            self._batch.token_ids.device.view(-1), 0, device["token_index"][:padded], out=token_ids
+        )
+        inputs = TokenInputs(device["positions"][:padded], device["slot_mapping"][:padded])
+        return StepInputs(rows, total, token_ids, inputs, decode, prefill)
+
+    def _decode_tiles(self, slots: np.ndarray, positions: np.ndarray) -> DecodeTiles:
+        rows, page = len(slots), self._batch.page_size
+        padded = max(rows, 2)
+        host, device = self._buffer.host, self._buffer.device
+        table = self._batch.block_table.host
+        host["decode_position"][:rows, 0] = positions
+        host["decode_position"][rows:padded] = -1
+        last_page = positions // page
+        lists: dict[int | None, TileLists] = {}
+        for index, window in enumerate(self._windows):
+            partial_count = host[f"decode_partial_count.{index}"][:, 0, 0]
+            full_count = host[f"decode_full_count.{index}"][:, 0, 0]
+            partial = host[f"decode_partial.{index}"][:, 0, 0]
+            full = host[f"decode_full.{index}"][:, 0, 0]
+            partial_count[rows:padded] = full_count[rows:padded] = 0
+            if self._gathers_pages and (window is None or int(positions.max()) < window):
+                full_pages = (positions + 1) // page
+                width = int(full_pages.max())
+                full[:rows, :width] = table[slots, :width]
+                full_count[:rows] = full_pages
+                partial[:rows, 0] = table[slots, last_page]
+                partial_count[:rows] = last_page + 1 - full_pages
+            else:
+                full_count[:rows] = 0
+                first_page = np.zeros_like(last_page) if window is None else np.maximum(positions - window + 1, 0) // page
+                for row in range(rows):
+                    pages = table[slots[row], first_page[row] : last_page[row] + 1]
+                    partial[row, : len(pages)] = pages
+                    partial_count[row] = len(pages)
+            cut = slice(0, padded)
+            lists[window] = TileLists(
+                device[f"decode_partial_count.{index}"][cut],
+                device[f"decode_partial.{index}"][cut],
+                device[f"decode_full_count.{index}"][cut] if self._gathers_pages else None,
+                device[f"decode_full.{index}"][cut] if self._gathers_pages else None,
+            )
+        return DecodeTiles(rows, padded, lists, device["decode_position"])
+
+    def _prefill_tiles(self, rows: list[Row], first_token: int) -> PrefillTiles:
+        size, page = self._tile_size, self._batch.page_size
+        host, device = self._buffer.host, self._buffer.device
+        table = self._batch.block_table.host
+        spans: list[tuple[int, int, int]] = []  # first position, last position, slot of each tile
+        place, token = 0, first_token
+        places, tile_tokens, tile_position = host["token_places"], host["tile_tokens"], host["tile_position"]
+        tile_position.fill(-1)
+        tile_tokens.fill(0)
+        offset = 0
+        for row in rows:
+            tokens = np.arange(row.count)
+            places[offset : offset + row.count] = place + tokens
+            tile_tokens[place : place + row.count] = token + tokens
+            tile_position.reshape(-1)[place : place + row.count] = row.start + tokens
+            for start in range(row.start, row.start + row.count, size):
+                spans.append((start, min(start + size, row.start + row.count) - 1, row.request.slot))
+            place += -(-row.count // size) * size
+            offset += row.count
+            token += row.count
+        tiles = max(len(spans), 2)
+
+        step_pages = None
+        kv_position = self._batch.kv_position.device.view(-1)
+        to_step: np.ndarray | None = None
+        if self._gathers_pages:
+            last_blocks = [(row.start + row.count - 1) // page + 1 for row in rows]
+            needed = np.unique(np.concatenate([table[row.request.slot, :n] for row, n in zip(rows, last_blocks)]))
+            if len(needed) < 2:
+                needed = np.append(needed, 0).astype(np.int32)
+            to_step = np.zeros(len(self._batch.page_index), dtype=np.int32)
+            to_step[needed] = np.arange(len(needed), dtype=np.int32)
+            self._step_kv_position[: len(needed) * page] = self._batch.kv_position.host[needed].reshape(-1)
+            kv_position = self._step_kv_position_tensor
+            step_pages = torch.from_numpy(needed)
+        width = len(needed) if self._gathers_pages else table.shape[1] + 1
+
+        lists: dict[int | None, TileLists] = {}
+        for window in self._windows:
+            counts = np.zeros((2, tiles), dtype=np.int32)
+            pages = np.zeros((2, tiles, width), dtype=np.int32)
+            for tile, (first, last, slot) in enumerate(spans):
+                begin = 0 if window is None else max(0, first - window + 1) // page
+                # A page is full if its last slot is visible to the first query and its first slot to the last one.
+                full_begin = 0 if window is None else -(-max(0, last - window + 1) // page)
+                end, full_end = last // page + 1, (first + 1) // page
+                full_begin, full_end = min(full_begin, end), max(full_end, min(full_begin, end))
+                own = table[slot, :end] if to_step is None else to_step[table[slot, :end]]
+                full = own[full_begin:full_end]
+                partial = np.concatenate([own[begin:full_begin], own[full_end:end]])
+                counts[:, tile] = len(partial), len(full)
+                pages[0, tile, : len(partial)] = partial
+                pages[1, tile, : len(full)] = full
+            sent = [torch.from_numpy(array).to(self._device) for array in (counts, pages)]
+            lists[window] = TileLists(
+                sent[0][0].view(tiles, 1, 1),
+                sent[1][0].view(tiles, 1, 1, width),
+                sent[0][1].view(tiles, 1, 1),
+                sent[1][1].view(tiles, 1, 1, width),
+            )
+        return PrefillTiles(
+            size,
+            device["tile_tokens"][: tiles * size],
+            device["token_places"][:offset],
+            lists,
+            device["tile_position"],
+            kv_position,
+            step_pages,
+        )
