@@ -1,0 +1,91 @@
+"""``minivllm chat``: talk with a model, or have one prompt answered."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from minivllm.cli.chat_session import ChatSession
+from minivllm.cli.engine_options import EngineOptions, ModelArgument
+from minivllm.cli.engine_start import ProgressHandler, engine_log, running_engine
+from minivllm.cli.option_groups import with_option_groups
+from minivllm.cli.prompts import prompt_text, read_standard_input
+from minivllm.cli.sampling_options import FALLBACK, SamplingOptions, model_defaults
+from minivllm.errors import RequestError
+
+
+@with_option_groups
+def chat(
+    sampling: SamplingOptions,
+    engine: EngineOptions,
+    model: ModelArgument = "smollm2",
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="Answer this one prompt and exit; - reads it from stdin.")
+    ] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With -p or a pipe: print one JSON object.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show everything the engine logs.")] = False,
+) -> None:
+    """Talk with a model, or have one prompt answered.
+
+    Without MODEL it fetches a small default model the first time. Type /help inside for the commands. A prompt given
+    by -p or a pipe is answered once.
+
+    Example: minivllm chat -p "Why is the sky blue?" --temperature 0
+    """
+    args = engine.engine_args(model)
+    sampling.params({"max_tokens": None, **FALLBACK})  # wrong values are reported before a model is loaded
+    interactive = prompt is None and sys.stdin.isatty()
+    if interactive and as_json:
+        raise RequestError("--json answers one prompt: give it with -p, or pipe it in.")
+    question = None if interactive else read_standard_input() if prompt is None else prompt_text(prompt)
+    with engine_log(verbose) as log, running_engine(args, log) as running:
+        params = sampling.params({"max_tokens": None, **model_defaults(running)})
+        session = ChatSession(running, model, params, system)
+        if question is None:
+            _talk(session, log)
+        else:
+            _answer_once(session, question, as_json, log)
+
+
+def _talk(session: ChatSession, log: ProgressHandler) -> None:
+    from minivllm import __version__
+    from minivllm.cli.chat_terminal import ChatTerminal, default_history_path, notice
+
+    config = session.engine.client.config
+    notice(
+        f"minivllm {__version__} · {session.model} · {config.device} {config.dtype} · "
+        f"context {session.max_model_len:,} tokens · /help lists the commands"
+    )
+    _mention_missing_template(session)
+    ChatTerminal(session, log, default_history_path()).run()
+
+
+def _answer_once(session: ChatSession, question: str, as_json: bool, log: ProgressHandler) -> None:
+    """Answer ``question`` on stdout, statistics on stderr. Ctrl-C exits with 130 after what was said so far."""
+    from minivllm.cli.chat_terminal import InterruptFlag, limit_notice, notice, stream_answer
+
+    _mention_missing_template(session)
+    if as_json:
+        with InterruptFlag() as interrupt, log.status("Answering"):
+            generation = session.ask(question, lambda text: None, lambda: interrupt.is_set)
+        print(json.dumps(generation.record()), flush=True)
+    else:
+        generation = stream_answer(
+            lambda on_text, is_interrupted: session.ask(question, on_text, is_interrupted), log, waiting="Answering"
+        )
+        notice(generation.statistics_line(session.max_model_len))
+        if generation.num_context_tokens >= session.max_model_len:
+            notice(limit_notice(session, generation))
+    if generation.interrupted:
+        raise typer.Exit(130)
+
+
+def _mention_missing_template(session: ChatSession) -> None:
+    from minivllm.cli.chat_terminal import notice
+
+    if not session.has_chat_template:
+        notice(f"{session.model} has no chat template: it continues your text instead of answering it.")

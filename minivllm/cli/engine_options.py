@@ -1,0 +1,86 @@
+"""The engine's flags: one for every field of ``EngineArgs``, under vLLM's names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from minivllm.config import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, POLICIES, EngineArgs
+from minivllm.errors import ConfigError
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A short name (smollm2), a Hugging Face id, a local directory or a .gguf file.",
+        show_default=True,
+    ),
+]
+
+
+def _option(help_text: str, *names: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help_text, metavar=metavar)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The flags behind ``EngineArgs``; the model itself is the command's argument."""
+
+    tokenizer: Annotated[str | None, _option("Where the tokenizer comes from, if not from the model.")] = None
+    revision: Annotated[str | None, _option("Branch, tag or commit of a Hugging Face id.")] = None
+    dtype: Annotated[str, _option(f"Weights and activations: {', '.join(DTYPES)}.")] = "auto"
+    seed: Annotated[int, _option("Seeds dummy weights and every request; same seed, same answers.")] = 0
+    load_format: Annotated[str, _option(f"{', '.join(LOAD_FORMATS)}; dummy is random weights.")] = "auto"
+    device: Annotated[str, _option(f"{', '.join(DEVICES)}.")] = "auto"
+    max_model_len: Annotated[int | None, _option("Prompt plus answer of one request, in tokens.")] = None
+    max_num_seqs: Annotated[int | None, _option("Requests that may run at the same time.")] = None
+    max_num_batched_tokens: Annotated[int | None, _option("Token budget of one step.")] = None
+    long_prefill_token_threshold: Annotated[
+        int, _option("Most tokens one request gets in a step; 0 is no such limit.")
+    ] = 0
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _option("Share of the memory that engine and KV cache may use (on a CPU: of what is free after loading)."),
+    ] = None
+    kv_cache_memory_bytes: Annotated[int | None, _option("Size of the KV cache in bytes.")] = None
+    num_gpu_blocks_override: Annotated[int | None, _option("Size of the KV cache in blocks.")] = None
+    block_size: Annotated[int | None, _option("Tokens per block of the KV cache: 8, 16, 32, 64, 128 or 256.")] = None
+    kv_cache_dtype: Annotated[str, _option(f"Elements of the KV cache: {', '.join(KV_CACHE_DTYPES)}.")] = "auto"
+    enable_prefix_caching: Annotated[
+        bool,
+        _option("Reuse the KV cache of equal prompt beginnings.", "--enable-prefix-caching/--no-enable-prefix-caching"),
+    ] = True
+    enforce_eager: Annotated[
+        bool,
+        _option(
+            "Run uncompiled: starts sooner, answers more slowly.",
+            "--enforce-eager/--no-enforce-eager",
+        ),
+    ] = False
+    scheduling_policy: Annotated[str, _option(f"{' or '.join(POLICIES)}.")] = "fcfs"
+    hf_overrides: Annotated[
+        str | None, _option("JSON object whose entries replace those of the model's config.json.", metavar="JSON")
+    ] = None
+
+    def engine_args(self, model: str) -> EngineArgs:
+        """The engine arguments of these flags. Raises ConfigError naming the argument and what it may be."""
+        values = asdict(self)
+        values["hf_overrides"] = _json_object("hf_overrides", self.hf_overrides)
+        return EngineArgs(model=model, **values)
+
+
+def _json_object(name: str, text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{name} is not valid JSON ({error}); an example is '{{\"num_hidden_layers\": 2}}'."
+        ) from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} is {text}, but must be a JSON object such as '{{\"num_hidden_layers\": 2}}'.")
+    return value

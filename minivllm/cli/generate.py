@@ -1,0 +1,141 @@
+"""``minivllm generate``: complete prompts in one batch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from minivllm.cli.engine_options import EngineOptions, ModelArgument
+from minivllm.cli.engine_start import engine_log, running_engine
+from minivllm.cli.generation import Generation
+from minivllm.cli.option_groups import with_option_groups
+from minivllm.cli.prompts import prompt_text, read_standard_input
+from minivllm.cli.sampling_options import FALLBACK, SamplingOptions, model_defaults
+from minivllm.cli.terminal_text import ControlCharacterFilter, dim, printable
+from minivllm.errors import RequestError
+from minivllm.sampling_params import OutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.frontend.llm_engine import LLMEngine
+
+MAX_TOKENS = 256
+"""Length of a completion if no flag says otherwise: a text without an end must not fill the whole context."""
+
+
+@with_option_groups
+def generate(
+    sampling: SamplingOptions,
+    engine: EngineOptions,
+    model: ModelArgument = "smollm2",
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="A prompt (may be repeated: all run in one batch); - reads it from stdin."),
+    ] = None,
+    as_chat: Annotated[
+        bool, typer.Option("--chat/--no-chat", help="Send each prompt as a user message through the chat template.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt and line.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show everything the engine logs.")] = False,
+) -> None:
+    """Complete one or many prompts in one batch.
+
+    Without -p, standard input is the prompt. A completion ends after 256 tokens unless --max-tokens says otherwise.
+
+    Example: minivllm generate -p "The capital of France is" -p "Water boils at" --max-tokens 8 --json
+    """
+    args = engine.engine_args(model)
+    sampling.params({"max_tokens": MAX_TOKENS, **FALLBACK})  # wrong values are reported before a model is loaded
+    if not prompt and sys.stdin.isatty():
+        raise RequestError('There is no prompt: give one with -p "…", or pipe it in.')
+    texts = [prompt_text(text) for text in prompt] if prompt else [read_standard_input()]
+    with engine_log(verbose) as log, running_engine(args, log) as running:
+        defaults = {"max_tokens": MAX_TOKENS, **model_defaults(running)}
+        params = msgspec.structs.replace(sampling.params(defaults), output_kind=OutputKind.DELTA)
+        if as_chat and not running.tokenizer.has_chat_template:
+            raise RequestError(f"{model} has no chat template, so --chat cannot work; leave it out.")
+        batch = Batch(running, texts, as_chat, as_json)
+        batch.submit(params)
+        with ExitStack() as until_first_print:
+            until_first_print.enter_context(log.status(f"Completing {len(texts)} prompts"))
+            batch.run(until_first_print.close)
+    if batch.failed:
+        raise typer.Exit(RequestError.exit_code)
+
+
+class Batch:
+    """Prompts that run together; results are printed in the order of the prompts, as soon as that allows."""
+
+    def __init__(self, engine: LLMEngine, texts: list[str], as_chat: bool, as_json: bool) -> None:
+        self._engine = engine
+        self._texts = texts
+        self._as_chat = as_chat
+        self._as_json = as_json
+        self._generations = [Generation() for _ in texts]
+        self._errors: dict[int, str] = {}
+        self._num_printed = 0
+        self._before_print: Callable[[], None] = lambda: None
+        self._stream = ControlCharacterFilter() if len(texts) == 1 and not as_json else None
+
+    @property
+    def failed(self) -> bool:
+        """True if a prompt could not be completed."""
+        return bool(self._errors)
+
+    def submit(self, params: SamplingParams) -> None:
+        """Hand all prompts to the engine. One that it refuses gets an error in its place; the others go on."""
+        for index, text in enumerate(self._texts):
+            prompt: Any = text
+            if self._as_chat:
+                ids = self._engine.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], add_generation_prompt=True
+                )
+                prompt = {"prompt_token_ids": ids}
+            try:
+                self._engine.add_request(str(index), prompt, params)
+            except RequestError as error:
+                self._errors[index] = str(error)
+
+    def run(self, before_print: Callable[[], None]) -> None:
+        """Step the engine until every prompt is completed, printing results; ``before_print`` is called before each."""
+        self._before_print = before_print
+        self._print_finished()
+        while self._num_printed < len(self._texts):
+            for output in self._engine.step():
+                index = int(output.request_id)
+                try:
+                    new_text = self._generations[index].add(output)
+                except RequestError as error:
+                    self._errors[index] = str(error)
+                    continue
+                if self._stream is not None and new_text:
+                    self._before_print()
+                    print(self._stream.feed(new_text), end="", flush=True)
+            self._print_finished()
+
+    def _print_finished(self) -> None:
+        while self._num_printed < len(self._texts):
+            index = self._num_printed
+            if index not in self._errors and self._generations[index].finish_reason is None:
+                return
+            self._num_printed += 1
+            self._print_result(index)
+
+    def _print_result(self, index: int) -> None:
+        self._before_print()
+        generation, error = self._generations[index], self._errors.get(index)
+        if self._as_json:
+            result = {"error": error} if error is not None else generation.record()
+            print(json.dumps({"index": index, "prompt": self._texts[index], **result}), flush=True)
+        elif error is not None:
+            print(f"minivllm: prompt {index}: {error}", file=sys.stderr, flush=True)
+        elif self._stream is not None:
+            print(flush=True)
+        else:
+            print(dim(f"[{index}] {printable(self._texts[index])}", sys.stdout))
+            print(printable(generation.text), flush=True)

@@ -1,0 +1,254 @@
+"""The slash commands of ``minivllm chat``: each changes or shows the session, none touches the terminal."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from minivllm.cli.chat_session import ChatSession
+from minivllm.errors import RequestError
+from minivllm.sampling_params import SamplingParams
+
+SETTINGS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "max_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "skip_special_tokens",
+)
+"""What /set can change: every sampling parameter that shows in a conversation."""
+
+
+class Next(Enum):
+    """What the chat does after a command."""
+
+    PROMPT = auto()
+    REGENERATE = auto()
+    LEAVE = auto()
+
+
+@dataclass(frozen=True)
+class Command:
+    """usage: as typed. purpose: one line of /help. run: takes the session and the text after the name."""
+
+    usage: str
+    purpose: str
+    run: Callable[[ChatSession, str], tuple[str, Next]]
+
+    @property
+    def name(self) -> str:
+        return self.usage.split()[0]
+
+
+def is_command(line: str) -> bool:
+    """A single line whose first word is a slash and a name; a path such as /usr/bin is an ordinary message."""
+    word = line.split(maxsplit=1)[0] if line[:1] == "/" else ""
+    return len(word) > 1 and "/" not in word[1:] and "\n" not in line.strip()
+
+
+def run_command(session: ChatSession, line: str) -> tuple[str, Next]:
+    """Run a command line; returns what to tell the user and what comes next. Raises RequestError with advice."""
+    word, _, argument = line.strip().partition(" ")
+    name = ALIASES.get(word.lower(), word.lower())
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], n=1)
+        advice = f"did you mean {near[0]}?" if near else "/help lists the commands."
+        raise RequestError(f"There is no command {word}; {advice}")
+    return COMMANDS[name].run(session, argument.strip())
+
+
+def _no_argument(name: str, argument: str) -> None:
+    if argument:
+        raise RequestError(f"{name} takes nothing after it, but got {argument!r}.")
+
+
+def _help(session: ChatSession, argument: str) -> tuple[str, Next]:
+    lines = [f"{command.usage:<14} {command.purpose}" for command in COMMANDS.values()]
+    lines += [
+        "",
+        "Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer, Ctrl-D leaves.",
+        "A message that should begin with a slash is sent with a space before it.",
+    ]
+    return "\n".join(lines), Next.PROMPT
+
+
+def _system(session: ChatSession, argument: str) -> tuple[str, Next]:
+    if not argument:
+        shown = "the chat template's own" if session.system is None else repr(session.system)
+        return f"System prompt: {shown}.", Next.PROMPT
+    session.system = None if argument == "-" else argument
+    return "System prompt removed." if argument == "-" else "System prompt set.", Next.PROMPT
+
+
+def _set(session: ChatSession, argument: str) -> tuple[str, Next]:
+    name, equals, text = (part.strip() for part in argument.partition("="))
+    if not equals or not name:
+        raise RequestError(f"Write /set name=value, for example /set temperature=0.2; names: {', '.join(SETTINGS)}.")
+    if name not in SETTINGS:
+        near = difflib.get_close_matches(name, SETTINGS, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"known are: {', '.join(SETTINGS)}."
+        raise RequestError(f"There is no setting {name!r}; {advice}")
+    value = _value(text)
+    if value is None:
+        # None means "as if never set": the field's own default, which for max_tokens is the rest of the context.
+        value = None if name == "max_tokens" else getattr(SamplingParams(), name)
+    values = {**msgspec.to_builtins(session.params, str_keys=False), name: value}
+    if name in ("stop", "bad_words") and isinstance(value, str):
+        values[name] = [value]
+    if name == "logit_bias" and isinstance(value, dict):
+        values[name] = {int(key) if key.isdecimal() else key: bias for key, bias in value.items()}
+    session.params = SamplingParams.from_dict(values)
+    return f"{name} = {_shown(name, getattr(session.params, name))}", Next.PROMPT
+
+
+def _value(text: str) -> Any:
+    """JSON where it is JSON, otherwise the text itself; ``none`` is None."""
+    if text.lower() in ("none", "default", ""):
+        return None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "max_tokens" and value is None:
+        return "what is left of the context"
+    return json.dumps(value)
+
+
+def _show(session: ChatSession, argument: str) -> tuple[str, Next]:
+    _no_argument("/show", argument)
+    plain = SamplingParams(max_tokens=None)
+    config = session.engine.client.config
+    lines = [
+        f"model        {session.model} ({config.device}, {config.dtype})",
+        f"context      {session.num_context_tokens():,} of {session.max_model_len:,} tokens, "
+        f"{len(session.messages) // 2} exchanges",
+        f"system       {'(chat template)' if session.system is None else session.system}",
+    ]
+    for name in SETTINGS:
+        value = getattr(session.params, name)
+        if name in ("temperature", "max_tokens") or value != getattr(plain, name):
+            lines.append(f"{name:<12} {_shown(name, value)}")
+    return "\n".join(lines), Next.PROMPT
+
+
+def _regenerate(session: ChatSession, argument: str) -> tuple[str, Next]:
+    _no_argument("/regen", argument)
+    return "", Next.REGENERATE
+
+
+def _undo(session: ChatSession, argument: str) -> tuple[str, Next]:
+    _no_argument("/undo", argument)
+    session.undo()
+    return f"Last exchange forgotten; {len(session.messages) // 2} left.", Next.PROMPT
+
+
+def _clear(session: ChatSession, argument: str) -> tuple[str, Next]:
+    _no_argument("/clear", argument)
+    session.clear()
+    return "Conversation cleared.", Next.PROMPT
+
+
+def _drop(session: ChatSession, argument: str) -> tuple[str, Next]:
+    if argument and not argument.isdecimal():
+        raise RequestError(f"/drop takes how many exchanges to forget, but got {argument!r}.")
+    session.drop(int(argument or 1))
+    return f"Oldest exchanges forgotten; {_context(session)}.", Next.PROMPT
+
+
+def _context(session: ChatSession) -> str:
+    return f"{session.num_context_tokens():,} of {session.max_model_len:,} tokens are in use"
+
+
+def _path(name: str, argument: str) -> Path:
+    if not argument:
+        raise RequestError(f"{name} needs a file name, for example {name} chat.json.")
+    return Path(argument).expanduser()
+
+
+def _save(session: ChatSession, argument: str) -> tuple[str, Next]:
+    path = _path("/save", argument)
+    session.save(path)
+    return f"{len(session.messages)} messages saved to {path}.", Next.PROMPT
+
+
+def _load(session: ChatSession, argument: str) -> tuple[str, Next]:
+    path = _path("/load", argument)
+    session.load(path)
+    return f"{len(session.messages)} messages loaded with their settings; {_context(session)}.", Next.PROMPT
+
+
+def _stats(session: ChatSession, argument: str) -> tuple[str, Next]:
+    _no_argument("/stats", argument)
+    stats = session.engine.stats()
+    lines = []
+    if session.last_generation is not None:
+        lines.append(f"last answer   {session.last_generation.statistics_line(session.max_model_len)}")
+    queried, hit = stats.prefix_cache_queried_tokens, stats.prefix_cache_hit_tokens
+    share = f" ({hit / queried:.0%})" if queried else ""
+    lines += [
+        f"prefix cache  {hit:,} of {queried:,} prompt tokens reused{share}",
+        f"KV cache      {stats.kv_cache_usage:.1%} in use",
+        f"engine        {stats.num_steps:,} steps, {stats.num_computed_tokens:,} tokens computed, "
+        f"{stats.num_preemptions:,} preemptions",
+    ]
+    return "\n".join(lines), Next.PROMPT
+
+
+def _tokens(session: ChatSession, argument: str) -> tuple[str, Next]:
+    _no_argument("/tokens", argument)
+    lines = [f"Of the context's tokens, {_context(session)}."]
+    for message in session.messages:
+        count = len(session.engine.tokenizer.encode(message.content, add_special_tokens=False))
+        beginning = " ".join(message.content.split())
+        beginning = beginning if len(beginning) <= 50 else beginning[:49] + "…"
+        mark = " [interrupted]" if message.interrupted else ""
+        lines.append(f"{count:>7,}  {message.role:<9}  {beginning}{mark}")
+    return "\n".join(lines), Next.PROMPT
+
+
+def _leave(session: ChatSession, argument: str) -> tuple[str, Next]:
+    return "", Next.LEAVE
+
+
+COMMANDS: dict[str, Command] = {
+    command.name: command
+    for command in (
+        Command("/help", "show this list", _help),
+        Command("/system TEXT", "set the system prompt; alone shows it, /system - removes it", _system),
+        Command("/set k=v", "change a sampling parameter, for example /set temperature=0.2", _set),
+        Command("/show", "show model, context and settings", _show),
+        Command("/regen", "generate the last answer again", _regenerate),
+        Command("/undo", "forget the last exchange", _undo),
+        Command("/clear", "forget the whole conversation", _clear),
+        Command("/drop N", "forget the N oldest exchanges (1 if not given)", _drop),
+        Command("/save FILE", "save the conversation as JSON", _save),
+        Command("/load FILE", "continue a saved conversation", _load),
+        Command("/stats", "show what the engine did so far", _stats),
+        Command("/tokens", "show how many tokens each message takes", _tokens),
+        Command("/bye", "leave", _leave),
+    )
+}
+ALIASES = {"/exit": "/bye", "/quit": "/bye", "/?": "/help"}

@@ -1,0 +1,249 @@
+"""A conversation's state: what is sent, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from scripted_engine import ScriptedEngine
+
+from minivllm.cli.chat_session import ChatSession
+from minivllm.cli.generation import Generation
+from minivllm.cli.slash_commands import COMMANDS, Next, is_command, run_command
+from minivllm.errors import RequestError
+from minivllm.sampling_params import SamplingParams
+
+
+def session_with(engine: ScriptedEngine | None = None, **params: object) -> ChatSession:
+    return ChatSession(engine or ScriptedEngine(), "scripted", SamplingParams(**{"max_tokens": None, **params}))
+
+
+def ask(session: ChatSession, text: str, interrupt_after: int | None = None) -> Generation:
+    pieces: list[str] = []
+    enough = (lambda: len(pieces) >= interrupt_after) if interrupt_after is not None else lambda: False
+    generation = session.ask(text, pieces.append, enough)
+    assert "".join(pieces) == generation.text
+    return generation
+
+
+def test_every_turn_sends_the_whole_conversation_and_finds_it_in_the_prefix_cache() -> None:
+    session = session_with()
+    first = ask(session, "first question")
+    second = ask(session, "second question")
+    assert first.text == "FIRST QUESTION"
+    assert session.engine.prompts[1] == (
+        "<user>first question\n<assistant>FIRST QUESTION\n<user>second question\n<assistant>"
+    )
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens >= first.num_prompt_tokens
+    assert f"({second.num_cached_tokens} cached)" in second.statistics_line(512)
+
+
+def test_system_prompt_comes_first_and_only_if_set() -> None:
+    session = session_with()
+    ask(session, "a")
+    run_command(session, "/system Be brief.")
+    ask(session, "b")
+    run_command(session, "/system -")
+    ask(session, "c")
+    assert [prompt.startswith("<system>Be brief.\n") for prompt in session.engine.prompts] == [False, True, False]
+
+
+def test_an_interrupted_answer_is_aborted_and_its_part_stays_in_the_conversation() -> None:
+    session = session_with()
+    generation = ask(session, "forever", interrupt_after=7)
+    assert generation.interrupted
+    assert session.engine.aborted == ["chat-0"]
+    assert session.messages[-1].content == "on and "
+    assert session.messages[-1].interrupted
+    assert "stop: interrupted" in generation.statistics_line(512)
+    assert ask(session, "go on").text == "GO ON"
+
+
+def test_an_answer_may_fill_the_rest_of_the_context_and_no_more() -> None:
+    session = session_with(ScriptedEngine(max_model_len=64))
+    generation = ask(session, "forever")
+    assert generation.finish_reason == "length"
+    assert generation.num_context_tokens == 64
+    assert "ctx 64/64" in generation.statistics_line(64)
+
+
+def test_a_full_context_is_refused_with_numbers_and_changes_nothing() -> None:
+    session = session_with(ScriptedEngine(max_model_len=64))
+    ask(session, "forever")
+    before = list(session.messages)
+    with pytest.raises(RequestError, match=r"takes \d+ of the context's 64 tokens.*/drop.*/clear"):
+        ask(session, "more")
+    assert session.messages == before
+    run_command(session, "/drop")
+    assert ask(session, "more").text == "MORE"
+
+
+def test_a_first_message_that_cannot_fit_is_not_blamed_on_the_conversation() -> None:
+    with pytest.raises(RequestError, match=r"The message takes .* shorten it, or start with a larger --max-model-len"):
+        ask(session_with(ScriptedEngine(max_model_len=16)), "x" * 100)
+
+
+def test_without_chat_template_texts_follow_each_other() -> None:
+    session = session_with(ScriptedEngine(has_chat_template=False, answer=str.upper))
+    ask(session, "once")
+    ask(session, "upon")
+    assert session.engine.prompts == ["once", "once\nONCE\nupon"]
+
+
+def test_regenerating_asks_the_same_question_again() -> None:
+    session = session_with()
+    ask(session, "one")
+    ask(session, "two")
+    session.regenerate(lambda text: None, lambda: False)
+    assert session.engine.prompts[2] == session.engine.prompts[1]
+    assert [message.content for message in session.messages] == ["one", "ONE", "two", "TWO"]
+
+
+def test_a_failed_regeneration_keeps_the_old_answer() -> None:
+    session = session_with()
+    ask(session, "one")
+    before = list(session.messages)
+    session.system = "s" * 600
+    with pytest.raises(RequestError):
+        session.regenerate(lambda text: None, lambda: False)
+    assert session.messages == before
+
+
+def test_undo_drop_and_clear_forget_whole_exchanges() -> None:
+    session = session_with()
+    for text in ("one", "two", "three"):
+        ask(session, text)
+    run_command(session, "/undo")
+    run_command(session, "/drop 1")
+    assert [message.content for message in session.messages] == ["two", "TWO"]
+    run_command(session, "/clear")
+    assert session.messages == []
+    for line in ("/undo", "/drop", "/regen"):
+        message = "there is nothing|has 0|Nothing was asked"
+        with pytest.raises(RequestError, match=message):
+            if run_command(session, line)[1] is Next.REGENERATE:
+                session.regenerate(lambda text: None, lambda: False)
+
+
+def test_a_saved_conversation_loads_as_it_was(tmp_path: Path) -> None:
+    session = session_with(temperature=0.3, stop=["x"])
+    session.system = "Ünicode"
+    ask(session, "forever", interrupt_after=3)
+    run_command(session, f"/save {tmp_path / 'chat.json'}")
+    other = session_with()
+    run_command(other, f"/load {tmp_path / 'chat.json'}")
+    assert (other.messages, other.system, other.params) == (session.messages, session.system, session.params)
+    assert [path.name for path in tmp_path.iterdir()] == ["chat.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"format": "minivllm-chat-1"}',
+        b'{"format":"minivllm-chat-1","model":"m","system":null,"sampling":{"temperature":-1},"messages":[]}',
+        b'{"format":"minivllm-chat-1","model":"m","system":null,"sampling":{},"messages":'
+        b'[{"role":"assistant","content":"x"}]}',
+        b'{"format":"minivllm-chat-1","model":"m","system":null,"sampling":{},"messages":[{"role":"root","content":1}]}',
+    ],
+)
+def test_a_file_that_is_no_saved_chat_is_refused_and_the_session_stays(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.json"
+    path.write_bytes(content)
+    session = session_with()
+    ask(session, "one")
+    before = list(session.messages)
+    with pytest.raises(RequestError, match="is not a saved chat"):
+        run_command(session, f"/load {path}")
+    with pytest.raises(RequestError, match="is not a saved chat, so it is left alone"):
+        run_command(session, f"/save {path}")
+    assert session.messages == before
+    assert path.read_bytes() == content
+
+
+def test_unreadable_and_unwritable_files_are_reported(tmp_path: Path) -> None:
+    session = session_with()
+    with pytest.raises(RequestError, match=r"Cannot read .*No such file"):
+        run_command(session, f"/load {tmp_path / 'none.json'}")
+    with pytest.raises(RequestError, match=r"Cannot read .*directory"):
+        run_command(session, f"/load {tmp_path}")
+    with pytest.raises(RequestError, match=r"Cannot write .*No such file"):
+        run_command(session, f"/save {tmp_path / 'none' / 'chat.json'}")
+    with pytest.raises(RequestError, match="needs a file name"):
+        run_command(session, "/save")
+
+
+def test_set_takes_values_and_reports_wrong_ones() -> None:
+    session = session_with()
+    for line, name, value in (
+        ("/set temperature=0", "temperature", 0.0),
+        ("/set top_k = 5", "top_k", 5),
+        ("/set stop=END", "stop", ["END"]),
+        ('/set stop=["a", "b"]', "stop", ["a", "b"]),
+        ("/set stop=none", "stop", []),
+        ("/set max_tokens=9", "max_tokens", 9),
+        ("/set max_tokens=none", "max_tokens", None),
+        ("/set seed=7", "seed", 7),
+        ("/set ignore_eos=true", "ignore_eos", True),
+        ('/set logit_bias={"5": -3}', "logit_bias", {5: -3.0}),
+    ):
+        run_command(session, line)
+        assert getattr(session.params, name) == value, line
+    for line, message in (
+        ("/set temperature=-1", "temperature is -1"),
+        ("/set temperature=NaN", "finite number"),
+        ("/set temperature=warm", "temperature"),
+        ("/set temprature=1", "did you mean temperature"),
+        ("/set max_tokens=0", "max_tokens is 0"),
+        ("/set n=3", "no setting 'n'"),
+        ("/set", "Write /set name=value"),
+    ):
+        before = session.params
+        with pytest.raises(RequestError, match=message):
+            run_command(session, line)
+        assert session.params == before
+
+
+def test_a_typo_gets_the_nearest_command() -> None:
+    session = session_with()
+    with pytest.raises(RequestError, match="There is no command /halp; did you mean /help"):
+        run_command(session, "/halp")
+    with pytest.raises(RequestError, match="/help lists the commands"):
+        run_command(session, "/xyzzy")
+
+
+def test_what_is_a_command_and_what_a_message() -> None:
+    assert is_command("/help")
+    assert is_command("/set temperature=1")
+    assert not is_command("/usr/bin holds what?")
+    assert not is_command(" /help")
+    assert not is_command("/help me\nwith two lines")
+    assert not is_command("/")
+    assert not is_command("")
+
+
+def test_every_command_shows_in_help_and_the_showing_ones_answer() -> None:
+    session = session_with(top_p=0.5)
+    help_text, _ = run_command(session, "/help")
+    assert all(command.usage in help_text for command in COMMANDS.values())
+    ask(session, "one")
+    assert "top_p" in run_command(session, "/show")[0]
+    assert "ONE" in run_command(session, "/tokens")[0]
+    assert "prefix cache" in run_command(session, "/stats")[0]
+    assert run_command(session, "/bye")[1] is Next.LEAVE
+    assert run_command(session, "/quit")[1] is Next.LEAVE
+
+
+def test_a_generation_record_is_plain_json() -> None:
+    session = session_with()
+    record = json.loads(json.dumps(ask(session, "hello").record()))
+    assert record["text"] == "HELLO"
+    assert record["finish_reason"] == "stop"
+    assert record["stop_reason"] is None
+    assert record["num_prompt_tokens"] == len(session.engine.prompts[0])
+    assert record["metrics"]["ttft"] >= 0

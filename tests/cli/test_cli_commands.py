@@ -1,0 +1,370 @@
+"""The ``minivllm`` command as a program: output, errors, exit codes, start-up cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scripted_engine
+from scripted_engine import ScriptedEngine, create_scripted_engine
+from typer.testing import CliRunner
+
+from minivllm import __version__
+from minivllm.cli import engine_start
+from minivllm.cli.engine_options import EngineOptions
+from minivllm.cli.main import app, main
+from minivllm.cli.sampling_options import FALLBACK, SamplingOptions, model_defaults
+from minivllm.config import EngineArgs
+from minivllm.errors import MinivllmError
+from minivllm.sampling_params import SamplingParams
+
+SCRIPT = scripted_engine.__file__
+
+
+def run(*arguments: str, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command on a scripted engine, in a process of its own."""
+    result = subprocess.run(
+        [sys.executable, SCRIPT, *arguments],
+        input=stdin,
+        capture_output=True,
+        env={**os.environ, "NO_COLOR": "1", **environment},
+        timeout=120,
+    )
+    return subprocess.CompletedProcess(
+        result.args, result.returncode, result.stdout.decode("utf-8"), result.stderr.decode("utf-8")
+    )
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedEngine]:
+    """Commands in this process run on scripted engines, which are collected here."""
+    made: list[ScriptedEngine] = []
+
+    def create(args: EngineArgs) -> ScriptedEngine:
+        made.append(create_scripted_engine(args))
+        return made[-1]
+
+    monkeypatch.setattr(engine_start, "create_engine", create)
+    monkeypatch.setattr(engine_start, "fetch_model", lambda args: None)
+    return made
+
+
+def exit_code(*arguments: str) -> Any:
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    return end.value.code
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["chat", "--help"], ["chat", "-p", "x", "--top-p", "9"]]
+)
+def test_torch_is_not_imported_before_an_engine_starts(arguments: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from minivllm.cli.main import main\n"
+        "try:\n"
+        f"    main({arguments!r})\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'prompt_toolkit'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_engine_argument_has_a_flag_under_its_own_name() -> None:
+    assert {field.name for field in fields(EngineOptions)} == {field.name for field in fields(EngineArgs)} - {"model"}
+    help_text = CliRunner().invoke(app, ["chat", "--help"], env={"COLUMNS": "80"}).output
+    for field in fields(EngineOptions):
+        assert f"--{field.name.replace('_', '-')}" in help_text
+
+
+def test_engine_flags_without_values_are_the_defaults_of_the_engine_arguments() -> None:
+    assert EngineOptions().engine_args("smollm2") == EngineArgs()
+
+
+def test_engine_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[EngineArgs] = []
+
+    def create(args: EngineArgs) -> ScriptedEngine:
+        seen.append(args)
+        return ScriptedEngine()
+
+    monkeypatch.setattr(engine_start, "create_engine", create)
+    monkeypatch.setattr(engine_start, "fetch_model", lambda args: None)
+    code = exit_code(
+        *shlex.split(
+            "generate org/name -p x --tokenizer t --revision r --dtype float16 --seed 3 --load-format dummy "
+            "--device cpu --max-model-len 99 --max-num-seqs 5 --max-num-batched-tokens 77 "
+            "--long-prefill-token-threshold 11 --gpu-memory-utilization 0.5 --kv-cache-memory-bytes 1000000 --block-size 32 "
+            "--kv-cache-dtype bfloat16 --no-enable-prefix-caching --enforce-eager --scheduling-policy priority "
+            """--hf-overrides '{"num_hidden_layers": 2}'"""
+        )
+    )
+    assert code == 0
+    assert seen == [
+        EngineArgs(
+            model="org/name",
+            tokenizer="t",
+            revision="r",
+            dtype="float16",
+            seed=3,
+            load_format="dummy",
+            device="cpu",
+            max_model_len=99,
+            max_num_seqs=5,
+            max_num_batched_tokens=77,
+            long_prefill_token_threshold=11,
+            gpu_memory_utilization=0.5,
+            kv_cache_memory_bytes=1000000,
+            block_size=32,
+            kv_cache_dtype="bfloat16",
+            enable_prefix_caching=False,
+            enforce_eager=True,
+            scheduling_policy="priority",
+            hf_overrides={"num_hidden_layers": 2},
+        )
+    ]
+
+
+def test_sampling_flags_override_the_models_defaults(engines: list[ScriptedEngine]) -> None:
+    code = exit_code(
+        *shlex.split(
+            "chat -p x --temperature 0.1 --top-p 0.5 --top-k 7 --min-p 0.2 --max-tokens 9 --min-tokens 2 --stop a "
+            "--stop b "
+            "--stop-token-ids 4 --include-stop-str-in-output --ignore-eos --bad-words w --repetition-penalty 1.1 "
+            "--presence-penalty 0.3 --frequency-penalty 0.4 --no-skip-special-tokens"
+        )
+    )
+    assert code == 0
+    [params] = engines[0].params
+    assert params == SamplingParams(
+        temperature=0.1,
+        top_p=0.5,
+        top_k=7,
+        min_p=0.2,
+        max_tokens=9,
+        min_tokens=2,
+        stop=["a", "b"],
+        stop_token_ids=[4],
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        bad_words=["w"],
+        repetition_penalty=1.1,
+        presence_penalty=0.3,
+        frequency_penalty=0.4,
+        skip_special_tokens=False,
+        output_kind=params.output_kind,
+    )
+
+
+def test_the_models_own_sampling_defaults_count_where_it_has_any() -> None:
+    assert model_defaults(ScriptedEngine()) == FALLBACK
+    own = SamplingParams(temperature=0.6, top_k=20, max_tokens=2048)
+    assert model_defaults(ScriptedEngine(default_params=own)) == {"temperature": 0.6, "top_k": 20}
+    greedy = SamplingParams(temperature=0.0, repetition_penalty=1.1)
+    assert SamplingOptions(top_p=0.5).params(model_defaults(ScriptedEngine(default_params=greedy))) == SamplingParams(
+        temperature=0.0, repetition_penalty=1.1, top_p=0.5
+    )
+
+
+def test_a_one_shot_answer_is_alone_on_stdout_and_its_statistics_on_stderr() -> None:
+    result = run("chat", "-p", "hello")
+    assert (result.returncode, result.stdout) == (0, "HELLO\n")
+    assert "TTFT" in result.stderr
+    assert "stop: eos" in result.stderr
+    assert "\x1b" not in result.stderr
+
+
+def test_a_piped_prompt_is_answered_once() -> None:
+    assert run("chat", stdin="grüße\n".encode()).stdout == "GRÜSSE\n"
+    assert run("chat", "-p", "-", stdin=b"dash").stdout == "DASH\n"
+    assert run("generate", stdin=b"text").stdout == "TEXT\n"
+
+
+def test_json_answers_parse_and_hold_the_tokens() -> None:
+    record = json.loads(run("chat", "-p", "hello", "--json", "--system", "s").stdout)
+    assert record["text"] == "HELLO"
+    assert record["token_ids"] == [*map(ord, "HELLO"), 0]
+    assert record["finish_reason"] == "stop"
+    assert record["num_prompt_tokens"] == len("<system>s\n<user>hello\n<assistant>")
+
+
+def test_generate_prints_one_json_object_per_prompt_in_order(
+    engines: list[ScriptedEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("generate", "-p", "the longest prompt", "-p", "b", "-p", "cc", "--json") == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["index"] for record in records] == [0, 1, 2]
+    assert [record["text"] for record in records] == ["THE LONGEST PROMPT", "B", "CC"]
+    assert [record["num_prompt_tokens"] for record in records] == [18, 1, 2]
+    assert {"ttft", "decode_tokens_per_second"} <= set(records[0]["metrics"])
+    assert engines[0].closed
+
+
+def test_generate_uses_the_chat_template_only_when_asked(engines: list[ScriptedEngine]) -> None:
+    assert exit_code("generate", "-p", "x") == 0
+    assert exit_code("generate", "-p", "x", "--chat") == 0
+    assert [engine.prompts for engine in engines] == [["x"], ["<user>x\n<assistant>"]]
+
+
+def test_one_refused_prompt_does_not_harm_the_others(
+    engines: list[ScriptedEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("generate", "-p", "a", "-p", "x" * 50, "-p", "b", "--max-model-len", "20", "--json") == 2
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record.get("text") for record in records] == ["A", None, "B"]
+    assert "at most 19 fit" in records[1]["error"]
+    assert exit_code("generate", "-p", "x" * 50, "-p", "b", "--max-model-len", "20") == 2
+    printed = capsys.readouterr()
+    assert "prompt 0: The prompt has 50 tokens" in printed.err
+    assert "B" in printed.out
+
+
+def test_control_characters_of_the_model_do_not_reach_the_terminal() -> None:
+    for command in ("chat", "generate"):
+        result = run(command, "-p", "escape")
+        assert result.stdout == "red plain\n"
+    assert json.loads(run("chat", "-p", "escape", "--json").stdout)["text"].startswith("\x1b[31m")
+
+
+def test_a_model_without_chat_template_says_so_and_continues_the_text() -> None:
+    result = run("chat", "base", "-p", "abc")
+    assert result.stdout == "ABC\n"
+    assert "base has no chat template" in result.stderr
+    refused = run("generate", "base", "-p", "abc", "--chat")
+    assert refused.returncode == 2
+    assert "has no chat template, so --chat cannot work" in refused.stderr
+
+
+def test_an_answer_cut_by_the_context_says_so_with_numbers() -> None:
+    result = run("chat", "-p", "forever", "--max-model-len", "100")
+    assert result.returncode == 0
+    assert "100 of 100 tokens" in result.stderr
+    assert "stop: length" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["chat", "missing", "-p", "x"], 1, "There is no model 'missing'"),
+        (["chat", "-p", ""], 2, "The prompt is empty"),
+        (["chat", "-p", "x", "--max-tokens", "0"], 2, "max_tokens is 0, but must be a whole number of at least 1"),
+        (["chat", "-p", "x", "--temperature", "nan"], 2, "temperature is nan, but must be a finite number"),
+        (["chat", "-p", "x", "--temperature", "-1"], 2, "temperature is -1.0, but must be at least 0"),
+        (["chat", "-p", "x", "--top-p", "0"], 2, "top_p is 0.0, but must be above 0 and at most 1"),
+        (["chat", "-p", "x", "--dtype", "int3"], 2, "dtype is 'int3', but must be one of"),
+        (["chat", "-p", "x", "--block-size", "7"], 2, "block_size is 7"),
+        (["chat", "-p", "x", "--hf-overrides", "{"], 2, "hf_overrides is not valid JSON"),
+        (["chat", "-p", "x", "--hf-overrides", "3"], 2, "must be a JSON object"),
+        (["chat", "-p", "\udcff"], 2, "not valid UTF-8"),
+        (["chat", "-p", "x" * 600], 2, "takes 618 of the context's 512 tokens"),
+        (["generate", "-p", "x", "-p", " "], 2, "The prompt is empty"),
+        (["generate", "-p", "x", "--stop", ""], 2, "stop"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_an_exit_code(
+    arguments: list[str],
+    code: int,
+    sentence: str,
+    engines: list[ScriptedEngine],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert exit_code(*arguments) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    [line] = printed.err.splitlines()
+    assert line.startswith("minivllm: ")
+    assert sentence in line
+    assert all(engine.closed for engine in engines)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["chta"], ["chat", "--unknown"], ["chat", "-p", "x", "--top-k", "many"], ["chat", "a", "b"]]
+)
+def test_wrong_usage_exits_with_2_and_no_traceback(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert "Error: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_standard_input_that_is_no_text_is_refused() -> None:
+    for stdin, message in ((b"\xff\xfe", "not valid UTF-8"), (b"", "is empty"), (b"\n", "is empty")):
+        result = run("chat", stdin=stdin)
+        assert result.returncode == 2
+        assert message in result.stderr
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, "chat", "-p", "forever", "--max-model-len", "50000"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(3) == b"on "
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 1
+    assert "Traceback" not in errors
+    assert "Broken" not in errors
+
+
+def test_an_unexpected_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(args: EngineArgs) -> ScriptedEngine:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine_start, "create_engine", interrupted)
+    monkeypatch.setattr(engine_start, "fetch_model", lambda args: None)
+    assert exit_code("chat", "-p", "x") == 130
+
+
+def test_an_engine_that_fails_midway_is_closed_and_reported(
+    engines: list[ScriptedEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(engine: ScriptedEngine) -> None:
+        raise MinivllmError("The engine stopped: out of memory.")
+
+    monkeypatch.setattr(ScriptedEngine, "step", fail)
+    assert exit_code("chat", "-p", "x") == 1
+    assert capsys.readouterr().err == "minivllm: The engine stopped: out of memory.\n"
+    assert engines[0].closed
+
+
+def test_version_and_env_tell_what_is_installed() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"minivllm {__version__}\n"
+    result = CliRunner().invoke(app, ["env", "--json"])
+    assert result.exit_code == 0
+    report = json.loads(result.output)
+    assert report["versions"]["minivllm"] == __version__
+    assert report["versions"]["torch"]
+    assert report["cpu"]["usable_cores"] >= 1
+    assert all({"value", "why"} == set(choice) for choice in report["defaults"].values())
+    readable = CliRunner().invoke(app, ["env"]).output
+    for word in ("C++ compiler", "torch", "memory", "Directories"):
+        assert word in readable
+
+
+def test_env_explains_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    readable = CliRunner().invoke(app, ["env"]).output
+    assert "not found" in readable
+
+
+def test_pull_prints_the_path_and_reports_an_unknown_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("pull", str(tmp_path)) == 0
+    assert capsys.readouterr().out == f"{tmp_path}\n"
+    assert exit_code("pull", "no-such-model") == 1
+    assert capsys.readouterr().err.startswith("minivllm: There is no model 'no-such-model'")
