@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from minivllm.cli.terminal_text import dim, printable
+from minivllm.cli.terminal_text import dim, printable, styles
 from minivllm.config import EngineArgs
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class ProgressHandler(logging.Handler):
     def _show(self, message: str) -> None:
         from rich.text import Text
 
-        self._status.update(Text(message, style="dim", overflow="ellipsis", no_wrap=True))
+        self._status.update(Text(message, style="dim" if styles(sys.stderr) else "", overflow="ellipsis", no_wrap=True))
 
 
 @contextmanager

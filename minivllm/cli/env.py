@@ -33,15 +33,14 @@ def env(
 def collect() -> dict[str, Any]:
     """Everything ``env`` shows, as plain values; sizes in bytes."""
     devices = _cuda_devices()
-    compiler = find_cpp_compiler()
     return {
         "versions": {"minivllm": __version__, "python": platform.python_version(), **_package_versions()},
         "platform": platform.platform(),
         "cpu": _cpu(),
         "memory": _memory(),
         "cuda_devices": devices,
-        "cpp_compiler": compiler,
-        "defaults": _defaults(bool(devices), compiler),
+        "cpp_compiler": find_cpp_compiler(),
+        "defaults": _defaults(bool(devices)),
         "directories": _directories(),
     }
 
@@ -54,8 +53,12 @@ def find_cpp_compiler() -> str | None:
     return None
 
 
-def _defaults(has_cuda: bool, compiler: str | None) -> dict[str, dict[str, str]]:
+def _defaults(has_cuda: bool) -> dict[str, dict[str, str]]:
     """What an engine picks if no flag says otherwise: ``{what: {"value", "why"}}``."""
+    import torch
+
+    from minivllm.worker.compiler import cannot_compile_reason
+
     device = (
         {"value": "cuda", "why": "a CUDA device is there"}
         if has_cuda
@@ -65,10 +68,11 @@ def _defaults(has_cuda: bool, compiler: str | None) -> dict[str, dict[str, str]]
         kv_cache = {"value": "as dtype", "why": "half the memory of float32, and the GPU computes with it directly"}
     else:
         kv_cache = {"value": "float32", "why": "on a CPU attention over a float32 cache is faster"}
-    if has_cuda or compiler is not None:
-        attention = {"value": "compiled FlexAttention", "why": f"torch.compile works here ({compiler or 'CUDA'})"}
+    reason = cannot_compile_reason(torch.device(device["value"]))
+    if reason is None:
+        attention = {"value": "compiled FlexAttention", "why": "torch.compile works here"}
     else:
-        attention = {"value": "eager", "why": "there is no C++ compiler for torch.compile; install g++ or clang++"}
+        attention = {"value": "gather and SDPA, uncompiled", "why": reason}
     return {"device": device, "kv_cache_dtype": kv_cache, "attention": attention}
 
 
@@ -135,6 +139,7 @@ def _directories() -> dict[str, str]:
     """Where downloads, compiled code and the chat history are kept."""
     from minivllm.cli.chat_terminal import default_history_path
     from minivllm.models.fetch import model_cache
+    from minivllm.worker.compiler import cache_directory
 
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     hugging_face = os.environ.get("HF_HUB_CACHE") or str(
@@ -142,6 +147,7 @@ def _directories() -> dict[str, str]:
     )
     return {
         "models": str(model_cache()),
+        "compiled_code": str(cache_directory()),
         "hugging_face": hugging_face,
         "chat_history": str(default_history_path()),
     }

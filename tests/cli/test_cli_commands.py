@@ -104,9 +104,9 @@ def test_engine_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         *shlex.split(
             "generate org/name -p x --tokenizer t --revision r --dtype float16 --seed 3 --load-format dummy "
             "--device cpu --max-model-len 99 --max-num-seqs 5 --max-num-batched-tokens 77 "
-            "--long-prefill-token-threshold 11 --gpu-memory-utilization 0.5 --kv-cache-memory-bytes 1000000 --block-size 32 "
-            "--kv-cache-dtype bfloat16 --no-enable-prefix-caching --enforce-eager --scheduling-policy priority "
-            """--hf-overrides '{"num_hidden_layers": 2}'"""
+            "--long-prefill-token-threshold 11 --gpu-memory-utilization 0.5 --kv-cache-memory-bytes 1000000 "
+            "--block-size 32 --kv-cache-dtype bfloat16 --no-enable-prefix-caching --enforce-eager "
+            """--scheduling-policy priority --hf-overrides '{"num_hidden_layers": 2}'"""
         )
     )
     assert code == 0
@@ -361,6 +361,7 @@ def test_env_explains_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("CXX", raising=False)
     readable = CliRunner().invoke(app, ["env"]).output
     assert "not found" in readable
+    assert "no C++ compiler" in readable
 
 
 def test_pull_prints_the_path_and_reports_an_unknown_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
