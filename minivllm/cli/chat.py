@@ -15,6 +15,7 @@ from minivllm.cli.option_groups import with_option_groups
 from minivllm.cli.prompts import prompt_text, read_standard_input
 from minivllm.cli.sampling_options import FALLBACK, SamplingOptions, model_defaults
 from minivllm.errors import RequestError
+from minivllm.messages import FinishReason
 
 
 @with_option_groups
@@ -66,7 +67,7 @@ def _talk(session: ChatSession, log: ProgressHandler) -> None:
 
 def _answer_once(session: ChatSession, question: str, as_json: bool, log: ProgressHandler) -> None:
     """Answer ``question`` on stdout, statistics on stderr. Ctrl-C exits with 130 after what was said so far."""
-    from minivllm.cli.chat_terminal import InterruptFlag, limit_notice, notice, stream_answer
+    from minivllm.cli.chat_terminal import InterruptFlag, notice, stream_answer
 
     _mention_missing_template(session)
     if as_json:
@@ -78,8 +79,11 @@ def _answer_once(session: ChatSession, question: str, as_json: bool, log: Progre
             lambda on_text, is_interrupted: session.ask(question, on_text, is_interrupted), log, waiting="Answering"
         )
         notice(generation.statistics_line(session.max_model_len))
-        if generation.num_context_tokens >= session.max_model_len:
-            notice(limit_notice(session, generation))
+        if generation.finish_reason == FinishReason.LENGTH and generation.num_context_tokens >= session.max_model_len:
+            notice(
+                f"The context is full ({generation.num_context_tokens:,} of {session.max_model_len:,} tokens) and the "
+                "answer was cut; start with a larger --max-model-len."
+            )
     if generation.interrupted:
         raise typer.Exit(130)
 

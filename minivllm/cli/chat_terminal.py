@@ -66,21 +66,25 @@ def stream_answer(
     generate: takes the callback for new text and the question whether to stop. waiting: shown until the first text.
     """
     clean = ControlCharacterFilter()
+    ends_line = True
     with InterruptFlag() as interrupt, ExitStack() as until_first_text:
         if waiting:
             until_first_text.enter_context(log.status(waiting))
 
         def show(text: str) -> None:
+            nonlocal ends_line
             text = clean.feed(text)
             if text:
                 until_first_text.close()
                 sys.stdout.write(text)
                 sys.stdout.flush()
+                ends_line = text.endswith("\n")
 
-        generation = generate(show, lambda: interrupt.is_set)
-    if not generation.text.endswith("\n") or generation.interrupted:
-        print(flush=True)
-    return generation
+        try:
+            return generate(show, lambda: interrupt.is_set)
+        finally:
+            if not ends_line:
+                print(flush=True)
 
 
 def limit_notice(session: ChatSession, generation: Generation) -> str:

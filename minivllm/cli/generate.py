@@ -133,7 +133,7 @@ class Batch:
             result = {"error": error} if error is not None else generation.record()
             print(json.dumps({"index": index, "prompt": self._texts[index], **result}), flush=True)
         elif error is not None:
-            print(f"minivllm: prompt {index}: {error}", file=sys.stderr, flush=True)
+            print(f"minivllm: prompt {index}: {printable(error)}", file=sys.stderr, flush=True)
         elif self._stream is not None:
             print(flush=True)
         else:

@@ -14,6 +14,7 @@ from minivllm.cli.chat import chat
 from minivllm.cli.env import env
 from minivllm.cli.generate import generate
 from minivllm.cli.pull import pull
+from minivllm.cli.terminal_text import printable
 from minivllm.cli.trace import trace
 from minivllm.errors import MinivllmError
 
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = _run(arguments)
         sys.stdout.flush()
     except MinivllmError as error:
-        print(f"minivllm: {error}", file=sys.stderr)
+        print(f"minivllm: {printable(str(error))}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
