@@ -1,0 +1,231 @@
+"""Physical KV cache blocks: who uses them, which one is reused next, and which contents can be found again.
+
+A block that nobody uses keeps its contents until it is reused, so the free queue is also the eviction order of the
+prefix cache. (PagedAttention's block manager with vLLM V1's queue of free blocks.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from minivllm.errors import ConfigError
+
+NULL_BLOCK_ID = 0
+"""Padding writes go to this block; it is never handed out, counted, hashed or read."""
+
+
+class KVCacheBlock:
+    """One physical block. ``previous`` and ``next`` link it into the free queue while nobody uses it.
+
+    block_hash: key under which its contents can be found; None while it is not full, or after it was reused.
+    """
+
+    __slots__ = ("block_hash", "block_id", "next", "previous", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.block_hash: bytes | None = None
+        self.previous: KVCacheBlock | None = None
+        self.next: KVCacheBlock | None = None
+
+    def __repr__(self) -> str:
+        return f"KVCacheBlock({self.block_id}, ref_count={self.ref_count}, hashed={self.block_hash is not None})"
+
+
+class FreeBlockQueue:
+    """Doubly linked list of blocks with a sentinel at both ends: every operation is O(1), also in the middle.
+
+    The links live in the blocks, so moving one allocates nothing. The front is reused first.
+    """
+
+    def __init__(self, blocks: Iterable[KVCacheBlock] = ()) -> None:
+        self._head = KVCacheBlock(-1)
+        self._tail = KVCacheBlock(-1)
+        self._head.next, self._tail.previous = self._tail, self._head
+        self.num_blocks = 0
+        for block in blocks:
+            self.append(block)
+
+    def __len__(self) -> int:
+        return self.num_blocks
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        """Front to back."""
+        block = self._head.next
+        while block is not None and block is not self._tail:
+            yield block
+            block = block.next
+
+    def popleft(self) -> KVCacheBlock:
+        """Take the front block. Raises IndexError if the queue is empty."""
+        block = self._head.next
+        if block is None or block is self._tail:
+            raise IndexError("The queue of free blocks is empty.")
+        self.remove(block)
+        return block
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Put a block at the back: it is reused last."""
+        assert self._tail.previous is not None
+        self._link(self._tail.previous, block, self._tail)
+
+    def prepend(self, block: KVCacheBlock) -> None:
+        """Put a block at the front: it is reused first."""
+        assert self._head.next is not None
+        self._link(self._head, block, self._head.next)
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take a block out of the queue, wherever it is. Raises ValueError if it is not in the queue."""
+        previous, following = block.previous, block.next
+        if previous is None or following is None:
+            raise ValueError(f"Block {block.block_id} is not in the queue of free blocks.")
+        previous.next, following.previous = following, previous
+        block.previous = block.next = None
+        self.num_blocks -= 1
+
+    def _link(self, previous: KVCacheBlock, block: KVCacheBlock, following: KVCacheBlock) -> None:
+        block.previous, block.next = previous, following
+        previous.next = following.previous = block
+        self.num_blocks += 1
+
+
+class BlockPool:
+    """All blocks of the device. Raises ConfigError for fewer than two: block 0 is the null block.
+
+    Several blocks may hold the same contents (requests that computed the same prefix side by side): block tables only
+    grow, so a block is never exchanged for its twin, and all of them are kept under one hash.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ConfigError(
+                f"The KV cache has {num_blocks} blocks, but needs at least 2, because one takes padding writes: give "
+                "it more memory."
+            )
+        self.num_blocks = num_blocks
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self.null_block = self.blocks[NULL_BLOCK_ID]
+        self.free_queue = FreeBlockQueue(self.blocks[1:])
+        self._cached: dict[bytes, dict[int, KVCacheBlock]] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks nobody uses, whether or not their contents can still be found."""
+        return self.free_queue.num_blocks
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that are in use, 0 to 1."""
+        return 1.0 - self.free_queue.num_blocks / (self.num_blocks - 1)
+
+    @property
+    def num_cached_hashes(self) -> int:
+        """Different contents that can be found."""
+        return len(self._cached)
+
+    def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
+        """A block that holds these contents, the oldest one of several."""
+        twins = self._cached.get(block_hash)
+        return None if twins is None else next(iter(twins.values()))
+
+    def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
+        """Take ``count`` blocks from the front of the free queue; what they cached is forgotten.
+
+        Raises ValueError if there are not so many; then nothing is taken.
+        """
+        if count > self.free_queue.num_blocks:
+            raise ValueError(f"{count} blocks were asked for, but only {self.free_queue.num_blocks} are free.")
+        blocks = []
+        for _ in range(count):
+            block = self.free_queue.popleft()
+            if block.block_hash is not None:
+                self.forget(block)
+            block.ref_count = 1
+            blocks.append(block)
+        return blocks
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """One more user for each block; a free one leaves the queue and keeps its contents."""
+        for block in blocks:
+            if block.block_id == NULL_BLOCK_ID:
+                continue
+            if block.ref_count == 0:
+                self.free_queue.remove(block)
+            block.ref_count += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """One user less for each block. Of those that become free, the first is reused first among its kind.
+
+        Blocks whose contents nobody can find go to the front of the queue, the others to the back.
+        """
+        unhashed = []
+        for block in ordered_blocks:
+            if block.block_id == NULL_BLOCK_ID:
+                continue
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                if block.block_hash is None:
+                    unhashed.append(block)
+                else:
+                    self.free_queue.append(block)
+        for block in reversed(unhashed):
+            self.free_queue.prepend(block)
+
+    def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], block_hashes: Sequence[bytes]) -> None:
+        """Let full blocks be found under their hashes, one each."""
+        for block, block_hash in zip(blocks, block_hashes, strict=True):
+            if block.block_id == NULL_BLOCK_ID or block.block_hash is not None:
+                continue
+            block.block_hash = block_hash
+            twins = self._cached.get(block_hash)
+            if twins is None:
+                self._cached[block_hash] = {block.block_id: block}
+            else:
+                twins[block.block_id] = block
+
+    def forget(self, block: KVCacheBlock) -> None:
+        """The contents of a block can no longer be found: it is reused, or they were never computed."""
+        block_hash = block.block_hash
+        if block_hash is None:
+            return
+        twins = self._cached[block_hash]
+        del twins[block.block_id]
+        if not twins:
+            del self._cached[block_hash]
+        block.block_hash = None
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all contents. Does nothing and returns False while any block is in use."""
+        if self.num_free_blocks != self.num_blocks - 1:
+            return False
+        for block in self.blocks:
+            block.block_hash = None
+        self._cached.clear()
+        return True
+
+    def check_integrity(self, expected_ref_counts: dict[int, int]) -> None:
+        """Compare with the users counted by the caller (block id -> users). Raises RuntimeError on a contradiction."""
+        free = list(self.free_queue)
+        free_ids = {block.block_id for block in free}
+        _require(len(free) == len(free_ids) == self.free_queue.num_blocks, "The free queue miscounts its blocks.")
+        following: KVCacheBlock | None = None
+        for block in free:
+            _require(following is None or block.previous is following, "The links of the free queue disagree.")
+            following = block
+        _require(NULL_BLOCK_ID not in free_ids, "The null block is in the free queue.")
+        _require(self.null_block.ref_count == 0 and self.null_block.block_hash is None, "The null block is in use.")
+        for block in self.blocks[1:]:
+            users = expected_ref_counts.get(block.block_id, 0)
+            _require(block.ref_count == users, f"{block!r} has {users} users.")
+            _require((block.block_id in free_ids) == (users == 0), f"{block!r} with {users} users is misplaced.")
+            if block.block_hash is not None:
+                found = self._cached.get(block.block_hash, {}).get(block.block_id)
+                _require(found is block, f"{block!r} cannot be found under its hash.")
+        hashed = sum(block.block_hash is not None for block in self.blocks)
+        _require(hashed == sum(map(len, self._cached.values())), "The prefix cache lists blocks that lost their hash.")
+
+
+def _require(holds: bool, contradiction: str) -> None:
+    if not holds:
+        raise RuntimeError(f"KV cache integrity: {contradiction}")

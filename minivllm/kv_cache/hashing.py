@@ -1,0 +1,67 @@
+"""Names for block contents: SHA-256 chained over the whole prefix.
+
+The key and value vectors in a block depend on every token before it, so a block's hash covers its parent's hash. It is
+a cryptographic hash because a collision would hand the keys and values of one user's text to another user.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+
+from minivllm.request import Request
+
+Extra = bytes | str | int
+"""What besides tokens decides a block's contents: a cache salt, a LoRA identity, an image hash and its offset."""
+
+_TAGS = {bytes: b"b", str: b"s", int: b"i"}
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int], extras: tuple[Extra, ...] = ()) -> bytes:
+    """Hash of one full block: 32 bytes.
+
+    parent: hash of the block before it, empty for the first one. token_ids: the block's tokens, each below 2**32.
+    The hashed bytes are canonical and can be parsed in one way only: every part is preceded by its length, numbers are
+    little-endian with a fixed width, and extras carry their type.
+    """
+    digest = hashlib.sha256(_header(len(parent), len(token_ids)))
+    digest.update(parent)
+    digest.update(_token_layout(len(token_ids)).pack(*token_ids))
+    for extra in extras:
+        data = extra if isinstance(extra, bytes) else str(extra).encode("utf-8", "surrogatepass")
+        digest.update(_TAGS[type(extra)] + struct.pack("<Q", len(data)))
+        digest.update(data)
+    return digest.digest()
+
+
+def block_extras(request: Request, block_index: int) -> tuple[Extra, ...]:
+    """Extras of one block of a request. The chain carries a first block's extras into all blocks after it."""
+    if block_index == 0 and request.cache_salt is not None:
+        return ("cache_salt", request.cache_salt)
+    return ()
+
+
+def extend_block_hashes(request: Request, block_size: int) -> None:
+    """Hash the blocks of ``request`` that became full since the last call and append them to ``block_hashes``.
+
+    Only known tokens count: drafts are never hashed.
+    """
+    hashes = request.block_hashes
+    token_ids = request.all_token_ids
+    parent = hashes[-1] if hashes else b""
+    for index in range(len(hashes), len(token_ids) // block_size):
+        start = index * block_size
+        parent = hash_block(parent, token_ids[start : start + block_size], block_extras(request, index))
+        hashes.append(parent)
+
+
+@lru_cache(maxsize=64)
+def _header(parent_length: int, num_tokens: int) -> bytes:
+    return struct.pack("<QQ", parent_length, num_tokens)
+
+
+@lru_cache(maxsize=64)
+def _token_layout(num_tokens: int) -> struct.Struct:
+    return struct.Struct(f"<{num_tokens}I")

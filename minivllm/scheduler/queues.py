@@ -1,0 +1,110 @@
+"""Order of the requests that wait: first come first served, or by priority."""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+
+from minivllm.config import SchedulingPolicy
+from minivllm.request import Request
+
+
+class RequestQueue(ABC):
+    """Waiting requests in the order in which they are admitted."""
+
+    @abstractmethod
+    def add(self, request: Request) -> None:
+        """A request arrives."""
+
+    @abstractmethod
+    def prepend(self, request: Request) -> None:
+        """A request comes back (preempted, or set aside): it goes before its equals."""
+
+    @abstractmethod
+    def peek(self) -> Request:
+        """The next request. Raises IndexError if none waits."""
+
+    @abstractmethod
+    def pop(self) -> Request:
+        """Take the next request. Raises IndexError if none waits."""
+
+    @abstractmethod
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it is. Raises ValueError if it does not wait."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Request]:
+        """In order of admission."""
+
+
+class FCFSQueue(RequestQueue):
+    """First come, first served."""
+
+    def __init__(self) -> None:
+        self._requests: deque[Request] = deque()
+
+    def add(self, request: Request) -> None:
+        self._requests.append(request)
+
+    def prepend(self, request: Request) -> None:
+        self._requests.appendleft(request)
+
+    def peek(self) -> Request:
+        return self._requests[0]
+
+    def pop(self) -> Request:
+        return self._requests.popleft()
+
+    def remove(self, request: Request) -> None:
+        self._requests.remove(request)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+
+class PriorityQueue(RequestQueue):
+    """Lowest (priority, arrival time) first; equal ones in order of arrival, those that come back before them."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, float, int, Request]] = []
+        self._last, self._first = 0, 0
+
+    def add(self, request: Request) -> None:
+        self._last += 1
+        heapq.heappush(self._heap, (request.priority, request.arrival_time, self._last, request))
+
+    def prepend(self, request: Request) -> None:
+        self._first -= 1
+        heapq.heappush(self._heap, (request.priority, request.arrival_time, self._first, request))
+
+    def peek(self) -> Request:
+        return self._heap[0][3]
+
+    def pop(self) -> Request:
+        return heapq.heappop(self._heap)[3]
+
+    def remove(self, request: Request) -> None:
+        for index, entry in enumerate(self._heap):
+            if entry[3] is request:
+                del self._heap[index]
+                heapq.heapify(self._heap)
+                return
+        raise ValueError(f"{request.request_id} does not wait.")
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (entry[3] for entry in sorted(self._heap, key=lambda entry: entry[:3]))
+
+
+def make_queue(policy: SchedulingPolicy) -> RequestQueue:
+    return PriorityQueue() if policy == "priority" else FCFSQueue()

@@ -1,0 +1,448 @@
+"""Decides, step by step, how many more tokens to compute for whom.
+
+There is no prefill and no decode: a request's computed tokens catch up with its known tokens, and a new one is sampled
+whenever they do. (vLLM V1's unified scheduler, with the chunked prefill of Sarathi-Serve.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from minivllm.config import SchedulerConfig
+from minivllm.errors import RequestError
+from minivllm.kv_cache.manager import KVCacheManager
+from minivllm.messages import (
+    BlockIds,
+    CachedRequestData,
+    EngineOutput,
+    EventType,
+    ModelRunnerOutput,
+    NewRequestData,
+    PositionLogprobs,
+    SchedulerOutput,
+    SchedulerStats,
+)
+from minivllm.request import Request, RequestStatus
+from minivllm.scheduler.connector import KVConnector
+from minivllm.scheduler.queues import make_queue
+from minivllm.scheduler.step_plan import InFlightStep, StepPlan
+from minivllm.scheduler.stopping import append_until_stop
+
+
+class Scheduler:
+    """Owns every request between its arrival and its last output.
+
+    ``schedule`` and ``update_from_output`` take turns; with several steps in flight, ``schedule`` may be called again
+    before the results are there, and the results must come back in the order of the schedules.
+
+    async_scheduling: schedule the next token of a request while its last one is still unknown; the workers read it
+    from device memory. connector: see KVConnector.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache_manager: KVCacheManager,
+        *,
+        async_scheduling: bool = False,
+        connector: KVConnector | None = None,
+    ) -> None:
+        self.config = config
+        self.kv_cache_manager = kv_cache_manager
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.waiting = make_queue(config.policy)
+        self._async_scheduling = async_scheduling
+        self._connector = connector
+        self._in_flight: deque[InFlightStep] = deque()
+        self._finished_request_ids: dict[str, None] = {}
+        self._refused: list[EngineOutput] = []
+        self._rolled_back: set[str] = set()
+        self._num_prompt_logprobs: dict[str, int] = {}
+        self._num_preemptions = 0
+        self._num_steps = 0
+        self._num_computed_tokens = 0
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; one with status BLOCKED waits for unblock_request besides.
+
+        A request that can never fit is finished at once: its output with finish_reason ERROR comes with the next
+        update_from_output. Raises RequestError if a request of this id is unfinished.
+        """
+        if request.request_id in self.requests:
+            raise RequestError(f"Request id {request.request_id!r} is in use by an unfinished request; choose another.")
+        request.record_event(EventType.QUEUED)
+        error = self._reason_to_refuse(request)
+        if error is not None:
+            self._refuse(request, error)
+            return
+        # One limit instead of two from here on: no sequence grows beyond max_model_len.
+        request.max_tokens = min(request.max_tokens, self.config.max_model_len - request.num_prompt_tokens)
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def unblock_request(self, request_id: str) -> None:
+        """What a BLOCKED request waited for is there; unknown ids (aborted meanwhile) are ignored."""
+        request = self.requests.get(request_id)
+        if request is not None and request.status is RequestStatus.BLOCKED:
+            request.status = RequestStatus.WAITING
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests early, whatever they are doing; they give no further output. Unknown ids are ignored."""
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is None:
+                continue
+            if request.status is RequestStatus.RUNNING:
+                self.running.remove(request)
+            else:
+                self.waiting.remove(request)
+            self._finish(request, RequestStatus.FINISHED_ABORTED)
+
+    def set_draft_token_ids(self, draft_token_ids: dict[str, list[int]]) -> None:
+        """Guesses of the tokens that follow the last known one, to be verified by the next step.
+
+        Dropped for requests that are not running, or that have a token in flight which the guesses do not know.
+        """
+        for request_id, token_ids in draft_token_ids.items():
+            request = self.requests.get(request_id)
+            if (
+                request is not None
+                and request.status is RequestStatus.RUNNING
+                and request.num_output_placeholders == 0
+                and request.num_computed_tokens == request.num_tokens - 1
+            ):
+                request.draft_token_ids = list(token_ids)
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan one step: running requests first, then waiting ones unless somebody was preempted."""
+        plan = StepPlan(self.config.max_num_batched_tokens)
+        self._schedule_running(plan)
+        if not plan.preempted:
+            self._schedule_waiting(plan)
+        return self._send(plan)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> list[EngineOutput]:
+        """Take in the results of the oldest step in flight; what they mean for each request.
+
+        To be called after every schedule(), also after one that scheduled no tokens: refused requests get their
+        output here. Raises RuntimeError if results are missing or come out of order.
+        """
+        outputs, self._refused = self._refused, []
+        if not scheduler_output.num_scheduled_tokens:
+            return outputs
+        step = self._in_flight.popleft() if self._in_flight else None
+        if step is None or step.output is not scheduler_output:
+            raise RuntimeError("Results must be consumed in the order of their schedules, each once.")
+        sampled = model_runner_output.sampled_token_ids
+        logprobs = model_runner_output.logprobs
+        num_scheduled = scheduler_output.num_scheduled_tokens
+        drafts = scheduler_output.draft_token_ids
+        any_finished = False
+        for request in step.requests:
+            status = request.status
+            if status is not RequestStatus.RUNNING and status is not RequestStatus.PREEMPTED:
+                continue
+            request_id = request.request_id
+            prompt_logprobs = None
+            if request_id in step.prompt_logprob_starts:
+                prompt_logprobs = self._new_prompt_logprobs(step, request_id, model_runner_output)
+            token_ids = sampled.get(request_id)
+            if token_ids:
+                request.num_output_placeholders -= 1
+                if drafts and request_id in drafts and status is RequestStatus.RUNNING:
+                    self._roll_back(request, num_scheduled[request_id], len(token_ids))
+                new_token_ids = append_until_stop(request, token_ids)
+                position_logprobs = logprobs.get(request_id) if logprobs else None
+                output = EngineOutput(
+                    request_id=request_id,
+                    new_token_ids=new_token_ids,
+                    logprobs=None if position_logprobs is None else position_logprobs[: len(new_token_ids)],
+                    prompt_logprobs=prompt_logprobs,
+                    num_cached_tokens=request.num_cached_tokens or 0,
+                )
+                if request.status is not status:
+                    if status is RequestStatus.PREEMPTED:
+                        self.waiting.remove(request)
+                    any_finished = True
+                    self._finish(request, request.status)
+                    output.finish_reason = request.finish_reason
+                    output.stop_reason = request.stop_reason
+                if request.events:
+                    output.events = request.take_events()
+                outputs.append(output)
+            elif request_id not in step.unfinished_prompts:
+                raise RuntimeError(f"The workers returned no token for {request_id}, whose known tokens are computed.")
+            elif prompt_logprobs:
+                outputs.append(
+                    EngineOutput(
+                        request_id=request_id,
+                        prompt_logprobs=prompt_logprobs,
+                        num_cached_tokens=request.num_cached_tokens or 0,
+                        events=request.take_events(),
+                    )
+                )
+        if any_finished:
+            self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """True while a request waits for output."""
+        return bool(self.requests or self._refused)
+
+    def has_requests(self) -> bool:
+        """True while there is something to do: unfinished requests, or finished ones the workers do not know of."""
+        return bool(self.requests or self._refused or self._finished_request_ids)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            kv_cache_usage=self.kv_cache_manager.usage,
+            prefix_cache_queried_tokens=self.kv_cache_manager.prefix_cache_queried_tokens,
+            prefix_cache_hit_tokens=self.kv_cache_manager.prefix_cache_hit_tokens,
+            num_preemptions=self._num_preemptions,
+            num_steps=self._num_steps,
+            num_computed_tokens=self._num_computed_tokens,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing happens, while a request holds blocks."""
+        return self.kv_cache_manager.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Check requests against block tables and pool, between steps. Raises RuntimeError that says what is wrong."""
+        self.kv_cache_manager.check_integrity(self.running)
+        if len(self.running) + len(self.waiting) != len(self.requests):
+            raise RuntimeError("Scheduler integrity: a request is neither running nor waiting, or both.")
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def _schedule_running(self, plan: StepPlan) -> None:
+        running = self.running
+        threshold = self.config.long_prefill_token_threshold
+        allocate_slots = self.kv_cache_manager.allocate_slots
+        no_block_ids = self.kv_cache_manager.no_block_ids
+        rolled_back = self._rolled_back
+        index = 0
+        while index < len(running) and plan.budget > 0:
+            request = running[index]
+            num_computed = request.num_computed_tokens
+            num_new = len(request.all_token_ids) - num_computed
+            if request.draft_token_ids:
+                num_new += len(request.draft_token_ids)
+            if self._async_scheduling:
+                num_new += request.num_output_placeholders
+            if num_new != 1:
+                num_new = min(num_new, plan.budget)
+                if 0 < threshold < num_new:
+                    num_new = threshold
+            # The last token of a sequence is never computed, so neither drafts nor placeholders may reach it.
+            num_new = min(num_new, request.num_prompt_tokens + request.max_tokens - 1 - num_computed)
+            if num_new <= 0:  # its next token is in flight
+                index += 1
+                continue
+
+            new_block_ids = allocate_slots(request, num_new)
+            while new_block_ids is None:
+                victim, position = self._preemption_victim()
+                self._preempt(victim, position, plan)
+                if victim is request:
+                    break
+                if position < index:
+                    index -= 1
+                new_block_ids = allocate_slots(request, num_new)
+            if new_block_ids is None:
+                continue  # the request itself had to go, and the next one took its place
+
+            plan.add(request, num_new)
+            if new_block_ids is not no_block_ids or (rolled_back and request.request_id in rolled_back):
+                plan.differences[request.request_id] = CachedRequestData(
+                    request_id=request.request_id, new_block_ids=new_block_ids, num_computed_tokens=num_computed
+                )
+            if request.draft_token_ids:
+                self._plan_drafts(request, num_new, plan)
+            index += 1
+
+    def _schedule_waiting(self, plan: StepPlan) -> None:
+        waiting, manager = self.waiting, self.kv_cache_manager
+        threshold = self.config.long_prefill_token_threshold
+        set_aside: list[Request] = []
+        while waiting and plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
+            request = waiting.peek()
+            if request.status is RequestStatus.BLOCKED or request.num_output_placeholders:
+                # A preempted request with a token in flight must know that token before it starts over.
+                set_aside.append(waiting.pop())
+                continue
+            hits, num_hit_tokens = manager.get_computed_blocks(request)
+            num_computed = num_hit_tokens
+            if self._connector is not None:
+                num_computed += self._connector.num_matched_tokens(request, num_hit_tokens)
+            num_new = min(request.num_tokens - num_computed, plan.budget)
+            if 0 < threshold < num_new:
+                num_new = threshold
+            if manager.allocate_slots(request, num_new, num_computed, hits) is None:
+                break
+            waiting.pop()
+            block_ids = manager.get_block_ids(request.request_id)
+            if self._connector is not None and num_computed > num_hit_tokens:
+                self._connector.load(request, block_ids, num_hit_tokens, num_computed - num_hit_tokens)
+            self._admit(request, num_computed, block_ids, plan)
+            plan.add(request, num_new)
+        for request in reversed(set_aside):
+            waiting.prepend(request)
+
+    def _admit(self, request: Request, num_computed_tokens: int, block_ids: BlockIds, plan: StepPlan) -> None:
+        """Make a waiting request run, and tell the workers all they need."""
+        request_id = request.request_id
+        request.num_computed_tokens = num_computed_tokens
+        if request.status is RequestStatus.PREEMPTED:
+            plan.differences[request_id] = CachedRequestData(
+                request_id=request_id, new_block_ids=block_ids, num_computed_tokens=num_computed_tokens, resumed=True
+            )
+        else:
+            request.num_cached_tokens = num_computed_tokens
+            plan.new_requests.append(
+                NewRequestData(
+                    request_id=request_id,
+                    prompt_token_ids=request.prompt_token_ids,
+                    sampling_params=request.sampling_params,
+                    seed=request.seed,
+                    eos_token_ids=request.eos_token_ids,
+                    bad_words_token_ids=request.bad_words_token_ids,
+                    block_ids=block_ids,
+                    num_computed_tokens=num_computed_tokens,
+                )
+            )
+        request.status = RequestStatus.RUNNING
+        request.record_event(EventType.SCHEDULED)
+        self.running.append(request)
+
+    def _preemption_victim(self) -> tuple[Request, int]:
+        """Who gives up its blocks, and its place in ``running``: the last one, or the worst (priority, arrival)."""
+        running = self.running
+        position = len(running) - 1
+        if self.config.policy == "priority":
+            position = max(
+                range(len(running)), key=lambda place: (running[place].priority, running[place].arrival_time, place)
+            )
+        return running[position], position
+
+    def _preempt(self, request: Request, position: int, plan: StepPlan) -> None:
+        """Take a running request's blocks; it starts over later, mostly from the prefix cache."""
+        del self.running[position]
+        plan.take_back(request)
+        plan.preempted.append(request.request_id)
+        self.kv_cache_manager.free(request)
+        request.num_computed_tokens = 0
+        request.draft_token_ids = []
+        request.num_preemptions += 1
+        request.status = RequestStatus.PREEMPTED
+        request.record_event(EventType.PREEMPTED)
+        self._rolled_back.discard(request.request_id)
+        self._num_preemptions += 1
+        self.waiting.prepend(request)
+
+    def _plan_drafts(self, request: Request, num_new_tokens: int, plan: StepPlan) -> None:
+        """Send the drafts that fit behind the known tokens; the rest is dropped."""
+        num_drafts = request.num_computed_tokens + num_new_tokens - request.num_tokens
+        if num_drafts > 0:
+            plan.drafts[request.request_id] = request.draft_token_ids[:num_drafts]
+
+    def _send(self, plan: StepPlan) -> SchedulerOutput:
+        """The plan is final: computed counts move forward as if the step had already run."""
+        output = SchedulerOutput(
+            num_scheduled_tokens=plan.num_scheduled_tokens,
+            new_requests=plan.new_requests,
+            cached_requests=list(plan.differences.values()),
+            draft_token_ids=plan.drafts,
+            finished_request_ids=list(self._finished_request_ids),
+            preempted_request_ids=plan.preempted,
+        )
+        self._finished_request_ids = {}
+        if plan.differences and self._rolled_back:
+            self._rolled_back.difference_update(plan.differences)
+        unfinished_prompts: set[str] = set()
+        prompt_logprob_starts: dict[str, int] = {}
+        for request, num_tokens in zip(plan.requests, plan.num_scheduled_tokens.values()):
+            num_computed = request.num_computed_tokens
+            if num_computed < request.num_prompt_tokens and request.sampling_params.prompt_logprobs is not None:
+                prompt_logprob_starts[request.request_id] = num_computed
+            request.num_computed_tokens = num_computed = num_computed + num_tokens
+            if request.draft_token_ids:
+                request.draft_token_ids = []
+            if num_computed < len(request.all_token_ids):
+                unfinished_prompts.add(request.request_id)
+            else:
+                request.num_output_placeholders += 1
+        if plan.requests:
+            self._num_steps += 1
+            self._num_computed_tokens += self.config.max_num_batched_tokens - plan.budget
+            self._in_flight.append(InFlightStep(output, plan.requests, unfinished_prompts, prompt_logprob_starts))
+        return output
+
+    # -- results and ends ----------------------------------------------------------------------------------------
+
+    def _roll_back(self, request: Request, num_scheduled: int, num_sampled: int) -> None:
+        """Rejected drafts were computed for nothing: of 1 + k scheduled tokens, ``num_sampled`` led to a token."""
+        num_rejected = num_scheduled - num_sampled
+        if num_rejected > 0:
+            request.num_computed_tokens -= num_rejected
+            self._rolled_back.add(request.request_id)
+
+    def _new_prompt_logprobs(
+        self, step: InFlightStep, request_id: str, results: ModelRunnerOutput
+    ) -> list[PositionLogprobs] | None:
+        """Prompt logprobs that were not delivered yet: a preempted request computes the first ones again."""
+        entries = results.prompt_logprobs.get(request_id)
+        if not entries:
+            return None
+        start = step.prompt_logprob_starts[request_id]
+        num_delivered = self._num_prompt_logprobs.get(request_id, 0)
+        self._num_prompt_logprobs[request_id] = max(num_delivered, start + len(entries))
+        return entries[max(0, num_delivered - start) :] or None
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        """Free what a request holds. The caller takes it out of ``running`` or ``waiting``."""
+        request.status = status
+        request.record_event(EventType.FINISHED)
+        self.kv_cache_manager.free(request)
+        del self.requests[request.request_id]
+        self._finished_request_ids[request.request_id] = None
+        self._rolled_back.discard(request.request_id)
+        self._num_prompt_logprobs.pop(request.request_id, None)
+
+    def _reason_to_refuse(self, request: Request) -> str | None:
+        """Why a request can never run, as a sentence; None if it can."""
+        longest = self.config.max_model_len
+        if request.num_prompt_tokens < 1:
+            return "The prompt is empty, but must hold at least 1 token."
+        if request.num_prompt_tokens >= longest:
+            return (
+                f"The prompt has {request.num_prompt_tokens} tokens, but max_model_len is {longest}, and at least one "
+                "of them is for the answer: shorten the prompt."
+            )
+        num_tokens = min(request.num_prompt_tokens + request.max_tokens, longest)
+        if not self.kv_cache_manager.fits_alone(num_tokens - 1):
+            manager = self.kv_cache_manager
+            room = (manager.pool.num_blocks - 1) * manager.block_size
+            return (
+                f"The request may grow to {num_tokens} tokens, but the KV cache has room for {room + 1}: shorten the "
+                "prompt, ask for fewer tokens, or give the cache more memory."
+            )
+        return None
+
+    def _refuse(self, request: Request, error: str) -> None:
+        request.status = RequestStatus.FINISHED_ERROR
+        request.record_event(EventType.FINISHED)
+        self._refused.append(
+            EngineOutput(
+                request_id=request.request_id,
+                finish_reason=request.finish_reason,
+                error=error,
+                events=request.take_events(),
+            )
+        )

@@ -1,0 +1,60 @@
+"""One step on its way: while it is planned, and while its results are awaited."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minivllm.messages import CachedRequestData, NewRequestData, SchedulerOutput
+from minivllm.request import Request
+
+
+class StepPlan:
+    """A step while it is being put together: all of it can be taken back until it is sent."""
+
+    __slots__ = (
+        "budget",
+        "differences",
+        "drafts",
+        "new_requests",
+        "num_scheduled_tokens",
+        "preempted",
+        "requests",
+    )
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.num_scheduled_tokens: dict[str, int] = {}
+        self.requests: list[Request] = []
+        self.new_requests: list[NewRequestData] = []
+        self.differences: dict[str, CachedRequestData] = {}
+        self.drafts: dict[str, list[int]] = {}
+        self.preempted: list[str] = []
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        self.num_scheduled_tokens[request.request_id] = num_tokens
+        self.requests.append(request)
+        self.budget -= num_tokens
+
+    def take_back(self, request: Request) -> None:
+        """Undo ``add``, if it happened."""
+        num_tokens = self.num_scheduled_tokens.pop(request.request_id, None)
+        if num_tokens is not None:
+            self.requests.remove(request)
+            self.budget += num_tokens
+            self.differences.pop(request.request_id, None)
+            self.drafts.pop(request.request_id, None)
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A step that was sent and whose results have not come yet.
+
+    requests: in the order of ``output.num_scheduled_tokens``. unfinished_prompts: ids for which no token is sampled,
+    because known tokens remain to be computed. prompt_logprob_starts: first position of the step, for requests that
+    want prompt logprobs.
+    """
+
+    output: SchedulerOutput
+    requests: list[Request]
+    unfinished_prompts: set[str]
+    prompt_logprob_starts: dict[str, int]

@@ -1,0 +1,31 @@
+"""When a sequence ends, as far as token ids can tell. Stop strings are the frontend's."""
+
+from __future__ import annotations
+
+from minivllm.request import Request, RequestStatus
+
+
+def append_until_stop(request: Request, token_ids: list[int]) -> list[int]:
+    """Append tokens one by one until one ends the sequence; returns those that count.
+
+    Order of the checks: min_tokens (no stop token counts before it), end of sequence, stop ids, length. On an end the
+    status tells which one it was, and stop_reason names the stop id.
+    """
+    params = request.sampling_params
+    num_prompt_tokens, max_tokens = request.num_prompt_tokens, request.max_tokens
+    all_token_ids = request.all_token_ids
+    for count, token_id in enumerate(token_ids, 1):
+        all_token_ids.append(token_id)
+        num_output_tokens = len(all_token_ids) - num_prompt_tokens
+        if num_output_tokens >= params.min_tokens:
+            if token_id in request.eos_token_ids and not params.ignore_eos:
+                request.status = RequestStatus.FINISHED_STOPPED
+                return token_ids[:count]
+            if token_id in params.stop_token_ids:
+                request.status = RequestStatus.FINISHED_STOPPED
+                request.stop_reason = token_id
+                return token_ids[:count]
+        if num_output_tokens >= max_tokens:
+            request.status = RequestStatus.FINISHED_LENGTH
+            return token_ids[:count]
+    return token_ids
