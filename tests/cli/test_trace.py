@@ -1,0 +1,119 @@
+"""``minivllm trace`` shows the articles' example, and refuses what cannot work with a sentence."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from minivllm.cli.trace import Workload, heat_strip, perfetto_trace, simulate, simulated_steps
+from minivllm.errors import ConfigError
+
+ARTICLE = {"budget": 10, "prompt_lens": [3, 5, 12], "max_tokens": 3}
+PREEMPTING = {"budget": 10, "prompt_lens": [3, 5, 12], "max_tokens": 9, "block_size": 8, "num_blocks": 4}
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = "import sys; from minivllm.cli.main import main; main(sys.argv[1:])"
+    return subprocess.run([sys.executable, "-c", program, "trace", *arguments], capture_output=True, text=True)
+
+
+def test_the_articles_example_is_reproduced() -> None:
+    scheduled = [step["num_scheduled_tokens"] for step in simulate(**ARTICLE)]
+    assert scheduled[:3] == [
+        {"R1": 3, "R2": 5, "R3": 2},
+        {"R1": 1, "R2": 1, "R3": 8},
+        {"R1": 1, "R2": 1, "R3": 2},
+    ]
+    assert scheduled[3:] == [{"R3": 1}, {"R3": 1}]
+
+
+def test_the_command_prints_json_lines_without_importing_torch() -> None:
+    done = run_command("--budget", "10", "--prompt-lens", "3,5,12", "--max-tokens", "3")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0
+    assert lines[0] == {"step": 0, "num_scheduled_tokens": {"R1": 3, "R2": 5, "R3": 2}}
+    assert lines[-1]["finished"] == ["R3"]
+    check = (
+        "import sys; from minivllm.cli.trace import simulate; list(simulate(budget=4, prompt_lens=[3], max_tokens=2))"
+    )
+    assert subprocess.run([sys.executable, "-c", check + "; assert 'torch' not in sys.modules"]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompt-lens", "3,x"], "prompt-lens is '3,x'"),
+        (["--prompt-lens", ""], "prompt-lens is empty"),
+        (["--prompt-lens", "3,0"], "prompt-lens is 0"),
+        (["--budget", "0"], "budget is 0"),
+        (["--max-tokens", "0"], "max-tokens is 0"),
+        (["--policy", "lifo"], "policy is 'lifo'"),
+        (["--priorities", "1,2", "--policy", "priority"], "priorities has 2 values"),
+        (["--priorities", "1,2,3"], "policy is 'fcfs'"),
+        (["--arrivals", "0"], "arrivals has 1 values"),
+        (["--num-blocks", "1"], "num-blocks is 1"),
+        (["--perfetto", "/"], "cannot be written"),
+    ],
+)
+def test_impossible_flags_give_a_sentence_and_exit_code_2(arguments: list[str], said: str, capsys, monkeypatch) -> None:
+    from minivllm.cli.main import main
+
+    with pytest.raises(SystemExit) as end:
+        main(["trace", *arguments])
+    printed = capsys.readouterr()
+    assert end.value.code == 2
+    assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+
+
+def test_few_blocks_show_preemption_and_everyone_finishes() -> None:
+    lines = list(simulate(**PREEMPTING))
+    assert any("preempted" in line for line in lines)
+    assert sorted(request_id for line in lines for request_id in line.get("finished", [])) == ["R1", "R2", "R3"]
+
+
+def test_priorities_and_arrivals_decide_the_order() -> None:
+    lines = list(simulate(**ARTICLE, policy="priority", priorities=[2, 1, 0]))
+    assert lines[0]["num_scheduled_tokens"] == {"R3": 10}
+    lines = list(simulate(**ARTICLE, arrivals=[2, 0, 0]))
+    assert lines[0]["num_scheduled_tokens"] == {"R2": 5, "R3": 5}
+    assert "R1" in lines[2]["num_scheduled_tokens"]
+
+
+def test_the_threshold_caps_every_request() -> None:
+    assert all(
+        count <= 4 for line in simulate(**ARTICLE, threshold=4) for count in line["num_scheduled_tokens"].values()
+    )
+
+
+def test_an_idle_gap_before_an_arrival_is_shown_as_empty_steps() -> None:
+    lines = list(simulate(budget=8, prompt_lens=[2, 2], max_tokens=1, arrivals=[0, 3]))
+    assert [line["num_scheduled_tokens"] for line in lines] == [{"R1": 2}, {}, {}, {"R2": 2}]
+
+
+def test_the_heat_strip_has_a_row_per_request_and_a_cell_per_step() -> None:
+    steps = list(simulated_steps(Workload(**PREEMPTING)))
+    rows = heat_strip(steps, 3).plain.splitlines()[:4]
+    assert rows[0].split() == ["step", *(str(step.step) for step in steps)]
+    for number, row in enumerate(rows[1:], 1):
+        request_id = f"R{number}"
+        expected = [
+            "x" if request_id in step.preempted else str(step.num_scheduled_tokens.get(request_id, "·"))
+            for step in steps
+        ]
+        assert row.split() == [request_id, *expected]
+
+
+def test_the_perfetto_file_holds_every_scheduled_token() -> None:
+    steps = list(simulated_steps(Workload(**PREEMPTING)))
+    events = json.loads(json.dumps(perfetto_trace(steps)))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert sum(event["args"]["tokens"] for event in spans) == sum(
+        sum(step.num_scheduled_tokens.values()) for step in steps
+    )
+    assert {event["cat"] for event in spans} == {"prompt", "decode"}
+
+
+def test_too_small_a_pool_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match="the longest request alone needs 4"):
+        simulate(**{**PREEMPTING, "num_blocks": 3})
