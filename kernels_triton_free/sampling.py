@@ -32,7 +32,7 @@ def scale_by_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def top_candidates(scaled: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
-    """The C = min(num_candidates, V) largest of scaled [R, V], largest first: (values [R, C], token ids [R, C] int64)."""
+    """The C = min(num_candidates, V) largest of scaled [R, V], largest first: values and token ids (int64), [R, C]."""
     values, token_ids = torch.topk(scaled, min(num_candidates, scaled.shape[-1]), dim=-1)
     return values, token_ids
 

@@ -11,6 +11,9 @@ from torch import Tensor
 _FIRST_MULTIPLIER = 0x21F0AAAD
 _SECOND_MULTIPLIER = 0x735A2D97
 _WORD = 0xFFFFFFFF
+# 2^32 divided by the golden ratio, and the same bits as int32: multiples of it spread over all 32 bits.
+_GOLDEN = 0x9E3779B9
+_GOLDEN_INT32 = _GOLDEN - (1 << 32)
 # Starting values of the two keys of a row: the first words of the fractions of sqrt(2) and sqrt(3).
 _KEY_STARTS = (0x6A09E667, 0xBB67AE85)
 
@@ -38,7 +41,7 @@ def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         for word in words:
             key = _mix_word((key + word) & _WORD)
             # Zero is a fixed point of the mix; the constant leads away from it.
-            key = (key + 0x9E3779B9) & _WORD
+            key = (key + _GOLDEN) & _WORD
         keys.append(_to_int32(key))
     return keys[0], keys[1]
 
@@ -50,7 +53,9 @@ def noise_bits(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """
     first_key, second_key = row_keys(seeds, positions)
     # int32 products wrap; half the width of int64 is half the memory traffic and maps to vector multiplies.
-    x = token_ids.to(torch.int32) ^ first_key[:, None]
+    # Token ids differ in their low bits only, which two multiplications alone leave visible between ids 256 or more
+    # apart; the golden multiple, computed once for all rows, hides it.
+    x = (token_ids.to(torch.int32) * _GOLDEN_INT32) ^ first_key[:, None]
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * _FIRST_MULTIPLIER
     x = x ^ second_key[:, None]
