@@ -11,15 +11,17 @@ import reprlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from minivllm.config import EngineConfig
 from minivllm.errors import RequestError
-from minivllm.frontend.tokenizer import Tokenizer
 from minivllm.messages import EngineRequest
 from minivllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.frontend.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
 """A text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; the dictionaries also take ``"cache_salt"``. With both

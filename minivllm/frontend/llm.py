@@ -14,12 +14,13 @@ from minivllm.errors import EngineDeadError, RequestError
 from minivllm.frontend.input_processor import PreparedRequest, Prompt
 from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.frontend.outputs import RequestOutput
-from minivllm.frontend.tokenizer import Tokenizer
 from minivllm.messages import SchedulerStats
 from minivllm.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+    from minivllm.frontend.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "Hello"}``"""
@@ -62,10 +63,8 @@ class LLM:
         defaults = self.get_default_sampling_params() if None in params_list else None
         prepared = []
         for index, (prompt, params, value) in enumerate(zip(prompt_list, params_list, priorities)):
-            try:
-                prepared.append(self._prepare(prompt, defaults if params is None else params, value or 0))
-            except RequestError as error:
-                raise error if len(prompt_list) == 1 else RequestError(f"Prompt {index}: {error}") from None
+            with _naming("Prompt", index, len(prompt_list)):
+                prepared.append(self._prepare(prompt, defaults if params is None else params, value))
         return self._run(prepared, use_tqdm)
 
     def chat(
@@ -84,12 +83,13 @@ class LLM:
         conversations: Any = messages
         if isinstance(messages, Mapping) or not messages or isinstance(messages[0], (Mapping, str)):
             conversations = [messages]
-        prompts = [
-            self.llm_engine.render_chat(
-                conversation, add_generation_prompt=add_generation_prompt, chat_template_kwargs=chat_template_kwargs
-            )
-            for conversation in conversations
-        ]
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            with _naming("Conversation", index, len(conversations)):
+                prompt = self.llm_engine.render_chat(
+                    conversation, add_generation_prompt=add_generation_prompt, chat_template_kwargs=chat_template_kwargs
+                )
+            prompts.append(prompt)
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -115,11 +115,11 @@ class LLM:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> PreparedRequest:
+    def _prepare(self, prompt: Prompt, params: SamplingParams | None, priority: int | None) -> PreparedRequest:
         if isinstance(params, SamplingParams):
             # Nobody reads what is between, so nothing is built for it.
             params = msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
-        return self.llm_engine.prepare(None, prompt, params, priority=priority)
+        return self.llm_engine.prepare(None, prompt, params, priority=0 if priority is None else priority)
 
     def _run(self, prepared: Sequence[PreparedRequest], show_progress: bool) -> list[RequestOutput]:
         """Submit all and step until all have finished."""
@@ -176,6 +176,15 @@ def _progress_bar(total: int, show: bool) -> Iterator[_ProgressBar]:
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         yield _ProgressBar(progress, progress.add_task("prompts", total=total, rate=""))
+
+
+@contextmanager
+def _naming(what: str, index: int, count: int) -> Iterator[None]:
+    """Say which of many a RequestError is about."""
+    try:
+        yield
+    except RequestError as error:
+        raise error if count == 1 else RequestError(f"{what} {index}: {error}") from None
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,12 @@ from minivllm.frontend.detokenizer import TokenDecoder
 from minivllm.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from minivllm.frontend.output_processor import OutputProcessor
 from minivllm.frontend.outputs import RequestOutput
-from minivllm.frontend.tokenizer import Tokenizer
 from minivllm.messages import SchedulerStats
-from minivllm.models.gguf_file import find_gguf
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.engine.client import EngineClient
+    from minivllm.frontend.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class LLMEngine:
             eos_token_ids=client.eos_token_ids,
         )
         self._output_processor = OutputProcessor(None if tokenizer is None else TokenDecoder(tokenizer.backend))
+        self._default_params: SamplingParams | None = None
         self._closed = False
 
     @classmethod
@@ -119,8 +120,14 @@ class LLMEngine:
         """Hand a prepared request to the engine core, once."""
         self._check_open()
         self._output_processor.add_request(prepared)
-        for sequence in prepared.sequences:
-            self.client.add_request(sequence)
+        try:
+            for sequence in prepared.sequences:
+                self.client.add_request(sequence)
+        except BaseException:
+            # All of its sequences or none: the ones already handed over must not run on unseen.
+            with suppress(EngineDeadError):
+                self.abort_request([prepared.internal_id])
+            raise
         return prepared
 
     def render_chat(
@@ -156,7 +163,9 @@ class LLMEngine:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults where it brings them (generation_config.json), else those of SamplingParams."""
-        return default_sampling_params(self.client.config.model_path)
+        if self._default_params is None:
+            self._default_params = default_sampling_params(self.client.config.model_path)
+        return self._default_params
 
     def stats(self) -> SchedulerStats:
         self._check_open()
@@ -188,6 +197,7 @@ def _load_tokenizer(args: EngineArgs, model_path: str, load_format: str) -> Toke
     """The tokenizer the user named, else the model's own; None for a model directory that comes without one."""
     from minivllm.frontend.tokenizer import load_tokenizer
     from minivllm.models.fetch import resolve_model
+    from minivllm.models.gguf_file import find_gguf
 
     if args.tokenizer is not None:
         return load_tokenizer(resolve_model(args.tokenizer, weights=False))
