@@ -1,0 +1,194 @@
+"""A worker without a model: it knows only what SchedulerOutput tells it, and checks that as it goes.
+
+Instead of keys and values a cache slot holds the hash of all tokens up to its position, so any block table that would
+make attention read something else is found. The "model" is a function of the token prefix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minivllm.messages import (
+    EngineRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    NewRequestData,
+    PositionLogprobs,
+    SchedulerOutput,
+)
+from minivllm.sampling_params import SamplingParams
+
+VOCAB_SIZE = 5
+
+
+def next_token(token_ids: list[int]) -> int:
+    """The model: a token that depends on the whole prefix."""
+    state = 7
+    for token_id in token_ids:
+        state = (state * 31 + token_id + 1) % 1_000_003
+    return state % VOCAB_SIZE
+
+
+def reference_generation(request: EngineRequest, max_model_len: int) -> tuple[list[int], FinishReason, int | None]:
+    """What a request must generate: one token after the other, alone. (tokens, finish reason, stop reason)"""
+    params, output = request.sampling_params, []
+    while True:
+        output.append(next_token(request.prompt_token_ids + output))
+        may_stop = len(output) >= params.min_tokens
+        if may_stop and output[-1] in request.eos_token_ids and not params.ignore_eos:
+            return output, FinishReason.STOP, None
+        if may_stop and output[-1] in params.stop_token_ids:
+            return output, FinishReason.STOP, output[-1]
+        if len(output) == request.max_tokens or len(request.prompt_token_ids) + len(output) == max_model_len:
+            return output, FinishReason.LENGTH, None
+
+
+@dataclass
+class KnownRequest:
+    """One request as the worker sees it; ``table`` is None while it is preempted."""
+
+    data: NewRequestData
+    token_ids: list[int]
+    num_computed_tokens: int
+    table: list[int] | None
+    entered_at: int = 0
+    sampled: list[int] = field(default_factory=list)
+
+
+class SimulatedWorker:
+    """Executes steps. ``block_size`` and ``max_num_seqs`` are those of the engine."""
+
+    def __init__(self, block_size: int, max_num_seqs: int) -> None:
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.requests: dict[str, KnownRequest] = {}
+        self.finished: list[str] = []
+        self.slots: dict[int, int] = {}
+        self.num_steps = 0
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        self.num_steps += 1
+        self._apply(step)
+        spans = {}
+        written: dict[int, str] = {}
+        for request_id, count in step.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            drafts = step.draft_token_ids.get(request_id, [])
+            token_ids = request.token_ids + drafts
+            start, end = request.num_computed_tokens, request.num_computed_tokens + count
+            assert count > 0 and end <= len(token_ids)
+            assert request.table is not None and end <= len(request.table) * self.block_size
+            assert not drafts or end == len(token_ids), "drafts are verified together with the last known token"
+            spans[request_id] = (token_ids, start, end)
+            for position in range(start, end):
+                slot = self._slot(request, position)
+                assert slot not in written, f"{request_id} and {written[slot]} write the same slot"
+                assert slot >= self.block_size, "only padding writes to the null block"
+                written[slot] = request_id
+                self.slots[slot] = hash(tuple(token_ids[: position + 1]))
+        self._check_sharing(written)
+        results = ModelRunnerOutput()
+        for request_id, (token_ids, start, end) in spans.items():
+            self._check_reads(request_id, token_ids, end)
+            self._sample(request_id, token_ids, start, end, results)
+        return results
+
+    def _apply(self, step: SchedulerOutput) -> None:
+        for request_id in step.finished_request_ids:
+            assert request_id not in self.finished, f"{request_id} finished twice"
+            self.finished.append(request_id)
+            self.requests.pop(request_id, None)
+        for request_id in step.preempted_request_ids:
+            assert self.requests[request_id].table is not None
+            self.requests[request_id].table = None
+        entered = list(step.new_requests) + [entry for entry in step.cached_requests if entry.resumed]
+        assert not (step.preempted_request_ids and entered), "a preemption admits nobody in the same step"
+        for data in step.new_requests:
+            assert data.request_id not in self.requests and data.request_id not in self.finished
+            self.requests[data.request_id] = KnownRequest(
+                data, list(data.prompt_token_ids), data.num_computed_tokens, list(data.block_ids[0]), self.num_steps
+            )
+        for difference in step.cached_requests:
+            request = self.requests[difference.request_id]
+            assert difference.request_id in step.num_scheduled_tokens
+            if difference.resumed:
+                assert request.table is None
+                request.table = list(difference.new_block_ids[0])
+                request.entered_at = self.num_steps
+            else:
+                assert request.table is not None
+                request.table += difference.new_block_ids[0]
+            request.num_computed_tokens = difference.num_computed_tokens
+        for entry in entered:
+            assert entry.num_computed_tokens <= len(self.requests[entry.request_id].token_ids) - 1
+        assert sum(request.table is not None for request in self.requests.values()) <= self.max_num_seqs
+
+    def _slot(self, request: KnownRequest, position: int) -> int:
+        assert request.table is not None
+        return request.table[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _check_sharing(self, written: dict[int, str]) -> None:
+        """A block is written by one request, and read only by it and by those that hit it in this very step."""
+        writers: dict[int, set[str]] = {}
+        for slot, request_id in written.items():
+            writers.setdefault(slot // self.block_size, set()).add(request_id)
+        for block_id, ids in writers.items():
+            assert len(ids) == 1, f"{sorted(ids)} write to block {block_id} in one step"
+            for request_id, request in self.requests.items():
+                if request.table is not None and block_id in request.table and request_id not in ids:
+                    assert request.entered_at == self.num_steps, (
+                        f"block {block_id} is written while {request_id} has it"
+                    )
+
+    def _check_reads(self, request_id: str, token_ids: list[int], end: int) -> None:
+        for position in range(end):
+            expected = hash(tuple(token_ids[: position + 1]))
+            found = self.slots.get(self._slot(self.requests[request_id], position))
+            assert found == expected, f"{request_id} reads something else at position {position}"
+
+    def _sample(self, request_id: str, token_ids: list[int], start: int, end: int, results: ModelRunnerOutput) -> None:
+        request = self.requests[request_id]
+        num_known = len(request.token_ids)
+        num_prompt = len(request.data.prompt_token_ids)
+        if request.data.sampling_params.prompt_logprobs is not None and start < num_prompt - 1:
+            results.prompt_logprobs[request_id] = [
+                PositionLogprobs([token_ids[position]], [float(-position)], 1)
+                for position in range(start + 1, min(end + 1, num_prompt))
+            ]
+        request.num_computed_tokens = end
+        if end < num_known:
+            return
+        sampled = []
+        for position in range(num_known, end + 1):  # the drafts, then the bonus token
+            sampled.append(next_token(token_ids[:position]))
+            if position < end and token_ids[position] != sampled[-1]:
+                break
+        request.token_ids += sampled
+        results.sampled_token_ids[request_id] = sampled
+        if request.data.sampling_params.logprobs is not None:
+            results.logprobs[request_id] = [PositionLogprobs([token_id], [-1.0], 1) for token_id in sampled]
+
+
+def make_engine_request(
+    request_id: str,
+    prompt: list[int],
+    max_tokens: int = 4,
+    *,
+    eos_token_ids: list[int] | None = None,
+    priority: int = 0,
+    arrival_time: float = 0.0,
+    cache_salt: str | None = None,
+    **params: object,
+) -> EngineRequest:
+    """A request with few words."""
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(max_tokens=max_tokens, **params),
+        max_tokens=max_tokens,
+        seed=0,
+        arrival_time=arrival_time,
+        eos_token_ids=eos_token_ids or [],
+        priority=priority,
+        cache_salt=cache_salt,
+    )

@@ -1,0 +1,267 @@
+"""Random lives of many requests in tiny caches: every invariant holds after every step, and every answer is right.
+
+Each request must get exactly the tokens it would get alone, whatever was chunked, cached, preempted, drafted or in
+flight meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from simulated_worker import VOCAB_SIZE, SimulatedWorker, make_engine_request, next_token, reference_generation
+
+from minivllm.config import SchedulerConfig
+from minivllm.kv_cache.manager import KVCacheManager
+from minivllm.messages import EngineOutput, EngineRequest, EventType, FinishReason, ModelRunnerOutput, SchedulerOutput
+from minivllm.request import Request, RequestStatus
+from minivllm.scheduler.scheduler import Scheduler
+
+MAX_MODEL_LEN = 16
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, aborts, blocked requests, drafts, and up to three steps in flight."""
+
+    @initialize(
+        policy=st.sampled_from(["fcfs", "priority"]),
+        budget=st.integers(1, 12),
+        max_num_seqs=st.integers(1, 5),
+        block_size=st.integers(1, 4),
+        num_blocks=st.integers(4, 14),
+        threshold=st.integers(0, 3),
+        caching=st.booleans(),
+        depth=st.integers(1, 3),
+        is_async=st.booleans(),
+    )
+    def start(
+        self,
+        policy: str,
+        budget: int,
+        max_num_seqs: int,
+        block_size: int,
+        num_blocks: int,
+        threshold: int,
+        caching: bool,
+        depth: int,
+        is_async: bool,
+    ) -> None:
+        self.config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_MODEL_LEN,
+            long_prefill_token_threshold=threshold,
+            policy=policy,
+        )
+        self.manager = KVCacheManager(num_blocks, block_size, MAX_MODEL_LEN, enable_prefix_caching=caching)
+        self.scheduler = Scheduler(self.config, self.manager, async_scheduling=is_async)
+        self.worker = SimulatedWorker(block_size, max_num_seqs)
+        self.depth = depth
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.given: dict[str, EngineRequest] = {}
+        self.received: dict[str, list[EngineOutput]] = {}
+        self.aborted: set[str] = set()
+        self.tables: dict[str, list[int]] = {}
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=MAX_MODEL_LEN + 1),
+        max_tokens=st.integers(1, 9),
+        eos=st.sampled_from([[], [0], [1, 2]]),
+        stop=st.sampled_from([[], [3]]),
+        ignore_eos=st.booleans(),
+        min_tokens=st.integers(0, 4),
+        priority=st.integers(-1, 1),
+        arrival=st.integers(0, 3),
+        salt=st.sampled_from([None, None, "tenant"]),
+        logprobs=st.sampled_from([None, None, 0]),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+        blocked=st.sampled_from([False, False, False, True]),
+    )
+    def arrive(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        eos: list[int],
+        stop: list[int],
+        ignore_eos: bool,
+        min_tokens: int,
+        priority: int,
+        arrival: int,
+        salt: str | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        blocked: bool,
+    ) -> None:
+        given = make_engine_request(
+            f"r{len(self.given)}",
+            prompt,
+            max_tokens,
+            eos_token_ids=eos,
+            priority=priority,
+            arrival_time=float(arrival),
+            cache_salt=salt,
+            stop_token_ids=stop,
+            ignore_eos=ignore_eos,
+            min_tokens=min(min_tokens, max_tokens),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        self.given[given.request_id] = given
+        self.received[given.request_id] = []
+        request = Request(given)
+        if blocked:
+            request.status = RequestStatus.BLOCKED
+        self.scheduler.add_request(request)
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.given)))
+        if request_id in self.scheduler.requests:
+            self.aborted.add(request_id)
+        self.scheduler.abort_requests([request_id, "unknown"])
+
+    @rule()
+    def unblock_all(self) -> None:
+        for request_id in list(self.given):
+            self.scheduler.unblock_request(request_id)
+
+    @precondition(lambda self: len(self.in_flight) < self.depth)
+    @rule()
+    def schedule(self) -> None:
+        idle = not self.in_flight
+        ready = any(request.status is not RequestStatus.BLOCKED for request in self.scheduler.requests.values())
+        step = self.scheduler.schedule()
+        assert step.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
+        assert step.num_scheduled_tokens or not (idle and ready), "a step made no progress"
+        if self.config.long_prefill_token_threshold:
+            assert all(
+                count <= self.config.long_prefill_token_threshold for count in step.num_scheduled_tokens.values()
+            )
+        self.in_flight.append((step, self.worker.execute(step)))
+        self._check_tables(step)
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def deliver(self) -> None:
+        step, results = self.in_flight.popleft()
+        for output in self.scheduler.update_from_output(step, results):
+            request_id = output.request_id
+            assert request_id not in self.aborted, "an aborted request gives no further output"
+            assert not self.received[request_id] or self.received[request_id][-1].finish_reason is None
+            self.received[request_id].append(output)
+            if output.finish_reason is not None:
+                self._check_answer(request_id)
+
+    @rule(data=st.data())
+    def draft(self, data: st.DataObject) -> None:
+        """Guess tokens for running requests: the right ones, spoiled from a random place on."""
+        drafts = {}
+        for request in self.scheduler.running:
+            tokens, count = list(request.all_token_ids), data.draw(st.integers(0, 4))
+            right = data.draw(st.integers(0, count))
+            guesses = []
+            for place in range(count):
+                token_id = next_token(tokens)
+                guesses.append(token_id if place < right else (token_id + 1) % VOCAB_SIZE)
+                tokens.append(guesses[-1])
+            drafts[request.request_id] = guesses
+        self.scheduler.set_draft_token_ids(drafts)
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        assert self.scheduler.reset_prefix_cache() == (not self.scheduler.running)
+
+    @invariant()
+    def requests_and_blocks_agree(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_integrity()
+            stats = self.scheduler.stats()
+            assert stats.num_running <= self.config.max_num_seqs
+            assert stats.num_running + stats.num_waiting == len(self.scheduler.requests)
+
+    def _check_tables(self, step: SchedulerOutput) -> None:
+        """The worker's tables are the manager's; they only grew, except for requests that resumed."""
+        replaced = {entry.request_id for entry in step.cached_requests if entry.resumed}
+        tables = {
+            request_id: list(request.table)
+            for request_id, request in self.worker.requests.items()
+            if request.table is not None
+        }
+        assert tables.keys() == {request.request_id for request in self.scheduler.running}
+        for request_id, table in tables.items():
+            assert table == self.manager.get_block_ids(request_id)[0]
+            if request_id in self.tables and request_id not in replaced:
+                assert table[: len(self.tables[request_id])] == self.tables[request_id]
+        self.tables = tables
+
+    def _check_answer(self, request_id: str) -> None:
+        given, outputs = self.given[request_id], self.received[request_id]
+        last = outputs[-1]
+        events = [event.type for output in outputs for event in output.events]
+        times = [event.timestamp for output in outputs for event in output.events]
+        assert times == sorted(times)
+        assert events[0] is EventType.QUEUED and events[-1] is EventType.FINISHED
+        room = (self.manager.pool.num_blocks - 1) * self.manager.block_size
+        length = min(len(given.prompt_token_ids) + given.max_tokens, MAX_MODEL_LEN)
+        if length - 1 > room or len(given.prompt_token_ids) >= MAX_MODEL_LEN:
+            assert last.finish_reason is FinishReason.ERROR and last.error and len(outputs) == 1
+            return
+        expected = reference_generation(given, MAX_MODEL_LEN)
+        tokens = [token_id for output in outputs for token_id in output.new_token_ids]
+        assert (tokens, last.finish_reason, last.stop_reason) == expected
+        assert events.count(EventType.SCHEDULED) >= 1
+        assert 0 <= last.num_cached_tokens < len(given.prompt_token_ids)
+        if given.sampling_params.logprobs is not None:
+            entries = [entry.token_ids[0] for output in outputs for entry in output.logprobs or []]
+            assert entries == tokens
+        if given.sampling_params.prompt_logprobs is not None:
+            places = [-entry.logprobs[0] for output in outputs for entry in output.prompt_logprobs or []]
+            assert places == list(range(1, len(given.prompt_token_ids))), "each position once, in order"
+
+    def teardown(self) -> None:
+        """Let everyone finish: nothing is left, every id reached the worker once, the pool is as at the start."""
+        if not hasattr(self, "scheduler"):
+            return
+        self.unblock_all()
+        for _ in range(3000):
+            if not self.scheduler.has_requests() and not self.in_flight:
+                break
+            if len(self.in_flight) < self.depth:
+                self.schedule()
+            else:
+                self.deliver()
+        assert not self.scheduler.has_requests() and not self.scheduler.has_unfinished_requests()
+        assert not self.worker.requests
+        refused = {
+            request_id
+            for request_id, outputs in self.received.items()
+            if outputs and outputs[-1].finish_reason is FinishReason.ERROR
+        }
+        assert sorted(self.worker.finished) == sorted(self.given.keys() - refused)
+        for request_id, outputs in self.received.items():
+            assert request_id in self.aborted or outputs[-1].finish_reason is not None
+        self.scheduler.check_integrity()
+        assert self.manager.usage == 0.0 and self.manager.reset_prefix_cache()
+        assert {block.block_id for block in self.manager.pool.free_queue} == set(range(1, self.manager.pool.num_blocks))
+
+
+class LongSchedulerMachine(SchedulerMachine):
+    """The same, for thousands of steps."""
+
+
+TestSchedulerLives = SchedulerMachine.TestCase
+TestSchedulerLives.settings = settings(
+    max_examples=120,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestSchedulerLivesLong = pytest.mark.slow(LongSchedulerMachine.TestCase)
+TestSchedulerLivesLong.settings = settings(
+    max_examples=1000, stateful_step_count=120, deadline=None, suppress_health_check=list(HealthCheck)
+)
