@@ -61,7 +61,7 @@ class OutputProcessor:
                 continue
             request = sequence.request
             request.take_in(sequence, output, now)
-            if sequence.has_news:
+            if sequence.has_news and (request.num_unfinished == 0 or not request.is_final_only):
                 touched[request] = None
             if sequence.finish_reason is not None:
                 del self._sequences[output.request_id]
@@ -71,9 +71,7 @@ class OutputProcessor:
             if request.finished:
                 request.metrics.finished_time = now
                 del self._requests[request.internal_id]
-            request_output = request.make_output()
-            if request_output is not None:
-                processed.request_outputs.append(request_output)
+            processed.request_outputs.append(request.make_output())
         return processed
 
     def abort_requests(self, request_ids: Iterable[str]) -> tuple[list[RequestOutput], list[str]]:
@@ -96,9 +94,7 @@ class OutputProcessor:
                     del self._sequences[sequence.sequence_id]
             request.metrics.finished_time = now
             del self._requests[request.internal_id]
-            request_output = request.make_output()
-            if request_output is not None:
-                request_outputs.append(request_output)
+            request_outputs.append(request.make_output())
         return request_outputs, sequence_ids
 
 
@@ -156,7 +152,8 @@ class _Sequence:
         return num_kept
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """End the sequence; text still held back is released, and a stop string in it counts."""
+        """End the sequence, once; text still held back is released, and a stop string in it counts."""
+        self.request.num_unfinished -= 1
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.has_news = True
         if self._detokenizer is not None and self._detokenizer.stop_string is None and self._detokenizer.flush():
@@ -194,6 +191,7 @@ class _Request:
         self.request_id = prepared.request_id
         self.internal_id = prepared.internal_id
         self.params = params
+        self.is_final_only = params.output_kind is OutputKind.FINAL_ONLY
         self.error: str | None = None
         self.metrics = RequestMetrics(
             arrival_time=prepared.arrival_time,
@@ -206,6 +204,7 @@ class _Request:
         self._prompt_logprobs: list[PositionLogprobMap | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
+        self.num_unfinished = params.n
         self._finished_outputs: dict[int, CompletionOutput] = {}
         stops = StopAutomaton(params.stop) if params.stop else None
         self.sequences = [
@@ -215,7 +214,7 @@ class _Request:
 
     @property
     def finished(self) -> bool:
-        return all(sequence.finish_reason is not None for sequence in self.sequences)
+        return self.num_unfinished == 0
 
     def take_in(self, sequence: _Sequence, output: EngineOutput, now: float) -> None:
         if output.events:
@@ -231,21 +230,17 @@ class _Request:
         if num_tokens:
             self.metrics.record_tokens(num_tokens, now)
 
-    def make_output(self) -> RequestOutput | None:
-        """The output of this step; None if this kind of output has nothing to say yet."""
-        finished = self.finished
-        kind = self.params.output_kind
-        if kind is OutputKind.FINAL_ONLY and not finished:
-            return None
+    def make_output(self) -> RequestOutput:
+        """The output of this step."""
         sequences = self.sequences
-        if kind is OutputKind.DELTA:
+        if self.params.output_kind is OutputKind.DELTA:
             sequences = [sequence for sequence in sequences if sequence.has_news]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
             outputs=[self._completion(sequence) for sequence in sequences],
-            finished=finished,
+            finished=self.finished,
             prompt_logprobs=self._take_prompt_logprobs(),
             num_cached_tokens=self.metrics.num_cached_tokens,
             metrics=self.metrics,
