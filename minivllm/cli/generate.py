@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -60,7 +60,7 @@ def generate(
         if as_chat and not running.tokenizer.has_chat_template:
             raise RequestError(f"{model} has no chat template, so --chat cannot work; leave it out.")
         batch = Batch(running, texts, as_chat, as_json)
-        batch.submit(params)
+        batch.submit(params, may_shorten=sampling.max_tokens is None)
         with ExitStack() as until_first_print:
             until_first_print.enter_context(log.status(f"Completing {len(texts)} prompts"))
             batch.run(until_first_print.close)
@@ -87,19 +87,27 @@ class Batch:
         """True if a prompt could not be completed."""
         return bool(self._errors)
 
-    def submit(self, params: SamplingParams) -> None:
-        """Hand all prompts to the engine. One that it refuses gets an error in its place; the others go on."""
+    def submit(self, params: SamplingParams, may_shorten: bool) -> None:
+        """Hand all prompts to the engine. One that it refuses gets an error in its place; the others go on.
+
+        may_shorten: nobody asked for max_tokens, so a prompt that leaves less of the context gets what is left.
+        """
+        max_model_len = self._engine.client.config.scheduler.max_model_len
         for index, text in enumerate(self._texts):
-            prompt: Any = text
-            if self._as_chat:
-                ids = self._engine.tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], add_generation_prompt=True
-                )
-                prompt = {"prompt_token_ids": ids}
             try:
-                self._engine.add_request(str(index), prompt, params)
+                ids = self._token_ids(text)
+                room = max_model_len - len(ids)
+                own = params
+                if may_shorten and params.max_tokens is not None and 1 <= room < params.max_tokens:
+                    own = msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+                self._engine.add_request(str(index), {"prompt_token_ids": ids}, own)
             except RequestError as error:
                 self._errors[index] = str(error)
+
+    def _token_ids(self, text: str) -> list[int]:
+        if not self._as_chat:
+            return self._engine.tokenizer.encode(text)
+        return self._engine.tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
     def run(self, before_print: Callable[[], None]) -> None:
         """Step the engine until every prompt is completed, printing results; ``before_print`` is called before each."""

@@ -216,6 +216,13 @@ def test_generate_uses_the_chat_template_only_when_asked(engines: list[ScriptedE
     assert [engine.prompts for engine in engines] == [["x"], ["<user>x\n<assistant>"]]
 
 
+def test_generate_fits_its_own_limit_to_the_context_but_not_the_users(engines: list[ScriptedEngine]) -> None:
+    assert exit_code("generate", "-p", "abcd", "-p", "ab") == 0
+    assert exit_code("generate", "-p", "abcd", "-p", "ab", "--max-model-len", "10") == 0
+    assert exit_code("generate", "-p", "abcd", "--max-model-len", "10", "--max-tokens", "9") == 0
+    assert [[params.max_tokens for params in engine.params] for engine in engines] == [[256, 256], [6, 8], [9]]
+
+
 def test_one_refused_prompt_does_not_harm_the_others(
     engines: list[ScriptedEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
