@@ -48,7 +48,7 @@ def build_gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
         metadata = file.metadata
     builders: dict[str, Callable[[_Vocabulary], Tokenizer]] = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
     model = metadata.get("tokenizer.ggml.model")
-    if model not in builders:
+    if not isinstance(model, str) or model not in builders:
         raise ModelError(f"{path} holds a tokenizer of the kind {model!r}, but supported are: {', '.join(builders)}.")
     vocabulary = _Vocabulary(metadata, path)
     backend = builders[model](vocabulary)
@@ -95,7 +95,6 @@ class _Vocabulary:
         """``"left right"`` lines as pairs whose halves and whole are tokens."""
         pairs = []
         for line in self._list("merges", str):
-            # A token never holds a space in byte-level spelling, but it may begin with one in none: split once.
             left, _, right = line.partition(" ")
             if left not in self.ids or right not in self.ids or left + right not in self.ids:
                 raise ModelError(f"{self.path}: the merge {line!r} uses a token that is not in the vocabulary.")
@@ -127,7 +126,7 @@ class _Vocabulary:
 
 def _pre_tokenizer(vocabulary: _Vocabulary) -> str:
     name = vocabulary.metadata.get("tokenizer.ggml.pre", "default")
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise ModelError(
             f"{vocabulary.path} splits text by the rule {name!r}, but supported are: {', '.join(PRE_TOKENIZERS)}."
         )

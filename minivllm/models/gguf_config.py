@@ -26,6 +26,7 @@ _OPTIONAL = {
     "head_dim": "attention.key_length",
     "rope_theta": "rope.freq_base",
 }
+MAX_ROTARY_FACTORS = 4096
 _END_OF_TURN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -55,8 +56,9 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             elif entry in _REQUIRED:
                 raise ModelError(f"{path} does not set {name}.{key}.")
         rotated = metadata.get(f"{name}.rope.dimension_count")
-        if "head_dim" not in entries and entries["num_attention_heads"] > 0:
-            entries["head_dim"] = int(entries["hidden_size"] // entries["num_attention_heads"])
+        hidden_size, num_heads = entries["hidden_size"], entries["num_attention_heads"]
+        if "head_dim" not in entries and isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
+            entries["head_dim"] = hidden_size // num_heads
         if rotated is not None and rotated != entries.get("head_dim"):
             raise ModelError(
                 f"{path}: {name}.rope.dimension_count is {rotated!r}, but only whole heads of "
@@ -71,7 +73,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             entries["sliding_window"] = window
         entries["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
         ends = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_OF_TURN_KEYS]
-        entries["eos_token_id"] = [token for token in dict.fromkeys(ends) if token is not None]
+        entries["eos_token_id"] = [token for token in ends if token is not None]
         return entries
 
 
@@ -98,8 +100,11 @@ def _rope_parameters(file: GGUFFile, name: str, entries: dict[str, Any]) -> dict
     if "rope_theta" in entries:
         rope["rope_theta"] = entries["rope_theta"]
     if ROPE_FACTORS in file.tensors:
+        theta = rope.get("rope_theta", 10000.0)
+        if math.prod(file.tensors[ROPE_FACTORS].shape) > MAX_ROTARY_FACTORS or not 0.0 < theta < math.inf:
+            raise ModelError(f"{file.path}: {ROPE_FACTORS} does not fit rotary heads with the base {theta!r}.")
         factors = file.dequantize(ROPE_FACTORS, torch.float64).flatten().tolist()
-        rope.update(llama3_parameters(factors, rope.get("rope_theta", 10000.0), str(file.path)))
+        rope.update(llama3_parameters(factors, theta, str(file.path)))
         return rope
     kind = metadata.get(f"{name}.rope.scaling.type", "none")
     key = f"{name}.rope.scaling.factor"

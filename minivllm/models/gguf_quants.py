@@ -50,7 +50,8 @@ def dequantize_blocks(data: bytes, type_name: str) -> Floats:
     if type_name == "BF16":
         return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32).reshape(-1, 1)
     blocks = np.frombuffer(data, dtype=np.uint8).reshape(-1, _BYTES_OF[type_name])
-    return _DEQUANTIZERS[type_name](blocks)
+    with np.errstate(invalid="ignore", over="ignore"):  # a damaged scale may be infinite; that is data, not an error
+        return _DEQUANTIZERS[type_name](blocks)
 
 
 def _half(blocks: Bytes, start: int) -> Floats:

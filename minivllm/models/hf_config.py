@@ -307,18 +307,27 @@ def _dtype(entries: Mapping[str, Any], source: str) -> str:
 
 
 def _bos_token_id(fields: _Fields, generation: Mapping[str, Any], vocab_size: int) -> int | None:
-    own = fields if "bos_token_id" in fields.entries else _Fields(generation, fields.defaults, fields.source)
-    return own.optional_whole("bos_token_id", 0, vocab_size - 1)
+    ids = _token_ids("bos_token_id", fields, [fields.entries, generation], vocab_size)
+    return ids[0] if ids else None
 
 
 def _eos_token_ids(fields: _Fields, generation: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Ids of config.json first, then those only generation_config.json has; the family's default if neither has any."""
-    given = [entries["eos_token_id"] for entries in (fields.entries, generation) if "eos_token_id" in entries]
-    given = given or [fields.defaults.get("eos_token_id")]
+    return _token_ids("eos_token_id", fields, [fields.entries, generation], vocab_size)
+
+
+def _token_ids(name: str, fields: _Fields, sources: list[Mapping[str, Any]], vocab_size: int) -> tuple[int, ...]:
+    """Ids of config.json first, then those only generation_config.json has; the family's default if neither names any.
+
+    A default outside the vocabulary belongs to the family's full-size models and is left out.
+    """
+    given = [entries[name] for entries in sources if name in entries]
+    if not given:
+        default = fields.defaults.get(name)
+        return () if default is None or default >= vocab_size else (default,)
     ids: dict[int, None] = {}
     for value in given:
         for token in value if isinstance(value, list) else [] if value is None else [value]:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise fields.refuse("eos_token_id", value, f"must hold token ids from 0 to {vocab_size - 1}")
+                raise fields.refuse(name, value, f"must hold token ids from 0 to {vocab_size - 1}")
             ids[token] = None
     return tuple(ids)

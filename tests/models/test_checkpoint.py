@@ -1,0 +1,296 @@
+"""Weights arrive by Hugging Face name, exactly those the configuration asks for, or a sentence says why not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from model_families import FAMILIES
+from safetensors.torch import load_file, save_file
+
+from minivllm.errors import ModelError
+from minivllm.models.checkpoint import expected_shapes, iterate_weights
+from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.hf_config import read_decoder_config
+
+TinyModel = Callable[..., Path]
+
+
+def load(
+    path: Path, config: DecoderConfig | None = None, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    return dict(iterate_weights(path, "auto", config or read_decoder_config(path), dtype, 0))
+
+
+@pytest.fixture
+def llama_copy(tiny_model: TinyModel, tmp_path: Path) -> Path:
+    """A private copy of a small model that a test may damage."""
+    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors")
+
+
+def shard(directory: Path) -> list[Path]:
+    """Replace model.safetensors by two shards and an index, as large models are published."""
+    weights = load_file(directory / "model.safetensors")
+    names = sorted(weights)
+    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    weight_map = {}
+    for file, part in zip(files, (names[: len(names) // 2], names[len(names) // 2 :])):
+        save_file({name: weights[name] for name in part}, directory / file)
+        weight_map.update(dict.fromkeys(part, file))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / "model.safetensors").unlink()
+    return [directory / file for file in files]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_yields_exactly_the_weights_that_transformers_loads(family: str, tiny_model: TinyModel) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = tiny_model(family)
+    theirs = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    config = read_decoder_config(path)
+    ours = load(path, config)
+    if config.tie_word_embeddings:
+        assert torch.equal(theirs.pop("lm_head.weight"), ours["model.embed_tokens.weight"])
+    assert set(ours) == set(theirs)
+    assert {name: tuple(tensor.shape) for name, tensor in ours.items()} == expected_shapes(config)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_shards_and_one_file_give_the_same_weights(llama_copy: Path) -> None:
+    whole = load(llama_copy)
+    whole = {name: tensor.clone() for name, tensor in whole.items()}
+    shard(llama_copy)
+    sharded = load(llama_copy)
+    assert set(sharded) == set(whole)
+    assert all(torch.equal(sharded[name], whole[name]) for name in whole)
+
+
+def test_weights_are_converted_to_the_requested_type(tiny_model: TinyModel) -> None:
+    path = tiny_model("llama")
+    exact, half = load(path), load(path, dtype=torch.bfloat16)
+    assert all(torch.equal(half[name], exact[name].to(torch.bfloat16)) for name in exact)
+
+
+def test_a_missing_shard_is_named(llama_copy: Path) -> None:
+    shard(llama_copy)[1].unlink()
+    with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors is missing"):
+        load(llama_copy)
+
+
+def test_an_index_may_not_point_outside_its_directory(llama_copy: Path) -> None:
+    shard(llama_copy)
+    index = llama_copy / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    for place in ("../elsewhere.safetensors", "/etc/passwd", 3, "weights.bin"):
+        content["weight_map"]["model.norm.weight"] = place
+        index.write_text(json.dumps(content))
+        with pytest.raises(ModelError, match=r"index\.json"):
+            load(llama_copy)
+
+
+def test_an_index_that_disagrees_with_its_shards_is_refused(llama_copy: Path) -> None:
+    first, second = shard(llama_copy)
+    index = llama_copy / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    names = {name: file for name, file in content["weight_map"].items() if file == first.name}
+    content["weight_map"][next(iter(names))] = second.name
+    index.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="does not hold it"):
+        load(llama_copy)
+
+
+def test_truncated_files_are_refused_by_name(llama_copy: Path) -> None:
+    path = llama_copy / "model.safetensors"
+    data = path.read_bytes()
+    for length in (0, 4, 8, 100, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(ModelError, match=r"model\.safetensors"):
+            load(llama_copy, read_decoder_config(llama_copy))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), min_size=1, max_size=5))
+def test_a_mutated_header_is_read_or_refused_with_a_sentence(
+    tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]]
+) -> None:
+    source = tiny_model("llama")
+    data = bytearray((source / "model.safetensors").read_bytes())
+    for position, value in changes:
+        data[position] = value
+    directory = tmp_path_factory.mktemp("mutated")
+    (directory / "model.safetensors").write_bytes(bytes(data))
+    try:
+        weights = load(directory, read_decoder_config(source))
+    except ModelError as error:
+        assert str(directory) in str(error)
+    else:
+        assert set(weights) == set(expected_shapes(read_decoder_config(source)))
+
+
+def test_a_huge_header_length_is_refused(llama_copy: Path) -> None:
+    (llama_copy / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        load(llama_copy)
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(llama_copy: Path) -> None:
+    config = read_decoder_config(llama_copy)
+    rewrite(llama_copy, lambda weights: weights.update({"model.layers.0.extra.weight": torch.ones(2)}))
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.extra\.weight"):
+        load(llama_copy, config)
+    rewrite(llama_copy, lambda weights: weights.__delitem__("model.layers.0.extra.weight"))
+    with pytest.raises(ModelError, match=r"\.weight' has shape \[416, 64\].*\[999, 64\]"):
+        load(llama_copy, replace(config, vocab_size=999))
+    rewrite(llama_copy, lambda weights: weights.__delitem__("model.norm.weight"))
+    with pytest.raises(ModelError, match=r"lacks tensor 'model\.norm\.weight'"):
+        load(llama_copy, config)
+
+
+def test_whole_number_weights_are_refused(llama_copy: Path) -> None:
+    rewrite(llama_copy, lambda weights: weights.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
+    with pytest.raises(ModelError, match="I8"):
+        load(llama_copy)
+
+
+def test_rotary_buffers_and_the_copy_of_a_tied_head_are_passed_over(llama_copy: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    rewrite(llama_copy, lambda weights: weights.update(extra))
+    weights = load(llama_copy, replace(read_decoder_config(llama_copy), tie_word_embeddings=True))
+    assert "lm_head.weight" not in weights and not any("inv_freq" in name for name in weights)
+
+
+def test_names_without_the_leading_model_are_understood(llama_copy: Path) -> None:
+    whole = {name: tensor.clone() for name, tensor in load(llama_copy).items()}
+
+    def strip(weights: dict[str, torch.Tensor]) -> None:
+        for name in list(weights):
+            weights[name.removeprefix("model.")] = weights.pop(name)
+
+    rewrite(llama_copy, strip)
+    stripped = load(llama_copy)
+    assert set(stripped) == set(whole) and all(torch.equal(stripped[name], whole[name]) for name in whole)
+
+
+def test_pickled_weights_are_never_opened(llama_copy: Path) -> None:
+    (llama_copy / "model.safetensors").rename(llama_copy / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pickle.*convert"):
+        load(llama_copy)
+    (llama_copy / "pytorch_model.bin").unlink()
+    with pytest.raises(ModelError, match="holds no weights"):
+        load(llama_copy)
+
+
+def test_dummy_weights_depend_on_seed_and_name_only(tiny_model: TinyModel) -> None:
+    config = read_decoder_config(tiny_model("qwen2"))
+
+    def dummy(seed: int, config: DecoderConfig = config) -> dict[str, torch.Tensor]:
+        return dict(iterate_weights("nowhere", "dummy", config, torch.float32, seed))
+
+    first, again, other = dummy(0), dummy(0), dummy(1)
+    fewer_layers = dummy(0, replace(config, num_layers=1, layer_rotary=(True,), layer_windows=(None,)))
+    assert {name: tuple(tensor.shape) for name, tensor in first.items()} == expected_shapes(config)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert all(torch.equal(first[name], fewer_layers[name]) for name in fewer_layers)
+    for name in first:
+        if name.endswith("norm.weight"):
+            assert torch.equal(first[name], torch.ones_like(first[name]))
+        else:
+            assert not torch.equal(first[name], other[name])
+    assert first["model.embed_tokens.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+
+
+# --- GGUF -----------------------------------------------------------------------------------------------------------
+
+
+def permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """The row order that converters give llama models."""
+    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(source: Path, target: Path, architecture: str) -> None:
+    """Convert a small model as published converters do, unquantised."""
+    config = read_decoder_config(source)
+    writer: Any = gguf.GGUFWriter(target, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rotary.theta)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_layers)
+    for name, tensor in load(source, config).items():
+        data = tensor.numpy()
+        if architecture in ("llama", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
+            data = permute(data, config.num_heads if "q_proj" in name else config.num_kv_heads)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture"),
+    [
+        ("llama", "llama"),
+        ("llama-biases", "llama"),
+        ("llama-head-dim", "llama"),
+        ("smollm3", "smollm3"),
+        ("qwen2", "qwen2"),
+        ("qwen2-tied", "qwen2"),
+        ("qwen3", "qwen3"),
+    ],
+)
+def test_a_converted_gguf_file_gives_back_the_original_model(
+    family: str, architecture: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    overrides = {"no_rope_layer_interval": 4} if family == "smollm3" else {}
+    source = tiny_model(family, **overrides)
+    path = tmp_path / "model.gguf"
+    write_gguf(source, path, architecture)
+    wanted, config = read_decoder_config(source), read_decoder_config(path)
+    assert replace(config, rms_norm_eps=wanted.rms_norm_eps) == wanted
+    assert config.rms_norm_eps == pytest.approx(wanted.rms_norm_eps)
+    original, converted = load(source), load(path)
+    assert set(original) == set(converted)
+    assert all(torch.equal(original[name], converted[name]) for name in original)
+
+
+def test_a_gguf_file_that_lacks_a_tensor_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(tiny_model("llama"), path, "llama")
+    with pytest.raises(ModelError, match=r"lacks tensor 'model\.layers\.0\.self_attn\.q_norm\.weight'"):
+        load(path, replace(read_decoder_config(path), qk_norm=True))
+
+
+@pytest.mark.slow
+def test_the_default_model_is_read_as_transformers_reads_it(smollm2_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name)
+    theirs = model.state_dict()
+    for name, tensor in load(smollm2_path).items():
+        assert torch.equal(tensor, theirs[name])

@@ -1,0 +1,381 @@
+"""config.json and GGUF metadata are read as transformers reads them, and nonsense is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from model_families import FAMILIES
+
+from minivllm.errors import ModelError
+from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
+from minivllm.models.gguf_config import llama3_factors, llama3_parameters
+from minivllm.models.hf_config import build_decoder_config, read_decoder_config
+from minivllm.models.registry import FAMILIES as SUPPORTED
+
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": 128,
+}
+CONFIG_CLASSES = {
+    "LlamaForCausalLM": "LlamaConfig",
+    "MistralForCausalLM": "MistralConfig",
+    "SmolLM3ForCausalLM": "SmolLM3Config",
+    "Qwen2ForCausalLM": "Qwen2Config",
+    "Qwen3ForCausalLM": "Qwen3Config",
+}
+
+
+def build(architecture: str = "LlamaForCausalLM", **entries: Any) -> DecoderConfig:
+    return build_decoder_config({"architectures": [architecture], **entries}, {}, "config.json")
+
+
+def transformers_config(architecture: str, **entries: Any) -> Any:
+    import transformers
+
+    return getattr(transformers, CONFIG_CLASSES[architecture])(**json.loads(json.dumps(entries)))
+
+
+def inverse_frequencies(rotary: RotaryConfig) -> torch.Tensor:
+    """Float64 frequencies straight from the papers' formulas, to compare with those of transformers."""
+    exponents = torch.arange(0, rotary.dim, 2, dtype=torch.float64) / rotary.dim
+    plain = rotary.theta**-exponents
+    if rotary.type == "linear":
+        return plain / rotary.factor
+    if rotary.type == "llama3":
+        divisors = llama3_factors(
+            rotary.dim,
+            rotary.theta,
+            rotary.factor,
+            rotary.low_freq_factor,
+            rotary.high_freq_factor,
+            rotary.original_max_position,
+        )
+        return plain / torch.tensor(divisors, dtype=torch.float64)
+    if rotary.type == "yarn":
+
+        def dimension(turns: float) -> float:
+            length = rotary.original_max_position / (turns * 2 * math.pi)
+            return rotary.dim * math.log(length) / (2 * math.log(rotary.theta))
+
+        low, high = dimension(rotary.beta_fast), dimension(rotary.beta_slow)
+        if rotary.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary.dim - 1)
+        high = high + 0.001 if low == high else high
+        ramp = ((torch.arange(rotary.dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+        return plain / rotary.factor * ramp + plain * (1 - ramp)
+    return plain
+
+
+def test_every_small_model_is_described_as_transformers_describes_it(tiny_model: Any) -> None:
+    from transformers import AutoConfig
+
+    for family in FAMILIES:
+        path = tiny_model(family)
+        ours, theirs = read_decoder_config(path), AutoConfig.from_pretrained(path)
+        assert ours.architecture == theirs.architectures[0]
+        assert ours.vocab_size == theirs.vocab_size
+        assert ours.intermediate_size == theirs.intermediate_size
+        assert ours.num_layers == theirs.num_hidden_layers
+        assert ours.num_kv_heads == theirs.num_key_value_heads
+        assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
+        assert ours.rms_norm_eps == theirs.rms_norm_eps
+        assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+        assert ours.rotary.type == theirs.rope_parameters["rope_type"]
+        assert ours.rotary.theta == theirs.rope_parameters["rope_theta"]
+        assert ours.dtype == "float32"
+        assert ours.bos_token_id == 0 and ours.eos_token_ids == (1,)
+        if family == "mistral-window":
+            assert ours.layer_windows == (24, 24, 24)
+        elif family == "qwen2-window":
+            assert ours.layer_windows == (None, 24, 24)
+        else:
+            assert set(ours.layer_windows) == {None}
+        assert ours.layer_rotary == ((True, False, True, False, True) if family == "smollm3" else (True,) * 3)
+
+
+@pytest.mark.parametrize("architecture", list(CONFIG_CLASSES))
+def test_entries_left_out_take_the_defaults_of_transformers(architecture: str) -> None:
+    ours, theirs = build(architecture), transformers_config(architecture)
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.hidden_size == theirs.hidden_size
+    assert ours.intermediate_size == theirs.intermediate_size
+    assert ours.num_layers == theirs.num_hidden_layers
+    assert ours.num_heads == theirs.num_attention_heads
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.rotary.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    assert ours.hidden_act == theirs.hidden_act
+    if architecture == "SmolLM3ForCausalLM":
+        assert ours.layer_rotary == tuple(bool(flag) for flag in theirs.no_rope_layers)
+    if architecture == "MistralForCausalLM":
+        assert set(ours.layer_windows) == {theirs.sliding_window}
+
+
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128},
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.5},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "mscale": 1.0, "mscale_all_dim": 0.7},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "mscale": 0.7},
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 16,
+        "beta_slow": None,
+        "truncate": False,
+    },
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: "-".join(map(str, rope.values())))
+@pytest.mark.parametrize("spelling", ["version 4", "version 4 with type", "version 5"])
+def test_rotary_parameters_mean_what_they_mean_to_transformers(rope: dict[str, Any], spelling: str) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    entries: dict[str, Any] = {**SMALL, "head_dim": 32, "max_position_embeddings": 512}
+    if spelling == "version 5":
+        entries["rope_parameters"] = {**rope, "rope_theta": 5000.0}
+    else:
+        scaling = dict(rope)
+        if spelling == "version 4 with type":
+            scaling["type"] = scaling.pop("rope_type")
+        entries.update(rope_theta=5000.0, rope_scaling=None if rope["rope_type"] == "default" else scaling)
+    theirs = LlamaRotaryEmbedding(transformers_config("LlamaForCausalLM", **entries))
+    rotary = build(**entries).rotary
+    assert rotary.dim == 2 * theirs.inv_freq.numel()
+    assert rotary.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
+    torch.testing.assert_close(inverse_frequencies(rotary).float(), theirs.inv_freq, rtol=2e-5, atol=0)
+
+
+def test_partial_rotary_rotates_the_leading_part_of_each_head() -> None:
+    assert build(**SMALL, partial_rotary_factor=0.5).rotary.dim == 8
+    assert build(**SMALL, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25}).rotary.dim == 4
+    with pytest.raises(ModelError, match="partial_rotary_factor"):
+        build(**SMALL, partial_rotary_factor=0.2)
+
+
+def test_windows_follow_the_family_rules() -> None:
+    assert build("MistralForCausalLM", **SMALL, sliding_window=None).layer_windows == (None,) * 4
+    qwen = build("Qwen2ForCausalLM", **SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=3)
+    assert qwen.layer_windows == (None, None, None, 9)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    typed = build("Qwen3ForCausalLM", **SMALL, use_sliding_window=True, sliding_window=9, layer_types=kinds)
+    assert typed.layer_windows == (9, None, 9, None)
+    smollm3 = build("SmolLM3ForCausalLM", **SMALL, use_sliding_window=True, sliding_window=9, no_rope_layer_interval=2)
+    assert smollm3.layer_windows == (None, 9, None, 9)
+    assert smollm3.layer_rotary == (True, False, True, False)
+    with pytest.raises(ModelError, match="layer_types"):
+        build("Qwen2ForCausalLM", **SMALL, layer_types=kinds)
+
+
+def test_biases_and_head_norms_follow_the_family_rules() -> None:
+    qwen2, qwen3, llama = (build(f"{name}ForCausalLM", **SMALL) for name in ("Qwen2", "Qwen3", "Llama"))
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (False, False, True)
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (False, False, False)
+    biased = build(**SMALL, attention_bias=True, mlp_bias=True)
+    assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
+
+
+def test_both_spellings_of_the_element_type_are_read() -> None:
+    assert build(**SMALL, torch_dtype="bfloat16").dtype == "bfloat16"
+    assert build(**SMALL, dtype="float16").dtype == "float16"
+    assert build(**SMALL).dtype == "float32"
+
+
+def test_end_ids_of_both_files_are_merged_in_order() -> None:
+    entries = {"architectures": ["LlamaForCausalLM"], **SMALL}
+    merged = build_decoder_config({**entries, "eos_token_id": [5, 6]}, {"eos_token_id": [7, 5]}, "config.json")
+    assert merged.eos_token_ids == (5, 6, 7)
+    assert build_decoder_config(entries, {"eos_token_id": 9}, "config.json").eos_token_ids == (9,)
+    assert build_decoder_config({**entries, "eos_token_id": None}, {}, "config.json").eos_token_ids == ()
+
+
+def test_an_unknown_architecture_is_refused_with_the_list_of_supported_ones() -> None:
+    with pytest.raises(ModelError) as caught:
+        build("GPT2LMHeadModel")
+    assert "GPT2LMHeadModel" in str(caught.value)
+    assert all(name in str(caught.value) for name in SUPPORTED)
+    assert build_decoder_config({"model_type": "qwen3", **SMALL}, {}, "c").architecture == "Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_size", 0),
+        ("hidden_size", "64"),
+        ("hidden_size", 2**40),
+        ("hidden_size", True),
+        ("hidden_size", 63),
+        ("num_hidden_layers", -1),
+        ("num_attention_heads", None),
+        ("num_key_value_heads", 3),
+        ("head_dim", 0),
+        ("vocab_size", 10**9),
+        ("max_position_embeddings", 1.5),
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", 0),
+        ("rope_theta", -1.0),
+        ("rope_theta", float("inf")),
+        ("rope_scaling", [1]),
+        ("hidden_act", "relu"),
+        ("dtype", "float8_e4m3fn"),
+        ("tie_word_embeddings", "yes"),
+        ("eos_token_id", 128),
+        ("eos_token_id", ["<eos>"]),
+        ("bos_token_id", -1),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("architectures", "LlamaForCausalLM"),
+    ],
+)
+def test_an_impossible_value_is_refused_with_file_and_field(field: str, value: Any) -> None:
+    entries = {"architectures": ["LlamaForCausalLM"], **SMALL, field: value}
+    with pytest.raises(ModelError) as caught:
+        build_decoder_config(entries, {}, "somewhere/config.json")
+    assert "somewhere/config.json" in str(caught.value)
+    assert field in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "longrope"},
+        {"rope_type": "linear"},
+        {"rope_type": "linear", "factor": 0},
+        {"rope_type": ["linear"], "factor": 2.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+        {"full_attention": {"rope_type": "default"}},
+    ],
+)
+def test_unusable_rotary_parameters_are_refused(rope: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="rope_parameters"):
+        build(**SMALL, rope_parameters=rope)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+FIELD_NAMES = [
+    *SMALL,
+    "architectures",
+    "model_type",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "hidden_act",
+    "dtype",
+    "torch_dtype",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "layer_types",
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    "eos_token_id",
+    "bos_token_id",
+    "original_max_position_embeddings",
+]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from(list(CONFIG_CLASSES)),
+    st.dictionaries(st.sampled_from(FIELD_NAMES), json_values, max_size=3),
+    st.dictionaries(st.sampled_from(["eos_token_id", "bos_token_id"]), json_values),
+)
+def test_any_values_give_a_description_or_a_sentence(
+    architecture: str, replaced: dict[str, Any], generation: dict[str, Any]
+) -> None:
+    entries = {"architectures": [architecture], **SMALL, "eos_token_id": 1, "bos_token_id": 0, **replaced}
+    try:
+        config = build_decoder_config(entries, generation, "config.json")
+    except ModelError:
+        return
+    assert len(config.layer_rotary) == len(config.layer_windows) == config.num_layers
+    assert config.num_heads % config.num_kv_heads == 0
+    assert config.rotary.dim % 2 == 0 and 0 < config.rotary.dim <= config.head_dim
+
+
+def test_files_that_are_no_configuration_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_decoder_config(tmp_path)
+    for content in ("{", "[]", "[" * 100_000, "\ud800".encode("utf-16", "surrogatepass")):
+        data = content.encode() if isinstance(content, str) else content
+        (tmp_path / "config.json").write_bytes(data)
+        with pytest.raises(ModelError, match=r"config\.json"):
+            read_decoder_config(tmp_path)
+    with pytest.raises(ModelError, match="does not exist"):
+        read_decoder_config(tmp_path / "absent")
+
+
+def test_overrides_replace_entries(tiny_model: Any) -> None:
+    config = read_decoder_config(tiny_model("llama"), "auto", {"max_position_embeddings": 77, "rope_theta": 3.0})
+    assert config.max_position_embeddings == 77
+    # the model's own rope_parameters win over a top-level rope_theta, as in transformers
+    assert config.rotary.theta == 10000.0
+
+
+def test_the_default_model_is_described_by_its_metadata(smollm2_path: Path) -> None:
+    config = read_decoder_config(smollm2_path)
+    assert config.architecture == "LlamaForCausalLM"
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
+    assert (config.vocab_size, config.max_position_embeddings) == (49152, 8192)
+    assert config.rotary == RotaryConfig(theta=100000.0, dim=64, original_max_position=8192)
+    assert config.tie_word_embeddings and config.dtype == "bfloat16"
+    assert config.bos_token_id == 1 and config.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(("factor", "original"), [(8.0, 8192), (32.0, 8192), (4.0, 2048)])
+def test_llama3_scaling_is_recovered_from_stored_rotary_factors(factor: float, original: int) -> None:
+    stored = torch.tensor(llama3_factors(128, 500000.0, factor, 1.0, 4.0, original)).float().tolist()
+    found = llama3_parameters(stored, 500000.0, "file.gguf")
+    assert found["rope_type"] == "llama3"
+    assert (found["factor"], found["original_max_position_embeddings"]) == (factor, original)
+    assert (found["low_freq_factor"], found["high_freq_factor"]) == (1.0, 4.0)
+
+
+def test_rotary_factors_of_no_known_scaling_are_refused() -> None:
+    assert llama3_parameters([1.0] * 32, 10000.0, "file.gguf") == {}
+    for factors in ([1.0, 2.0, 3.0, 4.0], [float("nan")] * 4, [], [0.5, 0.5]):
+        if factors:
+            with pytest.raises(ModelError, match="rope_freqs"):
+                llama3_parameters(factors, 10000.0, "file.gguf")
