@@ -110,7 +110,6 @@ class Scheduler:
             if (
                 request is not None
                 and request.status is RequestStatus.RUNNING
-                and request.num_output_placeholders == 0
                 and request.num_computed_tokens == request.num_tokens - 1
             ):
                 request.draft_token_ids = list(token_ids)

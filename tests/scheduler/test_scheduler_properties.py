@@ -7,6 +7,7 @@ flight meanwhile.
 from __future__ import annotations
 
 from collections import deque
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -117,9 +118,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.add_request(request)
 
     @precondition(lambda self: self.given)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.given)))
+    @rule(choice=st.integers(0, 99))
+    def abort(self, choice: int) -> None:
+        request_id = f"r{choice % len(self.given)}"
         if request_id in self.scheduler.requests:
             self.aborted.add(request_id)
         self.scheduler.abort_requests([request_id, "unknown"])
@@ -156,15 +157,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             if output.finish_reason is not None:
                 self._check_answer(request_id)
 
-    @rule(data=st.data())
-    def draft(self, data: st.DataObject) -> None:
+    @rule(seed=st.integers(0, 99))
+    def draft(self, seed: int) -> None:
         """Guess tokens for running requests: the right ones, spoiled from a random place on."""
-        drafts = {}
+        random, drafts = Random(seed), {}
         for request in self.scheduler.running:
-            tokens, count = list(request.all_token_ids), data.draw(st.integers(0, 4))
-            right = data.draw(st.integers(0, count))
-            guesses = []
-            for place in range(count):
+            tokens, guesses = list(request.all_token_ids), []
+            right = random.randint(0, 4)
+            for place in range(random.randint(0, 4)):
                 token_id = next_token(tokens)
                 guesses.append(token_id if place < right else (token_id + 1) % VOCAB_SIZE)
                 tokens.append(guesses[-1])
@@ -255,7 +255,7 @@ class LongSchedulerMachine(SchedulerMachine):
 
 TestSchedulerLives = SchedulerMachine.TestCase
 TestSchedulerLives.settings = settings(
-    max_examples=120,
+    max_examples=80,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,
@@ -265,3 +265,69 @@ TestSchedulerLivesLong = pytest.mark.slow(LongSchedulerMachine.TestCase)
 TestSchedulerLivesLong.settings = settings(
     max_examples=1000, stateful_step_count=120, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+def busy_life(seed: int, num_actions: int) -> SchedulerMachine:
+    """The same machine under load: short of blocks, many arrivals, so that preemptions are the rule."""
+    random = Random(seed)
+    life = SchedulerMachine()
+    life.start(
+        policy=random.choice(["fcfs", "priority", "priority"]),
+        budget=random.randint(2, 12),
+        max_num_seqs=random.randint(2, 5),
+        block_size=random.randint(1, 3),
+        num_blocks=random.randint(6, 14),
+        threshold=random.choice([0, 0, 0, 3]),
+        caching=random.random() < 0.8,
+        depth=random.choice([1, 1, 2, 3]),
+        is_async=random.random() < 0.5,
+    )
+    longest_prompt = random.choice([4, 7, 14])
+    for _ in range(num_actions):
+        action = random.random()
+        if action < 0.12 and len(life.scheduler.waiting) < 8:
+            max_tokens = random.randint(1, 9)
+            life.arrive(
+                prompt=[random.randint(0, 1) for _ in range(random.randint(1, longest_prompt))],
+                max_tokens=max_tokens,
+                eos=random.choice([[], [], [0]]),
+                stop=random.choice([[], [], [3]]),
+                ignore_eos=random.random() < 0.3,
+                min_tokens=random.randint(0, max_tokens),
+                priority=random.randint(-2, 2),
+                arrival=random.randint(0, 3),
+                salt=random.choice([None, None, "tenant"]),
+                logprobs=random.choice([None, 0]),
+                prompt_logprobs=random.choice([None, None, None, 0]),
+                blocked=random.random() < 0.1,
+            )
+        elif action < 0.14 and life.given:
+            life.abort(random.randrange(1000))
+        elif action < 0.2:
+            life.unblock_all()
+        elif action < 0.3:
+            life.draft(random.randrange(1000))
+        elif len(life.in_flight) < life.depth and random.random() < 0.6:
+            life.schedule()
+        elif life.in_flight:
+            life.deliver()
+        life.requests_and_blocks_agree()
+    life.teardown()
+    return life
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_busy_lives_keep_every_invariant(seed: int) -> None:
+    busy_life(seed, num_actions=600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1500))
+def test_long_busy_lives_keep_every_invariant(seed: int) -> None:
+    busy_life(seed, num_actions=2000)
+
+
+def test_busy_lives_do_meet_preemptions_and_prefix_hits() -> None:
+    stats = [busy_life(seed, num_actions=600).scheduler.stats() for seed in range(20)]
+    assert sum(entry.num_preemptions for entry in stats) > 100
+    assert sum(entry.prefix_cache_hit_tokens for entry in stats) > 100
