@@ -12,9 +12,9 @@ A region is a pure function of tensors (it writes the KV cache it is given, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,8 +38,11 @@ from minivllm.models.linear import Linear, LinearTensors, Shard
 Attend = Callable[[int, Tensor], Tensor]
 """Attention of one layer: (layer, q [tokens, kv_heads, G, D]) -> o of the same shape and dtype."""
 
-CompileRegion = Callable[[str, Callable], Callable]
-"""Turns a region into what is called in its place: (name, function) -> function."""
+
+class CompileRegion(Protocol):
+    """Turns a region into what is called in its place (see worker/compiler.py)."""
+
+    def __call__(self, name: str, function: Callable, rows: Sequence[int], widths: Sequence[int] = ()) -> Callable: ...
 
 
 class BeforeAttention(NamedTuple):
@@ -178,10 +181,13 @@ class Decoder:
         """Make the callables of all regions; layers that compute the same thing share one."""
         self._weights = [(layer.before, layer.after) for layer in self.layers]
         rotary = self.config.layer_rotary
-        self._first = compile_region("first", partial(self._first_region, rotary[0]))
-        kinds = {flag: compile_region("between", partial(self._between_region, flag)) for flag in set(rotary[1:])}
+        self._first = compile_region("first", partial(self._first_region, rotary[0]), rows=(0, 1))
+        kinds = {
+            flag: compile_region("between", partial(self._between_region, flag), rows=(0, 1, 2))
+            for flag in set(rotary[1:])
+        }
         self._between = [kinds[flag] for flag in rotary[1:]]
-        self._last = compile_region("last", self._last_region)
+        self._last = compile_region("last", self._last_region, rows=(0, 1, 2))
 
     def forward(
         self, token_ids: Tensor, tokens: TokenInputs, caches: list[LayerCache], attend: Attend

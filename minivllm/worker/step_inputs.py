@@ -31,6 +31,7 @@ class DecodeTiles:
     padded: int
     lists: dict[int | None, TileLists]
     q_position: Tensor
+    kv_position: Tensor
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,8 @@ class StepInputBuilder:
                 device[f"decode_full_count.{index}"][cut] if self._gathers_pages else None,
                 device[f"decode_full.{index}"][cut] if self._gathers_pages else None,
             )
-        return DecodeTiles(rows, padded, lists, device["decode_position"])
+        kv_position = self._batch.kv_position.device.view(-1)
+        return DecodeTiles(rows, padded, lists, device["decode_position"], kv_position)
 
     def _prefill_tiles(self, rows: list[Row], first_token: int) -> PrefillTiles:
         size, page = self._tile_size, self._batch.page_size

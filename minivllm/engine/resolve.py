@@ -1,0 +1,127 @@
+"""From what the user asked for to what the engine runs with, once. Everything chosen by the engine is logged."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+
+from minivllm.config import CacheConfig, Device, EngineArgs, EngineConfig, SchedulerConfig
+from minivllm.errors import ConfigError
+from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.fetch import resolve_model
+from minivllm.models.hf_config import read_decoder_config
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True)
+class DeviceDefaults:
+    """Defaults that differ between devices."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    memory_utilization: float
+
+
+DEFAULTS: dict[str, DeviceDefaults] = {
+    "cpu": DeviceDefaults(max_num_seqs=64, max_num_batched_tokens=2048, memory_utilization=0.5),
+    "cuda": DeviceDefaults(max_num_seqs=256, max_num_batched_tokens=8192, memory_utilization=0.9),
+}
+
+
+def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
+    """Find the model, read its configuration, and fill in every value the user left open.
+
+    Raises ConfigError for values that cannot work together, ModelError if the model cannot be had or read.
+    """
+    device = resolve_device(args.device)
+    path = resolve_model(args.model, args.revision, weights=args.load_format != "dummy")
+    decoder = read_decoder_config(path, args.load_format, args.hf_overrides)
+    dtype, dtype_reason = resolve_dtype(args.dtype, decoder.dtype, device)
+    cache_dtype = args.kv_cache_dtype
+    if cache_dtype == "auto":
+        cache_dtype = "float32" if device == "cpu" else dtype
+    if device == "cuda" and cache_dtype != dtype:
+        raise ConfigError(
+            f"kv_cache_dtype is {cache_dtype!r}, but on a GPU it must be that of the weights, {dtype!r}, or 'auto'."
+        )
+    defaults = DEFAULTS[device]
+    max_model_len = args.max_model_len or decoder.max_position_embeddings
+    if max_model_len < 2:
+        raise ConfigError(f"max_model_len is {max_model_len}, but must hold a prompt and an answer: at least 2 tokens.")
+    if max_model_len > decoder.max_position_embeddings and decoder.rotary.type != "dynamic":
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but {args.model} was made for at most "
+            f"{decoder.max_position_embeddings} tokens."
+        )
+    config = EngineConfig(
+        model=args.model,
+        model_path=str(path),
+        load_format=args.load_format,
+        dtype=dtype,
+        device=device,
+        seed=args.seed,
+        enforce_eager=args.enforce_eager,
+        cache=CacheConfig(
+            block_size=args.block_size or DEFAULT_BLOCK_SIZE,
+            num_blocks=args.num_gpu_blocks_override,
+            memory_bytes=args.kv_cache_memory_bytes,
+            memory_utilization=args.gpu_memory_utilization or defaults.memory_utilization,
+            dtype=cache_dtype,
+            enable_prefix_caching=args.enable_prefix_caching,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=args.max_num_seqs or defaults.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens or defaults.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            long_prefill_token_threshold=args.long_prefill_token_threshold,
+            policy=args.scheduling_policy,  # type: ignore[arg-type]
+        ),
+        hf_overrides=args.hf_overrides,
+    )
+    logger.info("Model %s: %s, weights in %s (%s).", args.model, decoder.architecture, dtype, dtype_reason)
+    logger.info(
+        "Device %s; max_model_len %d, max_num_seqs %d, max_num_batched_tokens %d, KV cache in %s.",
+        device,
+        max_model_len,
+        config.scheduler.max_num_seqs,
+        config.scheduler.max_num_batched_tokens,
+        cache_dtype,
+    )
+    return config, decoder
+
+
+def resolve_device(device: str) -> Device:
+    """ "auto" is a GPU if PyTorch sees one. Raises ConfigError for "cuda" without one."""
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ConfigError("device is 'cuda', but PyTorch sees no CUDA device here: use device='cpu' or 'auto'.")
+    return "cuda" if device == "cuda" or (device == "auto" and available) else "cpu"
+
+
+def resolve_dtype(dtype: str, saved: str, device: Device) -> tuple[str, str]:
+    """The dtype of weights and activations, and why."""
+    if dtype != "auto":
+        return dtype, "as asked for"
+    if saved == "float32":
+        return "float32", "as the checkpoint was saved"
+    if device == "cuda":
+        return saved, "as the checkpoint was saved"
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported() and cpu_computes_bfloat16():
+        return "bfloat16", "this CPU has bfloat16 instructions"
+    return "float32", "this CPU has no bfloat16 instructions"
+
+
+def cpu_computes_bfloat16() -> bool:
+    """True if the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, or an Arm CPU with BF16)."""
+    path = "/proc/cpuinfo"
+    if not os.path.exists(path):
+        return False
+    with open(path) as file:
+        flags = next((line.split() for line in file if line.startswith(("flags", "Features"))), [])
+    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))

@@ -1,0 +1,50 @@
+"""Where workers live. Here: one worker in the engine's own process."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from minivllm.config import EngineConfig
+from minivllm.messages import ModelRunnerOutput, SchedulerOutput
+from minivllm.models.decoder_config import DecoderConfig
+from minivllm.worker.worker import Worker
+
+
+class Executor(Protocol):
+    """What the engine core asks of its workers, wherever they are."""
+
+    num_blocks: int
+
+    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step on all workers and return the output of the last one."""
+
+    def num_recompilations(self) -> int:
+        """Regions that were compiled after warm-up."""
+
+    def shutdown(self) -> None:
+        """Release the workers and their memory."""
+
+
+class UniProcExecutor:
+    """Loads, sizes and warms up one worker."""
+
+    def __init__(self, config: EngineConfig, decoder_config: DecoderConfig) -> None:
+        self._worker: Worker | None = Worker(config, decoder_config)
+        self._worker.load_model()
+        self.num_blocks = self._worker.num_cache_blocks()
+        self._worker.initialize(self.num_blocks)
+
+    @property
+    def worker(self) -> Worker:
+        if self._worker is None:
+            raise RuntimeError("The executor was shut down.")
+        return self._worker
+
+    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        return self.worker.execute(step)
+
+    def num_recompilations(self) -> int:
+        return self.worker.num_recompilations
+
+    def shutdown(self) -> None:
+        self._worker = None

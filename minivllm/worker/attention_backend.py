@@ -1,0 +1,108 @@
+"""Attention of one step over the paged cache: compiled FlexAttention, or gather and SDPA where nothing compiles."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels_triton_free.attention import (
+    gathered_flex_attention,
+    gathered_sdpa_attention,
+    pack_tiles,
+    paged_flex_attention,
+    unpack_tiles,
+)
+from minivllm.models.decoder import CompileRegion, LayerCache
+from minivllm.worker.persistent_batch import PersistentBatch
+from minivllm.worker.step_inputs import DecodeTiles, PrefillTiles, StepInputs
+
+
+class AttentionBackend(ABC):
+    """Reads the step's inputs and one layer's cache, returns what the queries attend to."""
+
+    @abstractmethod
+    def attend(self, inputs: StepInputs, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:
+        """q [tokens, kv_heads, G, D] -> o of the same shape and dtype; rows past inputs.num_tokens are arbitrary.
+
+        The keys and values of this step are in the cache already. window: sliding window of the layer, if any.
+        """
+
+
+class FlexAttentionBackend(AttentionBackend):
+    """Compiled FlexAttention over query tiles. One graph for decode and one for tiles of several queries, per window.
+
+    compute_dtype: in which tiles of several queries are computed on a CPU (there, decode reads the cache in place and
+    in its own dtype: converting would cost more than it saves).
+    """
+
+    def __init__(
+        self, compile_region: CompileRegion, windows: list[int | None], scale: float, compute_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._compute_dtype = compute_dtype
+        # Without it the CPU template picks a flash-decoding variant that does not compile without full pages.
+        options = {"PARTITION_SIZE": 1} if device.type == "cpu" else None
+        self._decode: dict[int | None, Callable] = {}
+        self._prefill: dict[int | None, Callable] = {}
+        for window in windows:
+            bound = {"scale": scale, "window": window, "kernel_options": options}
+            decode = partial(paged_flex_attention, **bound)
+            self._decode[window] = compile_region("decode attention", decode, rows=(0, 3))
+            if device.type == "cpu":
+                gathered = partial(gathered_flex_attention, **bound)
+                self._prefill[window] = compile_region("prefill attention", gathered, rows=(0, 3, 4), widths=(4,))
+            else:
+                in_place = partial(paged_flex_attention, **bound)
+                self._prefill[window] = compile_region("prefill attention", in_place, rows=(0, 3))
+
+    def attend(self, inputs: StepInputs, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:
+        decode, prefill = inputs.decode, inputs.prefill
+        if prefill is None:
+            assert decode is not None
+            return self._attend_decode(decode, cache, window, q)
+        o = torch.empty_like(q)
+        start = decode.rows if decode is not None else 0
+        o[start : inputs.num_tokens] = self._attend_prefill(prefill, cache, window, q)
+        if decode is not None:
+            o[:start] = self._attend_decode(decode, cache, window, q)[:start]
+        return o
+
+    def _attend_decode(self, tiles: DecodeTiles, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:
+        return self._decode[window](
+            q[: tiles.padded], cache.k, cache.v, tiles.lists[window], tiles.q_position, tiles.kv_position
+        )
+
+    def _attend_prefill(self, tiles: PrefillTiles, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:
+        packed = pack_tiles(q, tiles.tile_tokens, tiles.tile_size).to(self._compute_dtype)
+        pages = () if tiles.step_pages is None else (tiles.step_pages,)
+        out = self._prefill[window](
+            packed, cache.k, cache.v, *pages, tiles.lists[window], tiles.q_position, tiles.kv_position
+        )
+        return unpack_tiles(out, tiles.token_places, tiles.tile_size)
+
+
+class GatherSdpaBackend(AttentionBackend):
+    """Request by request: gather its pages, run SDPA. The reference, and what runs without a compiler."""
+
+    def __init__(self, batch: PersistentBatch, scale: float) -> None:
+        self._batch, self._scale = batch, scale
+
+    def attend(self, inputs: StepInputs, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:
+        o = torch.zeros_like(q)
+        token = 0
+        for row in inputs.rows:
+            pages = -(-(row.start + row.count) // self._batch.page_size)
+            o[token : token + row.count] = gathered_sdpa_attention(
+                q[token : token + row.count],
+                cache.k,
+                cache.v,
+                self._batch.block_table.device[row.request.slot, :pages],
+                row.start,
+                scale=self._scale,
+                window=window,
+            )
+            token += row.count
+        return o

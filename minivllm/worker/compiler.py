@@ -1,0 +1,106 @@
+"""Compiling regions: one place that decides between compiled and eager, reports progress and counts recompilations."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS = 65536
+
+
+def cache_directory() -> Path:
+    """Where compiled code is kept between runs: TORCHINDUCTOR_CACHE_DIR, or a folder below MINIVLLM_HOME."""
+    home = Path(os.environ.get("MINIVLLM_HOME") or Path.home() / ".cache" / "minivllm")
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or home / "inductor")
+
+
+def cannot_compile_reason(device: torch.device) -> str | None:
+    """Why torch.compile cannot work here, or None if it can."""
+    if device.type == "cuda":
+        return None
+    compilers = (os.environ.get("CXX"), "g++", "clang++", "c++")
+    if any(compiler and shutil.which(compiler) for compiler in compilers):
+        return None
+    return "no C++ compiler (g++ or clang++) was found, which torch.compile needs on a CPU"
+
+
+class RegionCompiler:
+    """Hands out regions, compiled or as they are.
+
+    After ``freeze`` every further compilation is counted and logged, because serving then stutters for seconds.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.num_recompilations = 0
+        self._graphs_at_freeze: int | None = None
+        if enabled:
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory()))
+
+    def __call__(self, name: str, function: Callable, rows: Sequence[int], widths: Sequence[int] = ()) -> Callable:
+        """The function to call in place of ``function``.
+
+        rows: positions of the arguments whose tensors, nested ones too, have a dynamic first dimension of at least 2.
+        widths: positions of those whose tensors of more than one dimension have a dynamic last one as well. All other
+        dimensions are constants of the compiled code. Sizes that may differ must differ at the first call.
+        """
+        if not self.enabled:
+            return function
+        compiled = torch.compile(function, fullgraph=True)
+        first = True
+
+        def region(*args: Any) -> Any:
+            nonlocal first
+            if not first:
+                return compiled(*args)
+            first = False
+            mark_dynamic([args[index] for index in rows], [args[index] for index in widths])
+            started = time.perf_counter()
+            logger.info("Compiling %s …", name)
+            result = compiled(*args)
+            logger.info("Compiled %s in %.1f s.", name, time.perf_counter() - started)
+            return result
+
+        return region
+
+    def freeze(self) -> None:
+        """Warm-up is over: from here on nothing should compile."""
+        self._graphs_at_freeze = _unique_graphs()
+
+    def check(self) -> None:
+        """Count and report compilations since ``freeze``."""
+        if self._graphs_at_freeze is None:
+            return
+        graphs = _unique_graphs()
+        if graphs > self._graphs_at_freeze:
+            self.num_recompilations += graphs - self._graphs_at_freeze
+            self._graphs_at_freeze = graphs
+            logger.warning(
+                "A region was compiled again after warm-up (%d so far): a shape or dtype that warm-up did not cover.",
+                self.num_recompilations,
+            )
+
+
+def mark_dynamic(rows: Any, widths: Any) -> None:
+    """Declare dimensions dynamic: the first of every tensor in rows, the last of every wide tensor in widths."""
+    for tensor in tree_iter(rows):
+        if isinstance(tensor, Tensor):
+            torch._dynamo.mark_dynamic(tensor, 0, min=2, max=MAX_ROWS)
+    for tensor in tree_iter(widths):
+        if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.shape[-1] > 1:
+            torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1, min=2, max=MAX_ROWS)
+
+
+def _unique_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -1,0 +1,44 @@
+"""How much memory the KV cache may take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+MAX_CPU_CACHE_BYTES = 4 * 2**30
+"""Most memory the cache takes on a CPU unless the user sizes it: other programs live there too."""
+
+
+def cache_memory(device: torch.device, utilization: float, profile_step: Callable[[], None]) -> int:
+    """Bytes for the KV cache, measured after the weights were loaded.
+
+    CUDA: ``utilization`` of the device's memory, less what is in use and what the largest step needs on top
+    (profile_step runs it). CPU: ``utilization`` of the free memory, 4 GiB at most.
+    """
+    if device.type != "cuda":
+        return min(int(free_cpu_memory() * utilization), MAX_CPU_CACHE_BYTES)
+    torch.cuda.reset_peak_memory_stats(device)
+    loaded = torch.cuda.memory_allocated(device)
+    profile_step()
+    activations = torch.cuda.max_memory_allocated(device) - loaded
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total * utilization) - (total - free) - activations)
+
+
+def free_cpu_memory() -> int:
+    """Bytes this process could still take without swapping, within its control group's limit where there is one."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    free = os.sysconf("SC_PHYS_PAGES") * page // 2
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
+        free = min(free, max(0, int(text) - int(used.read_text())))
+    return free

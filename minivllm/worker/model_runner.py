@@ -1,0 +1,175 @@
+"""Runs one step on one device: follow the scheduler's differences, build inputs, run the decoder, sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.messages import ModelRunnerOutput, PositionLogprobs, SchedulerOutput
+from minivllm.models.decoder import Decoder, LayerCache
+from minivllm.worker.attention_backend import AttentionBackend, FlexAttentionBackend, GatherSdpaBackend
+from minivllm.worker.compiler import RegionCompiler
+from minivllm.worker.persistent_batch import PersistentBatch
+from minivllm.worker.sampler import Sampler, prompt_logprobs
+from minivllm.worker.sampling_state import SamplingState
+from minivllm.worker.step_inputs import Row, StepInputBuilder, StepInputs
+
+PROMPT_LOGPROB_ROWS = 64
+"""Prompt positions whose logits are computed at once, which bounds the memory that prompt_logprobs takes."""
+
+
+@dataclass(frozen=True)
+class RunnerLimits:
+    """Sizes of the persistent buffers."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    page_size: int
+    num_pages: int
+
+
+def tile_size_for(query_group: int, device: torch.device) -> int:
+    """Queries per tile of a chunk. On CUDA 128, the kernel's own block; on a CPU enough for 64 rows, from where
+    FlexAttention uses fast bfloat16 products, and no more, since short chunks pay for the padding."""
+    if device.type == "cuda":
+        return 128
+    return 32 if query_group > 1 else 64
+
+
+class ModelRunner:
+    """Owns the KV cache, the persistent batch and the sampling state. Decides nothing: it follows SchedulerOutput."""
+
+    def __init__(self, decoder: Decoder, compiler: RegionCompiler, limits: RunnerLimits) -> None:
+        self.decoder, self._compiler, self.limits = decoder, compiler, limits
+        config, device = decoder.config, decoder.device
+        self.caches = allocate_caches(decoder, limits.num_pages, limits.page_size)
+        self.batch = PersistentBatch(
+            limits.max_num_seqs, limits.max_model_len, limits.page_size, limits.num_pages, device
+        )
+        self.sampling_state = SamplingState(limits.max_num_seqs, config.vocab_size, device)
+        self.sampler = Sampler(self.sampling_state)
+        windows = list(dict.fromkeys(config.layer_windows))
+        self._builder = StepInputBuilder(
+            self.batch,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            num_pages=limits.num_pages,
+            tile_size=tile_size_for(config.query_group, device),
+            windows=windows,
+            device=device,
+        )
+        decoder.build_regions(compiler)
+        self._attention: AttentionBackend
+        if compiler.enabled:
+            self._attention = FlexAttentionBackend(compiler, windows, config.softmax_scale, decoder.dtype, device)
+        else:
+            self._attention = GatherSdpaBackend(self.batch, config.softmax_scale)
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute the scheduled tokens and sample where a request reached its last known token."""
+        freed, entered = self.batch.apply(step)
+        for slot in freed:
+            self.sampling_state.remove(slot)
+        for request in entered:
+            self.sampling_state.add(request.slot, request.data, request.output_token_ids)
+        if not step.num_scheduled_tokens:
+            return ModelRunnerOutput()
+        rows = self._rows(step)
+        inputs = self._builder.build(rows)
+        o, residual = self._forward(inputs)
+        output = ModelRunnerOutput()
+        self._prompt_logprobs(inputs, o, residual, output)
+        self._sample(inputs, o, residual, output)
+        for row in rows:
+            row.request.num_computed_tokens = row.start + row.count
+        self._compiler.check()
+        return output
+
+    def _rows(self, step: SchedulerOutput) -> list[Row]:
+        """Rows with a single token first: their attention is one tile each."""
+        requests = self.batch.requests
+        single, several = [], []
+        for request_id, count in step.num_scheduled_tokens.items():
+            request = requests[request_id]
+            (single if count == 1 else several).append(Row(request, request.num_computed_tokens, count))
+        return single + several
+
+    def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        caches, windows = self.caches, self.decoder.config.layer_windows
+
+        def attend(layer: int, q: Tensor) -> Tensor:
+            return self._attention.attend(inputs, caches[layer], windows[layer], q)
+
+        return self.decoder.forward(inputs.token_ids, inputs.tokens, caches, attend)
+
+    def _sample(self, inputs: StepInputs, o: Tensor, residual: Tensor, output: ModelRunnerOutput) -> None:
+        last_tokens, sampled, token = [], [], 0
+        for row in inputs.rows:
+            token += row.count
+            if row.start + row.count == row.request.num_tokens:
+                last_tokens.append(token - 1)
+                sampled.append(row)
+        if not sampled:
+            return
+        logits = self._logits(o, residual, np.asarray(last_tokens, dtype=np.int32))
+        slots = np.fromiter((row.request.slot for row in sampled), np.int64, len(sampled))
+        positions = np.fromiter((row.request.num_tokens for row in sampled), np.int64, len(sampled))
+        result = self.sampler(logits, slots, positions)
+        token_ids = result.token_ids.tolist()
+        self.sampling_state.append(slots, np.asarray(token_ids))
+        for row, token_id, logprobs in zip(sampled, token_ids, result.logprobs):
+            request_id = row.request.data.request_id
+            self.batch.append_token(row.request, token_id)
+            output.sampled_token_ids[request_id] = [token_id]
+            if logprobs is not None:
+                output.logprobs[request_id] = [logprobs]
+
+    def _prompt_logprobs(self, inputs: StepInputs, o: Tensor, residual: Tensor, output: ModelRunnerOutput) -> None:
+        first_token = 0
+        for row in inputs.rows:
+            k = row.request.data.sampling_params.prompt_logprobs
+            prompt = row.request.data.prompt_token_ids
+            # The logits at position p are about the token at p + 1, which the prompt must still hold.
+            count = min(row.count, len(prompt) - 1 - row.start)
+            if k is not None and count > 0:
+                entries: list[PositionLogprobs] = []
+                for begin in range(0, count, PROMPT_LOGPROB_ROWS):
+                    end = min(begin + PROMPT_LOGPROB_ROWS, count)
+                    tokens = np.arange(first_token + begin, first_token + end, dtype=np.int32)
+                    targets = torch.tensor(prompt[row.start + begin + 1 : row.start + end + 1], device=o.device)
+                    entries += prompt_logprobs(self._logits(o, residual, tokens), targets, k)
+                output.prompt_logprobs[row.request.data.request_id] = entries
+            first_token += row.count
+
+    def _logits(self, o: Tensor, residual: Tensor, tokens: np.ndarray) -> Tensor:
+        """Logits [len(tokens), vocab] of the picked tokens of the step."""
+        count = len(tokens)
+        if count == 1:
+            tokens = np.repeat(tokens, 2)
+        rows = torch.from_numpy(tokens).to(o.device, non_blocking=True)
+        return self.decoder.logits(o, residual, rows)[:count]
+
+
+def page_bytes(decoder: Decoder, page_size: int) -> int:
+    """Memory of one page over all layers [bytes]."""
+    element = torch.empty(0, dtype=decoder.attention_dtype).element_size()
+    return 2 * decoder.config.num_layers * page_size * decoder.num_kv_heads * decoder.config.head_dim * element
+
+
+def allocate_caches(decoder: Decoder, num_pages: int, page_size: int) -> list[LayerCache]:
+    """Zeroed K and V of every layer, two tensors each."""
+    shape = (num_pages, page_size, decoder.num_kv_heads, decoder.config.head_dim)
+    dtype, device = decoder.attention_dtype, decoder.device
+
+    def zeros() -> Tensor:
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # numpy takes zeroed memory from the operating system lazily: pages that are never used cost nothing.
+        size = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
+        return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+
+    return [LayerCache(zeros(), zeros()) for _ in range(decoder.config.num_layers)]

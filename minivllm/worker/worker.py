@@ -1,0 +1,164 @@
+"""One worker per device: loads its shard of the model, sizes its cache, warms up, runs steps."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+
+import torch
+
+from minivllm.config import EngineConfig
+from minivllm.errors import ConfigError
+from minivllm.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.models.checkpoint import iterate_weights
+from minivllm.models.decoder import Decoder
+from minivllm.models.decoder_config import DecoderConfig
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.compiler import RegionCompiler, cannot_compile_reason
+from minivllm.worker.memory import cache_memory
+from minivllm.worker.model_runner import ModelRunner, RunnerLimits, page_bytes
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_DECODES, WARM_UP_CHUNKS = 5, 4
+"""Requests of the warm-up step with one and with two tokens. Sizes that are equal when a region is compiled are taken
+for one and the same size: these give 13 tokens, 9 sampled rows, 5 decode tiles, 4 tiles of a chunk and 2 pages."""
+
+
+class Worker:
+    """All workers are identical and receive the same SchedulerOutput; none decides anything."""
+
+    def __init__(self, config: EngineConfig, decoder_config: DecoderConfig) -> None:
+        self.config, self.decoder_config = config, decoder_config
+        self.device = torch.device(config.device)
+        self._compiler = RegionCompiler(self._compiles())
+        self._decoder: Decoder
+        self._runner: ModelRunner
+
+    def _compiles(self) -> bool:
+        if self.config.enforce_eager:
+            return False
+        reason = cannot_compile_reason(self.device)
+        if reason is not None:
+            logger.warning("Running uncompiled, which is several times slower: %s.", reason)
+        return reason is None
+
+    @torch.inference_mode()
+    def load_model(self) -> None:
+        """Load this worker's weights. Raises ModelError."""
+        started = time.perf_counter()
+        self._decoder = Decoder(
+            self.decoder_config,
+            dtype=getattr(torch, self.config.dtype),
+            attention_dtype=getattr(torch, self.config.cache.dtype),
+            device=self.device,
+            max_model_len=self.config.scheduler.max_model_len,
+        )
+        weights = iterate_weights(
+            self.config.model_path,
+            self.config.load_format,
+            self.decoder_config,
+            getattr(torch, self.config.dtype),
+            self.config.seed,
+        )
+        self._decoder.load_weights(weights)
+        gc.collect()
+        logger.info("Loaded %s in %.1f s.", self.config.model, time.perf_counter() - started)
+
+    def num_cache_blocks(self) -> int:
+        """How many pages the KV cache gets, the null page included.
+
+        Explicit sizes come first; otherwise a share of the memory that is free now, and no more than
+        max_num_seqs requests of max_model_len tokens can use. Raises ConfigError if not even one request of
+        max_model_len fits.
+        """
+        cache, scheduler = self.config.cache, self.config.scheduler
+        size = page_bytes(self._decoder, cache.block_size)
+        per_request = -(-scheduler.max_model_len // cache.block_size)
+        if cache.num_blocks is not None:
+            blocks, origin = cache.num_blocks, "num_gpu_blocks_override"
+        elif cache.memory_bytes is not None:
+            blocks, origin = cache.memory_bytes // size, "kv_cache_memory_bytes"
+        else:
+            free = cache_memory(self.device, cache.memory_utilization, self._profile_step)
+            blocks = min(free // size, scheduler.max_num_seqs * per_request + 1)
+            origin = f"a share of {cache.memory_utilization:g} of the free memory"
+        if blocks < per_request + 1:
+            raise ConfigError(
+                f"The KV cache gets {max(blocks, 0)} blocks of {cache.block_size} tokens ({origin}), but one request of "
+                f"max_model_len = {scheduler.max_model_len} tokens needs {per_request + 1} with the null block "
+                f"({(per_request + 1) * size / 2**20:.0f} MiB): lower max_model_len or give the cache more memory."
+            )
+        logger.info(
+            "KV cache: %d blocks of %d tokens, %.0f MiB (%s).", blocks, cache.block_size, blocks * size / 2**20, origin
+        )
+        return int(blocks)
+
+    @torch.inference_mode()
+    def _profile_step(self) -> None:
+        """Run the largest step there can be, on a cache of a few pages, so that its memory can be measured."""
+        scheduler, page_size = self.config.scheduler, self.config.cache.block_size
+        tokens, length = scheduler.max_num_batched_tokens, scheduler.max_model_len
+        limits = RunnerLimits(-(-tokens // length), tokens, length, page_size, num_pages=2)
+        counts = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
+        run_on_null_page(ModelRunner(self._decoder, RegionCompiler(enabled=False), limits), counts)
+
+    @torch.inference_mode()
+    def initialize(self, num_blocks: int) -> None:
+        """Allocate the cache and all buffers, then compile everything by running it once."""
+        scheduler = self.config.scheduler
+        self._runner = ModelRunner(
+            self._decoder,
+            self._compiler,
+            RunnerLimits(
+                max_num_seqs=max(scheduler.max_num_seqs, WARM_UP_DECODES + WARM_UP_CHUNKS),
+                max_num_batched_tokens=max(
+                    scheduler.max_num_batched_tokens, WARM_UP_DECODES + 2 * WARM_UP_CHUNKS
+                ),
+                max_model_len=scheduler.max_model_len,
+                page_size=self.config.cache.block_size,
+                num_pages=num_blocks,
+            ),
+        )
+        started = time.perf_counter()
+        self._warm_up()
+        if self._compiler.enabled:
+            logger.info("Warmed up in %.1f s.", time.perf_counter() - started)
+
+    def _warm_up(self) -> None:
+        """Compile by running steps of decode and of chunks; sizes that may differ differ at the first call."""
+        if self._compiler.enabled:
+            run_on_null_page(self._runner, [1] * WARM_UP_DECODES + [2] * WARM_UP_CHUNKS)
+            run_on_null_page(self._runner, [1])
+            self._compiler.freeze()
+
+    @property
+    def num_recompilations(self) -> int:
+        """Regions that were compiled after warm-up, which should stay at 0."""
+        return self._compiler.num_recompilations
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step."""
+        return self._runner.execute(step)
+
+
+def run_on_null_page(runner: ModelRunner, counts: list[int]) -> None:
+    """Run one step of made-up requests, counts[i] tokens each, that read and write nothing but the null page."""
+    names = [f"warm-up-{index}" for index in range(len(counts))]
+    requests = [
+        NewRequestData(
+            request_id=name,
+            prompt_token_ids=[0] * count,
+            sampling_params=SamplingParams(temperature=0.0),
+            seed=0,
+            eos_token_ids=[],
+            bad_words_token_ids=[],
+            block_ids=([0] * -(-count // runner.limits.page_size),),
+            num_computed_tokens=0,
+        )
+        for name, count in zip(names, counts)
+    ]
+    runner.execute(SchedulerOutput(num_scheduled_tokens=dict(zip(names, counts)), new_requests=requests))
+    runner.execute(SchedulerOutput(finished_request_ids=names))
