@@ -38,8 +38,11 @@ class KVCacheCoordinator:
     def num_blocks_to_take(self, request_id: str, num_tokens: int, hits: BlocksPerGroup | None) -> int:
         """Free blocks that serving ``num_tokens`` tokens uses up: new ones, and hits that nobody uses now."""
         needed = 0
-        for index, group in enumerate(self.groups):
-            found = hits[index] if hits is not None else ()
+        if hits is None:  # every request of every step comes this way
+            for group in self.groups:
+                needed += group.num_new_blocks(request_id, num_tokens)
+            return needed
+        for group, found in zip(self.groups, hits):
             needed += group.num_new_blocks(request_id, num_tokens, len(found))
             needed += sum(block.ref_count == 0 and block is not self.pool.null_block for block in found)
         return needed

@@ -40,11 +40,12 @@ class SingleGroupManager(ABC):
     def drop_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Replace blocks that no later token will read by the null block, and free them."""
 
-    def num_new_blocks(self, request_id: str, num_tokens: int, num_hits: int) -> int:
-        """Blocks to take from the pool so that ``num_tokens`` tokens fit, after ``num_hits`` hits have been added."""
+    def num_new_blocks(self, request_id: str, num_tokens: int, num_hits: int = 0) -> int:
+        """Blocks to take from the pool so that ``num_tokens`` tokens fit; ``num_hits`` hits will be added before."""
         table = self.tables.get(request_id)
         held = num_hits if table is None else len(table.blocks) + num_hits
-        return max(0, -(-num_tokens // self.block_size) - held)
+        missing = -(-num_tokens // self.block_size) - held
+        return missing if missing > 0 else 0
 
     def add_hits(self, request_id: str, hits: Sequence[KVCacheBlock]) -> None:
         """Start the table of a request with blocks that were found in the cache and are already touched."""

@@ -97,7 +97,7 @@ class KVCacheManager:
         if new_computed_blocks is not None:
             self._admit(request, new_computed_blocks)
         if num_to_take:
-            counts = [group.num_new_blocks(request_id, num_slots, 0) for group in self._groups]
+            counts = [group.num_new_blocks(request_id, num_slots) for group in self._groups]
             new_block_ids = tuple(group.add_new_blocks(request_id, count) for group, count in zip(self._groups, counts))
         if self.enable_prefix_caching and not delay_caching:
             # Drafts are not committed: a rejected one must never be found as somebody's prefix.
