@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import time
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class RegionCompiler:
         """
         if not self.enabled:
             return function
-        compiled = torch.compile(function, fullgraph=True)
+        compiled = torch.compile(_own_code(name, function), fullgraph=True)
         first = True
 
         def region(*args: Any) -> Any:
@@ -90,6 +91,20 @@ class RegionCompiler:
                 "A region was compiled again after warm-up (%d so far): a shape or dtype that warm-up did not cover.",
                 self.num_recompilations,
             )
+
+
+def _own_code(name: str, function: Callable) -> Callable:
+    """function behind a code object of its own.
+
+    Dynamo keeps compiled graphs per code object and searches them one by one at every call; regions that share code
+    would be in each other's way, count against one recompilation limit and be taken for changing shapes of one thing.
+    """
+
+    def region(*args: Any) -> Any:
+        return function(*args)
+
+    code = region.__code__.replace(co_name=name.replace(" ", "_"))
+    return types.FunctionType(code, region.__globals__, name, None, region.__closure__)
 
 
 def mark_dynamic(rows: Any, widths: Any) -> None:
