@@ -1,1 +1,4 @@
-"""Functions of tensors only: the kernels of the engine as plain PyTorch, made fast by torch.compile. Usable without minivllm."""
+"""Functions of tensors only: the engine's kernels as plain PyTorch, made fast by torch.compile.
+
+Usable without minivllm.
+"""

@@ -8,12 +8,17 @@ The G = query heads / KV heads that share a KV head are packed as rows of one ti
 that keys and values are read once per KV head and any G works.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import FlexKernelOptions
 
 
 class TileLists(NamedTuple):
@@ -41,7 +46,7 @@ def paged_flex_attention(
     *,
     scale: float,
     window: int | None = None,
-    kernel_options: dict | None = None,
+    kernel_options: FlexKernelOptions | None = None,
 ) -> Tensor:
     """Attention of query tiles over pages. To be compiled: uncompiled FlexAttention computes the whole square.
 
@@ -92,7 +97,7 @@ def gathered_flex_attention(
     *,
     scale: float,
     window: int | None = None,
-    kernel_options: dict | None = None,
+    kernel_options: FlexKernelOptions | None = None,
 ) -> Tensor:
     """As paged_flex_attention over a copy, in q's dtype, of only the pages this step reads.
 

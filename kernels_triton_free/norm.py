@@ -5,7 +5,10 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension of x [..., n] to unit root mean square, then scale by weight [n]. Keeps x's dtype."""
+    """Normalise the last dimension of x [..., n] to unit root mean square, then scale by weight [n].
+
+    Computed in float32; returns a tensor like x.
+    """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return wide.to(x.dtype) * weight

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -86,10 +86,8 @@ class DecoderLayer:
     def __init__(self, config: DecoderConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
         heads, kv_heads, dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
 
-        def make(parts: dict[str, int], in_features: int, bias: bool, split: str) -> Linear:
-            return Linear(
-                parts, in_features, bias=bias, split=split, shard=shard, dtype=dtype, device=device  # type: ignore[arg-type]
-            )
+        def make(parts: dict[str, int], in_features: int, bias: bool, split: Literal["column", "row"]) -> Linear:
+            return Linear(parts, in_features, bias=bias, split=split, shard=shard, dtype=dtype, device=device)
 
         self.qkv = make(
             {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim},
@@ -102,7 +100,8 @@ class DecoderLayer:
         self.gate_up = make({"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias, "column")
         self.down = make({"down_proj": hidden}, inner, config.mlp_bias, "row")
         self.norms: dict[str, Tensor] = {}
-        self._linear_of = {part: linear for linear in (self.qkv, self.o, self.gate_up, self.down) for part in linear.sizes}
+        linears = (self.qkv, self.o, self.gate_up, self.down)
+        self._linear_of = {part: linear for linear in linears for part in linear.sizes}
 
     def load(self, name: str, tensor: Tensor, device: torch.device) -> None:
         """Take ``self_attn.q_proj.weight``, ``input_layernorm.weight``, … of this layer."""
@@ -175,7 +174,9 @@ class Decoder:
                 _, _, index, rest = name.split(".", 3)
                 self.layers[int(index)].load(rest, tensor, self.device)
             else:
-                raise ModelError(f"The checkpoint holds a tensor {name!r} that a {self.config.architecture} has no place for.")
+                raise ModelError(
+                    f"The checkpoint holds a tensor {name!r} that a {self.config.architecture} has no place for."
+                )
 
     def build_regions(self, compile_region: CompileRegion) -> None:
         """Make the callables of all regions; layers that compute the same thing share one."""
@@ -200,9 +201,8 @@ class Decoder:
         q, residual = self._first(token_ids, tokens, self.cos_sin, caches[0], self.embedding, self._weights[0][0])
         for layer, between in enumerate(self._between):
             o = attend(layer, q)
-            q, residual = between(
-                o, residual, tokens, self.cos_sin, caches[layer + 1], self._weights[layer][1], self._weights[layer + 1][0]
-            )
+            after, before = self._weights[layer][1], self._weights[layer + 1][0]
+            q, residual = between(o, residual, tokens, self.cos_sin, caches[layer + 1], after, before)
         return attend(len(self.layers) - 1, q), residual
 
     def logits(self, o: Tensor, residual: Tensor, rows: Tensor) -> Tensor:

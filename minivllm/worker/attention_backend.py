@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from kernels_triton_free.attention import (
 from minivllm.models.decoder import CompileRegion, LayerCache
 from minivllm.worker.persistent_batch import PersistentBatch
 from minivllm.worker.step_inputs import DecodeTiles, PrefillTiles, StepInputs
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import FlexKernelOptions
 
 
 class AttentionBackend(ABC):
@@ -40,22 +44,25 @@ class FlexAttentionBackend(AttentionBackend):
     """
 
     def __init__(
-        self, compile_region: CompileRegion, windows: list[int | None], scale: float, compute_dtype: torch.dtype, device: torch.device
+        self,
+        compile_region: CompileRegion,
+        windows: list[int | None],
+        scale: float,
+        compute_dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._compute_dtype = compute_dtype
         # Without it the CPU template picks a flash-decoding variant that does not compile without full pages.
-        options = {"PARTITION_SIZE": 1} if device.type == "cpu" else None
+        options = cast("FlexKernelOptions", {"PARTITION_SIZE": 1}) if device.type == "cpu" else None
         self._decode: dict[int | None, Callable] = {}
         self._prefill: dict[int | None, Callable] = {}
         for window in windows:
-            bound = {"scale": scale, "window": window, "kernel_options": options}
-            decode = partial(paged_flex_attention, **bound)
-            self._decode[window] = compile_region("decode attention", decode, rows=(0, 3))
+            in_place = partial(paged_flex_attention, scale=scale, window=window, kernel_options=options)
+            self._decode[window] = compile_region("decode attention", in_place, rows=(0, 3))
             if device.type == "cpu":
-                gathered = partial(gathered_flex_attention, **bound)
+                gathered = partial(gathered_flex_attention, scale=scale, window=window, kernel_options=options)
                 self._prefill[window] = compile_region("prefill attention", gathered, rows=(0, 3, 4), widths=(4,))
             else:
-                in_place = partial(paged_flex_attention, **bound)
                 self._prefill[window] = compile_region("prefill attention", in_place, rows=(0, 3))
 
     def attend(self, inputs: StepInputs, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:

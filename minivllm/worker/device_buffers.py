@@ -46,7 +46,9 @@ class MirroredTable:
         self.host = np.zeros((rows, columns), dtype=np.int32)
         self._separate = device.type != "cpu"
         self.device = (
-            torch.zeros(rows, columns, dtype=torch.int32, device=device) if self._separate else torch.from_numpy(self.host)
+            torch.zeros(rows, columns, dtype=torch.int32, device=device)
+            if self._separate
+            else torch.from_numpy(self.host)
         )
         self._starts: list[int] = []
         self._values: list[np.ndarray] = []

@@ -92,7 +92,8 @@ class ModelRunner:
     def _rows(self, step: SchedulerOutput) -> list[Row]:
         """Rows with a single token first: their attention is one tile each."""
         requests = self.batch.requests
-        single, several = [], []
+        single: list[Row] = []
+        several: list[Row] = []
         for request_id, count in step.num_scheduled_tokens.items():
             request = requests[request_id]
             (single if count == 1 else several).append(Row(request, request.num_computed_tokens, count))

@@ -142,9 +142,7 @@ class StepInputBuilder:
         self._batch.flush()
         device = self._buffer.device
         token_ids = self._token_ids[:padded]
-        torch.index_select(
-            self._batch.token_ids.device.view(-1), 0, device["token_index"][:padded], out=token_ids
-        )
+        torch.index_select(self._batch.token_ids.device.view(-1), 0, device["token_index"][:padded], out=token_ids)
         inputs = TokenInputs(device["positions"][:padded], device["slot_mapping"][:padded])
         return StepInputs(rows, total, token_ids, inputs, decode, prefill)
 
@@ -172,7 +170,9 @@ class StepInputBuilder:
                 partial_count[:rows] = last_page + 1 - full_pages
             else:
                 full_count[:rows] = 0
-                first_page = np.zeros_like(last_page) if window is None else np.maximum(positions - window + 1, 0) // page
+                first_page = (
+                    np.zeros_like(last_page) if window is None else np.maximum(positions - window + 1, 0) // page
+                )
                 for row in range(rows):
                     pages = table[slots[row], first_page[row] : last_page[row] + 1]
                     partial[row, : len(pages)] = pages

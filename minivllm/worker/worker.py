@@ -86,8 +86,8 @@ class Worker:
             origin = f"a share of {cache.memory_utilization:g} of the free memory"
         if blocks < per_request + 1:
             raise ConfigError(
-                f"The KV cache gets {max(blocks, 0)} blocks of {cache.block_size} tokens ({origin}), but one request of "
-                f"max_model_len = {scheduler.max_model_len} tokens needs {per_request + 1} with the null block "
+                f"The KV cache gets {max(blocks, 0)} blocks of {cache.block_size} tokens ({origin}), but one request "
+                f"of max_model_len = {scheduler.max_model_len} tokens needs {per_request + 1} with the null block "
                 f"({(per_request + 1) * size / 2**20:.0f} MiB): lower max_model_len or give the cache more memory."
             )
         logger.info(
@@ -113,9 +113,7 @@ class Worker:
             self._compiler,
             RunnerLimits(
                 max_num_seqs=max(scheduler.max_num_seqs, WARM_UP_DECODES + WARM_UP_CHUNKS),
-                max_num_batched_tokens=max(
-                    scheduler.max_num_batched_tokens, WARM_UP_DECODES + 2 * WARM_UP_CHUNKS
-                ),
+                max_num_batched_tokens=max(scheduler.max_num_batched_tokens, WARM_UP_DECODES + 2 * WARM_UP_CHUNKS),
                 max_model_len=scheduler.max_model_len,
                 page_size=self.config.cache.block_size,
                 num_pages=num_blocks,
