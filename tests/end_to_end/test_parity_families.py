@@ -1,0 +1,129 @@
+"""Greedy tokens and logits equal transformers' in float32, for every family, however the work is cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_families import FAMILIES
+from parity_reference import (
+    BLOCK_SIZE,
+    assert_pool_unused,
+    engine_logits,
+    greedy,
+    random_prompts,
+    reference_logits,
+    reference_tokens,
+    run,
+    tiny_llm,
+    tokens_of,
+)
+
+from minivllm import SamplingParams
+
+TinyModel = Callable[..., Path]
+
+BUDGETS = (1, 7, 64)
+COMPILED_FAMILIES = ("qwen2-window",)  # biases, full and windowed layers: every kind of attention graph at once
+RELATIVE = 1e-4
+
+
+def assert_equals_transformers(directory: Path, **settings: Any) -> None:
+    """Whole prompts in one batch, the same ones again from the prefix cache, and then in other orders."""
+    prompts = random_prompts()
+    expected = reference_tokens(directory, prompts)
+    greedy_params = SamplingParams(temperature=0.0, max_tokens=len(max(expected, key=len)))
+    with tiny_llm(directory, **settings) as llm:
+        assert tokens_of(run(llm, prompts, greedy_params)) == expected
+
+        before = llm.get_metrics().num_computed_tokens
+        again = run(llm, prompts, greedy_params)
+        assert tokens_of(again) == expected
+        # Only full blocks are reused, and at least one token is computed.
+        cached = [(len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts]
+        assert [output.num_cached_tokens for output in again] == cached
+        suffixes = sum(len(p) - c + len(tokens) - 1 for p, c, tokens in zip(prompts, cached, expected))
+        assert llm.get_metrics().num_computed_tokens - before == suffixes
+
+        order = list(range(len(prompts)))
+        for seed in range(2):
+            random.Random(seed).shuffle(order)
+            assert llm.reset_prefix_cache()
+            assert greedy(llm, [prompts[i] for i in order]) == [expected[i] for i in order]
+        assert_pool_unused(llm)
+
+
+def assert_budgets_equal_transformers(directory: Path, budget: int, **settings: Any) -> None:
+    prompts = random_prompts()
+    with tiny_llm(directory, max_num_batched_tokens=budget, **settings) as llm:
+        assert greedy(llm, prompts) == reference_tokens(directory, prompts)
+
+
+def assert_preempted_equals_transformers(directory: Path, **settings: Any) -> None:
+    """Six requests, most of which grow to 5 blocks, in a pool that holds 8."""
+    prompts = random_prompts((7, 12, 1, 15, 9, 16))
+    with tiny_llm(directory, max_model_len=40, num_gpu_blocks_override=1 + 8, **settings) as llm:
+        assert greedy(llm, prompts, max_tokens=24) == reference_tokens(directory, prompts, max_tokens=24)
+        assert llm.get_metrics().num_preemptions > 1
+        assert_pool_unused(llm)
+
+
+def assert_logits_close(directory: Path, **settings: Any) -> None:
+    """Position by position over a prompt and its completion, prompt in chunks and completion token by token."""
+    prompt = random_prompts((70,))[0]
+    with tiny_llm(directory, **settings) as llm:
+        completion, logits = engine_logits(llm, prompt, max_tokens=8)
+    expected = reference_logits(directory, prompt + completion[:-1])
+    assert logits.shape == expected.shape
+    assert (logits - expected).abs().max() <= RELATIVE * expected.abs().max()
+    torch.testing.assert_close(logits.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers_whole_cached_and_in_any_order(tiny_model: TinyModel, family: str) -> None:
+    assert_equals_transformers(tiny_model(family))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers_under_every_token_budget(
+    tiny_model: TinyModel, family: str, budget: int
+) -> None:
+    assert_budgets_equal_transformers(tiny_model(family), budget)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers_when_requests_are_preempted_repeatedly(
+    tiny_model: TinyModel, family: str
+) -> None:
+    assert_preempted_equals_transformers(tiny_model(family))
+
+
+@pytest.mark.parametrize("budget", [None, 7])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers_at_every_position(tiny_model: TinyModel, family: str, budget: int | None) -> None:
+    assert_logits_close(tiny_model(family), max_num_batched_tokens=budget)
+
+
+@pytest.mark.parametrize("family", COMPILED_FAMILIES)
+def test_compiled_greedy_tokens_and_logits_equal_transformers(tiny_model: TinyModel, family: str) -> None:
+    directory = tiny_model(family)
+    assert_equals_transformers(directory, enforce_eager=False)
+    assert_preempted_equals_transformers(directory, enforce_eager=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_greedy_tokens_and_logits_equal_transformers_in_every_setting(
+    tiny_model: TinyModel, family: str
+) -> None:
+    directory = tiny_model(family)
+    assert_equals_transformers(directory, enforce_eager=False)
+    for budget in BUDGETS:
+        assert_budgets_equal_transformers(directory, budget, enforce_eager=False)
+    assert_preempted_equals_transformers(directory, enforce_eager=False)
+    assert_logits_close(directory, enforce_eager=False, max_num_batched_tokens=7)
