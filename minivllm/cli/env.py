@@ -32,15 +32,14 @@ def env(
 
 def collect() -> dict[str, Any]:
     """Everything ``env`` shows, as plain values; sizes in bytes."""
-    devices = _cuda_devices()
     return {
         "versions": {"minivllm": __version__, "python": platform.python_version(), **_package_versions()},
         "platform": platform.platform(),
         "cpu": _cpu(),
         "memory": _memory(),
-        "cuda_devices": devices,
+        "cuda_devices": _cuda_devices(),
         "cpp_compiler": find_cpp_compiler(),
-        "defaults": _defaults(bool(devices)),
+        "defaults": _defaults(),
         "directories": _directories(),
     }
 
@@ -53,27 +52,40 @@ def find_cpp_compiler() -> str | None:
     return None
 
 
-def _defaults(has_cuda: bool) -> dict[str, dict[str, str]]:
+def _defaults() -> dict[str, dict[str, str]]:
     """What an engine picks if no flag says otherwise: ``{what: {"value", "why"}}``."""
     import torch
 
+    from minivllm.engine.resolve import DEFAULT_BLOCK_SIZE, DEFAULTS, resolve_device, resolve_dtype
     from minivllm.worker.compiler import cannot_compile_reason
+    from minivllm.worker.memory import MAX_CPU_CACHE_BYTES
 
-    device = (
-        {"value": "cuda", "why": "a CUDA device is there"}
-        if has_cuda
-        else {"value": "cpu", "why": "there is no CUDA device"}
-    )
-    if has_cuda:
-        kv_cache = {"value": "as dtype", "why": "half the memory of float32, and the GPU computes with it directly"}
+    device = resolve_device("auto")
+    dtype, why_dtype = resolve_dtype("auto", "bfloat16", device)
+    limits = DEFAULTS[device]
+    if device == "cuda":
+        why_device = "PyTorch sees a CUDA device"
+        kv_cache = {"value": "as dtype", "why": "the GPU attends in the dtype of the weights"}
+        share = "of the device's memory"
     else:
+        why_device = "PyTorch sees no CUDA device"
         kv_cache = {"value": "float32", "why": "on a CPU attention over a float32 cache is faster"}
-    reason = cannot_compile_reason(torch.device(device["value"]))
+        share = f"of the free memory, at most {format_bytes(MAX_CPU_CACHE_BYTES)}"
+    reason = cannot_compile_reason(torch.device(device))
     if reason is None:
         attention = {"value": "compiled FlexAttention", "why": "torch.compile works here"}
     else:
         attention = {"value": "gather and SDPA, uncompiled", "why": reason}
-    return {"device": device, "kv_cache_dtype": kv_cache, "attention": attention}
+    return {
+        "device": {"value": device, "why": why_device},
+        "dtype": {"value": dtype, "why": f"for a checkpoint saved in bfloat16: {why_dtype}"},
+        "kv_cache_dtype": kv_cache,
+        "attention": attention,
+        "kv_cache": {"value": f"{limits.memory_utilization:.0%} {share}", "why": "unless it is sized explicitly"},
+        "block_size": {"value": str(DEFAULT_BLOCK_SIZE), "why": "tokens per KV page"},
+        "max_num_seqs": {"value": str(limits.max_num_seqs), "why": "requests that run at the same time"},
+        "max_num_batched_tokens": {"value": str(limits.max_num_batched_tokens), "why": "token budget of one step"},
+    }
 
 
 def _package_versions() -> dict[str, str | None]:
@@ -170,7 +182,7 @@ def _readable(report: dict[str, Any]) -> str:
         lines.append(f"{'cuda':<14} no device")
     lines.append(f"{'C++ compiler':<14} {report['cpp_compiler'] or 'not found'}")
     lines += ["", "What an engine uses unless told otherwise:"]
-    lines += [f"{name:<14} {choice['value']}: {choice['why']}" for name, choice in report["defaults"].items()]
+    lines += [f"{name:<22} {choice['value']} ({choice['why']})" for name, choice in report["defaults"].items()]
     lines += ["", "Directories:"]
     lines += [f"{name:<14} {path}" for name, path in report["directories"].items()]
     return "\n".join(lines)

@@ -363,6 +363,17 @@ def test_version_and_env_tell_what_is_installed() -> None:
         assert word in readable
 
 
+def test_env_tells_the_defaults_that_an_engine_resolves_to() -> None:
+    from minivllm.engine.resolve import DEFAULTS, resolve_device, resolve_dtype
+
+    report = json.loads(CliRunner().invoke(app, ["env", "--json"]).output)["defaults"]
+    device = resolve_device("auto")
+    assert report["device"]["value"] == device
+    assert report["dtype"]["value"] == resolve_dtype("auto", "bfloat16", device)[0]
+    assert report["max_num_seqs"]["value"] == str(DEFAULTS[device].max_num_seqs)
+    assert report["max_num_batched_tokens"]["value"] == str(DEFAULTS[device].max_num_batched_tokens)
+
+
 def test_env_explains_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
