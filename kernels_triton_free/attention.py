@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from kernels_triton_free.paged_cache import gather_pages
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
 
@@ -128,8 +130,8 @@ def gathered_sdpa_attention(
     """
     queries, kv_heads, group, head_dim = q.shape
     length = first_position + queries
-    k = k_cache[pages].flatten(0, 1)[:length].to(q.dtype).transpose(0, 1)
-    v = v_cache[pages].flatten(0, 1)[:length].to(q.dtype).transpose(0, 1)
+    k = gather_pages(k_cache, pages)[:length].to(q.dtype).transpose(0, 1)
+    v = gather_pages(v_cache, pages)[:length].to(q.dtype).transpose(0, 1)
     query = torch.arange(first_position, length, device=q.device)[:, None]
     key = torch.arange(length, device=q.device)[None, :]
     visible = key <= query

@@ -30,10 +30,15 @@ def cannot_compile_reason(device: torch.device) -> str | None:
     """Why torch.compile cannot work here, or None if it can."""
     if device.type == "cuda":
         return None
-    compilers = (os.environ.get("CXX"), "g++", "clang++", "c++")
-    if any(compiler and shutil.which(compiler) for compiler in compilers):
+    if find_cpp_compiler() is not None:
         return None
     return "no C++ compiler (g++ or clang++) was found, which torch.compile needs on a CPU"
+
+
+def find_cpp_compiler() -> str | None:
+    """The C++ compiler to use: $CXX if it is there, else g++, clang++ or c++, else None."""
+    candidates = (os.environ.get("CXX"), "g++", "clang++", "c++")
+    return next((name for name in candidates if name and shutil.which(name)), None)
 
 
 class RegionCompiler:
@@ -48,6 +53,7 @@ class RegionCompiler:
         self._graphs_at_freeze: int | None = None
         if enabled:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory()))
+            _let_inductor_use(find_cpp_compiler())
 
     def __call__(self, name: str, function: Callable, rows: Sequence[int], widths: Sequence[int] = ()) -> Callable:
         """The function to call in place of ``function``.
@@ -91,6 +97,14 @@ class RegionCompiler:
                 "A region was compiled again after warm-up (%d so far): a shape or dtype that warm-up did not cover.",
                 self.num_recompilations,
             )
+
+
+def _let_inductor_use(compiler: str | None) -> None:
+    """Inductor itself only looks for $CXX, or else for one fixed name per platform."""
+    from torch._inductor import config
+
+    if compiler is not None and compiler not in config.cpp.cxx:
+        config.cpp.cxx = (compiler,)  # type: ignore[assignment]
 
 
 def _own_code(name: str, function: Callable) -> Callable:

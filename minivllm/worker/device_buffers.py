@@ -24,6 +24,7 @@ class StagingBuffer:
         cuda = device.type == "cuda"
         self._host = torch.zeros(total, dtype=torch.int32, pin_memory=cuda)
         self._device = torch.zeros(total, dtype=torch.int32, device=device) if cuda else self._host
+        self._copied = torch.cuda.Event() if cuda else None
         array = self._host.numpy()
         self.host: dict[str, np.ndarray] = {}
         self.device: dict[str, Tensor] = {}
@@ -32,10 +33,19 @@ class StagingBuffer:
             self.host[name] = array[part].reshape(shape)
             self.device[name] = self._device[part].view(shape)
 
+    def begin(self) -> None:
+        """To be called before writing: wait until the last commit has left the host's side.
+
+        A step that samples nothing leaves the host ahead of the device, whose copy may still be queued.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+
     def commit(self) -> None:
         """Make what was written on the host visible to the device."""
-        if self._device is not self._host:
+        if self._copied is not None:
             self._device.copy_(self._host, non_blocking=True)
+            self._copied.record()
 
 
 class MirroredTable:
@@ -50,24 +60,27 @@ class MirroredTable:
             if self._separate
             else torch.from_numpy(self.host)
         )
-        self._starts: list[int] = []
-        self._values: list[np.ndarray] = []
+        self._changed: list[np.ndarray] = []
 
     def write(self, row: int, start: int, values: np.ndarray | list[int]) -> None:
         """Set [row, start : start + len(values)]."""
         self.host[row, start : start + len(values)] = values
         if self._separate:
-            self._starts.append(row * self.host.shape[1] + start)
-            self._values.append(np.asarray(values, dtype=np.int32))
+            first = row * self.host.shape[1] + start
+            self._changed.append(np.arange(first, first + len(values)))
 
     def flush(self) -> None:
         """Send what was written since the last flush: indices and values in one copy each."""
-        if not self._values:
+        if not self._changed:
             return
-        index = np.concatenate([np.arange(s, s + len(v)) for s, v in zip(self._starts, self._values)])
-        device = self.device.device
-        where = torch.from_numpy(index).pin_memory().to(device, non_blocking=True)
-        what = torch.from_numpy(np.concatenate(self._values)).pin_memory().to(device, non_blocking=True)
-        self.device.view(-1).index_copy_(0, where, what)
-        self._starts.clear()
-        self._values.clear()
+        index = np.concatenate(self._changed)
+        # Read now: where a place was written twice, both entries carry the last value, so their order does not matter.
+        values = self.host.reshape(-1)[index]
+        self.device.view(-1).index_copy_(0, self._send(index), self._send(values))
+        self._changed.clear()
+
+    def _send(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.is_cuda:
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device.device, non_blocking=True)

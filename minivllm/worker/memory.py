@@ -29,16 +29,30 @@ def cache_memory(device: torch.device, utilization: float, profile_step: Callabl
     return max(0, int(total * utilization) - (total - free) - activations)
 
 
-def free_cpu_memory() -> int:
-    """Bytes this process could still take without swapping, within its control group's limit where there is one."""
+def free_cpu_memory(root: Path = Path("/")) -> int:
+    """Bytes this process could still take without swapping, within its control group's limit where there is one.
+
+    root: where ``proc`` and ``sys`` are found.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
     free = os.sysconf("SC_PHYS_PAGES") * page // 2
-    meminfo = Path("/proc/meminfo")
+    meminfo = root / "proc/meminfo"
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    group = root / "sys/fs/cgroup"
+    limit, used = group / "memory.max", group / "memory.current"
     if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        free = min(free, max(0, int(text) - int(used.read_text())))
+        in_use = int(used.read_text()) - _reclaimable_bytes(group / "memory.stat")
+        free = min(free, max(0, int(text) - in_use))
     return free
+
+
+def _reclaimable_bytes(statistics: Path) -> int:
+    """Cached file contents that a control group counts as used, but gives up when memory is asked for."""
+    if statistics.is_file():
+        for line in statistics.read_text().splitlines():
+            if line.startswith("inactive_file "):
+                return int(line.split()[1])
+    return 0

@@ -60,6 +60,7 @@ class ModelRunner:
             num_pages=limits.num_pages,
             tile_size=tile_size_for(config.query_group, device),
             windows=windows,
+            gathers_pages=device.type == "cpu",
             device=device,
         )
         decoder.build_regions(compiler)

@@ -70,7 +70,8 @@ class StepInputBuilder:
     """Builds StepInputs in persistent buffers.
 
     gathers_pages: tiles of several queries read a copy of the step's pages (CPU) instead of the cache in place (CUDA).
-    index_width of decode lists: all pages on a CPU, which FlexAttention's template asserts; else pages per request.
+    Decode lists are then as wide as the cache has pages, which FlexAttention's CPU template asserts; else as wide as a
+    request can have, and without full pages.
     """
 
     def __init__(
@@ -82,10 +83,11 @@ class StepInputBuilder:
         num_pages: int,
         tile_size: int,
         windows: list[int | None],
+        gathers_pages: bool,
         device: torch.device,
     ) -> None:
         self._batch, self._windows, self._tile_size, self._device = batch, windows, tile_size, device
-        self._gathers_pages = device.type == "cpu"
+        self._gathers_pages = gathers_pages
         max_blocks = batch.block_table.host.shape[1]
         width = num_pages if self._gathers_pages else max_blocks + 1
         tokens = max(max_num_batched_tokens, 2)
@@ -114,6 +116,7 @@ class StepInputBuilder:
 
     def build(self, rows: list[Row]) -> StepInputs:
         """rows: single-token rows first. Returns views of the persistent buffers, valid until the next call."""
+        self._buffer.begin()
         host = self._buffer.host
         page = self._batch.page_size
         table = self._batch.block_table.host

@@ -1,0 +1,135 @@
+"""How much memory the cache may take, read from made-up system files; and tables mirrored on a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minivllm.worker import memory
+from minivllm.worker.device_buffers import MirroredTable, StagingBuffer
+from minivllm.worker.memory import MAX_CPU_CACHE_BYTES, cache_memory, free_cpu_memory
+
+GIB = 2**30
+
+
+def write_system_files(root: Path, *, available: int | None = None, **group: str) -> Path:
+    if available is not None:
+        (root / "proc").mkdir()
+        (root / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable:   {available // 1024} kB\nX: 1 kB\n")
+    if group:
+        (root / "sys/fs/cgroup").mkdir(parents=True)
+        for name, text in group.items():
+            (root / f"sys/fs/cgroup/memory.{name}").write_text(text)
+    return root
+
+
+def test_free_memory_is_what_the_system_calls_available(tmp_path: Path) -> None:
+    assert free_cpu_memory(write_system_files(tmp_path, available=3 * GIB)) == 3 * GIB
+
+
+def test_a_control_group_without_limit_changes_nothing(tmp_path: Path) -> None:
+    root = write_system_files(tmp_path, available=3 * GIB, max="max\n", current=f"{2 * GIB}\n")
+    assert free_cpu_memory(root) == 3 * GIB
+
+
+def test_the_rest_of_a_control_groups_limit_counts_where_it_is_less(tmp_path: Path) -> None:
+    root = write_system_files(tmp_path, available=30 * GIB, max=f"{4 * GIB}\n", current=f"{3 * GIB}\n")
+    assert free_cpu_memory(root) == 1 * GIB
+
+
+def test_cached_files_of_a_control_group_count_as_free(tmp_path: Path) -> None:
+    root = write_system_files(
+        tmp_path,
+        available=30 * GIB,
+        max=f"{4 * GIB}",
+        current=f"{4 * GIB}",
+        stat=f"anon {GIB}\nfile {3 * GIB}\ninactive_file {2 * GIB}\nactive_file {GIB}\n",
+    )
+    assert free_cpu_memory(root) == 2 * GIB
+
+
+def test_a_control_group_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    root = write_system_files(tmp_path, available=30 * GIB, max=f"{GIB}", current=f"{2 * GIB}")
+    assert free_cpu_memory(root) == 0
+
+
+def test_without_system_files_half_of_the_physical_memory_counts(tmp_path: Path) -> None:
+    assert free_cpu_memory(tmp_path) > 0
+
+
+@pytest.mark.parametrize(
+    ("free", "utilization", "expected"),
+    [(2 * GIB, 0.5, GIB), (100 * GIB, 0.5, MAX_CPU_CACHE_BYTES), (0, 0.5, 0), (2 * GIB, 1.0, 2 * GIB)],
+)
+def test_the_cache_on_a_cpu_takes_a_share_of_free_memory_up_to_a_limit(
+    monkeypatch: pytest.MonkeyPatch, free: int, utilization: float, expected: int
+) -> None:
+    monkeypatch.setattr(memory, "free_cpu_memory", lambda: free)
+
+    def profile() -> None:
+        raise AssertionError("a CPU is not profiled")
+
+    assert cache_memory(torch.device("cpu"), utilization, profile) == expected
+
+
+def separate_table(rows: int, columns: int) -> MirroredTable:
+    """A table whose device side is memory of its own, as on a GPU."""
+    table = MirroredTable(rows, columns, torch.device("cpu"))
+    table.device = torch.zeros(rows, columns, dtype=torch.int32)
+    table._separate = True
+    return table
+
+
+def test_on_a_cpu_both_sides_of_a_table_are_the_same_memory() -> None:
+    table = MirroredTable(3, 4, torch.device("cpu"))
+    table.write(1, 2, [7, 8])
+    assert table.device.tolist() == [[0, 0, 0, 0], [0, 0, 7, 8], [0, 0, 0, 0]]
+
+
+def test_a_separate_table_sees_writes_at_the_next_flush_and_only_those() -> None:
+    table = separate_table(3, 4)
+    table.write(1, 2, [7, 8])
+    assert table.device.sum() == 0
+    table.flush()
+    assert table.device.tolist() == [[0, 0, 0, 0], [0, 0, 7, 8], [0, 0, 0, 0]]
+    table.device.zero_()
+    table.flush()
+    assert table.device.sum() == 0, "what crossed once does not cross again"
+
+
+def test_random_overlapping_writes_leave_the_last_value_whatever_the_order_of_the_copy() -> None:
+    rng = np.random.default_rng(0)
+    table = separate_table(5, 9)
+    sent: list[torch.Tensor] = []
+    original = table._send
+
+    def remember(array: np.ndarray) -> torch.Tensor:
+        sent.append(original(array))
+        return sent[-1]
+
+    table._send = remember  # type: ignore[method-assign]
+    for _ in range(50):
+        sent.clear()
+        for _ in range(rng.integers(0, 8)):
+            row, start = int(rng.integers(5)), int(rng.integers(9))
+            length = int(rng.integers(1, 10 - start))
+            table.write(row, start, rng.integers(1, 1000, length).astype(np.int32))
+        table.flush()
+        assert np.array_equal(table.device.numpy(), table.host)
+        if sent:
+            places, values = sent[0].tolist(), sent[1].tolist()
+            assert len(set(zip(places, values))) == len(set(places)), "a place that is sent twice carries one value"
+
+
+def test_fields_of_a_staging_buffer_do_not_overlap_and_reach_the_device() -> None:
+    buffer = StagingBuffer({"a": (3,), "b": (2, 5), "c": (17,)}, torch.device("cpu"))
+    for value, name in enumerate(("a", "b", "c"), 1):
+        buffer.begin()
+        buffer.host[name][...] = value
+    buffer.commit()
+    for value, (name, shape) in enumerate({"a": (3,), "b": (2, 5), "c": (17,)}.items(), 1):
+        assert buffer.device[name].shape == shape and bool((buffer.device[name] == value).all())
+        assert buffer.device[name].data_ptr() % 64 == buffer.device["a"].data_ptr() % 64
