@@ -1,0 +1,159 @@
+"""RegionCompiler with Dynamo's own eager backend: what is traced, and how often, without generating code."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from minivllm.worker import compiler as compiler_module
+from minivllm.worker.compiler import RegionCompiler, cache_directory, cannot_compile_reason, find_cpp_compiler
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compilation stops after tracing: graphs are counted, nothing is sent to a C++ compiler."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def own_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == compiler_module.__name__]
+
+
+def scaled(factor: float, x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight * factor
+
+
+def test_disabled_it_hands_back_the_function_itself() -> None:
+    function: Callable = partial(scaled, 2.0)
+    assert RegionCompiler(enabled=False)("scaled", function, rows=(0,)) is function
+
+
+def test_one_graph_serves_every_number_of_rows_from_two_on(traced_only: None) -> None:
+    compiler = RegionCompiler(enabled=True)
+    region = compiler("scaled", partial(scaled, 2.0), rows=(0,))
+    before = graphs()
+    for rows in (5, 2, 3, 64, 1000):
+        x, weight = torch.randn(rows, 4), torch.randn(4, 3)
+        torch.testing.assert_close(region(x, weight), x @ weight * 2.0)
+    assert graphs() == before + 1
+
+
+def test_regions_with_equal_code_do_not_compile_each_other_again(traced_only: None) -> None:
+    compiler = RegionCompiler(enabled=True)
+    count = torch._dynamo.config.recompile_limit + 3
+    regions = [compiler("scaled", partial(scaled, float(index)), rows=(0,)) for index in range(count)]
+    x, weight = torch.randn(5, 4), torch.randn(4, 3)
+    before = graphs()
+    for _ in range(3):
+        for index, region in enumerate(regions):
+            # Other widths in each region would make shared code believe that the width is dynamic.
+            own = torch.randn(4, 3 + index)
+            torch.testing.assert_close(region(x, own), x @ own * index)
+    assert graphs() == before + count
+    assert torch.equal(regions[1](x, weight[:, :0]), x @ weight[:, :0])
+
+
+def test_widths_make_the_last_dimension_of_nested_tensors_dynamic(traced_only: None) -> None:
+    def total(pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0].sum(-1) + pair[1]
+
+    region = RegionCompiler(enabled=True)("total", total, rows=(0,), widths=(0,))
+    before = graphs()
+    for rows, width in ((5, 7), (3, 4), (9, 30)):
+        wide, narrow = torch.randn(rows, width), torch.randn(rows)
+        torch.testing.assert_close(region((wide, narrow)), wide.sum(-1) + narrow)
+    assert graphs() == before + 1
+
+
+def test_compilations_after_freeze_are_counted_once_and_reported(
+    traced_only: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = RegionCompiler(enabled=True)
+    region = compiler("scaled", partial(scaled, 2.0), rows=(0,))
+    region(torch.randn(5, 4), torch.randn(4, 3))
+    compiler.check()
+    assert compiler.num_recompilations == 0, "before freeze nothing counts"
+    compiler.freeze()
+    with caplog.at_level(logging.WARNING):
+        region(torch.randn(7, 4), torch.randn(4, 3))
+        compiler.check()
+    assert compiler.num_recompilations == 0 and not own_warnings(caplog)
+    with caplog.at_level(logging.WARNING):
+        region(torch.randn(7, 4, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64))
+        compiler.check()
+        compiler.check()
+    assert compiler.num_recompilations == 1
+    (warning,) = own_warnings(caplog)
+    assert "compiled again after warm-up (1 so far)" in warning
+
+
+def test_without_a_compiler_there_is_a_reason_and_with_a_gpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    reason = cannot_compile_reason(CPU)
+    assert reason is not None and "C++ compiler" in reason and "g++" in reason
+    assert cannot_compile_reason(torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize(
+    ("there", "cxx", "expected"),
+    [
+        (["g++", "clang++"], None, "g++"),
+        (["clang++"], None, "clang++"),
+        (["c++"], None, "c++"),
+        (["g++", "my-c++"], "my-c++", "my-c++"),
+        (["g++"], "not-installed", "g++"),
+        ([], None, None),
+    ],
+)
+def test_the_compiler_is_cxx_or_else_the_first_one_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: list[str], cxx: str | None, expected: str | None
+) -> None:
+    for name in there:
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if cxx is None:
+        monkeypatch.delenv("CXX", raising=False)
+    else:
+        monkeypatch.setenv("CXX", cxx)
+    assert find_cpp_compiler() == expected
+    assert (cannot_compile_reason(CPU) is None) == (expected is not None)
+
+
+def test_inductor_is_told_of_a_compiler_it_would_not_look_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", (None, "g++"))
+    monkeypatch.setattr(compiler_module, "find_cpp_compiler", lambda: "g++")
+    RegionCompiler(enabled=True)
+    assert config.cpp.cxx == (None, "g++")
+    monkeypatch.setattr(compiler_module, "find_cpp_compiler", lambda: "clang++")
+    RegionCompiler(enabled=False)
+    assert config.cpp.cxx == (None, "g++")
+    RegionCompiler(enabled=True)
+    assert config.cpp.cxx == ("clang++",)
+
+
+def test_compiled_code_is_kept_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "given"))
+    monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path / "home"))
+    assert cache_directory() == tmp_path / "given"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert cache_directory() == tmp_path / "home" / "inductor"
+    monkeypatch.delenv("MINIVLLM_HOME")
+    assert cache_directory() == Path.home() / ".cache" / "minivllm" / "inductor"
