@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from minivllm import __version__
+from minivllm.cli.bench.command import bench
 from minivllm.cli.chat import chat
 from minivllm.cli.env import env
 from minivllm.cli.generate import generate
@@ -31,6 +32,7 @@ app.command("generate")(generate)
 app.command("pull")(pull)
 app.command("env")(env)
 app.command("trace")(trace)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

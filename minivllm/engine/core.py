@@ -15,7 +15,7 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self.config = config
-        self._executor = executor
+        self.executor = executor
         kv_cache = KVCacheManager(
             num_blocks=executor.num_blocks,
             block_size=config.cache.block_size,
@@ -29,7 +29,7 @@ class EngineCore:
         if not self.scheduler.has_requests():
             return []
         step = self.scheduler.schedule()
-        output = self._executor.execute_model(step)
+        output = self.executor.execute_model(step)
         return self.scheduler.update_from_output(step, output)
 
     def add_request(self, request: EngineRequest) -> None:
@@ -46,11 +46,11 @@ class EngineCore:
         return self.scheduler.stats()
 
     def num_recompilations(self) -> int:
-        return self._executor.num_recompilations()
+        return self.executor.num_recompilations()
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes. Returns False, and changes nothing, while requests hold blocks."""
         return self.scheduler.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        self._executor.shutdown()
+        self.executor.shutdown()

@@ -52,7 +52,7 @@ class LLMEngine:
             model_vocab_size=client.model_vocab_size,
             eos_token_ids=client.eos_token_ids,
         )
-        self._output_processor = OutputProcessor(None if tokenizer is None else TokenDecoder(tokenizer.backend))
+        self.output_processor = OutputProcessor(None if tokenizer is None else TokenDecoder(tokenizer.backend))
         self._default_params: SamplingParams | None = None
         self._closed = False
 
@@ -119,7 +119,7 @@ class LLMEngine:
     def submit(self, prepared: PreparedRequest) -> PreparedRequest:
         """Hand a prepared request to the engine core, once."""
         self._check_open()
-        self._output_processor.add_request(prepared)
+        self.output_processor.add_request(prepared)
         try:
             for sequence in prepared.sequences:
                 self.client.add_request(sequence)
@@ -145,21 +145,21 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step of the engine; outputs of the requests that have something to say."""
         self._check_open()
-        processed = self._output_processor.process_outputs(self.client.get_outputs())
+        processed = self.output_processor.process_outputs(self.client.get_outputs())
         if processed.sequence_ids_to_abort:
             self.client.abort(processed.sequence_ids_to_abort)
         return processed.request_outputs
 
     def abort_request(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests early; idempotent. Their last outputs come back, with finish_reason "abort"."""
-        request_outputs, sequence_ids = self._output_processor.abort_requests(request_ids)
+        request_outputs, sequence_ids = self.output_processor.abort_requests(request_ids)
         if sequence_ids and not self._closed:
             self.client.abort(sequence_ids)
         return request_outputs
 
     def has_unfinished_requests(self) -> bool:
         """True while a request waits for output. The core may still have aborted ones to clean up; a step does it."""
-        return self._output_processor.has_unfinished_requests()
+        return self.output_processor.has_unfinished_requests()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults where it brings them (generation_config.json), else those of SamplingParams."""

@@ -42,7 +42,14 @@ Attend = Callable[[int, Tensor], Tensor]
 class CompileRegion(Protocol):
     """Turns a region into what is called in its place (see worker/compiler.py)."""
 
-    def __call__(self, name: str, function: Callable, rows: Sequence[int], widths: Sequence[int] = ()) -> Callable: ...
+    def __call__(
+        self,
+        name: str,
+        function: Callable,
+        rows: Sequence[int],
+        widths: Sequence[int] = (),
+        caches: Sequence[int] = (),
+    ) -> Callable: ...
 
 
 class BeforeAttention(NamedTuple):
@@ -153,7 +160,9 @@ class Decoder:
         self.embedding = torch.empty(0)
         self.final_norm = torch.empty(0)
         frequencies = rotary_frequencies(config.rotary, max_model_len)
-        self.cos_sin = rotary_table(frequencies, max_model_len, config.rotary.attention_factor).to(device)
+        # A rounded length, so that compiled code on disk also serves other values of max_model_len.
+        positions = 1 << (max_model_len - 1).bit_length()
+        self.cos_sin = rotary_table(frequencies, positions, config.rotary.attention_factor).to(device)
         self._first: Callable = lambda: None
         self._between: list[Callable] = []
         self._last: Callable = lambda: None
@@ -182,9 +191,9 @@ class Decoder:
         """Make the callables of all regions; layers that compute the same thing share one."""
         self._weights = [(layer.before, layer.after) for layer in self.layers]
         rotary = self.config.layer_rotary
-        self._first = compile_region("first", partial(self._first_region, rotary[0]), rows=(0, 1))
+        self._first = compile_region("first", partial(self._first_region, rotary[0]), rows=(0, 1), caches=(3,))
         kinds = {
-            flag: compile_region("between", partial(self._between_region, flag), rows=(0, 1, 2))
+            flag: compile_region("between", partial(self._between_region, flag), rows=(0, 1, 2), caches=(4,))
             for flag in set(rotary[1:])
         }
         self._between = [kinds[flag] for flag in rotary[1:]]

@@ -58,10 +58,13 @@ class FlexAttentionBackend(AttentionBackend):
         self._prefill: dict[int | None, Callable] = {}
         for window in windows:
             in_place = partial(paged_flex_attention, scale=scale, window=window, kernel_options=options)
-            self._decode[window] = compile_region("decode attention", in_place, rows=(0, 3))
+            widths = (3,) if device.type == "cpu" else ()
+            self._decode[window] = compile_region(
+                "decode attention", in_place, rows=(0, 3), widths=widths, caches=(1, 2)
+            )
             if device.type == "cpu":
                 gathered = partial(gathered_flex_attention, scale=scale, window=window, kernel_options=options)
-                self._prefill[window] = compile_region("prefill attention", gathered, rows=(0, 3, 4), widths=(4,))
+                self._prefill[window] = compile_region("prefill attention", gathered, rows=(0, 3, 4), widths=(4,), caches=(1, 2))
             else:
                 self._prefill[window] = compile_region("prefill attention", in_place, rows=(0, 3))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.fx.experimental._config
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
@@ -47,20 +48,29 @@ class RegionCompiler:
     After ``freeze`` every further compilation is counted and logged, because serving then stutters for seconds.
     """
 
-    def __init__(self, enabled: bool) -> None:
+    def __init__(self, enabled: bool, device: torch.device | None = None) -> None:
         self.enabled = enabled
+        self._dynamic_pages = device is None or device.type == "cpu"
         self.num_recompilations = 0
         self._graphs_at_freeze: int | None = None
         if enabled:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory()))
             _let_inductor_use(find_cpp_compiler())
 
-    def __call__(self, name: str, function: Callable, rows: Sequence[int], widths: Sequence[int] = ()) -> Callable:
+    def __call__(
+        self,
+        name: str,
+        function: Callable,
+        rows: Sequence[int],
+        widths: Sequence[int] = (),
+        caches: Sequence[int] = (),
+    ) -> Callable:
         """The function to call in place of ``function``.
 
         rows: positions of the arguments whose tensors, nested ones too, have a dynamic first dimension of at least 2.
-        widths: positions of those whose tensors of more than one dimension have a dynamic last one as well. All other
-        dimensions are constants of the compiled code. Sizes that may differ must differ at the first call.
+        widths: positions of those whose tensors of more than one dimension have a dynamic last one as well.
+        caches: positions of KV caches, whose number of pages is dynamic on a CPU: it follows from the free memory, and
+        compiled code that is kept on disk should serve the next start. All other dimensions are constants.
         """
         if not self.enabled:
             return function
@@ -72,10 +82,13 @@ class RegionCompiler:
             if not first:
                 return compiled(*args)
             first = False
-            mark_dynamic([args[index] for index in rows], [args[index] for index in widths])
+            dynamic = [*rows, *caches] if self._dynamic_pages else rows
+            mark_dynamic([args[index] for index in dynamic], [args[index] for index in widths])
             started = time.perf_counter()
             logger.info("Compiling %s …", name)
-            result = compiled(*args)
+            # Without duck shaping, sizes that happen to be equal at the first call are not taken for one and the same.
+            with torch.fx.experimental._config.patch(use_duck_shape=False):
+                result = compiled(*args)
             logger.info("Compiled %s in %.1f s.", name, time.perf_counter() - started)
             return result
 

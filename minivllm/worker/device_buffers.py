@@ -10,6 +10,12 @@ import torch
 from torch import Tensor
 
 
+def rounded_capacity(size: int) -> int:
+    """The next power of two, at least 2. Capacities are constants of compiled code: rounded ones let code that is kept
+    on disk serve other settings too."""
+    return max(2, 1 << (size - 1).bit_length())
+
+
 class StagingBuffer:
     """Many small int32 arrays in one pinned host buffer that crosses to the device in a single copy per step."""
 

@@ -53,7 +53,7 @@ class ModelRunner:
         self.sampling_state = SamplingState(limits.max_num_seqs, config.vocab_size, device)
         self.sampler = Sampler(self.sampling_state)
         windows = list(dict.fromkeys(config.layer_windows))
-        self._builder = StepInputBuilder(
+        self.builder = StepInputBuilder(
             self.batch,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -80,7 +80,7 @@ class ModelRunner:
         if not step.num_scheduled_tokens:
             return ModelRunnerOutput()
         rows = self._rows(step)
-        inputs = self._builder.build(rows)
+        inputs = self.builder.build(rows)
         o, residual = self._forward(inputs)
         output = ModelRunnerOutput()
         self._prompt_logprobs(inputs, o, residual, output)

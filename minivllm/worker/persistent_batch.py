@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from minivllm.messages import NewRequestData, SchedulerOutput
-from minivllm.worker.device_buffers import MirroredTable
+from minivllm.worker.device_buffers import MirroredTable, rounded_capacity
 
 
 @dataclass
@@ -44,7 +44,7 @@ class PersistentBatch:
         self.requests: dict[str, WorkerRequest] = {}
         self.token_ids = MirroredTable(max_num_seqs, max_model_len + 1, device)
         self.block_table = MirroredTable(max_num_seqs, -(-max_model_len // page_size), device)
-        self.kv_position = MirroredTable(num_pages, page_size, device)
+        self.kv_position = MirroredTable(rounded_capacity(num_pages), page_size, device)
         self.page_index = np.zeros(num_pages, dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))

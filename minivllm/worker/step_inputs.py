@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels_triton_free.attention import TileLists
 from minivllm.models.decoder import TokenInputs
-from minivllm.worker.device_buffers import StagingBuffer
+from minivllm.worker.device_buffers import StagingBuffer, rounded_capacity
 from minivllm.worker.persistent_batch import PersistentBatch, WorkerRequest
 
 
@@ -90,9 +90,9 @@ class StepInputBuilder:
         self._gathers_pages = gathers_pages
         max_blocks = batch.block_table.host.shape[1]
         width = num_pages if self._gathers_pages else max_blocks + 1
-        tokens = max(max_num_batched_tokens, 2)
-        sequences = max(max_num_seqs, 2)
-        tiles = min(tokens, max_num_seqs + -(-tokens // tile_size)) + 2
+        tokens = rounded_capacity(max_num_batched_tokens)
+        sequences = rounded_capacity(max_num_seqs)
+        tiles = rounded_capacity(min(tokens, sequences + -(-tokens // tile_size)) + 2)
         fields: dict[str, tuple[int, ...]] = {
             "token_index": (tokens,),
             "positions": (tokens,),
@@ -110,7 +110,7 @@ class StepInputBuilder:
                 f"decode_full.{index}": (sequences, 1, 1, width),
             }
         self._buffer = StagingBuffer(fields, device)
-        self._step_kv_position = np.zeros(num_pages * batch.page_size, dtype=np.int32)
+        self._step_kv_position = np.zeros(batch.kv_position.host.size, dtype=np.int32)
         self._step_kv_position_tensor = torch.from_numpy(self._step_kv_position)
         self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
 

@@ -32,9 +32,9 @@ class Worker:
     def __init__(self, config: EngineConfig, decoder_config: DecoderConfig) -> None:
         self.config, self.decoder_config = config, decoder_config
         self.device = torch.device(config.device)
-        self._compiler = RegionCompiler(self._compiles())
+        self._compiler = RegionCompiler(self._compiles(), self.device)
         self._decoder: Decoder
-        self._runner: ModelRunner
+        self.runner: ModelRunner
 
     def _compiles(self) -> bool:
         if self.config.enforce_eager:
@@ -108,7 +108,7 @@ class Worker:
     def initialize(self, num_blocks: int) -> None:
         """Allocate the cache and all buffers, then compile everything by running it once."""
         scheduler = self.config.scheduler
-        self._runner = ModelRunner(
+        self.runner = ModelRunner(
             self._decoder,
             self._compiler,
             RunnerLimits(
@@ -127,8 +127,8 @@ class Worker:
     def _warm_up(self) -> None:
         """Compile by running steps of decode and of chunks; sizes that may differ differ at the first call."""
         if self._compiler.enabled:
-            run_on_null_page(self._runner, [1] * WARM_UP_DECODES + [2] * WARM_UP_CHUNKS)
-            run_on_null_page(self._runner, [1])
+            run_on_null_page(self.runner, [1] * WARM_UP_DECODES + [2] * WARM_UP_CHUNKS)
+            run_on_null_page(self.runner, [1])
             self._compiler.freeze()
 
     @property
@@ -139,7 +139,7 @@ class Worker:
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""
-        return self._runner.execute(step)
+        return self.runner.execute(step)
 
 
 def run_on_null_page(runner: ModelRunner, counts: list[int]) -> None:

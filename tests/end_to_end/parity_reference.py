@@ -53,10 +53,10 @@ def reference_tokens(
     return [_reference_tokens(directory, gguf_file, tuple(prompt), max_tokens) for prompt in prompts]
 
 
-def reference_logits(directory: Path, token_ids: Sequence[int]) -> Tensor:
+def reference_logits(directory: Path, token_ids: Sequence[int], gguf_file: str | None = None) -> Tensor:
     """Logits [len(token_ids), vocab] of one forward pass over all of them."""
     with torch.inference_mode():
-        return reference_model(directory)(torch.tensor([list(token_ids)])).logits[0]
+        return reference_model(directory, gguf_file)(torch.tensor([list(token_ids)])).logits[0]
 
 
 def tiny_llm(model: Path, **settings: Any) -> LLM:
@@ -92,7 +92,7 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 def runner_of(llm: LLM) -> ModelRunner:
     """The model runner behind an in-process engine."""
-    return llm.llm_engine.client.core._executor.worker._runner  # type: ignore[attr-defined]
+    return llm.llm_engine.client.core.executor.worker.runner  # type: ignore[attr-defined]
 
 
 @contextmanager

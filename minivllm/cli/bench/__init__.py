@@ -1,0 +1,1 @@
+"""``minivllm bench``: measured speed, always against something and always in turn."""
