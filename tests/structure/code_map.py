@@ -1,0 +1,48 @@
+"""The table of rooms and their sizes in README.md. Run this file to bring it up to date."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BEGIN, END = "<!-- code map -->", "<!-- end of code map -->"
+
+ROOMS = {
+    "minivllm/*.py": "the vocabulary: configuration, sampling parameters, messages, requests, errors",
+    "minivllm/scheduler": "how many tokens for whom: queues, budget, chunks, preemption, the end of a request",
+    "minivllm/kv_cache": "block pool, LRU free queue, block hashes, prefix cache",
+    "minivllm/engine": "`EngineCore.step()`, resolving the configuration, the client",
+    "minivllm/executor": "where workers live",
+    "minivllm/worker": "persistent batch, step inputs, attention backends, compiler, sampler",
+    "minivllm/models": "one config-driven decoder, families, safetensors and GGUF, fetching",
+    "minivllm/frontend": "`LLM`, prompts in, text out: tokenizer, detokenizer, stop strings",
+    "minivllm/cli": "`chat`, `generate`, `pull`, `env`, `trace` and their terminal",
+    "kernels_triton_free": "functions of tensors: paged FlexAttention, norm, rotary, sampling; no minivllm in them",
+}
+
+
+def count_lines() -> dict[str, int]:
+    """Lines of Python in every room of the table."""
+    counts = {}
+    for room in ROOMS:
+        files = ROOT.glob(room) if room.endswith(".py") else (ROOT / room).rglob("*.py")
+        counts[room] = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+    return counts
+
+
+def code_map() -> str:
+    """The table as Markdown."""
+    rows = [f"| `{room}` | {lines:,} | {ROOMS[room]} |" for room, lines in count_lines().items()]
+    return "\n".join(["| room | lines | holds |", "|---|---:|---|", *rows])
+
+
+def update_readme() -> None:
+    """Replace the table between the two markers."""
+    path = ROOT / "README.md"
+    before, rest = path.read_text(encoding="utf-8").split(BEGIN)
+    _, after = rest.split(END)
+    path.write_text(f"{before}{BEGIN}\n{code_map()}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    update_readme()

@@ -1,0 +1,159 @@
+"""What the README says: commands run, snippets run, links lead somewhere, numbers are those of the tree."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from code_map import BEGIN, END, ROOMS, ROOT, count_lines
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TOUR = ROOT / "minivllm" / "README.md"
+
+# Set-up, an open conversation, the checks themselves, and what rewrites the README.
+NOT_RUN_HERE = {
+    "pip install -e . && minivllm chat",
+    "pip install -e '.[test]' && pytest",
+    ".ci/run",
+    "bash tests/gpu/run.sh",
+    "python tests/structure/code_map.py",
+}
+NEEDS_NO_MODEL = ("minivllm trace", "minivllm env")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def console_examples() -> list[tuple[str, str]]:
+    """(command, printed) of every console block, one command each."""
+    examples = []
+    for block in blocks("console"):
+        command, _, printed = block.partition("\n")
+        assert command.startswith("$ ")
+        examples.append((command[2:], printed))
+    return examples
+
+
+def run(command: list[str], timeout: float = 500) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"},
+        timeout=timeout,
+        cwd=ROOT,
+    )
+
+
+def run_example(command: str) -> subprocess.CompletedProcess[str]:
+    program, *arguments = shlex.split(command)
+    assert program == "minivllm", command
+    result = run([sys.executable, "-m", "minivllm.cli.main", *arguments])
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def stripped(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def test_every_command_is_run_by_a_test_or_is_set_up() -> None:
+    commands = {line for block in blocks("sh") for line in block.splitlines() if line}
+    assert commands == NOT_RUN_HERE
+    assert set(re.findall(r"^```(\w+)$", README, re.MULTILINE)) == {"sh", "console", "python"}
+
+
+@pytest.mark.parametrize(
+    ("command", "printed"), [example for example in console_examples() if "minivllm trace" in example[0]]
+)
+def test_trace_prints_what_the_readme_shows(command: str, printed: str) -> None:
+    assert stripped(run_example(command).stdout) == stripped(printed)
+
+
+def test_env_tells_what_the_readme_shows() -> None:
+    [(command, printed)] = [example for example in console_examples() if "minivllm env" in example[0]]
+    output = run_example(command).stdout
+    shown = [line.split()[0] for line in printed.splitlines() if line != "…"]
+    assert shown[1:] == ["device", "dtype", "kv_cache_dtype", "attention"]
+    assert all(any(line.startswith(f"{word} ") for line in output.splitlines()) for word in shown)
+
+
+@pytest.mark.slow
+def test_chat_answers_as_the_readme_shows(smollm2_path: Path) -> None:
+    [(command, printed)] = [example for example in console_examples() if "minivllm chat" in example[0]]
+    result = run_example(command)
+    assert result.stdout.startswith("The capital of France is Paris.")
+    statistics = re.compile(r"TTFT .+ · prefill .+ tok/s \(0 cached\) · decode .+ tok/s · ctx [\d,]+/8,192 · stop: \w+")
+    assert statistics.fullmatch(printed.splitlines()[-1])
+    assert statistics.fullmatch(result.stderr.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_generate_prints_what_the_readme_shows(smollm2_path: Path) -> None:
+    [(command, printed)] = [example for example in console_examples() if "minivllm generate" in example[0]]
+    shown = [json.loads(line.replace(", …}", "}")) for line in printed.splitlines()]
+    records = [json.loads(line) for line in run_example(command).stdout.splitlines()]
+    assert [{name: record[name] for name in expected} for record, expected in zip(records, shown)] == shown
+
+
+def test_console_examples_are_all_covered() -> None:
+    kinds = {" ".join(command.split()[:2]) for command, _ in console_examples()}
+    assert kinds == {*NEEDS_NO_MODEL, "minivllm chat", "minivllm generate"}
+
+
+def snippets(needs_model: bool) -> list[str]:
+    return [block for block in blocks("python") if ("LLM(" in block) == needs_model]
+
+
+@pytest.mark.parametrize("snippet", snippets(needs_model=False))
+def test_python_snippets_run(snippet: str) -> None:
+    result = run([sys.executable, "-c", snippet])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", snippets(needs_model=True))
+def test_python_snippets_with_a_model_run(snippet: str, smollm2_path: Path) -> None:
+    result = run([sys.executable, "-c", snippet])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+@pytest.mark.parametrize("document", [ROOT / "README.md", TOUR], ids=["README", "tour"])
+def test_links_lead_to_what_they_name(document: Path) -> None:
+    """A link's text that is a Python name must be defined in the file it leads to; a method, in its class."""
+    for text, target in re.findall(r"\[([^\]]+)\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
+        path = document.parent / target
+        assert path.exists(), f"{document.name} links to {target}"
+        name = text.strip("`")
+        if path.suffix != ".py" or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", name) or name == path.stem:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        body = tree.body
+        for part in name.split("."):
+            [found] = [node for node in body if getattr(node, "name", None) == part]
+            body = getattr(found, "body", [])
+
+
+def test_the_code_map_is_that_of_the_tree() -> None:
+    table = README.split(BEGIN)[1].split(END)[0]
+    shown = {
+        room: int(lines.replace(",", "")) for room, lines in re.findall(r"^\| `(.+?)` \| ([\d,]+) \|", table, re.M)
+    }
+    counted = count_lines()
+    assert set(shown) == set(counted) == set(ROOMS)
+    for room, lines in counted.items():
+        assert abs(shown[room] - lines) <= 0.15 * lines + 10, (
+            f"{room} has {lines} lines, the README says {shown[room]}: run python tests/structure/code_map.py"
+        )
