@@ -1,0 +1,75 @@
+"""Compiled paged attention on a CUDA device, judged by the definition in float64."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from paged_case import make_case, reference, run_decode, run_prefill
+
+from kernels_triton_free.attention import paged_flex_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device here"),
+]
+
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""Largest absolute error for normally distributed values; float32 products may run as TF32."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def compiled(head_dim: int, window: int | None = None):
+    bound = partial(paged_flex_attention, scale=head_dim**-0.5, window=window)
+    return torch.compile(bound, fullgraph=True, dynamic=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("group", [1, 3, 4, 7])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_decode_equals_the_definition(head_dim: int, group: int, dtype: torch.dtype) -> None:
+    choose = random.Random(head_dim * 10 + group)
+    device = torch.device("cuda")
+    attention = compiled(head_dim)
+    for bucket in (2, 3, 8, 64) if dtype is torch.bfloat16 and group == 3 else (3,):
+        for requests in {1, bucket - 1, bucket}:
+            lengths = [choose.choice([1, 63, 64, 65, choose.randint(2, 700)]) for _ in range(requests)]
+            case = make_case(
+                lengths, [1] * requests, kv_heads=2, group=group, head_dim=head_dim, dtype=dtype, device=device
+            )
+            error = (run_decode(attention, case, bucket).double() - reference(case)).abs().max()
+            assert error < TOLERANCE[dtype], f"bucket {bucket}, {requests} requests of {lengths}: {error}"
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_of_several_queries_equal_the_definition(head_dim: int, group: int) -> None:
+    attention = compiled(head_dim)
+    case = make_case(
+        [300, 130, 65, 64, 1],
+        [300, 2, 65, 7, 1],
+        kv_heads=2,
+        group=group,
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+    )
+    error = (run_prefill(attention, case, tile_size=128).double() - reference(case)).abs().max()
+    assert error < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("window", [1, 24, 64, 100])
+def test_a_sliding_window_hides_what_lies_before_it(window: int) -> None:
+    device, shape = torch.device("cuda"), {"kv_heads": 2, "group": 3, "head_dim": 64, "dtype": torch.bfloat16}
+    decode = make_case([300, 65, 20], [1, 1, 1], device=device, **shape)
+    error = (run_decode(compiled(64, window), decode, 3, window).double() - reference(decode, window)).abs().max()
+    assert error < TOLERANCE[torch.bfloat16]
+    prefill = make_case([300, 65], [290, 65], device=device, **shape)
+    error = (run_prefill(compiled(64, window), prefill, 128, window).double() - reference(prefill, window)).abs().max()
+    assert error < TOLERANCE[torch.bfloat16]

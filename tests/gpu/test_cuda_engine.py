@@ -1,0 +1,132 @@
+"""The whole engine on a CUDA device: compiled and uncompiled agree, nothing recompiles, tables are mirrored exactly."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device here"),
+]
+pytest.importorskip("msgspec", reason="the engine needs msgspec, which is not installed")
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 384,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def config_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is only a configuration: its weights are drawn."""
+    directory = tmp_path_factory.mktemp("dummy-llama")
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return directory
+
+
+def make_llm(directory: Path, **arguments: Any) -> Any:
+    from minivllm import LLM
+
+    torch._dynamo.reset()
+    defaults = {"load_format": "dummy", "device": "cuda", "max_model_len": 512, "num_gpu_blocks_override": 200}
+    return LLM(str(directory), **{**defaults, **arguments})
+
+
+def random_prompts(count: int) -> list[dict[str, list[int]]]:
+    choose = random.Random(0)
+    return [
+        {"prompt_token_ids": [choose.randrange(2, 512) for _ in range(choose.randint(1, 150))]} for _ in range(count)
+    ]
+
+
+def greedy(llm: Any, prompts: list[dict[str, list[int]]], **params: Any) -> list[list[int]]:
+    from minivllm import SamplingParams
+
+    settings = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, **params)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, settings, use_tqdm=False)]
+
+
+def test_compiled_equals_uncompiled_in_float32(config_directory: Path) -> None:
+    torch.set_float32_matmul_precision("highest")
+    prompts = random_prompts(9)
+    with make_llm(config_directory, dtype="float32", enforce_eager=True) as llm:
+        expected = greedy(llm, prompts)
+    with make_llm(config_directory, dtype="float32") as llm:
+        assert greedy(llm, prompts) == expected
+    with make_llm(config_directory, dtype="float32", max_num_batched_tokens=40, num_gpu_blocks_override=9) as llm:
+        assert greedy(llm, prompts) == expected, "chunked and preempted"
+
+
+def test_compiled_bfloat16_stays_close_to_uncompiled(config_directory: Path) -> None:
+    """Rounding may turn a near tie, after which texts differ: most first tokens must be the same."""
+    prompts = random_prompts(16)
+    with make_llm(config_directory, dtype="bfloat16", enforce_eager=True) as llm:
+        expected = [tokens[0] for tokens in greedy(llm, prompts)]
+    with make_llm(config_directory, dtype="bfloat16") as llm:
+        got = [tokens[0] for tokens in greedy(llm, prompts)]
+    assert sum(a == b for a, b in zip(got, expected)) >= 13
+
+
+def test_a_seeded_request_is_the_same_alone_and_in_a_batch(config_directory: Path) -> None:
+    from minivllm import SamplingParams
+
+    torch.set_float32_matmul_precision("highest")
+    prompts = random_prompts(6)
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=16, ignore_eos=True)
+    with make_llm(config_directory, dtype="float32", enable_prefix_caching=False) as llm:
+        alone = [llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+        together = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert together == alone
+
+
+def test_nothing_compiles_after_warm_up(config_directory: Path) -> None:
+    from minivllm import SamplingParams
+
+    choose = random.Random(1)
+    with make_llm(config_directory, dtype="bfloat16", max_num_seqs=32, max_num_batched_tokens=256) as llm:
+        engine, core = llm.llm_engine, llm.llm_engine.client.core
+        steps = started = 0
+        while steps < 300:
+            if not engine.has_unfinished_requests() or (started < 200 and choose.random() < 0.4):
+                length = choose.choice([1, 2, 63, 64, 65, choose.randint(1, 300)])
+                ids = [choose.randrange(2, 512) for _ in range(length)]
+                params = SamplingParams(temperature=0.0, max_tokens=choose.randint(1, 30), ignore_eos=True)
+                engine.add_request(None, {"prompt_token_ids": ids}, params)
+                started += 1
+            engine.step()
+            steps += 1
+        assert core.num_recompilations() == 0
+
+
+def test_a_place_written_twice_before_a_flush_holds_the_last_value() -> None:
+    from minivllm.worker.device_buffers import MirroredTable
+
+    choose = np.random.default_rng(0)
+    table = MirroredTable(64, 512, torch.device("cuda"))
+    for _ in range(50):
+        for _ in range(40):
+            length = int(choose.integers(1, 200))
+            start = int(choose.integers(0, 512 - length))
+            table.write(int(choose.integers(0, 8)), start, choose.integers(0, 10**6, length).astype(np.int32))
+        table.flush()
+        assert np.array_equal(table.device.cpu().numpy(), table.host)
