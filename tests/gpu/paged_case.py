@@ -14,7 +14,7 @@ from kernels_triton_free.attention import TileLists, pack_tiles, unpack_tiles
 class PagedCase:
     """Requests that compute their last ``counts[i]`` of ``lengths[i]`` tokens. q [tokens, kv_heads, G, D] in order.
 
-    k_cache, v_cache [pages, page_size, kv_heads, D]; tables[i]: pages of request i in order; kv_position [pages * page_size].
+    k_cache, v_cache [pages, page_size, kv_heads, D]; kv_position [pages * page_size]; tables[i]: pages of request i.
     """
 
     q: Tensor
