@@ -1,0 +1,123 @@
+"""Shards of a linear layer add up to the whole: columns concatenated, rows summed, merged parts in their places."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels_triton_free.linear import can_pack
+from minivllm.models.linear import Linear, PackedLinear, PlainLinear, Shard, choose_linear_method
+
+CPU = torch.device("cpu")
+PARTS = {"q_proj": 24, "k_proj": 8, "v_proj": 8}
+IN = 48
+
+DTYPES = pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        (torch.float32, 1e-5),
+        pytest.param(
+            torch.bfloat16,
+            2e-2,
+            marks=pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this CPU cannot pack bfloat16 weights"),
+        ),
+    ],
+)
+
+
+def checkpoint(
+    dtype: torch.dtype, parts: dict[str, int] = PARTS
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: (torch.randn(size, IN, generator=generator) / IN**0.5).to(dtype) for name, size in parts.items()}
+    biases = {name: torch.randn(size, generator=generator).to(dtype) for name, size in parts.items()}
+    return weights, biases, torch.randn(5, IN, generator=generator).to(dtype)
+
+
+def loaded(
+    parts: dict[str, int],
+    split: Literal["column", "row"],
+    shard: Shard,
+    weights: dict[str, Tensor],
+    biases: dict[str, Tensor] | None,
+    dtype: torch.dtype,
+) -> Linear:
+    layer = Linear(parts, IN, bias=biases is not None, split=split, shard=shard, dtype=dtype, device=CPU)
+    tensors = [(name, "weight", tensor) for name, tensor in weights.items()]
+    tensors += [(name, "bias", tensor) for name, tensor in (biases or {}).items()]
+    # Checkpoints hold their tensors in any order.
+    for name, kind, tensor in sorted(tensors, key=lambda item: item[1] + item[0][::-1]):
+        layer.load(name, kind, tensor)
+    return layer
+
+
+def product(layer: Linear, x: Tensor) -> Tensor:
+    return layer.method.apply(x, layer.tensors)
+
+
+def whole_product(x: Tensor, weights: dict[str, Tensor], biases: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    """Float64, part by part."""
+    out = {name: x.double() @ weight.double().T for name, weight in weights.items()}
+    return out if biases is None else {name: part + biases[name].double() for name, part in out.items()}
+
+
+@DTYPES
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_column_shards_put_side_by_side_equal_the_whole(
+    size: int, has_bias: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    weights, biases, x = checkpoint(dtype)
+    own_biases = biases if has_bias else None
+    shards = [loaded(PARTS, "column", Shard(rank, size), weights, own_biases, dtype) for rank in range(size)]
+    # Every shard holds its share of q, then of k, then of v.
+    split = [product(shard, x).split(list(shard.sizes.values()), dim=-1) for shard in shards]
+    for index, expected in enumerate(whole_product(x, weights, own_biases).values()):
+        together = torch.cat([parts[index] for parts in split], dim=-1)
+        torch.testing.assert_close(together.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@DTYPES
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_sum_of_row_shards_equals_the_whole_with_its_bias_added_once(
+    size: int, has_bias: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    parts = {"o_proj": 40}
+    weights, biases, x = checkpoint(dtype, parts)
+    own_biases = biases if has_bias else None
+    total = torch.zeros(5, 40, dtype=torch.float64)
+    for rank in range(size):
+        layer = loaded(parts, "row", Shard(rank, size), weights, own_biases, dtype)
+        assert layer.in_features == IN // size and layer.out_features == 40
+        total += product(layer, x[:, rank * IN // size : (rank + 1) * IN // size]).double()
+    expected = whole_product(x, weights, own_biases)["o_proj"]
+    torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_tensors_appear_when_the_last_one_has_arrived_and_the_originals_are_dropped() -> None:
+    weights, _, _ = checkpoint(torch.float32)
+    layer = Linear(PARTS, IN, bias=False, split="column", shard=Shard(), dtype=torch.float32, device=CPU)
+    layer.load("v_proj", "weight", weights["v_proj"])
+    layer.load("q_proj", "weight", weights["q_proj"])
+    assert layer.tensors == ()
+    layer.load("k_proj", "weight", weights["k_proj"])
+    assert len(layer.tensors) == 1 and layer._weight is None
+    assert torch.equal(layer.tensors[0], torch.cat(list(weights.values())))
+
+
+def test_methods_compare_by_value_so_that_equal_layers_share_a_region() -> None:
+    assert PlainLinear() == PlainLinear() and PackedLinear(8) == PackedLinear(8) != PackedLinear(9)
+    assert len({PlainLinear(), PlainLinear(), PackedLinear(8), PackedLinear(8)}) == 2
+
+
+def test_the_method_follows_dtype_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minivllm.models.linear.can_pack", lambda dtype: dtype == torch.bfloat16)
+    assert choose_linear_method(8, torch.float32, CPU) == PlainLinear()
+    assert choose_linear_method(8, torch.bfloat16, CPU) == PackedLinear(8)
+    assert choose_linear_method(8, torch.bfloat16, torch.device("cuda")) == PlainLinear()
+    monkeypatch.setattr("minivllm.models.linear.can_pack", lambda dtype: False)
+    assert choose_linear_method(8, torch.bfloat16, CPU) == PlainLinear()
