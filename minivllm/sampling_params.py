@@ -23,7 +23,20 @@ class OutputKind(StrEnum):
     FINAL_ONLY = "final_only"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _NamesUnknownFields(msgspec.StructMeta):
+    """Makes a misspelt field name a RequestError that lists the known ones, where msgspec has a bare TypeError."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        for name in values:
+            if name not in cls.__struct_fields__:
+                known = ", ".join(cls.__struct_fields__)
+                raise RequestError(f"{name!r} is not a sampling parameter; known are: {known}.")
+        return super().__call__(*args, **values)
+
+
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesUnknownFields
+):
     """Sampling parameters of one request, under vLLM's names. Raises RequestError naming the field and its range.
 
     n: completions per prompt.

@@ -84,7 +84,7 @@ def test_a_bad_prompt_is_refused_and_a_running_request_goes_on(llm: LLM, model: 
 
 def test_one_bad_prompt_of_many_is_named_and_nothing_runs(llm: LLM) -> None:
     before = llm.get_metrics().num_steps
-    with pytest.raises(RequestError, match="^Prompt 1: "):
+    with pytest.raises(RequestError, match=r"^Prompt 1: "):
         run(llm, [[5], [9999], [6]], SamplingParams(max_tokens=4))
     assert llm.get_metrics().num_steps == before
     assert not llm.llm_engine.has_unfinished_requests()
