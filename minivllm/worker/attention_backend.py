@@ -64,7 +64,9 @@ class FlexAttentionBackend(AttentionBackend):
             )
             if device.type == "cpu":
                 gathered = partial(gathered_flex_attention, scale=scale, window=window, kernel_options=options)
-                self._prefill[window] = compile_region("prefill attention", gathered, rows=(0, 3, 4), widths=(4,), caches=(1, 2))
+                self._prefill[window] = compile_region(
+                    "prefill attention", gathered, rows=(0, 3, 4), widths=(4,), caches=(1, 2)
+                )
             else:
                 self._prefill[window] = compile_region("prefill attention", in_place, rows=(0, 3))
 
