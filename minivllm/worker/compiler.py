@@ -87,7 +87,7 @@ class RegionCompiler:
             started = time.perf_counter()
             logger.info("Compiling %s …", name)
             # Without duck shaping, sizes that happen to be equal at the first call are not taken for one and the same.
-            with torch.fx.experimental._config.patch(use_duck_shape=False):
+            with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
                 result = compiled(*args)
             logger.info("Compiled %s in %.1f s.", name, time.perf_counter() - started)
             return result

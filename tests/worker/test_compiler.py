@@ -80,6 +80,32 @@ def test_widths_make_the_last_dimension_of_nested_tensors_dynamic(traced_only: N
     assert graphs() == before + 1
 
 
+def test_sizes_that_are_equal_at_the_first_call_may_differ_later(traced_only: None) -> None:
+    def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, y * 3
+
+    region = RegionCompiler(enabled=True)("both", both, rows=(0, 1))
+    before = graphs()
+    for first, second in ((4, 4), (2, 7), (9, 3)):
+        region(torch.ones(first, 5), torch.ones(second, 5))
+    assert graphs() == before + 1
+
+
+@pytest.mark.parametrize(("device", "more_graphs"), [("cpu", 1), ("cuda", 2)])
+def test_one_graph_serves_caches_of_any_number_of_pages_on_a_cpu(
+    traced_only: None, device: str, more_graphs: int
+) -> None:
+    def read(x: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+        return x + cache[0].sum() + cache[1].sum()
+
+    compiler = RegionCompiler(enabled=True, device=torch.device(device))
+    region = compiler("read", read, rows=(0,), caches=(1,))
+    before = graphs()
+    for pages in (6, 11):
+        region(torch.ones(3, 2), (torch.ones(pages, 4), torch.ones(pages, 4)))
+    assert graphs() == before + more_graphs
+
+
 def test_compilations_after_freeze_are_counted_once_and_reported(
     traced_only: None, caplog: pytest.LogCaptureFixture
 ) -> None:
