@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx.experimental._config
 from torch import Tensor
+from torch._inductor.compile_fx import compile_fx
 from torch.utils._pytree import tree_iter
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class RegionCompiler:
         self.enabled = enabled
         self._dynamic_pages = device is None or device.type == "cpu"
         self.num_recompilations = 0
-        self._graphs_at_freeze: int | None = None
+        self._frozen = False
         if enabled:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory()))
             _let_inductor_use(find_cpp_compiler())
@@ -74,7 +75,7 @@ class RegionCompiler:
         """
         if not self.enabled:
             return function
-        compiled = torch.compile(_own_code(name, function), fullgraph=True)
+        compiled = torch.compile(_own_code(name, function), fullgraph=True, backend=self._compile_graph)
         first = True
 
         def region(*args: Any) -> Any:
@@ -96,20 +97,18 @@ class RegionCompiler:
 
     def freeze(self) -> None:
         """Warm-up is over: from here on nothing should compile."""
-        self._graphs_at_freeze = _unique_graphs()
+        self._frozen = True
 
-    def check(self) -> None:
-        """Count and report compilations since ``freeze``."""
-        if self._graphs_at_freeze is None:
-            return
-        graphs = _unique_graphs()
-        if graphs > self._graphs_at_freeze:
-            self.num_recompilations += graphs - self._graphs_at_freeze
-            self._graphs_at_freeze = graphs
+    def _compile_graph(self, graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        """Inductor, as the backend of all regions of this engine, so that their compilations can be counted."""
+        if self._frozen:
+            self.num_recompilations += 1
             logger.warning(
-                "A region was compiled again after warm-up (%d so far): a shape or dtype that warm-up did not cover.",
+                "A region is compiled again after warm-up (%d so far): a shape or dtype that warm-up did not cover.",
                 self.num_recompilations,
             )
+        compiled: Any = compile_fx(graph, example_inputs)
+        return compiled
 
 
 def _let_inductor_use(compiler: str | None) -> None:
@@ -142,7 +141,3 @@ def mark_dynamic(rows: Any, widths: Any) -> None:
     for tensor in tree_iter(widths):
         if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.shape[-1] > 1:
             torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1, min=2, max=MAX_ROWS)
-
-
-def _unique_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]

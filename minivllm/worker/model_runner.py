@@ -87,7 +87,6 @@ class ModelRunner:
         self._sample(inputs, o, residual, output)
         for row in rows:
             row.request.num_computed_tokens = row.start + row.count
-        self._compiler.check()
         return output
 
     def _rows(self, step: SchedulerOutput) -> list[Row]:

@@ -84,7 +84,6 @@ def test_compiled_attention_equals_gathering_on_random_mixed_batches_without_rec
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
         if compared == 0:
             compiler.freeze()
-        compiler.check()
         compared += 1
         kinds.add((singles > 0, several > 0))
     assert compiler.num_recompilations == 0
