@@ -110,7 +110,9 @@ def test_logits_equal_transformers_at_every_position(tiny_model: TinyModel, fami
 
 
 @pytest.mark.parametrize("family", COMPILED_FAMILIES)
-def test_compiled_greedy_tokens_and_logits_equal_transformers(tiny_model: TinyModel, family: str) -> None:
+def test_compiled_greedy_tokens_equal_transformers_cached_reordered_and_preempted(
+    tiny_model: TinyModel, family: str
+) -> None:
     directory = tiny_model(family)
     assert_equals_transformers(directory, enforce_eager=False)
     assert_preempted_equals_transformers(directory, enforce_eager=False)
