@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels_triton_free.sampling import (
     draw_from_candidates,
     draw_from_vocabulary,
+    likeliest,
     scale_by_temperature,
     token_logprobs,
     top_candidates,
@@ -69,7 +70,7 @@ class Sampler:
         if needs_work.all():
             token_ids = self._process(logits.to(torch.float32, copy=True), slots, positions, is_random)
         else:
-            token_ids = logits.argmax(-1)
+            token_ids = likeliest(logits)
             if needs_work.any():
                 rows = _to_device(np.flatnonzero(needs_work), logits.device)
                 token_ids[rows] = self._process(
@@ -86,7 +87,7 @@ class Sampler:
                 processor.apply(logits, slots)
         if is_random.all():
             return self._draw(logits, slots, positions)
-        token_ids = logits.argmax(-1)
+        token_ids = likeliest(logits)
         if is_random.any():
             rows = _to_device(np.flatnonzero(is_random), logits.device)
             token_ids[rows] = self._draw(logits[rows], slots[is_random], _select(positions, is_random))

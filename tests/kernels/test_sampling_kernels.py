@@ -19,6 +19,7 @@ from kernels_triton_free.penalties import apply_penalties
 from kernels_triton_free.sampling import (
     draw_from_candidates,
     draw_from_vocabulary,
+    likeliest,
     scale_by_temperature,
     token_logprobs,
     top_candidates,
@@ -410,3 +411,12 @@ def test_compiled_truncation_is_the_eager_truncation():
     assert torch.equal(compiled[1], eager[1])
     assert torch.equal(compiled[0], eager[0])
     assert 0 < int(eager[1].sum()) < len(inputs["seeds"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_likeliest_is_argmax_with_the_smallest_id_among_equals(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in (1, 2, 17, 1000, 49_152):
+        logits = torch.randint(0, 5, (7, size), generator=generator).to(dtype)
+        expected = [row.index(max(row)) for row in logits.tolist()]
+        assert likeliest(logits).tolist() == expected
