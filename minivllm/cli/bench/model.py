@@ -84,6 +84,9 @@ def fresh_prompts(case: Case, seed: str, vocab_size: int) -> list[list[int]]:
 
 def model(
     model: ModelArgument = "smollm2",
+    engine: Annotated[
+        str, typer.Option(help="What is measured: minivllm, or minivllm,ARGUMENT=VALUE,… for other settings.")
+    ] = "minivllm",
     vs: Annotated[
         list[str] | None,
         typer.Option(
@@ -106,10 +109,12 @@ def model(
     Example: minivllm bench model --vs transformers --case decode:1 --case decode:16 --case prefill:512
     """
     cases = [parse_case(text) for text in case or ["decode:1", "decode:16", "prefill:512"]]
-    names = ["minivllm", *(vs or [])]
+    names = [engine, *(vs or [])]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"An engine is compared with itself in {', '.join(names)}: give it other settings.")
     sides_to_start = [parse_side(text, model, dtype) for text in names]
-    for engine, arguments in sides_to_start:
-        if engine == "minivllm":
+    for kind, arguments in sides_to_start:
+        if kind == "minivllm":
             arguments.setdefault("max_model_len", max(c.prompt_tokens + c.new_tokens for c in cases) + 64)
     results: list[Measurement] = []
     agreement: dict[str, float] = {}
@@ -118,9 +123,9 @@ def model(
         progress = stack.enter_context(Progress(console=console, disable=not console.is_terminal))
         task = progress.add_task("starting", total=len(cases) * (repeats + 1) * len(names))
         sides = []
-        for name, (engine, arguments) in zip(names, sides_to_start):
+        for name, (kind, arguments) in zip(names, sides_to_start):
             progress.update(task, description=f"starting {name}")
-            sides.append(stack.enter_context(Side(name, engine, arguments)))
+            sides.append(stack.enter_context(Side(name, kind, arguments)))
         vocab_size = min(side.ready["vocab_size"] for side in sides)
         for one in cases:
             speeds: dict[str, list[float]] = {name: [] for name in names}
