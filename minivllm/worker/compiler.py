@@ -7,7 +7,8 @@ import os
 import shutil
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,7 @@ class RegionCompiler:
             mark_dynamic([args[index] for index in dynamic], [args[index] for index in widths])
             started = time.perf_counter()
             logger.info("Compiling %s …", name)
-            # Without duck shaping, sizes that happen to be equal at the first call are not taken for one and the same.
-            with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+            with _only_marked_sizes_are_dynamic():
                 result = compiled(*args)
             logger.info("Compiled %s in %.1f s.", name, time.perf_counter() - started)
             return result
@@ -117,6 +117,17 @@ def _let_inductor_use(compiler: str | None) -> None:
 
     if compiler is not None and compiler not in config.cpp.cxx:
         config.cpp.cxx = (compiler,)  # type: ignore[assignment]
+
+
+@contextmanager
+def _only_marked_sizes_are_dynamic() -> Iterator[None]:
+    """Sizes that happen to be equal are not taken for one and the same (duck shaping), and sizes that differ from what
+    another engine of this process had are not made dynamic by themselves: FlexAttention cannot be compiled so."""
+    with (
+        torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        torch._dynamo.config.patch(automatic_dynamic_shapes=False),
+    ):
+        yield
 
 
 def _own_code(name: str, function: Callable) -> Callable:

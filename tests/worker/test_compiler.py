@@ -160,15 +160,15 @@ def test_the_compiler_is_cxx_or_else_the_first_one_found(
 def test_inductor_is_told_of_a_compiler_it_would_not_look_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", (None, "g++"))
-    monkeypatch.setattr(compiler_module, "find_cpp_compiler", lambda: "g++")
-    RegionCompiler(enabled=True)
-    assert config.cpp.cxx == (None, "g++")
-    monkeypatch.setattr(compiler_module, "find_cpp_compiler", lambda: "clang++")
-    RegionCompiler(enabled=False)
-    assert config.cpp.cxx == (None, "g++")
-    RegionCompiler(enabled=True)
-    assert config.cpp.cxx == ("clang++",)
+    with config.patch({"cpp.cxx": (None, "g++")}):
+        monkeypatch.setattr(compiler_module, "find_cpp_compiler", lambda: "g++")
+        RegionCompiler(enabled=True)
+        assert config.cpp.cxx == (None, "g++")
+        monkeypatch.setattr(compiler_module, "find_cpp_compiler", lambda: "clang++")
+        RegionCompiler(enabled=False)
+        assert config.cpp.cxx == (None, "g++")
+        RegionCompiler(enabled=True)
+        assert config.cpp.cxx == ("clang++",)
 
 
 def test_compiled_code_is_kept_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
