@@ -179,3 +179,20 @@ def test_compiled_code_is_kept_where_the_environment_says(monkeypatch: pytest.Mo
     assert cache_directory() == tmp_path / "home" / "inductor"
     monkeypatch.delenv("MINIVLLM_HOME")
     assert cache_directory() == Path.home() / ".cache" / "minivllm" / "inductor"
+
+
+def test_sizes_of_another_engine_do_not_become_dynamic(traced_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of one process share the source lines of their regions, by which Dynamo remembers sizes it has seen."""
+    widths: list[list[object]] = []
+
+    def record(graph: torch.fx.GraphModule, example_inputs: list) -> Callable:
+        inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        widths.append([value.shape[-1] for value in inputs if isinstance(value, Tensor)])
+        return graph.forward
+
+    monkeypatch.setattr(compiler_module, "compile_fx", record)
+    for page_size in (64, 16, 8):
+        region = RegionCompiler(enabled=True)("scaled", partial(scaled, 2.0), rows=(0,))
+        region(torch.ones(5, 4), torch.ones(4, page_size))
+    assert widths == [[4, 64], [4, 16], [4, 8]]
+    assert all(type(width) is int for pair in widths for width in pair)
