@@ -89,7 +89,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     [
         pytest.param(False, range(20), id="compiled"),
         pytest.param(True, (0, 18), id="eager, two"),
-        pytest.param(True, range(20), id="eager", marks=pytest.mark.slow),
+        pytest.param(True, range(20), id="eager", marks=pytest.mark.matrix),
     ],
 )
 def test_the_default_model_equals_transformers(
@@ -111,7 +111,7 @@ def test_the_default_model_equals_transformers(
         assert completion == likeliest_after_each(smollm2_path, prompt, completion)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     "settings",

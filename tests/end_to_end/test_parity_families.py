@@ -118,7 +118,7 @@ def test_compiled_greedy_tokens_equal_transformers_cached_reordered_and_preempte
     assert_preempted_equals_transformers(directory, enforce_eager=False)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_greedy_tokens_and_logits_equal_transformers_in_every_setting(
     tiny_model: TinyModel, family: str

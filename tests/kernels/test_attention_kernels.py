@@ -86,7 +86,7 @@ def test_gathered_bfloat16_tiles_equal_float64_to_bfloat16() -> None:
     check_gathered(shape, range(6), torch.bfloat16, 1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @needs_compiler
 @EVERY_WINDOW
 @EVERY_GROUP
@@ -95,7 +95,7 @@ def test_paged_tiles_equal_float64(group: int, window: int | None, tile_size: in
     check_paged(TileShape(group=group, tile_size=tile_size, window=window, max_length=40, num_pages=50), range(20))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @needs_compiler
 @EVERY_WINDOW
 @pytest.mark.parametrize("group", [1, 3])
@@ -104,7 +104,7 @@ def test_pages_may_all_be_listed_as_masked(group: int, window: int | None) -> No
     check_paged(shape, range(10), full_lists=False)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @needs_compiler
 @EVERY_WINDOW
 @EVERY_GROUP
