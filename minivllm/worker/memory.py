@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 MAX_CPU_CACHE_BYTES = 4 * 2**30
 """Most memory the cache takes on a CPU unless the user sizes it: other programs live there too."""
@@ -56,3 +60,17 @@ def _reclaimable_bytes(statistics: Path) -> int:
             if line.startswith("inactive_file "):
                 return int(line.split()[1])
     return 0
+
+
+def lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A zeroed CPU tensor whose memory the operating system hands out when it is first touched.
+
+    In huge pages where there are any: with prefix caching a cache fills with ever new pages, and taking them 4 KiB at a
+    time made prefill a fifth slower.
+    """
+    size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

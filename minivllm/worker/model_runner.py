@@ -12,6 +12,7 @@ from minivllm.messages import ModelRunnerOutput, PositionLogprobs, SchedulerOutp
 from minivllm.models.decoder import Decoder, LayerCache
 from minivllm.worker.attention_backend import AttentionBackend, FlexAttentionBackend, GatherSdpaBackend
 from minivllm.worker.compiler import RegionCompiler
+from minivllm.worker.memory import lazily_zeroed
 from minivllm.worker.persistent_batch import PersistentBatch
 from minivllm.worker.sampler import Sampler, prompt_logprobs
 from minivllm.worker.sampling_state import SamplingState
@@ -169,8 +170,6 @@ def allocate_caches(decoder: Decoder, num_pages: int, page_size: int) -> list[La
     def zeros() -> Tensor:
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
-        # numpy takes zeroed memory from the operating system lazily: pages that are never used cost nothing.
-        size = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
-        return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+        return lazily_zeroed(shape, dtype)
 
     return [LayerCache(zeros(), zeros()) for _ in range(decoder.config.num_layers)]

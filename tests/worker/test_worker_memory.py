@@ -10,7 +10,7 @@ import torch
 
 from minivllm.worker import memory
 from minivllm.worker.device_buffers import MirroredTable, StagingBuffer
-from minivllm.worker.memory import MAX_CPU_CACHE_BYTES, cache_memory, free_cpu_memory
+from minivllm.worker.memory import MAX_CPU_CACHE_BYTES, cache_memory, free_cpu_memory, lazily_zeroed
 
 GIB = 2**30
 
@@ -133,3 +133,12 @@ def test_fields_of_a_staging_buffer_do_not_overlap_and_reach_the_device() -> Non
     for value, (name, shape) in enumerate({"a": (3,), "b": (2, 5), "c": (17,)}.items(), 1):
         assert buffer.device[name].shape == shape and bool((buffer.device[name] == value).all())
         assert buffer.device[name].data_ptr() % 64 == buffer.device["a"].data_ptr() % 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lazily_zeroed_memory_is_zero_writable_and_its_own(dtype: torch.dtype) -> None:
+    first, second = (lazily_zeroed((3, 5, 7), dtype) for _ in range(2))
+    assert first.shape == (3, 5, 7) and first.dtype == dtype and first.is_contiguous()
+    assert not first.any()
+    first.fill_(2)
+    assert bool((first == 2).all()) and not second.any()
