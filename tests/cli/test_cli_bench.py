@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.cli.bench.model import Case, fresh_prompts, parse_case
+from minivllm.cli.bench.model import Case, fresh_prompts, parse_case, steady_pool
 from minivllm.cli.bench.overhead import timed
 from minivllm.cli.bench.sides import Side, parse_side
 from minivllm.errors import ConfigError, ModelError
@@ -52,6 +52,11 @@ def test_prompts_differ_between_repetitions_and_are_the_same_for_everyone() -> N
     assert fresh_prompts(case, "0/first", 50) == fresh_prompts(case, "0/first", 50)
     assert fresh_prompts(case, "0/first", 50) != fresh_prompts(case, "1/first", 50)
     assert all(len(prompt) == 20 and max(prompt) < 50 for prompt in fresh_prompts(case, "0/first", 50))
+
+
+def test_the_pool_holds_the_largest_case_twice() -> None:
+    cases = [parse_case("decode:16:128"), parse_case("prefill:512")]
+    assert steady_pool(cases, 64) == 2 * 16 * 10 + 1, "577 tokens are 10 blocks"
 
 
 def test_a_timed_method_works_as_before_and_is_put_back() -> None:

@@ -64,6 +64,13 @@ def parse_case(text: str) -> Case:
     raise ConfigError(f"The case {text!r} must be decode:BATCH, decode:BATCH:PROMPT_TOKENS or prefill:PROMPT_TOKENS.")
 
 
+def steady_pool(cases: list[Case], block_size: int) -> int:
+    """Blocks for twice the largest case and the null block: warm-up touches all of them, and repetitions measure the
+    steady state of a long-lived engine, not the operating system handing out memory."""
+    longest = max(case.prompt_tokens + case.new_tokens for case in cases) + 64
+    return 2 * max(case.batch for case in cases) * -(-longest // block_size) + 1
+
+
 def measure(side: Side, case: Case, repetition: int, vocab_size: int) -> tuple[float, list[list[int]], int]:
     """One repetition: (tokens per second, generated ids, peak memory of the process in bytes)."""
     first = side.run(fresh_prompts(case, f"{repetition}/first", vocab_size), 1)
@@ -116,6 +123,8 @@ def model(
     for kind, arguments in sides_to_start:
         if kind == "minivllm":
             arguments.setdefault("max_model_len", max(c.prompt_tokens + c.new_tokens for c in cases) + 64)
+            if not {"num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization"} & set(arguments):
+                arguments["num_gpu_blocks_override"] = steady_pool(cases, arguments.get("block_size", 64))
     results: list[Measurement] = []
     agreement: dict[str, float] = {}
     console = Console(stderr=True)
