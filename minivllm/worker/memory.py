@@ -65,8 +65,8 @@ def _reclaimable_bytes(statistics: Path) -> int:
 def lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A zeroed CPU tensor whose memory the operating system hands out when it is first touched.
 
-    In huge pages where there are any: with prefix caching a cache fills with ever new pages, and taking them 4 KiB at a
-    time made prefill a fifth slower.
+    In huge pages where there are any: with prefix caching a cache fills with ever new pages, and every first touch is a
+    fault.
     """
     size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
     memory = mmap.mmap(-1, size)
