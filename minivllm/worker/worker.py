@@ -22,8 +22,7 @@ from minivllm.worker.model_runner import ModelRunner, RunnerLimits, page_bytes
 logger = logging.getLogger(__name__)
 
 WARM_UP_DECODES, WARM_UP_CHUNKS = 5, 4
-"""Requests of the warm-up step with one and with two tokens. Sizes that are equal when a region is compiled are taken
-for one and the same size: these give 13 tokens, 9 sampled rows, 5 decode tiles, 4 tiles of a chunk and 2 pages."""
+"""Requests of the warm-up step with one and with two tokens: every region gets the two rows that compiling needs."""
 
 
 class Worker:
@@ -125,7 +124,7 @@ class Worker:
             logger.info("Warmed up in %.1f s.", time.perf_counter() - started)
 
     def _warm_up(self) -> None:
-        """Compile by running steps of decode and of chunks; sizes that may differ differ at the first call."""
+        """Compile by running one step of decodes and chunks together, then a single decode."""
         if self._compiler.enabled:
             run_on_null_page(self.runner, [1] * WARM_UP_DECODES + [2] * WARM_UP_CHUNKS)
             run_on_null_page(self.runner, [1])

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from kernels_triton_free.activation import gated_activation
 from kernels_triton_free.attention import (
@@ -55,35 +56,41 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def measure(benchmark: Callable, function: Callable, *arguments: object) -> None:
+def measure_and_check(benchmark: Callable, function: Callable, *arguments: object) -> None:
+    """Time the function; what it computes (in place, if it returns nothing) must be finite: NaN is fast to make."""
     with torch.inference_mode():
-        function(*arguments)
+        result = function(*arguments)
         benchmark(function, *arguments)
+    written = [value for value in tree_leaves(arguments if result is None else result) if isinstance(value, Tensor)]
+    assert written, "the kernel neither returned nor was given a tensor"
+    assert all(bool(value.isfinite().all()) for value in written if not value.is_mkldnn)
 
 
 @TOKENS
 def test_bench_rms_norm(benchmark: Callable, built: Callable, tokens: int) -> None:
-    measure(benchmark, built(rms_norm), random(tokens, HIDDEN), random(HIDDEN), 1e-5)
+    measure_and_check(benchmark, built(rms_norm), random(tokens, HIDDEN), random(HIDDEN), 1e-5)
 
 
 @TOKENS
 def test_bench_add_rms_norm(benchmark: Callable, built: Callable, tokens: int) -> None:
-    measure(benchmark, built(add_rms_norm), random(tokens, HIDDEN), random(tokens, HIDDEN), random(HIDDEN), 1e-5)
+    measure_and_check(
+        benchmark, built(add_rms_norm), random(tokens, HIDDEN), random(tokens, HIDDEN), random(HIDDEN), 1e-5
+    )
 
 
 @TOKENS
 def test_bench_gated_activation(benchmark: Callable, built: Callable, tokens: int) -> None:
-    measure(benchmark, built(gated_activation), random(tokens, 2 * INNER), "silu")
+    measure_and_check(benchmark, built(gated_activation), random(tokens, 2 * INNER), "silu")
 
 
 @TOKENS
 def test_bench_apply_rotary(benchmark: Callable, built: Callable, tokens: int) -> None:
     table = rotary_table(default_frequencies(HEAD_DIM, 10000.0), tokens)
-    measure(benchmark, built(apply_rotary), random(tokens, KV_HEADS * GROUP, HEAD_DIM), table)
+    measure_and_check(benchmark, built(apply_rotary), random(tokens, KV_HEADS * GROUP, HEAD_DIM), table)
 
 
 def test_bench_rotary_table(benchmark: Callable) -> None:
-    measure(benchmark, rotary_table, default_frequencies(HEAD_DIM, 10000.0), 8192)
+    measure_and_check(benchmark, rotary_table, default_frequencies(HEAD_DIM, 10000.0), 8192)
 
 
 @TOKENS
@@ -91,34 +98,34 @@ def test_bench_write_kv(benchmark: Callable, built: Callable, tokens: int) -> No
     k_cache, v_cache = random(2, NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM)
     k, v = random(2, tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
     slots = torch.randperm(NUM_PAGES * PAGE_SIZE, generator=torch.Generator().manual_seed(0))[:tokens].int()
-    measure(benchmark, built(write_kv), k_cache, v_cache, k, v, slots)
+    measure_and_check(benchmark, built(write_kv), k_cache, v_cache, k, v, slots)
 
 
 def test_bench_copy_pages(benchmark: Callable) -> None:
     cache = random(NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM)
-    measure(benchmark, copy_pages, cache, torch.arange(1, 9), torch.arange(9, 17))
+    measure_and_check(benchmark, copy_pages, cache, torch.arange(1, 9), torch.arange(9, 17))
 
 
 def test_bench_gather_pages(benchmark: Callable) -> None:
-    measure(benchmark, gather_pages, random(NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM), torch.arange(1, 9))
+    measure_and_check(benchmark, gather_pages, random(NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM), torch.arange(1, 9))
 
 
 @TOKENS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bench_linear(benchmark: Callable, tokens: int, dtype: torch.dtype) -> None:
-    measure(benchmark, linear, random(tokens, HIDDEN, dtype=dtype), random(2 * INNER, HIDDEN, dtype=dtype))
+    measure_and_check(benchmark, linear, random(tokens, HIDDEN, dtype=dtype), random(2 * INNER, HIDDEN, dtype=dtype))
 
 
 @TOKENS
 @pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN cannot pack bfloat16 weights on this CPU")
 def test_bench_packed_linear(benchmark: Callable, tokens: int) -> None:
     weight = pack_weight(random(2 * INNER, HIDDEN, dtype=torch.bfloat16))
-    measure(benchmark, packed_linear, random(tokens, HIDDEN, dtype=torch.bfloat16), weight, None, 2 * INNER)
+    measure_and_check(benchmark, packed_linear, random(tokens, HIDDEN, dtype=torch.bfloat16), weight, None, 2 * INNER)
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN cannot pack bfloat16 weights on this CPU")
 def test_bench_pack_weight(benchmark: Callable) -> None:
-    measure(benchmark, pack_weight, random(2 * INNER, HIDDEN, dtype=torch.bfloat16))
+    measure_and_check(benchmark, pack_weight, random(2 * INNER, HIDDEN, dtype=torch.bfloat16))
 
 
 def caches() -> tuple[Tensor, Tensor, Tensor]:
@@ -155,20 +162,22 @@ def test_bench_decode_attention(benchmark: Callable) -> None:
     q_position = torch.tensor([[first] for first, _, _ in tiles], dtype=torch.int32)
     q = random(REQUESTS, KV_HEADS, GROUP, HEAD_DIM)
     attend = compiled(bound(paged_flex_attention))
-    measure(benchmark, attend, q, k_cache, v_cache, page_lists(tiles, NUM_PAGES), q_position, kv_position)
+    measure_and_check(benchmark, attend, q, k_cache, v_cache, page_lists(tiles, NUM_PAGES), q_position, kv_position)
 
 
 def test_bench_decode_attention_by_gathering(benchmark: Callable) -> None:
     k_cache, v_cache, _ = caches()
     q = random(REQUESTS, 1, KV_HEADS, GROUP, HEAD_DIM)
 
-    def attend() -> None:
+    def attend() -> list[Tensor]:
+        outputs = []
         for request, n in enumerate(contexts()):
             first = 1 + request * PAGES_PER_REQUEST
             pages = torch.arange(first, first + -(-n // PAGE_SIZE))
-            gathered_sdpa_attention(q[request], k_cache, v_cache, pages, n - 1, scale=SCALE)
+            outputs.append(gathered_sdpa_attention(q[request], k_cache, v_cache, pages, n - 1, scale=SCALE))
+        return outputs
 
-    measure(benchmark, attend)
+    measure_and_check(benchmark, attend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -181,16 +190,18 @@ def test_bench_prefill_attention(benchmark: Callable, dtype: torch.dtype) -> Non
     q = random(len(starts), KV_HEADS, TILE_SIZE * GROUP, HEAD_DIM, dtype=dtype)
     step_pages = torch.arange(1, 1 + PAGES_PER_REQUEST, dtype=torch.int32)
     attend = compiled(bound(gathered_flex_attention))
-    measure(benchmark, attend, q, k_cache, v_cache, step_pages, lists, q_position, kv_position[PAGE_SIZE:].clone())
+    measure_and_check(
+        benchmark, attend, q, k_cache, v_cache, step_pages, lists, q_position, kv_position[PAGE_SIZE:].clone()
+    )
 
 
 def test_bench_prefill_attention_by_gathering(benchmark: Callable) -> None:
     k_cache, v_cache, _ = caches()
     q = random(PROMPT, KV_HEADS, GROUP, HEAD_DIM)
     pages = torch.arange(1, 1 + PAGES_PER_REQUEST)
-    measure(benchmark, partial(gathered_sdpa_attention, scale=SCALE), q, k_cache, v_cache, pages, 0)
+    measure_and_check(benchmark, partial(gathered_sdpa_attention, scale=SCALE), q, k_cache, v_cache, pages, 0)
 
 
 def test_bench_pack_and_unpack_tiles(benchmark: Callable) -> None:
     q, tokens = random(PROMPT, KV_HEADS, GROUP, HEAD_DIM), torch.arange(PROMPT)
-    measure(benchmark, lambda: unpack_tiles(pack_tiles(q, tokens, TILE_SIZE), tokens, TILE_SIZE))
+    measure_and_check(benchmark, lambda: unpack_tiles(pack_tiles(q, tokens, TILE_SIZE), tokens, TILE_SIZE))
