@@ -1,0 +1,142 @@
+"""The tutorials run, their claims hold, their exercises have solutions that work, and they read as promised."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tutorials.__main__ import FOLDER, Chapter, chapters
+
+CHAPTERS = chapters()
+COMPILING = {"10"}
+"""Chapters that compile: many seconds where no compiled code is kept."""
+
+each_chapter = pytest.mark.parametrize(
+    "chapter",
+    [
+        pytest.param(chapter, id=chapter.path.stem, marks=[pytest.mark.slow] if chapter.number in COMPILING else [])
+        for chapter in CHAPTERS
+    ],
+)
+every_text = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.path.stem)
+
+
+def run(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", "NO_COLOR": "1", "COLUMNS": "200"},
+        cwd=FOLDER.parent,
+        timeout=timeout,
+    )
+
+
+@each_chapter
+def test_a_chapter_keeps_its_promises_and_so_do_its_solutions(
+    chapter: Chapter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(chapter.path), "--solution", "all", "--save", str(tmp_path)])
+    runpy.run_module(chapter.module, run_name="__main__", alter_sys=False)
+    printed = capsys.readouterr().out
+    assert re.match(r"PASS: \S", printed.strip().splitlines()[-1])
+    exercises = re.findall(r"^Exercise (\d): \S", printed, re.MULTILINE)
+    solutions = re.findall(r"^Solution (\d): \S", printed, re.MULTILINE)
+    assert exercises == solutions == [str(number) for number in range(1, len(exercises) + 1)]
+    assert 2 <= len(exercises) <= 3
+    pictures = list(tmp_path.glob("*.png"))
+    assert pictures
+    assert all(picture.stat().st_size > 1000 for picture in pictures)
+
+
+def test_a_chapter_runs_as_a_script_and_shows_predictions_pictures_and_exercises() -> None:
+    result = run("tutorials.t05_unified_scheduler")
+    assert result.returncode == 0, result.stderr
+    for shown in (
+        "predict   step 0 = {'R1': 3, 'R2': 5, 'R3': 2}",
+        "measure   step 0",
+        "R3    2 8 2 1 1 1",
+        "1. Cap a long",
+    ):
+        assert shown in result.stdout
+    assert result.stdout.strip().splitlines()[-1].startswith("PASS: ")
+    assert "Solution" not in result.stdout
+
+
+def test_the_list_names_every_chapter_with_its_summary() -> None:
+    result = run("tutorials")
+    assert result.returncode == 0, result.stderr
+    for chapter in CHAPTERS:
+        assert chapter.summary in result.stdout
+        assert f"python -m {chapter.module}" in result.stdout
+
+
+def test_running_some_chapters_reports_each_and_an_unknown_one_is_named() -> None:
+    result = run("tutorials", "--run", "5")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"05\s+passed", result.stdout)
+    refused = run("tutorials", "--run", "99")
+    assert refused.returncode == 2
+    assert "There is no chapter 99; choose from 1, 2" in refused.stderr
+
+
+def test_a_wrong_prediction_fails_the_chapter(tmp_path: Path) -> None:
+    program = (
+        "from tutorials.lesson import Lesson, PredictionFailed\n"
+        "lesson = Lesson('00 · Nothing: is shown.', [])\n"
+        "lesson.predict('tokens', 3, 'a guess')\n"
+        "lesson.measure('tokens', 4)\n"
+    )
+    result = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, cwd=FOLDER.parent)
+    assert result.returncode != 0
+    assert "PredictionFailed: tokens: predicted 3, measured 4." in result.stderr
+
+
+def test_an_unmeasured_prediction_fails_the_chapter() -> None:
+    from tutorials.lesson import Lesson, PredictionFailed
+
+    lesson = Lesson("00 · Nothing: is shown.", [])
+    lesson.predict("tokens", 3, "a guess")
+    with pytest.raises(PredictionFailed, match="never measured: tokens"):
+        lesson.passed("nothing")
+
+
+def test_chapters_are_numbered_without_gaps_in_their_order() -> None:
+    for chapter in CHAPTERS:
+        if chapter.number.isdigit():
+            assert chapter.path.name.startswith(f"t{chapter.number}_")
+        else:
+            assert chapter.path.name.startswith(f"e{ord(chapter.number) - ord('A') + 1:02d}_")
+
+
+@every_text
+def test_a_chapter_reads_as_prose_in_cells(chapter: Chapter) -> None:
+    text = chapter.path.read_text(encoding="utf-8")
+    doc = ast.get_docstring(ast.parse(text))
+    assert doc is not None
+    assert re.fullmatch(r"(\d\d|[A-Z]) · [^:]+: .+\.", doc.splitlines()[0]), "first line: number · name: idea."
+    assert len(doc.splitlines()) > 2, "the docstring says what the chapter is about"
+    cells = re.split(r"^# %%", text, flags=re.MULTILINE)[1:]
+    prose = [cell for cell in cells if cell.startswith(" [markdown]")]
+    assert len(prose) >= 3 and len(cells) >= 2 * len(prose) - 2
+    assert all(line.startswith("#") or not line for cell in prose for line in cell.splitlines()[1:])
+    for needed in ("lesson.predict(", "lesson.measure(", "@lesson.exercise(", "lesson.passed("):
+        assert needed in text
+    assert re.search(r"lesson\.(cells|bars|curves)\(", text), "a chapter has a picture"
+
+
+@every_text
+def test_a_chapter_uses_the_engine_itself(chapter: Chapter) -> None:
+    tree = ast.parse(chapter.path.read_text(encoding="utf-8"))
+    imported = {
+        node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+    }
+    assert imported & {"minivllm", "kernels_triton_free"}

@@ -1,0 +1,64 @@
+"""A model small enough for every chapter: random weights, made on the spot, the same on every machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minivllm.models.checkpoint import iterate_weights
+from minivllm.models.decoder import Decoder
+from minivllm.models.hf_config import read_decoder_config
+from minivllm.worker.compiler import RegionCompiler
+
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "dtype": "float32",
+}
+"""The entries of config.json, as published models have them."""
+
+# The model has no tokenizer on purpose: chapters speak in token ids, and the engine need not say so every time.
+logging.getLogger("minivllm.frontend.llm_engine").setLevel(logging.ERROR)
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []
+
+
+@cache
+def small_model() -> Path:
+    """A directory that holds a config.json and nothing else: load it with ``load_format="dummy"``."""
+    folder = tempfile.TemporaryDirectory(prefix="minivllm-tutorial-")
+    _folders.append(folder)  # it lives as long as the process
+    path = Path(folder.name)
+    (path / "config.json").write_text(json.dumps(SHAPE))
+    return path
+
+
+def engine_arguments(**arguments: Any) -> dict[str, Any]:
+    """Arguments of ``LLM`` for the small model on any machine; ``arguments`` are added to them."""
+    given = {"load_format": "dummy", "device": "cpu", "enforce_eager": True, "max_model_len": 512, "block_size": 16}
+    return {"model": str(small_model()), "num_gpu_blocks_override": 256, **given, **arguments}
+
+
+@cache
+def small_decoder(**overrides: Any) -> Decoder:
+    """The same model without an engine around it, ready to compute uncompiled."""
+    config = read_decoder_config(small_model(), "dummy", overrides)
+    float32 = torch.float32
+    decoder = Decoder(config, dtype=float32, attention_dtype=float32, device=torch.device("cpu"), max_model_len=2048)
+    decoder.load_weights(iterate_weights(small_model(), "dummy", config, float32))
+    decoder.build_regions(RegionCompiler(enabled=False))
+    return decoder
