@@ -6,6 +6,7 @@ Both are frozen. ``EngineArgs`` keeps vLLM's names; ``EngineConfig`` is resolved
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -55,6 +56,9 @@ class EngineArgs:
     kv_cache_dtype: element type of the KV cache ("auto": float32 on a CPU, where it is faster, else ``dtype``).
     enforce_eager: run the same code uncompiled.
     hf_overrides: values that replace entries of the model's config.json.
+    multiprocess: run the engine core in a process of its own. In one process, which is the default, a debugger steps
+        from a prompt into a kernel; AsyncLLM and the server always use two.
+    heartbeat_timeout: seconds after which an engine process that does not finish its step is taken for hung and killed.
     """
 
     model: str = "smollm2"
@@ -77,6 +81,8 @@ class EngineArgs:
     enforce_eager: bool = False
     scheduling_policy: str = "fcfs"
     hf_overrides: dict[str, Any] | None = None
+    multiprocess: bool = False
+    heartbeat_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
@@ -96,6 +102,9 @@ class EngineArgs:
         share = self.gpu_memory_utilization
         if share is not None and not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization is {share!r}, but must be above 0 and at most 1.")
+        timeout = self.heartbeat_timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0.0 < timeout < math.inf:
+            raise ConfigError(f"heartbeat_timeout is {timeout!r}, but must be a number of seconds above 0.")
         if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:
             raise ConfigError(
                 "kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: set only one of them."

@@ -65,6 +65,13 @@ class EngineOptions:
         str | None, _option("JSON object whose entries replace those of the model's config.json.", metavar="JSON")
     ] = None
 
+    multiprocess: Annotated[
+        bool, _option("Run the engine core in a process of its own.", "--multiprocess/--no-multiprocess")
+    ] = False
+    heartbeat_timeout: Annotated[
+        float, _option("Seconds after which an engine process that does not finish its step is killed.")
+    ] = 300.0
+
     def engine_args(self, model: str) -> EngineArgs:
         """The engine arguments of these flags. Raises ConfigError naming the argument and what it may be."""
         values = asdict(self)

@@ -1,14 +1,21 @@
-"""How a frontend reaches an engine core. Here: in the same process, where a debugger steps from one to the other."""
+"""How a frontend reaches an engine core: in its process, where a debugger steps from one to the other, or in another.
+
+Nothing here imports torch before a core is loaded into this very process.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from minivllm.config import EngineArgs, EngineConfig
-from minivllm.engine.core import EngineCore
-from minivllm.engine.resolve import resolve
-from minivllm.executor.uniproc import UniProcExecutor
+from minivllm.engine.utilities import call_utility
+from minivllm.errors import EngineDeadError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
+
+if TYPE_CHECKING:
+    from minivllm.engine.core import EngineCore
+    from minivllm.models.decoder_config import DecoderConfig
 
 
 class EngineClient(Protocol):
@@ -30,7 +37,38 @@ class EngineClient(Protocol):
 
     def reset_prefix_cache(self) -> bool: ...
 
+    def call(self, method: str, *args: Any) -> Any: ...
+
     def close(self) -> None: ...
+
+
+class AsyncEngineClient(Protocol):
+    """What AsyncLLM uses: sending never waits, outputs arrive in a coroutine. dead_error: why the engine is dead."""
+
+    config: EngineConfig
+    model_vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def dead_error(self) -> EngineDeadError | None: ...
+
+    def start(
+        self,
+        on_outputs: Callable[[list[EngineOutput]], Awaitable[None]],
+        on_death: Callable[[EngineDeadError], None],
+    ) -> None:
+        """Begin to receive in the running event loop. on_death is called once, also by ``close``."""
+
+    def add_request(self, request: EngineRequest) -> None: ...
+
+    def abort(self, request_ids: list[str]) -> None: ...
+
+    async def call(self, method: str, *args: Any) -> Any: ...
+
+    def terminate(self) -> None:
+        """End an engine that was never started."""
+
+    async def close(self) -> None: ...
 
 
 class InProcessClient:
@@ -59,12 +97,41 @@ class InProcessClient:
     def reset_prefix_cache(self) -> bool:
         return self.core.reset_prefix_cache()
 
+    def call(self, method: str, *args: Any) -> Any:
+        """Call one of minivllm.engine.utilities.UTILITIES. Raises RequestError if it refuses."""
+        return call_utility(self.core, method, args)
+
     def close(self) -> None:
         self.core.shutdown()
 
 
-def make_client(args: EngineArgs) -> InProcessClient:
-    """Load the model and start an engine core in this process. Raises ConfigError or ModelError."""
+def load_core(args: EngineArgs) -> tuple[EngineCore, DecoderConfig]:
+    """Load the model into this process. Raises ConfigError or ModelError."""
+    from minivllm.engine.core import EngineCore
+    from minivllm.engine.resolve import resolve
+    from minivllm.executor.uniproc import UniProcExecutor
+
     config, decoder = resolve(args)
-    core = EngineCore(config, UniProcExecutor(config, decoder))
+    return EngineCore(config, UniProcExecutor(config, decoder)), decoder
+
+
+def make_client(args: EngineArgs) -> EngineClient:
+    """Load the model and start an engine core, in this process or, with args.multiprocess, in another.
+
+    Raises ConfigError or ModelError.
+    """
+    if args.multiprocess:
+        from minivllm.engine.connection import EngineConnection
+        from minivllm.engine.process_client import ProcessClient
+
+        return ProcessClient(EngineConnection(args))
+    core, decoder = load_core(args)
     return InProcessClient(core, decoder.vocab_size, decoder.eos_token_ids)
+
+
+def make_async_client(args: EngineArgs) -> AsyncEngineClient:
+    """Start an engine process for an event loop, and wait until it is ready. Raises ConfigError or ModelError."""
+    from minivllm.engine.async_client import AsyncProcessClient
+    from minivllm.engine.connection import EngineConnection
+
+    return AsyncProcessClient(EngineConnection(args))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from minivllm.config import EngineConfig
-from minivllm.executor.uniproc import Executor
+from minivllm.kv_cache.hashing import extend_block_hashes
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 from minivllm.request import Request
 from minivllm.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from minivllm.executor.uniproc import Executor
 
 
 class EngineCore:
@@ -26,14 +31,26 @@ class EngineCore:
 
     def step(self) -> list[EngineOutput]:
         """Decide who computes how many tokens, compute them, and take note of the results."""
-        if not self.scheduler.has_requests():
+        if not self.has_work():
             return []
         step = self.scheduler.schedule()
         output = self.executor.execute_model(step)
         return self.scheduler.update_from_output(step, output)
 
     def add_request(self, request: EngineRequest) -> None:
-        self.scheduler.add_request(Request(request))
+        """Raises RequestError if the request cannot be taken."""
+        self.admit_request(self.make_request(request))
+
+    def make_request(self, engine_request: EngineRequest) -> Request:
+        """The scheduler's state of a request, its prompt hashed. Touches nothing else: any thread may call it."""
+        request = Request(engine_request)
+        if self.config.cache.enable_prefix_caching and not request.skips_prefix_cache:
+            extend_block_hashes(request, self.config.cache.block_size)
+        return request
+
+    def admit_request(self, request: Request) -> None:
+        """Queue what make_request returned. Raises RequestError."""
+        self.scheduler.add_request(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Abort requests; ids that are unknown or finished are ignored."""
@@ -41,6 +58,10 @@ class EngineCore:
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests()
+
+    def has_work(self) -> bool:
+        """True while step() has something to do."""
+        return self.scheduler.has_requests()
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
@@ -51,6 +72,10 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes. Returns False, and changes nothing, while requests hold blocks."""
         return self.scheduler.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Check requests, block tables and pool against each other. Raises RuntimeError that says what is wrong."""
+        self.scheduler.check_integrity()
 
     def shutdown(self) -> None:
         self.executor.shutdown()

@@ -7,6 +7,7 @@ a key that strangers choose is a key they can collide.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import reprlib
 import time
 from collections.abc import Mapping, Sequence
@@ -49,7 +50,7 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """Tokenizes and validates. Raises RequestError for everything that is the caller's mistake."""
+    """Tokenizes and validates, in any thread. Raises RequestError for everything that is the caller's mistake."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._vocab_size = model_vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._num_requests = 0
+        self._numbers = itertools.count()
 
     def process(
         self,
@@ -86,9 +87,9 @@ class InputProcessor:
         if request_id is not None:
             _check_text("request_id", request_id)
 
-        internal_id = f"r{self._num_requests}"
-        seed = self._derive_seed(self._num_requests) if params.seed is None else params.seed
-        self._num_requests += 1
+        number = next(self._numbers)
+        internal_id = f"r{number}"
+        seed = self._derive_seed(number) if params.seed is None else params.seed
         sequences = [
             EngineRequest(
                 request_id=internal_id if params.n == 1 else f"{internal_id}-{index}",

@@ -6,19 +6,15 @@ works on token ids.
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minivllm.config import EngineArgs
-from minivllm.errors import EngineDeadError, MinivllmError, ModelError, RequestError
-from minivllm.frontend.detokenizer import TokenDecoder
-from minivllm.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
-from minivllm.frontend.output_processor import OutputProcessor
+from minivllm.errors import EngineDeadError
+from minivllm.frontend.input_processor import PreparedRequest, Prompt
 from minivllm.frontend.outputs import RequestOutput
+from minivllm.frontend.text_frontend import TextFrontend, load_model_tokenizer
 from minivllm.messages import SchedulerStats
 from minivllm.sampling_params import SamplingParams
 
@@ -26,34 +22,15 @@ if TYPE_CHECKING:
     from minivllm.engine.client import EngineClient
     from minivllm.frontend.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
 
-GENERATION_CONFIG = "generation_config.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
-_NAME_IN_GENERATION_CONFIG = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_tokens": "max_new_tokens",
-}
-
-
-class LLMEngine:
+class LLMEngine(TextFrontend):
     """Requests may be added, stepped and aborted in any order, from one thread. Leaving it as a context closes it."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None = None) -> None:
-        self.client = client
-        self._tokenizer = tokenizer
-        self._input_processor = InputProcessor(
-            client.config,
-            tokenizer,
-            model_vocab_size=client.model_vocab_size,
-            eos_token_ids=client.eos_token_ids,
+        super().__init__(
+            client.config, tokenizer, model_vocab_size=client.model_vocab_size, eos_token_ids=client.eos_token_ids
         )
-        self.output_processor = OutputProcessor(None if tokenizer is None else TokenDecoder(tokenizer.backend))
-        self._default_params: SamplingParams | None = None
+        self.client = client
         self._closed = False
 
     @classmethod
@@ -63,21 +40,10 @@ class LLMEngine:
 
         client = make_client(args)
         try:
-            return cls(client, _load_tokenizer(args, client.config.model_path, client.config.load_format))
+            return cls(client, load_model_tokenizer(args, client.config.model_path, client.config.load_format))
         except BaseException:
             client.close()
             raise
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises RequestError for a model that has none."""
-        if self._tokenizer is None:
-            raise RequestError("This model has no tokenizer: give prompt_token_ids instead of text.")
-        return self._tokenizer
 
     def add_request(
         self,
@@ -97,25 +63,6 @@ class LLMEngine:
             self.prepare(request_id, prompt, params, priority=priority, arrival_time=arrival_time)
         ).request_id
 
-    def prepare(
-        self,
-        request_id: str | None,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        arrival_time: float | None = None,
-    ) -> PreparedRequest:
-        """Tokenize and validate without submitting, to check many prompts before the first one starts."""
-        self._check_open()
-        return self._input_processor.process(
-            prompt,
-            self.get_default_sampling_params() if params is None else params,
-            request_id=request_id,
-            priority=priority,
-            arrival_time=arrival_time,
-        )
-
     def submit(self, prepared: PreparedRequest) -> PreparedRequest:
         """Hand a prepared request to the engine core, once."""
         self._check_open()
@@ -129,18 +76,6 @@ class LLMEngine:
                 self.abort_request([prepared.internal_id])
             raise
         return prepared
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """A conversation as a prompt for ``add_request``, by the model's chat template. Raises RequestError."""
-        return self._input_processor.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, chat_template_kwargs=chat_template_kwargs
-        )
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the engine; outputs of the requests that have something to say."""
@@ -160,12 +95,6 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """True while a request waits for output. The core may still have aborted ones to clean up; a step does it."""
         return self.output_processor.has_unfinished_requests()
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own defaults where it brings them (generation_config.json), else those of SamplingParams."""
-        if self._default_params is None:
-            self._default_params = default_sampling_params(self.client.config.model_path)
-        return self._default_params
 
     def stats(self) -> SchedulerStats:
         self._check_open()
@@ -191,41 +120,3 @@ class LLMEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDeadError("The engine is closed: make a new one.")
-
-
-def _load_tokenizer(args: EngineArgs, model_path: str, load_format: str) -> Tokenizer | None:
-    """The tokenizer the user named, else the model's own; None for a model directory that comes without one."""
-    from minivllm.frontend.tokenizer import load_tokenizer
-    from minivllm.models.fetch import resolve_model
-    from minivllm.models.gguf_file import find_gguf
-
-    if args.tokenizer is not None:
-        return load_tokenizer(resolve_model(args.tokenizer, weights=False))
-    path = Path(model_path)
-    if find_gguf(path, load_format) is None and not any((path / name).is_file() for name in TOKENIZER_FILES):
-        logger.warning("%s has no tokenizer: only prompts of token ids are served, and no text comes back.", path)
-        return None
-    return load_tokenizer(path, load_format)
-
-
-def default_sampling_params(model_path: str) -> SamplingParams:
-    """Defaults from the generation_config.json beside a model (a directory or a ``.gguf`` file), if there is one.
-
-    An explicit ``do_sample: false`` means greedy. Raises ModelError if the file is broken or holds impossible values.
-    """
-    path = Path(model_path)
-    path = (path if path.is_dir() else path.parent) / GENERATION_CONFIG
-    if not path.is_file():
-        return SamplingParams()
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ModelError(f"{path} holds a {type(values).__name__}, but must hold a JSON object.")
-        given = {name: values.get(theirs) for name, theirs in _NAME_IN_GENERATION_CONFIG.items()}
-        if values.get("do_sample") is False:
-            given["temperature"] = 0.0
-        return SamplingParams.from_dict({name: value for name, value in given.items() if value is not None})
-    except (OSError, ValueError) as error:
-        if isinstance(error, MinivllmError):
-            raise ModelError(f"{path} cannot be used: {error}") from None
-        raise ModelError(f"{path} is not readable as JSON: {error}.") from None

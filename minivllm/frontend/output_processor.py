@@ -35,13 +35,14 @@ class OutputProcessor:
     def __init__(self, token_decoder: TokenDecoder | None) -> None:
         self._decoder = token_decoder
         self._sequences: dict[str, _Sequence] = {}
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
 
-    def add_request(self, prepared: PreparedRequest) -> None:
-        request = _Request(prepared, self._decoder)
+    def add_request(self, prepared: PreparedRequest) -> RequestState:
+        request = RequestState(prepared, self._decoder)
         self._requests[prepared.internal_id] = request
         for sequence in request.sequences:
             self._sequences[sequence.sequence_id] = sequence
+        return request
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -51,28 +52,36 @@ class OutputProcessor:
         return len(self._requests)
 
     def process_outputs(self, outputs: Iterable[EngineOutput]) -> ProcessedOutputs:
-        """Take in one step's engine outputs; unknown ids (aborted meanwhile) are ignored."""
+        """Take in one step's engine outputs, and build what there is to show."""
         now = time.monotonic()
         processed = ProcessedOutputs()
-        touched: dict[_Request, None] = {}
+        touched: dict[RequestState, None] = {}
         for output in outputs:
-            sequence = self._sequences.get(output.request_id)
-            if sequence is None:
-                continue
-            request = sequence.request
-            request.take_in(sequence, output, now)
-            if sequence.has_news and (request.num_unfinished == 0 or not request.is_final_only):
+            request = self.take_in(output, now, processed.sequence_ids_to_abort)
+            if request is not None:
                 touched[request] = None
-            if sequence.finish_reason is not None:
-                del self._sequences[output.request_id]
-                if output.finish_reason is None:
-                    processed.sequence_ids_to_abort.append(output.request_id)
-        for request in touched:
+        processed.request_outputs = [request.make_output() for request in touched]
+        return processed
+
+    def take_in(self, output: EngineOutput, now: float, sequence_ids_to_abort: list[str]) -> RequestState | None:
+        """Take in what a step did for one sequence; the request if it has something to show now.
+
+        Unknown ids (aborted meanwhile) are ignored. A sequence that a stop string ended is added to
+        sequence_ids_to_abort.
+        """
+        sequence = self._sequences.get(output.request_id)
+        if sequence is None:
+            return None
+        request = sequence.request
+        request.take_in(sequence, output, now)
+        if sequence.finish_reason is not None:
+            del self._sequences[output.request_id]
+            if output.finish_reason is None:
+                sequence_ids_to_abort.append(output.request_id)
             if request.finished:
                 request.metrics.finished_time = now
                 del self._requests[request.internal_id]
-            processed.request_outputs.append(request.make_output())
-        return processed
+        return request if sequence.has_news and (request.finished or not request.is_final_only) else None
 
     def abort_requests(self, request_ids: Iterable[str]) -> tuple[list[RequestOutput], list[str]]:
         """End every unfinished request that carries one of these ids, the caller's or the internal one.
@@ -81,28 +90,41 @@ class OutputProcessor:
         sequences the engine must abort. Ids that are not unfinished are ignored: aborting is idempotent.
         """
         wanted = set(request_ids)
-        now = time.monotonic()
         request_outputs: list[RequestOutput] = []
         sequence_ids: list[str] = []
         for request in list(self._requests.values()):
-            if request.request_id not in wanted and request.internal_id not in wanted:
-                continue
-            for sequence in request.sequences:
-                if sequence.finish_reason is None:
-                    sequence.finish(FinishReason.ABORT, None)
-                    sequence_ids.append(sequence.sequence_id)
-                    del self._sequences[sequence.sequence_id]
-            request.metrics.finished_time = now
-            del self._requests[request.internal_id]
-            request_outputs.append(request.make_output())
+            if request.request_id in wanted or request.internal_id in wanted:
+                sequence_ids += self.end(request, FinishReason.ABORT)
+                request_outputs.append(request.make_output())
         return request_outputs, sequence_ids
+
+    def end(self, request: RequestState, reason: FinishReason, error: str | None = None) -> list[str]:
+        """End an unfinished request early, releasing text that was held back; the sequences the engine must abort."""
+        unfinished = [sequence for sequence in request.sequences if sequence.finish_reason is None]
+        sequence_ids = self.discard(request)
+        for sequence in unfinished:
+            sequence.finish(reason, None)
+        request.error = error
+        request.metrics.finished_time = time.monotonic()
+        return sequence_ids
+
+    def discard(self, request: RequestState) -> list[str]:
+        """Forget a request that nobody reads any more; the sequences the engine must abort."""
+        self._requests.pop(request.internal_id, None)
+        sequence_ids = [sequence.sequence_id for sequence in request.sequences]
+        return [sequence_id for sequence_id in sequence_ids if self._sequences.pop(sequence_id, None) is not None]
 
 
 class _Sequence:
     """One completion being generated."""
 
     def __init__(
-        self, request: _Request, index: int, sequence_id: str, decoder: TokenDecoder | None, stops: StopAutomaton | None
+        self,
+        request: RequestState,
+        index: int,
+        sequence_id: str,
+        decoder: TokenDecoder | None,
+        stops: StopAutomaton | None,
     ) -> None:
         params = request.params
         self.request = request
@@ -183,8 +205,12 @@ class _Sequence:
         )
 
 
-class _Request:
-    """A prompt and its n sequences."""
+class RequestState:
+    """A prompt and its n sequences.
+
+    Nothing is built before ``make_output`` is called: a reader that takes its time gets everything since the last call
+    in one piece, and holds up nobody.
+    """
 
     def __init__(self, prepared: PreparedRequest, decoder: TokenDecoder | None) -> None:
         params = prepared.params
@@ -231,7 +257,7 @@ class _Request:
             self.metrics.record_tokens(num_tokens, now)
 
     def make_output(self) -> RequestOutput:
-        """The output of this step."""
+        """All so far, or in a delta stream what is new since the last call."""
         sequences = self.sequences
         if self.params.output_kind is OutputKind.DELTA:
             sequences = [sequence for sequence in sequences if sequence.has_news]

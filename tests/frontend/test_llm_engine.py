@@ -13,8 +13,9 @@ from small_tokenizers import byte_level_bpe, wrapped
 from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError, EngineDeadError, ModelError, RequestError
 from minivllm.frontend.llm import LLM
-from minivllm.frontend.llm_engine import LLMEngine, default_sampling_params
+from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.frontend.outputs import RequestOutput
+from minivllm.frontend.text_frontend import default_sampling_params
 from minivllm.messages import EngineRequest
 from minivllm.sampling_params import OutputKind, SamplingParams
 

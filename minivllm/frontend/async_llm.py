@@ -1,0 +1,271 @@
+"""``AsyncLLM``: many streams over one engine process, from one event loop. What a server builds on.
+
+One task takes in what the engine did for everybody. It builds no outputs: each stream has its own state, and whoever
+reads it gets what has gathered there since the last time. So a slow reader merges deltas instead of queueing them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from minivllm.config import EngineArgs
+from minivllm.errors import EngineDeadError, RequestError
+from minivllm.frontend.input_processor import PreparedRequest, Prompt
+from minivllm.frontend.output_processor import RequestState
+from minivllm.frontend.outputs import RequestOutput
+from minivllm.frontend.text_frontend import TextFrontend, load_model_tokenizer
+from minivllm.messages import EngineOutput, FinishReason, SchedulerStats
+from minivllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.engine.client import AsyncEngineClient
+    from minivllm.frontend.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+SLICE_SECONDS = 0.005
+"""How long outputs are taken in before other tasks of the event loop get their turn."""
+LONG_TEXT = 4096
+"""Characters from which on tokenizing moves to a thread, where it does not hold up the event loop."""
+
+
+class _Stream:
+    """A request, and the sign for its reader that there is something to read."""
+
+    def __init__(self, request: RequestState) -> None:
+        self.request = request
+        self.has_news = asyncio.Event()
+        self.error: Exception | None = None
+        self.deadline: asyncio.TimerHandle | None = None
+
+    def fail(self, error: Exception) -> None:
+        if not self.request.finished:
+            self.error = error
+            self.has_news.set()
+
+
+class AsyncLLM(TextFrontend):
+    """An engine process with text at both ends. An asynchronous context manager: leaving it ends the process.
+
+    Lives in the event loop that first uses it; only ``prepare`` and ``render_chat`` may be called from other threads.
+    """
+
+    def __init__(self, client: AsyncEngineClient, tokenizer: Tokenizer | None = None) -> None:
+        super().__init__(
+            client.config, tokenizer, model_vocab_size=client.model_vocab_size, eos_token_ids=client.eos_token_ids
+        )
+        self.client = client
+        self._streams: dict[str, _Stream] = {}
+        self._started = False
+
+    @classmethod
+    def from_args(cls, args: EngineArgs) -> AsyncLLM:
+        """Start an engine process and load the model; blocks until it is ready. Raises ConfigError or ModelError."""
+        from minivllm.engine.client import make_async_client
+
+        client = make_async_client(args)
+        try:
+            return cls(client, load_model_tokenizer(args, client.config.model_path, client.config.load_format))
+        except BaseException:
+            client.terminate()
+            raise
+
+    def generate(
+        self,
+        prompt: Prompt | PreparedRequest,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        deadline: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream the outputs of one prompt, or of what ``prepare`` made of one; the last one is ``finished``.
+
+        Closing the iterator, or cancelling the task that reads it, aborts the request. Reading slowly merges: a delta
+        stream then gives larger deltas, a cumulative one fewer outputs.
+        deadline: seconds from now; a request that has not finished by then ends with finish_reason "error" and an
+        ``error`` that says so, after whatever it generated. Raises, while being read, RequestError for a prompt that
+        cannot be served and EngineDeadError.
+        """
+        expires = None if deadline is None else time.monotonic() + deadline
+
+        return self._stream(prompt, sampling_params, request_id, priority, cache_salt, deadline, expires)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request early, by the caller's id or the internal one: its stream ends with finish_reason "abort"."""
+        streams = [
+            stream
+            for stream in self._streams.values()
+            if request_id in (stream.request.request_id, stream.request.internal_id)
+        ]
+        for stream in streams:
+            self._end(stream, FinishReason.ABORT)
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return self.output_processor.num_unfinished_requests
+
+    @property
+    def is_dead(self) -> bool:
+        return self.client.dead_error is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the engine is dead, None while it lives."""
+        return self.client.dead_error
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError if the engine process ended, or was killed because its busy loop hung."""
+        self._start()
+        if self.client.dead_error is not None:
+            raise self.client.dead_error
+
+    async def stats(self) -> SchedulerStats:
+        return msgspec.convert(await self._call("stats"), SchedulerStats)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False if requests are still using the cache."""
+        return bool(await self._call("reset_prefix_cache"))
+
+    async def pause(self) -> None:
+        """Finish the running step and run no more; requests are taken in, and wait."""
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def num_recompilations(self) -> int:
+        """Regions compiled after warm-up, which should stay at 0."""
+        return int(await self._call("num_recompilations"))
+
+    async def close(self) -> None:
+        """End the engine process; whoever still reads gets EngineDeadError. Closing twice is fine."""
+        await self.client.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        self._start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    # -- one stream ----------------------------------------------------------------------------------------------
+
+    async def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str | None,
+    ) -> PreparedRequest:
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        arrival_time = time.monotonic()
+
+        def prepare() -> PreparedRequest:
+            return self.prepare(
+                request_id, prompt, params, priority=priority, arrival_time=arrival_time, cache_salt=cache_salt
+            )
+
+        return await asyncio.to_thread(prepare) if isinstance(text, str) and len(text) > LONG_TEXT else prepare()
+
+    async def _stream(
+        self,
+        prompt: Prompt | PreparedRequest,
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str | None,
+        deadline: float | None,
+        expires: float | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if not isinstance(prompt, PreparedRequest):
+            prompt = await self._prepare(prompt, params, request_id, priority, cache_salt)
+        stream = self._submit(prompt)
+        if expires is not None:
+            error = f"The request did not finish within its deadline of {deadline:g} s."
+            stream.deadline = asyncio.get_running_loop().call_later(
+                max(0.0, expires - time.monotonic()), self._end, stream, FinishReason.ERROR, error
+            )
+        try:
+            while True:
+                await stream.has_news.wait()
+                stream.has_news.clear()
+                if stream.error is not None:
+                    raise stream.error
+                output = stream.request.make_output()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._forget(stream)
+
+    def _submit(self, prepared: PreparedRequest) -> _Stream:
+        self._start()
+        if self.client.dead_error is not None:
+            raise self.client.dead_error
+        if prepared.internal_id in self._streams:
+            raise RequestError(f"Request {prepared.request_id!r} is being generated already: prepare it again.")
+        stream = self._streams[prepared.internal_id] = _Stream(self.output_processor.add_request(prepared))
+        try:
+            for sequence in prepared.sequences:
+                self.client.add_request(sequence)
+        except BaseException:
+            self._forget(stream)
+            raise
+        return stream
+
+    def _end(self, stream: _Stream, reason: FinishReason, error: str | None = None) -> None:
+        """End a request that is not finished; its reader gets one last output."""
+        if not stream.request.finished and stream.error is None:
+            self._abort_in_engine(self.output_processor.end(stream.request, reason, error))
+            stream.has_news.set()
+
+    def _forget(self, stream: _Stream) -> None:
+        """Its reader has gone: nothing may be left, here or in the engine."""
+        if stream.deadline is not None:
+            stream.deadline.cancel()
+        self._streams.pop(stream.request.internal_id, None)
+        self._abort_in_engine(self.output_processor.discard(stream.request))
+
+    def _abort_in_engine(self, sequence_ids: list[str]) -> None:
+        if sequence_ids and self.client.dead_error is None:
+            try:
+                self.client.abort(sequence_ids)
+            except EngineDeadError:
+                logger.debug("The engine died before %d sequences could be aborted.", len(sequence_ids))
+
+    # -- all streams ---------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            self.client.start(self._take_in, self._fail_all)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        self._start()
+        return await self.client.call(method, *args)
+
+    async def _take_in(self, outputs: list[EngineOutput]) -> None:
+        """What a step did, for everybody; other tasks get their turn in between."""
+        now, sequence_ids_to_abort = time.monotonic(), list[str]()
+        slice_start = time.perf_counter()
+        for output in outputs:
+            request = self.output_processor.take_in(output, now, sequence_ids_to_abort)
+            if request is not None and (stream := self._streams.get(request.internal_id)) is not None:
+                stream.has_news.set()
+            if time.perf_counter() - slice_start > SLICE_SECONDS:
+                await asyncio.sleep(0)
+                slice_start = time.perf_counter()
+        self._abort_in_engine(sequence_ids_to_abort)
+
+    def _fail_all(self, error: EngineDeadError) -> None:
+        for stream in self._streams.values():
+            stream.fail(error)
