@@ -1,8 +1,8 @@
-"""``minivllm bench``: cases and sides are read right, both sides get the same tokens, mistakes get a sentence."""
+"""``minivllm bench``: cases and sides are read right, all sides get the same tokens, mistakes get a sentence."""
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import subprocess
 import sys
 import time
@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.cli.bench.model import Case, fresh_prompts, parse_case, steady_pool
-from minivllm.cli.bench.overhead import timed
-from minivllm.cli.bench.sides import Side, parse_side
+from minivllm.cli.bench.cases import SpeedCase, WorkloadCase, parse_case
+from minivllm.cli.bench.drive import Task
+from minivllm.cli.bench.model import without_features
+from minivllm.cli.bench.parts import timed
+from minivllm.cli.bench.report import read_report
+from minivllm.cli.bench.rounds import common_room
+from minivllm.cli.bench.sides import Room, Side, SideSpec, check_installed, complete, parse_sides, steady_pool
+from minivllm.cli.bench.workload_commands import parse_loads
 from minivllm.errors import ConfigError, ModelError
 
 
@@ -23,9 +28,10 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_cases_are_read() -> None:
-    assert parse_case("decode:16") == Case("decode", 16, 128, 64)
-    assert parse_case("decode:2:300") == Case("decode", 2, 300, 64)
-    assert parse_case("prefill:512") == Case("prefill", 1, 512, 1)
+    assert parse_case("decode:16") == SpeedCase("decode", 16, 128, 64)
+    assert parse_case("decode:2:300") == SpeedCase("decode", 2, 300, 64)
+    assert parse_case("mixed:2:300") == SpeedCase("mixed", 2, 300, 64)
+    assert parse_case("prefill:512") == SpeedCase("prefill", 1, 512, 1)
 
 
 @pytest.mark.parametrize("text", ["", "decode", "decode:0", "decode:a", "decode:1:2:3", "prefill:1:2", "sort:3"])
@@ -34,29 +40,73 @@ def test_another_case_is_refused_with_the_forms_there_are(text: str) -> None:
         parse_case(text)
 
 
-def test_sides_are_read() -> None:
-    assert parse_side("transformers", "m", "auto") == ("transformers", {"model": "m", "dtype": "auto"})
-    engine, arguments = parse_side("minivllm,enable_prefix_caching=false,block_size=32,dtype=float32", "m", "auto")
-    assert engine == "minivllm"
-    assert arguments == {"model": "m", "dtype": "float32", "enable_prefix_caching": False, "block_size": 32}
-
-
-@pytest.mark.parametrize("text", ["vllm", "minivllm,eager", "transformers,block_size=3"])
-def test_another_side_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_side(text, "m", "auto")
-
-
-def test_prompts_differ_between_repetitions_and_are_the_same_for_everyone() -> None:
+def test_prompts_differ_between_runs_and_repetitions_and_are_the_same_for_everyone() -> None:
     case = parse_case("decode:3:20")
-    assert fresh_prompts(case, "0/first", 50) == fresh_prompts(case, "0/first", 50)
-    assert fresh_prompts(case, "0/first", 50) != fresh_prompts(case, "1/first", 50)
-    assert all(len(prompt) == 20 and max(prompt) < 50 for prompt in fresh_prompts(case, "0/first", 50))
+    assert case.runs(50, 0) == case.runs(50, 0)
+    prompts = [tuple(task.prompt) for repetition in (-1, 0, 1) for run in case.runs(50, repetition) for task in run]
+    assert len(set(prompts)) == len(prompts) == 18
+    assert all(len(prompt) == 20 and max(prompt) < 50 for prompt in prompts)
 
 
-def test_the_pool_holds_the_largest_case_twice() -> None:
-    cases = [parse_case("decode:16:128"), parse_case("prefill:512")]
-    assert steady_pool(cases, 64) == 2 * 16 * 10 + 1, "577 tokens are 10 blocks"
+def test_the_prompts_of_a_shared_case_have_three_quarters_in_common() -> None:
+    [tasks] = parse_case("shared:4:40").runs(50, 0)
+    assert {tuple(task.prompt[:30]) for task in tasks} == {tuple(tasks[0].prompt[:30])}
+    assert len({tuple(task.prompt[30:]) for task in tasks}) == 4
+
+
+def test_sides_are_read() -> None:
+    text = ["minivllm,enable_prefix_caching=false,block_size=32,dtype=float32", "transformers,llama.cpp,n=x", "vllm"]
+    mine, transformers, llama, vllm = parse_sides(text, "/some/python")
+    assert (mine.engine, mine.arguments) == (
+        "minivllm",
+        {"dtype": "float32", "enable_prefix_caching": False, "block_size": 32},
+    )
+    assert (transformers.name, transformers.arguments, transformers.python) == ("transformers", {}, sys.executable)
+    assert (llama.arguments, llama.python) == ({"n": "x"}, "/some/python")
+    assert vllm.engine == "vllm"
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [["tgi"], ["minivllm,eager"], ["transformers,block_size=3"], ["minivllm", "minivllm"], ["a=b"], ["minivllm", ""]],
+)
+def test_another_side_is_refused(texts: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        parse_sides(texts)
+
+
+def test_our_side_gets_room_for_the_benchmark_unless_it_is_told_otherwise() -> None:
+    room = Room(longest=192, running=16, tokens=16 * 192)
+    own = complete(SideSpec("minivllm", "minivllm"), "m", "auto", room).arguments
+    assert own["max_model_len"] == 256
+    assert own["num_gpu_blocks_override"] == steady_pool(room, 64) >= 2 * 16 * 3 + 1
+    told = SideSpec("minivllm", "minivllm", {"max_model_len": 999, "gpu_memory_utilization": 0.1})
+    own = complete(told, "m", "auto", room).arguments
+    assert own["max_model_len"] == 999
+    assert "num_gpu_blocks_override" not in own
+
+
+def test_the_room_is_that_of_the_most_demanding_cases() -> None:
+    cases = [parse_case("decode:16:128"), parse_case("prefill:512"), WorkloadCase("fixed:9:100:4", at_a_time=4)]
+    assert common_room(cases) == Room(longest=513, running=16, tokens=16 * 192)
+
+
+def test_ablation_turns_off_one_feature_at_a_time() -> None:
+    base = SideSpec("minivllm", "minivllm")
+    without = without_features(base, [parse_case("mixed:8:512")])
+    assert without["compile"].arguments == {"enforce_eager": True}
+    assert without["prefix cache"].arguments == {"enable_prefix_caching": False}
+    assert without["chunked prefill"].arguments == {"max_num_batched_tokens": 8 * 513}
+    assert all(len(spec.arguments) == 1 for spec in without.values())
+    eager = SideSpec("minivllm,enforce_eager=true", "minivllm", {"enforce_eager": True})
+    assert "compile" not in without_features(eager, [parse_case("decode:1")]), "it is off already"
+
+
+@pytest.mark.parametrize("text", ["", "4", "2,1", "0,1", "1,x", "1,2.5"])
+def test_loads_of_a_sweep_ascend(text: str) -> None:
+    with pytest.raises(ConfigError, match="ascending"):
+        parse_loads(text, whole=True)
+    assert parse_loads("0.5,2", whole=False) == [0.5, 2.0]
 
 
 def test_a_timed_method_works_as_before_and_is_put_back() -> None:
@@ -65,42 +115,101 @@ def test_a_timed_method_works_as_before_and_is_put_back() -> None:
             time.sleep(seconds)
             return seconds
 
-    sleeper, seconds = Sleeper(), []
+    sleeper, seconds = Sleeper(), list[float]()
     with timed(sleeper, "sleep", seconds):
         assert sleeper.sleep(0.01) == 0.01
     assert len(seconds) == 1 and seconds[0] >= 0.01
-    assert sleeper.sleep.__func__ is Sleeper.sleep
+    assert sleeper.sleep.__func__ is Sleeper.sleep  # type: ignore[attr-defined]
 
 
 def test_a_side_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"stopped: .*config\.json"):
-        Side("minivllm", "minivllm", {"model": str(tmp_path)})
+        Side(SideSpec("minivllm", "minivllm", {"model": str(tmp_path)}))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
+def test_a_missing_peer_is_told_with_the_remedy(engine: str) -> None:
+    if importlib.util.find_spec({"vllm": "vllm", "llama.cpp": "llama_cpp"}[engine]) is not None:
+        pytest.skip(f"{engine} is installed here")
+    with pytest.raises(ConfigError, match=r"not installed: pip install .* leave it out of --vs"):
+        check_installed(SideSpec(engine, engine))
+
+
+def test_a_python_without_llama_cpp_is_told_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be run"):
+        check_installed(SideSpec("llama.cpp", "llama.cpp", python="/no/such/python"))
+    other = tmp_path / "python"
+    other.write_text("#!/bin/sh\nexit 1\n")
+    other.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"has no llama_cpp: install llama-cpp-python there"):
+        check_installed(SideSpec("llama.cpp", "llama.cpp", python=str(other)))
+
+
+def test_llama_cpp_wants_a_gguf_file(tiny_model: Callable[..., Path]) -> None:
+    side = SideSpec("llama.cpp", "llama.cpp")
+    with pytest.raises(ConfigError, match=r"GGUF files only"):
+        complete(side, str(tiny_model("llama")), "auto", Room(10, 1, 10))
+    with pytest.raises(ConfigError, match=r"float32 cannot hold for llama\.cpp"):
+        complete(side, str(tiny_model("llama")), "float32", Room(10, 1, 10))
 
 
 def test_wrong_usage_exits_2_with_a_sentence() -> None:
-    result = bench("model", "--vs", "vllm")
+    result = bench("model", "--vs", "tgi")
     assert result.returncode == 2
     assert "known are" in result.stderr and "Traceback" not in result.stderr
 
 
-def test_both_sides_generate_the_same_and_the_figures_are_written(
+def test_all_sides_generate_the_same_and_the_figures_are_written(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    file = tmp_path / "figures.json"
+    file, table, markdown, picture = (tmp_path / f"figures.{kind}" for kind in ("json", "csv", "md", "png"))
     result = bench(
-        "model", str(tiny_model("llama")), "--engine", "minivllm,enforce_eager=true", "--vs", "transformers",
-        "--case", "decode:2:9", "--case", "prefill:24", "--repeats", "1", "--dtype", "float32", "--json", str(file),
+        "model", str(tiny_model("llama")), "--engine", "minivllm,enforce_eager=true",
+        "--vs", "transformers,transformers-cb", "--case", "decode:2:9", "--case", "prefill:24", "--repeats", "1",
+        "--dtype", "float32", "--json", str(file), "--csv", str(table), "--markdown", str(markdown),
+        "--png", str(picture),
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    figures = json.loads(file.read_text())
-    assert set(figures["agreement"].values()) == {1.0}
-    assert len(figures["measurements"]) == 4
-    assert all(entry["tokens_per_second"] > 0 for entry in figures["measurements"])
-    assert "ratio" in result.stdout
+    report = read_report(file)
+    assert report.kind == "model"
+    assert {comparison.agreement for comparison in report.comparisons} == {1.0}
+    assert {comparison.against for comparison in report.comparisons} == {"transformers", "transformers-cb"}
+    speeds = [one for one in report.measurements if one.metric == "speed"]
+    assert len(speeds) == 6 and all(one.samples[0] > 0 for one in speeds)
+    assert all(one.samples == [0.0] for one in report.measurements if one.metric == "errors")
+    assert "ratio" in result.stdout and "peak memory" in result.stdout
+    assert table.read_text().count("\n") == 1 + len(report.measurements)
+    assert markdown.read_text().startswith("| case | metric |")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_timed_arrivals_follow_one_another_on_a_real_side(tiny_model: Callable[..., Path]) -> None:
+    spec = SideSpec("minivllm", "minivllm", {"enforce_eager": True, "max_model_len": 64, "num_gpu_blocks_override": 9})
+    spec = SideSpec(spec.name, spec.engine, spec.arguments | {"model": str(tiny_model("llama"))})
+    tasks = [Task([5, 6, 7], 4), Task([5, 6, 7], 4, arrival=0.01, after=0), Task([5] * 70, 4), Task([8], 1, 0.02)]
+    with Side(spec) as side:
+        answer = side.run(tasks)
+        first, second, refused, late = answer.records
+        assert first.token_ids == second.token_ids and len(first.times) == 4
+        assert second.arrival >= first.times[-1] + 0.01
+        assert refused.error is not None and refused.error.startswith("RequestError: ") and refused.token_ids == []
+        assert late.arrival == 0.02 and late.times[0] >= 0.02 and len(late.token_ids) == 1
+        assert set(answer.counters) == {"kv_peak", "cache_hit_rate", "preemptions"}
+        assert side.run([Task([5, 6, 7], 4)]).records[0].token_ids == first.token_ids
 
 
 def test_overhead_names_every_part_outside_the_model(tiny_model: Callable[..., Path]) -> None:
-    result = bench("overhead", str(tiny_model("llama")), "--running", "4", "--steps", "12", "--prompt-tokens", "5")
+    result = bench(
+        "overhead",
+        str(tiny_model("llama")),
+        "--running",
+        "4",
+        "--steps",
+        "12",
+        "--prompt-tokens",
+        "5",
+        "--enforce-eager",
+    )
     assert result.returncode == 0, result.stderr
     for part in ("schedule", "build inputs", "update from output", "frontend", "overhead", "whole step"):
         assert part in result.stdout

@@ -6,11 +6,12 @@ import typer
 
 from minivllm.cli.bench.model import model
 from minivllm.cli.bench.overhead import overhead
+from minivllm.cli.bench.workload_commands import latency, sweep, throughput
 
 bench = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Measure speed: medians of repetitions, engines in turn, same token ids.",
 )
-bench.command("model")(model)
-bench.command("overhead")(overhead)
+for command in (model, latency, throughput, sweep, overhead):
+    bench.command(command.__name__)(command)

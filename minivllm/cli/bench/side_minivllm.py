@@ -1,0 +1,71 @@
+"""Our engine as a side of a comparison."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from minivllm.cli.bench.drive import Progress, Task
+from minivllm.config import EngineArgs
+from minivllm.frontend.llm_engine import LLMEngine
+from minivllm.messages import SchedulerStats
+from minivllm.sampling_params import OutputKind, SamplingParams
+
+SECONDS_BETWEEN_STATS = 0.02
+"""How often the cache usage is looked at: often enough for its peak, seldom enough to cost nothing."""
+
+
+class MinivllmEngine:
+    """LLMEngine, step by step."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        config = engine.client.config
+        self.facts: dict[str, Any] = {
+            "dtype": config.dtype,
+            "device": config.device,
+            "vocab_size": engine.client.model_vocab_size,
+            "block_size": config.cache.block_size,
+            "max_num_seqs": config.scheduler.max_num_seqs,
+            "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        }
+        self._kv_peak = 0.0
+        self._next_look = 0.0
+        self._before: SchedulerStats = engine.stats()
+
+    def reset(self) -> None:
+        self.engine.reset_prefix_cache()
+        self._before, self._kv_peak, self._next_look = self.engine.stats(), 0.0, 0.0
+
+    def add(self, index: int, task: Task) -> None:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=task.max_tokens, ignore_eos=True, output_kind=OutputKind.DELTA
+        )
+        self.engine.add_request(str(index), {"prompt_token_ids": task.prompt}, params)
+
+    def step(self) -> Iterable[Progress]:
+        outputs = self.engine.step()
+        now = time.perf_counter()
+        if now >= self._next_look:
+            self._kv_peak = max(self._kv_peak, self.engine.stats().kv_cache_usage)
+            self._next_look = now + SECONDS_BETWEEN_STATS
+        for output in outputs:
+            token_ids = [token for completion in output.outputs for token in completion.token_ids]
+            error = None if output.error is None else f"EngineError: {output.error}"
+            yield Progress(int(output.request_id), token_ids, [now] * len(token_ids), output.finished, error)
+
+    def counters(self) -> dict[str, float]:
+        after, before = self.engine.stats(), self._before
+        queried = after.prefix_cache_queried_tokens - before.prefix_cache_queried_tokens
+        hits = after.prefix_cache_hit_tokens - before.prefix_cache_hit_tokens
+        return {
+            "kv_peak": self._kv_peak,
+            "cache_hit_rate": hits / queried if queried else 0.0,
+            "preemptions": after.num_preemptions - before.num_preemptions,
+        }
+
+
+def load(arguments: dict[str, Any]) -> MinivllmEngine:
+    """Raises ConfigError or ModelError."""
+    return MinivllmEngine(LLMEngine.from_args(EngineArgs.from_kwargs(**arguments)))
