@@ -86,12 +86,14 @@ class Lesson:
         title: str,
         rows: Mapping[str, Sequence[Cell]],
         legend: Mapping[str, str] | None = None,
+        narrow: bool = False,
     ) -> None:
         """A picture of coloured cells, a labelled row each.
 
         name: of the PNG file. legend: what the colours mean here, if not what their names say; {} draws none.
+        narrow: no space between cells.
         """
-        width = 1 + max((len(text) for cells in rows.values() for text, _ in cells), default=1)
+        width = (not narrow) + max((len(text) for cells in rows.values() for text, _ in cells), default=1)
         label_width = 1 + max(map(len, rows))
         picture = Text(f"\n{title}\n", style="italic")
         picture = Text().append_text(picture)
@@ -100,7 +102,7 @@ class Lesson:
             picture.append(label.ljust(label_width))
             for text, kind in cells:
                 style = f"black on {COLOURS[kind]}" if kind else "dim"
-                picture.append(text.rjust(width) if text else " " * (width - 1) + ("·" if not kind else " "), style)
+                picture.append((text or ("" if kind else "·")).rjust(width), style)
             picture.append("\n")
         if legend:
             picture.append(" " * label_width)

@@ -109,7 +109,7 @@ def test_an_unmeasured_prediction_fails_the_chapter() -> None:
         lesson.passed("nothing")
 
 
-def test_chapters_are_numbered_without_gaps_in_their_order() -> None:
+def test_a_chapter_carries_its_number_in_its_file_name() -> None:
     for chapter in CHAPTERS:
         if chapter.number.isdigit():
             assert chapter.path.name.startswith(f"t{chapter.number}_")
