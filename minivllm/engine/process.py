@@ -55,17 +55,17 @@ class EngineProcess:
             # Requests are bounded by the frontend's admission, outputs by the requests: nothing may be dropped here.
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
-            socket.setsockopt(zmq.LINGER, FLUSH_MILLISECONDS)
             socket.connect(f"ipc://{start.directory}/{name}")
         self._core: EngineCore | None = None
         self._paused = False
+        self._status = 0
 
     def frontend_has_gone(self) -> None:
         """End after the running step. From any thread."""
         self._inputs.put(None)
 
     def run(self) -> int:
-        """Load, serve, end; the exit status."""
+        """Load, serve, end; the exit status: 0 if the frontend has gone, 1 if the engine died and said so."""
         output_thread = threading.Thread(target=self._send_outputs, name="outputs", daemon=True)
         output_thread.start()
         input_thread = threading.Thread(target=self._receive, name="inputs", daemon=True)
@@ -75,18 +75,17 @@ class EngineProcess:
                 input_thread.start()
                 self._run_busy_loop(self.core)
                 self.core.shutdown()
-                status = 0
             except BaseException as error:
                 if not isinstance(error, MinivllmError):
                     logger.error("The engine core died of %s.", type(error).__name__)
                 self._outputs.put(wire.Died(wire.ErrorInfo.of(error)))
-                status = 1
+                self._status = 1
         self._outputs.put(None)
         output_thread.join()
         if not input_thread.is_alive():
             self._dealer.close(linger=0)
         self._context.term()  # the input thread closes its socket when it learns of this
-        return status
+        return self._status
 
     @property
     def core(self) -> EngineCore:
@@ -208,9 +207,11 @@ class EngineProcess:
                     frame = codec.encode(wire.Result(message.call_id, error=wire.ErrorInfo.of(problem)))
                 else:
                     frame = codec.encode(wire.Died(wire.ErrorInfo.of(error)))
+                    self._status = 1
                     self._inputs.put(None)
             self._push.send(frame)
-        self._push.close()
+        # Nobody is left to read after an orderly end.
+        self._push.close(linger=0 if self._status == 0 else FLUSH_MILLISECONDS)
 
 
 class _LogToFrontend(logging.Handler):
@@ -269,9 +270,12 @@ def main() -> None:
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)
 
-    threading.Thread(target=watch_frontend, name="frontend watch", daemon=True).start()
+    watcher = threading.Thread(target=watch_frontend, name="frontend watch", daemon=True)
+    watcher.start()
     status = engine.run()
     ended.set()
+    if status == 0:
+        watcher.join()  # it removes the directory, and exits
     sys.exit(status)
 
 
