@@ -20,6 +20,13 @@ KV_CACHE_DTYPES = DTYPES
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
+# Method of speculative decoding -> the keys of speculative_config that it has for itself.
+_SPECULATIVE_KEYS: dict[Any, tuple[str, ...]] = {
+    "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
+    "suffix": ("suffix_max_cached_tokens",),
+}
+SPECULATIVE_METHODS: tuple[str, ...] = tuple(_SPECULATIVE_KEYS)
+MAX_SPECULATIVE_TOKENS = 31
 
 
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -34,6 +41,57 @@ def _at_least(name: str, value: int | None, low: int) -> None:
         raise ConfigError(f"{name} is {value!r}, but must be a whole number of at least {low}.")
     if value < low:
         raise ConfigError(f"{name} is {value}, but must be at least {low}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are guessed ahead, under vLLM's names. Raises ConfigError naming the key and what it may be.
+
+    method: "ngram" copies what followed the same tokens before, "suffix" also looks at earlier outputs.
+    num_speculative_tokens: most tokens guessed at once; how many are worth it is found out per request.
+    prompt_lookup_min, prompt_lookup_max: ngram: tokens that must match, and beyond which longer matches do not count.
+    suffix_max_cached_tokens: suffix: how many tokens of earlier outputs are remembered.
+    verification_cost: cost of verifying one more token, as a share of a step with a single one; None measures it
+        when the engine starts (uncompiled engines assume 0.05).
+    """
+
+    method: str
+    num_speculative_tokens: int = 7
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
+    suffix_max_cached_tokens: int = 65536
+    verification_cost: float | None = None
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SpeculativeConfig:
+        """Build from what the user wrote; a key that the method does not know is refused."""
+        if not isinstance(values, dict):
+            raise ConfigError(f"speculative_config is {values!r}, but must be a dictionary with at least a 'method'.")
+        method = values.get("method")
+        _choice("speculative_config['method']", method, SPECULATIVE_METHODS)
+        known = ("method", "num_speculative_tokens", "verification_cost", *_SPECULATIVE_KEYS[method])
+        for key in values:
+            if key not in known:
+                raise ConfigError(
+                    f"speculative_config has a key {key!r}, but with method {method!r} it may have: {', '.join(known)}."
+                )
+        config = cls(**{key: value for key, value in values.items() if value is not None})
+        for key in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "suffix_max_cached_tokens"):
+            _at_least(f"speculative_config[{key!r}]", getattr(config, key), 1)
+        if config.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"speculative_config['num_speculative_tokens'] is {config.num_speculative_tokens}, but must be at most "
+                f"{MAX_SPECULATIVE_TOKENS}."
+            )
+        if config.prompt_lookup_min > config.prompt_lookup_max:
+            raise ConfigError(
+                f"speculative_config['prompt_lookup_min'] is {config.prompt_lookup_min}, but must be at most "
+                f"prompt_lookup_max, which is {config.prompt_lookup_max}."
+            )
+        cost = config.verification_cost
+        if cost is not None and (isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 <= cost <= 1):
+            raise ConfigError(f"speculative_config['verification_cost'] is {cost!r}, but must be from 0 to 1.")
+        return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +117,8 @@ class EngineArgs:
     multiprocess: run the engine core in a process of its own. In one process, which is the default, a debugger steps
         from a prompt into a kernel; AsyncLLM and the server always use two.
     heartbeat_timeout: seconds after which an engine process that does not finish its step is taken for hung and killed.
+    speculative_config: guess several tokens per step and verify them; see SpeculativeConfig. The tokens of a request
+        are the same with and without it.
     """
 
     model: str = "smollm2"
@@ -83,6 +143,7 @@ class EngineArgs:
     hf_overrides: dict[str, Any] | None = None
     multiprocess: bool = False
     heartbeat_timeout: float = 300.0
+    speculative_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
@@ -109,6 +170,8 @@ class EngineArgs:
             raise ConfigError(
                 "kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: set only one of them."
             )
+        if self.speculative_config is not None:
+            SpeculativeConfig.from_dict(self.speculative_config)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
@@ -157,3 +220,4 @@ class EngineConfig:
     cache: CacheConfig
     scheduler: SchedulerConfig
     hf_overrides: dict[str, Any] | None = None
+    speculative: SpeculativeConfig | None = None

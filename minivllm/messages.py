@@ -135,16 +135,23 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
 
     sampled_token_ids: the new tokens of each request that reached its last known token in this step; requests whose
     prompt is only partly computed are absent. logprobs: one entry per sampled token, only where asked for.
-    prompt_logprobs: positions finished in this step, only where asked for.
+    prompt_logprobs: positions finished in this step, only where asked for. draft_token_ids: guesses of what follows the
+    sampled tokens.
     """
 
     sampled_token_ids: dict[str, list[int]] = msgspec.field(default_factory=dict)
     logprobs: dict[str, list[PositionLogprobs]] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[str, list[PositionLogprobs]] = msgspec.field(default_factory=dict)
+    draft_token_ids: dict[str, list[int]] = msgspec.field(default_factory=dict)
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The core's state after a step; counters run from the start of the engine."""
+    """The core's state after a step; counters run from the start of the engine.
+
+    num_drafts: verifications of at least one drafted token. num_draft_tokens, num_accepted_tokens: drafted tokens that
+    were verified, and those of them that were kept. num_accepted_tokens_per_position: how many verifications kept
+    their first, second, … drafted token.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -154,3 +161,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     num_steps: int = 0
     num_computed_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_position: list[int] = msgspec.field(default_factory=list)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from minivllm.config import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, POLICIES, EngineArgs
+from minivllm.config import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, POLICIES, SPECULATIVE_METHODS, EngineArgs
 from minivllm.errors import ConfigError
 
 ModelArgument = Annotated[
@@ -64,6 +64,14 @@ class EngineOptions:
     hf_overrides: Annotated[
         str | None, _option("JSON object whose entries replace those of the model's config.json.", metavar="JSON")
     ] = None
+    speculative_config: Annotated[
+        str | None,
+        _option(
+            "Guess tokens ahead and verify them: JSON object with a method "
+            f"({', '.join(SPECULATIVE_METHODS)}) and its settings.",
+            metavar="JSON",
+        ),
+    ] = None
 
     multiprocess: Annotated[
         bool, _option("Run the engine core in a process of its own.", "--multiprocess/--no-multiprocess")
@@ -75,19 +83,20 @@ class EngineOptions:
     def engine_args(self, model: str) -> EngineArgs:
         """The engine arguments of these flags. Raises ConfigError naming the argument and what it may be."""
         values = asdict(self)
-        values["hf_overrides"] = _json_object("hf_overrides", self.hf_overrides)
+        values["hf_overrides"] = _json_object("hf_overrides", self.hf_overrides, '{"num_hidden_layers": 2}')
+        values["speculative_config"] = _json_object(
+            "speculative_config", self.speculative_config, '{"method": "ngram"}'
+        )
         return EngineArgs(model=model, **values)
 
 
-def _json_object(name: str, text: str | None) -> dict[str, Any] | None:
+def _json_object(name: str, text: str | None, example: str) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{name} is not valid JSON ({error}); an example is '{{\"num_hidden_layers\": 2}}'."
-        ) from None
+        raise ConfigError(f"{name} is not valid JSON ({error}); an example is '{example}'.") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{name} is {text}, but must be a JSON object such as '{{\"num_hidden_layers\": 2}}'.")
+        raise ConfigError(f"{name} is {text}, but must be a JSON object such as '{example}'.")
     return value

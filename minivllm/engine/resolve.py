@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minivllm.config import CacheConfig, Device, EngineArgs, EngineConfig, SchedulerConfig
+from minivllm.config import CacheConfig, Device, EngineArgs, EngineConfig, SchedulerConfig, SpeculativeConfig
 from minivllm.errors import ConfigError
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.fetch import resolve_model
@@ -59,6 +59,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
             f"max_model_len is {max_model_len}, but {args.model} was made for at most "
             f"{decoder.max_position_embeddings} tokens."
         )
+    speculative = None if args.speculative_config is None else SpeculativeConfig.from_dict(args.speculative_config)
     config = EngineConfig(
         model=args.model,
         model_path=str(path),
@@ -83,6 +84,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
             policy=args.scheduling_policy,  # type: ignore[arg-type]
         ),
         hf_overrides=args.hf_overrides,
+        speculative=speculative,
     )
     logger.info("Model %s: %s, weights in %s (%s).", args.model, decoder.architecture, dtype, dtype_reason)
     logger.info(

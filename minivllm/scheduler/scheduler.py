@@ -25,6 +25,7 @@ from minivllm.messages import (
 )
 from minivllm.request import Request, RequestStatus
 from minivllm.scheduler.connector import KVConnector
+from minivllm.scheduler.drafting_stats import DraftingStats
 from minivllm.scheduler.queues import make_queue
 from minivllm.scheduler.step_plan import InFlightStep, StepPlan
 from minivllm.scheduler.stopping import append_until_stop
@@ -63,6 +64,7 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_steps = 0
         self._num_computed_tokens = 0
+        self._drafting = DraftingStats()
 
     def add_request(self, request: Request) -> None:
         """Queue a request; one with status BLOCKED waits for unblock_request besides.
@@ -152,8 +154,10 @@ class Scheduler:
             token_ids = sampled.get(request_id)
             if token_ids:
                 request.num_output_placeholders -= 1
-                if drafts and request_id in drafts and status is RequestStatus.RUNNING:
-                    self._roll_back(request, num_scheduled[request_id], len(token_ids))
+                if drafts and request_id in drafts:
+                    self._drafting.record(len(drafts[request_id]), len(token_ids) - 1)
+                    if status is RequestStatus.RUNNING:
+                        self._roll_back(request, num_scheduled[request_id], len(token_ids))
                 new_token_ids = append_until_stop(request, token_ids)
                 position_logprobs = logprobs.get(request_id) if logprobs else None
                 output = EngineOutput(
@@ -186,6 +190,8 @@ class Scheduler:
                 )
         if any_finished:
             self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+        if model_runner_output.draft_token_ids:
+            self.set_draft_token_ids(model_runner_output.draft_token_ids)
         return outputs
 
     def has_unfinished_requests(self) -> bool:
@@ -206,6 +212,10 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
+            num_drafts=self._drafting.num_drafts,
+            num_draft_tokens=self._drafting.num_draft_tokens,
+            num_accepted_tokens=sum(self._drafting.num_accepted_per_position),
+            num_accepted_tokens_per_position=list(self._drafting.num_accepted_per_position),
         )
 
     def reset_prefix_cache(self) -> bool:

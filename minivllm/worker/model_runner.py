@@ -10,12 +10,14 @@ from torch import Tensor
 
 from minivllm.messages import ModelRunnerOutput, PositionLogprobs, SchedulerOutput
 from minivllm.models.decoder import Decoder, LayerCache
+from minivllm.spec_decode.verification import Verified, verify
 from minivllm.worker.attention_backend import AttentionBackend, FlexAttentionBackend, GatherSdpaBackend
 from minivllm.worker.compiler import RegionCompiler
 from minivllm.worker.memory import lazily_zeroed
 from minivllm.worker.persistent_batch import PersistentBatch
 from minivllm.worker.sampler import Sampler, prompt_logprobs
 from minivllm.worker.sampling_state import SamplingState
+from minivllm.worker.speculation import Speculation
 from minivllm.worker.step_inputs import Row, StepInputBuilder, StepInputs
 
 PROMPT_LOGPROB_ROWS = 64
@@ -64,6 +66,7 @@ class ModelRunner:
             gathers_pages=device.type == "cpu",
             device=device,
         )
+        self.speculation: Speculation | None = None
         decoder.build_regions(compiler)
         self._attention: AttentionBackend
         if compiler.enabled:
@@ -73,6 +76,8 @@ class ModelRunner:
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the scheduled tokens and sample where a request reached its last known token."""
+        if self.speculation is not None:
+            self.speculation.finish(step.finished_request_ids)
         freed, entered = self.batch.apply(step)
         for slot in freed:
             self.sampling_state.remove(slot)
@@ -87,7 +92,10 @@ class ModelRunner:
         self._prompt_logprobs(inputs, o, residual, output)
         self._sample(inputs, o, residual, output)
         for row in rows:
-            row.request.num_computed_tokens = row.start + row.count
+            # Rejected drafts were computed for nothing: the last known token is yet to be computed, always.
+            row.request.num_computed_tokens = min(row.start + row.count, row.request.num_tokens - 1)
+        if self.speculation is not None:
+            output.draft_token_ids = self.speculation.propose(step.draft_token_ids, output.sampled_token_ids)
         return output
 
     def _rows(self, step: SchedulerOutput) -> list[Row]:
@@ -97,7 +105,10 @@ class ModelRunner:
         several: list[Row] = []
         for request_id, count in step.num_scheduled_tokens.items():
             request = requests[request_id]
-            (single if count == 1 else several).append(Row(request, request.num_computed_tokens, count))
+            drafts = step.draft_token_ids.get(request_id, [])
+            if drafts:
+                self.batch.write_drafts(request, drafts)
+            (single if count == 1 else several).append(Row(request, request.num_computed_tokens, count, drafts))
         return single + several
 
     def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
@@ -109,26 +120,35 @@ class ModelRunner:
         return self.decoder.forward(inputs.token_ids, inputs.tokens, caches, attend)
 
     def _sample(self, inputs: StepInputs, o: Tensor, residual: Tensor, output: ModelRunnerOutput) -> None:
-        last_tokens, sampled, token = [], [], 0
+        last_tokens: list[int] = []
+        sampled: list[Row] = []
+        token = 0
         for row in inputs.rows:
             token += row.count
-            if row.start + row.count == row.request.num_tokens:
-                last_tokens.append(token - 1)
+            if row.start + row.count == row.request.num_tokens + len(row.drafts):
+                last_tokens += range(token - 1 - len(row.drafts), token)
                 sampled.append(row)
         if not sampled:
             return
         logits = self._logits(o, residual, np.asarray(last_tokens, dtype=np.int32))
         slots = np.fromiter((row.request.slot for row in sampled), np.int64, len(sampled))
         positions = np.fromiter((row.request.num_tokens for row in sampled), np.int64, len(sampled))
+        for row, (token_ids, logprobs) in zip(sampled, self._verified(logits, slots, positions, sampled)):
+            request_id = row.request.data.request_id
+            self.batch.append_tokens(row.request, token_ids)
+            output.sampled_token_ids[request_id] = token_ids
+            if logprobs:
+                output.logprobs[request_id] = logprobs
+
+    def _verified(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray, rows: list[Row]) -> list[Verified]:
+        """New tokens of each row: one, and one more for every draft that is what the model says."""
+        drafts = [row.drafts for row in rows]
+        if any(drafts):
+            return verify(self.sampler, self.sampling_state, logits, slots, positions, drafts)
         result = self.sampler(logits, slots, positions)
         token_ids = result.token_ids.tolist()
-        self.sampling_state.append(slots, np.asarray(token_ids))
-        for row, token_id, logprobs in zip(sampled, token_ids, result.logprobs):
-            request_id = row.request.data.request_id
-            self.batch.append_token(row.request, token_id)
-            output.sampled_token_ids[request_id] = [token_id]
-            if logprobs is not None:
-                output.logprobs[request_id] = [logprobs]
+        self.sampling_state.append(slots, token_ids)
+        return [([token], [] if entry is None else [entry]) for token, entry in zip(token_ids, result.logprobs)]
 
     def _prompt_logprobs(self, inputs: StepInputs, o: Tensor, residual: Tensor, output: ModelRunnerOutput) -> None:
         first_token = 0

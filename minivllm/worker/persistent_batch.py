@@ -72,10 +72,14 @@ class PersistentBatch:
                 self._append_blocks(request.slot, int(self.num_blocks[request.slot]), difference.new_block_ids[0])
         return freed, entered
 
-    def append_token(self, request: WorkerRequest, token_id: int) -> None:
-        """Record a sampled token."""
-        self.token_ids.write(request.slot, request.num_tokens, [token_id])
-        request.output_token_ids.append(token_id)
+    def append_tokens(self, request: WorkerRequest, token_ids: list[int]) -> None:
+        """Record sampled tokens."""
+        self.token_ids.write(request.slot, request.num_tokens, token_ids)
+        request.output_token_ids += token_ids
+
+    def write_drafts(self, request: WorkerRequest, token_ids: list[int]) -> None:
+        """Put guesses behind the known tokens, to be read by the next step; sampled tokens will take their places."""
+        self.token_ids.write(request.slot, request.num_tokens, token_ids)
 
     def flush(self) -> None:
         """Send all differences to the device."""

@@ -63,9 +63,7 @@ class Sampler:
             )
         slots = np.asarray(slots, dtype=np.int64)
         is_random = self._state.temperature.host[slots] > 0.0
-        needs_work = is_random.copy()
-        for processor in self._processors:
-            needs_work |= processor.touches(slots)
+        needs_work = is_random | self.depends_on_output(slots)
 
         if needs_work.all():
             token_ids = self._process(logits.to(torch.float32, copy=True), slots, positions, is_random)
@@ -77,6 +75,14 @@ class Sampler:
                     logits[rows].float(), slots[needs_work], _select(positions, needs_work), is_random[needs_work]
                 )
         return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
+
+    def depends_on_output(self, slots: np.ndarray) -> np.ndarray:
+        """slots [R] int -> bool [R]: rows whose next token may depend on the tokens before it in other ways than
+        through their logits."""
+        depends = np.zeros(len(slots), dtype=np.bool_)
+        for processor in self._processors:
+            depends |= processor.touches(slots)
+        return depends
 
     def _process(
         self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray, is_random: np.ndarray

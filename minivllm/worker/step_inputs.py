@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +17,12 @@ from minivllm.worker.persistent_batch import PersistentBatch, WorkerRequest
 
 @dataclass(frozen=True)
 class Row:
-    """One request's part of a step: ``count`` tokens from position ``start``."""
+    """One request's part of a step: ``count`` tokens from position ``start``, the last of them being ``drafts``."""
 
     request: WorkerRequest
     start: int
     count: int
+    drafts: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,12 @@ from minivllm.models.checkpoint import iterate_weights
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.sampling_params import SamplingParams
+from minivllm.spec_decode.adaptive import DraftLengths, StepCost
+from minivllm.spec_decode.speculator import Speculator
 from minivllm.worker.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.worker.memory import cache_memory
 from minivllm.worker.model_runner import ModelRunner, RunnerLimits, page_bytes
+from minivllm.worker.speculation import DEFAULT_VERIFICATION_COST, Speculation, make_drafter
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +121,22 @@ class Worker:
                 num_pages=num_blocks,
             ),
         )
+        self.runner.speculation = self._make_speculation()
         started = time.perf_counter()
         self._warm_up()
         if self._compiler.enabled:
             logger.info("Warmed up in %.1f s.", time.perf_counter() - started)
+
+    def _make_speculation(self) -> Speculation | None:
+        config = self.config.speculative
+        if config is None:
+            return None
+        cost = DEFAULT_VERIFICATION_COST if config.verification_cost is None else config.verification_cost
+        drafter = make_drafter(config)
+        step_cost = StepCost(verify_fixed=0.0, verify_token=cost, draft_token=drafter.cost_per_token)
+        speculator = Speculator(drafter, DraftLengths(config.num_speculative_tokens, step_cost))
+        logger.info("Speculative decoding: %s, at most %d tokens.", config.method, config.num_speculative_tokens)
+        return Speculation(speculator, self.runner.batch)
 
     def _warm_up(self) -> None:
         """Compile by running one step of decodes and chunks together, then a single decode."""

@@ -136,7 +136,7 @@ def test_random_differences_leave_what_a_naive_model_says(seed: int) -> None:
         for name, naive in scheduler.running().items():
             if len(naive.tokens) < MAX_LENGTH and rng.random() < 0.5:
                 naive.tokens.append(rng.randrange(1000))
-                batch.append_token(batch.requests[name], naive.tokens[-1])
+                batch.append_tokens(batch.requests[name], [naive.tokens[-1]])
         check(batch, scheduler.requests)
 
 

@@ -1,0 +1,179 @@
+"""Outputs with speculation equal those without it, token by token, whoever guesses and however well."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
+
+from parity_reference import assert_pool_unused, greedy, random_prompts, reference_tokens, run, tiny_llm, tokens_of
+from scripted_drafter import ScriptedDrafter, speculator_of
+
+from minivllm import LLM, SamplingParams
+from minivllm.frontend.outputs import RequestOutput
+
+TinyModel = Callable[..., Path]
+
+FAMILY = "qwen3"
+MAX_TOKENS = 24
+LOOKUPS: tuple[dict[str, Any], ...] = (
+    {"method": "ngram", "prompt_lookup_min": 1, "verification_cost": 0.0},
+    {"method": "suffix", "verification_cost": 0.0},
+)
+# Repeated beginnings give the lookups something to find; one prompt is longer than the smaller budgets.
+_WORDS = random_prompts((6, 9, 7), seed=21)
+PROMPTS = [_WORDS[0] * 3, _WORDS[1], _WORDS[2] * 2 + _WORDS[0] + _WORDS[2], _WORDS[0], _WORDS[1] * 4]
+PARAMS = (
+    SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=3, repetition_penalty=1.4),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=MAX_TOKENS, presence_penalty=0.6, frequency_penalty=0.3),
+    SamplingParams(temperature=1.0, seed=6, top_p=0.9, top_k=40, max_tokens=MAX_TOKENS, min_tokens=9, logprobs=0),
+    SamplingParams(temperature=0.3, seed=7, max_tokens=MAX_TOKENS, prompt_logprobs=1, n=3, ignore_eos=True),
+)
+
+
+def key_of(output: RequestOutput) -> list[Any]:
+    """Everything of an output that speculation must not change."""
+    return [
+        (list(c.token_ids), c.text, c.finish_reason, c.stop_reason, _ids(c.logprobs), _ids(output.prompt_logprobs))
+        for c in output.outputs
+    ]
+
+
+def _ids(logprobs: Any) -> Any:
+    """Token ids and ranks of reported log-probabilities; the values are compared elsewhere, within rounding."""
+    if logprobs is None:
+        return None
+    return [None if entry is None else [(token, value.rank) for token, value in entry.items()] for entry in logprobs]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: TinyModel) -> Path:
+    return tiny_model(FAMILY)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> list[RequestOutput]:
+    """What an engine without speculation answers."""
+    with tiny_llm(model) as llm:
+        return run(llm, PROMPTS, PARAMS)
+
+
+def scripted_llm(model: Path, plain: list[RequestOutput], error_rate: float, **settings: Any) -> LLM:
+    """An engine whose drafter knows what will be said, up to a rate of errors."""
+    llm = tiny_llm(model, speculative_config={"method": "ngram", "verification_cost": 0.0}, **settings)
+    texts = [prompt + list(c.token_ids) for prompt, output in zip(PROMPTS, plain) for c in output.outputs]
+    speculator_of(llm).drafter = ScriptedDrafter(texts, error_rate, vocab_size=416)
+    return llm
+
+
+def assert_same(outputs: list[RequestOutput], plain: list[RequestOutput]) -> None:
+    assert [key_of(output) for output in outputs] == [key_of(output) for output in plain]
+    for output, expected in zip(outputs, plain):
+        for completion, reference in zip(output.outputs, expected.outputs):
+            assert completion.cumulative_logprob == pytest.approx(reference.cumulative_logprob, abs=1e-3)
+            for entry, other in zip(completion.logprobs or [], reference.logprobs or []):
+                for token in other:
+                    assert entry[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("config", LOOKUPS, ids=lambda config: config["method"])
+def test_greedy_tokens_equal_transformers(model: Path, config: dict[str, Any]) -> None:
+    with tiny_llm(model, speculative_config=config) as llm:
+        for _ in range(2):  # the second time from the prefix cache, with earlier outputs to look at
+            assert greedy(llm, PROMPTS) == reference_tokens(model, PROMPTS)
+        metrics = llm.get_metrics()
+        assert metrics.num_drafts > 0 and metrics.num_accepted_tokens > 0
+        assert_pool_unused(llm)
+
+
+@pytest.mark.parametrize("budget", [None, 7, 1])
+@pytest.mark.parametrize("config", LOOKUPS, ids=lambda config: config["method"])
+def test_everything_equals_the_engine_without_speculation(
+    model: Path, plain: list[RequestOutput], config: dict[str, Any], budget: int | None
+) -> None:
+    with tiny_llm(model, speculative_config=config, max_num_batched_tokens=budget) as llm:
+        assert_same(run(llm, PROMPTS, PARAMS), plain)
+        assert llm.get_metrics().num_drafts > 0 or budget == 1
+        assert_pool_unused(llm)
+
+
+@pytest.mark.parametrize("error_rate", [0.0, 0.3, 1.0])
+def test_everything_is_equal_whether_guesses_are_right_or_wrong(
+    model: Path, plain: list[RequestOutput], error_rate: float
+) -> None:
+    with scripted_llm(model, plain, error_rate) as llm:
+        assert_same(run(llm, PROMPTS, PARAMS), plain)
+        metrics = llm.get_metrics()
+        assert metrics.num_draft_tokens > 0
+        if error_rate == 1.0:
+            assert metrics.num_accepted_tokens == 0
+        else:
+            assert metrics.num_accepted_tokens > 0
+        assert_pool_unused(llm)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("error_rate", [0.0, 0.5])
+def test_everything_is_equal_when_requests_are_preempted(
+    model: Path, plain: list[RequestOutput], error_rate: float, caching: bool
+) -> None:
+    settings: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 1 + 12}
+    with scripted_llm(model, plain, error_rate, enable_prefix_caching=caching, **settings) as llm:
+        assert_same(run(llm, PROMPTS, PARAMS), plain)
+        assert llm.get_metrics().num_preemptions > 1
+        assert_pool_unused(llm)
+
+
+def test_guesses_that_are_right_save_steps_and_are_counted_by_position(model: Path, plain: list[RequestOutput]) -> None:
+    params = PARAMS[0]
+    with tiny_llm(model) as llm:
+        run(llm, PROMPTS[:1], params)
+        steps = llm.get_metrics().num_steps
+    with scripted_llm(model, plain, 0.0) as llm:
+        assert tokens_of(run(llm, PROMPTS[:1], params)) == tokens_of(plain[:1])
+        metrics = llm.get_metrics()
+    # 1 token from the prompt, then 8 in each step: 7 guesses and the bonus.
+    assert (steps, metrics.num_steps) == (24, 1 + 3)
+    assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (3, 20, 20)
+    assert metrics.num_accepted_tokens_per_position == [3, 3, 3, 3, 3, 3, 2]
+
+
+def test_hopeless_guesses_stop_and_good_ones_go_on(model: Path, plain: list[RequestOutput]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    with tiny_llm(model) as llm:
+        text = PROMPTS[1] + tokens_of(run(llm, PROMPTS[1:2], params))[0]
+    steps, proposed = {}, {}
+    for error_rate in (0.0, 1.0):
+        with tiny_llm(model, speculative_config={"method": "ngram", "verification_cost": 0.1}) as llm:
+            drafter = ScriptedDrafter([text], error_rate, vocab_size=416)
+            speculator_of(llm).drafter = drafter
+            assert PROMPTS[1] + tokens_of(run(llm, PROMPTS[1:2], params))[0] == text
+            steps[error_rate], proposed[error_rate] = llm.get_metrics().num_steps, drafter.num_proposed
+    assert steps[0.0] <= 1 + -(-99 // 8) + 1
+    assert steps[1.0] == 100
+    # Verifying one more token costs a tenth of a step: all the wrong ones together less than three.
+    assert proposed[1.0] < 30
+
+
+def test_requests_that_end_or_are_aborted_leave_nothing_behind(model: Path) -> None:
+    with tiny_llm(model, speculative_config={"method": "suffix"}) as llm:
+        stopped = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, stop_token_ids=list(range(0, 416, 3)))
+        outputs = run(llm, PROMPTS, stopped)
+        assert any(output.outputs[0].finish_reason == "stop" for output in outputs)
+        engine = llm.llm_engine
+        engine.add_request("gone", {"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=50, ignore_eos=True))
+        for _ in range(4):
+            engine.step()
+        engine.abort_request(["gone"])
+        run(llm, PROMPTS[:1], stopped)
+        run(llm, PROMPTS[:1], stopped)  # ids that ended reach the worker with the next step
+        speculator = speculator_of(llm)
+        assert len(speculator.lengths._records) <= 1
+        assert len(speculator.drafter._own) <= 1  # type: ignore[attr-defined]
+        assert_pool_unused(llm)
