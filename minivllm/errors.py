@@ -22,6 +22,10 @@ class RequestError(MinivllmError, ValueError):
     exit_code = 2
 
 
+class ContextLengthError(RequestError):
+    """Prompt and answer together do not fit into max_model_len."""
+
+
 class ModelError(MinivllmError):
     """A model cannot be found, fetched, read or supported."""
 

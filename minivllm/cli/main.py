@@ -15,6 +15,7 @@ from minivllm.cli.chat import chat
 from minivllm.cli.env import env
 from minivllm.cli.generate import generate
 from minivllm.cli.pull import pull
+from minivllm.cli.serve import serve
 from minivllm.cli.terminal_text import printable
 from minivllm.cli.trace import trace
 from minivllm.errors import MinivllmError
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.command("chat")(chat)
 app.command("generate")(generate)
+app.command("serve")(serve)
 app.command("pull")(pull)
 app.command("env")(env)
 app.command("trace")(trace)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from minivllm.config import EngineConfig
-from minivllm.errors import RequestError
+from minivllm.errors import ContextLengthError, RequestError
 from minivllm.messages import EngineRequest
 from minivllm.sampling_params import SamplingParams
 
@@ -197,14 +197,14 @@ class InputProcessor:
         limit = self._max_model_len
         asked = "the rest of the context" if params.max_tokens is None else params.max_tokens
         if num_prompt_tokens >= limit:
-            raise RequestError(
+            raise ContextLengthError(
                 f"The prompt has {num_prompt_tokens} tokens and max_tokens is {asked}, but max_model_len is {limit}: "
                 f"a prompt may have at most {limit - 1} tokens, so that one can be generated. Shorten it."
             )
         room = limit - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else params.max_tokens
         if max_tokens > room:
-            raise RequestError(
+            raise ContextLengthError(
                 f"The prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together "
                 f"{num_prompt_tokens + max_tokens}, but max_model_len is {limit}: shorten the prompt, or ask for at "
                 f"most {room} tokens."

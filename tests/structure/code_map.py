@@ -16,6 +16,8 @@ ROOMS = {
     "minivllm/worker": "persistent batch, step inputs, attention backends, compiler, sampler",
     "minivllm/models": "one config-driven decoder, families, safetensors and GGUF, fetching",
     "minivllm/frontend": "`LLM`, prompts in, text out: tokenizer, detokenizer, stop strings",
+    "minivllm/server": "the OpenAI-compatible server: wire format, admission, streams, tool calls",
+    "minivllm/metrics": "Prometheus metrics, a dashboard for them, the console's status line",
     "minivllm/cli": "`chat`, `generate`, `pull`, `env`, `trace` and their terminal",
     "kernels_triton_free": "functions of tensors: paged FlexAttention, norm, rotary, sampling; no minivllm in them",
 }

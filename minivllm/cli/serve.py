@@ -1,0 +1,123 @@
+"""``minivllm serve``: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from minivllm.cli.engine_options import EngineOptions, ModelArgument
+from minivllm.cli.option_groups import with_option_groups
+from minivllm.config import EngineArgs
+from minivllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    import socket
+
+    from minivllm.server.settings import ServerSettings
+
+
+def _option(help_text: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help_text, **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """The flags behind ``ServerSettings``."""
+
+    host: Annotated[str, _option("Address to listen on; 0.0.0.0 is every one this machine has.")] = "127.0.0.1"
+    port: Annotated[int, _option("Port to listen on; 0 takes a free one.")] = 8000
+    api_key: Annotated[
+        list[str] | None,
+        _option(
+            "Key that clients must send as a bearer token (may be repeated; in the environment, separated by spaces).",
+            envvar="MINIVLLM_API_KEY",
+        ),
+    ] = None
+    served_model_name: Annotated[
+        list[str] | None, _option("Name that clients ask for, instead of MODEL (may be repeated).")
+    ] = None
+    max_queued_requests: Annotated[
+        int, _option("Completions that may wait for a place among --max-num-seqs; more get 429.")
+    ] = 256
+    max_queued_prompt_tokens: Annotated[int, _option("Prompt tokens that may wait; more get 429.")] = 262_144
+    request_timeout: Annotated[float, _option("Seconds a request may take, waiting included; 0 is no limit.")] = 600.0
+    max_body_bytes: Annotated[int, _option("Largest body of a request.")] = 4 * 2**20
+    cors_origin: Annotated[
+        list[str] | None, _option("Web page whose scripts may call the server (may be repeated); none by default.")
+    ] = None
+    log_json: Annotated[bool, _option("Log one JSON object per line.", "--log-json")] = False
+    drain_timeout: Annotated[float, _option("Seconds that running requests get after SIGTERM.")] = 30.0
+    stats_interval: Annotated[float, _option("Seconds between status lines, when there is news; 0 for none.")] = 10.0
+    tool_call_parser: Annotated[
+        str, _option("How the model writes tool calls: auto (by its chat template), hermes, llama or none.")
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str, _option("How the model marks its reasoning: auto (by its chat template), think or none.")
+    ] = "auto"
+
+    def settings(self) -> ServerSettings:
+        """Raises ConfigError naming the setting and what it may be."""
+        from minivllm.server.settings import ServerSettings
+
+        return ServerSettings(
+            host=self.host,
+            port=self.port,
+            api_keys=tuple(self.api_key or ()),
+            served_model_names=tuple(self.served_model_name or ()),
+            max_queued_requests=self.max_queued_requests,
+            max_queued_prompt_tokens=self.max_queued_prompt_tokens,
+            request_timeout=self.request_timeout or None,
+            max_body_bytes=self.max_body_bytes,
+            cors_origins=tuple(self.cors_origin or ()),
+            log_json=self.log_json,
+            drain_timeout=self.drain_timeout,
+            stats_interval=self.stats_interval,
+            tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
+        )
+
+
+@with_option_groups
+def serve(server: ServerOptions, engine: EngineOptions, model: ModelArgument = "smollm2") -> None:
+    """Serve a model to OpenAI clients: chat and text completions, streams, tool calls, metrics.
+
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize, /detokenize, /health,
+    /ready, /version, /metrics; /openapi.json describes them. SIGTERM lets running requests finish; a second one does
+    not. The exit code is 1 if the engine died.
+
+    Example: minivllm serve smollm2 --port 8000 --api-key secret
+
+    Then: curl http://127.0.0.1:8000/v1/chat/completions -H "Authorization: Bearer secret"
+    -H "Content-Type: application/json" -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+
+    Or in Python: openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="secret")
+    """
+    if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
+        raise ConfigError("serve needs fastapi and uvicorn: pip install 'minivllm[server]'.")
+    args = engine.engine_args(model)
+    settings = server.settings()
+    from minivllm.cli.engine_start import fetch_model
+    from minivllm.server.logs import start_logging
+    from minivllm.server.run import listen, warn_if_open
+
+    start_logging(as_json=settings.log_json)
+    warn_if_open(settings)
+    listener = listen(settings)
+    try:
+        fetch_model(args)
+        code = asyncio.run(_serve(args, settings, listener))
+    finally:
+        listener.close()
+    if code:
+        raise typer.Exit(code)
+
+
+async def _serve(args: EngineArgs, settings: ServerSettings, listener: socket.socket) -> int:
+    from minivllm.frontend.async_llm import AsyncLLM
+    from minivllm.server.run import serve as serve_engine
+
+    return await serve_engine(AsyncLLM.from_args(args), settings, listener)

@@ -1,0 +1,181 @@
+"""Prometheus metrics of a server. Every label comes from a fixed set: nothing a client wrote becomes one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from minivllm.messages import SchedulerStats
+
+TOKEN_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+REQUEST_LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+TOKEN_COUNTS = tuple(2.0**power for power in range(18))
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+class Completion(Protocol):
+    """As ``CompletionOutput``; token_ids are those new since the last output, or all of them at the end."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+class Timings(Protocol):
+    """As ``RequestMetrics``; seconds."""
+
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    last_token_time: float | None
+
+    @property
+    def ttft(self) -> float | None: ...
+    @property
+    def queue_time(self) -> float | None: ...
+    @property
+    def prefill_time(self) -> float | None: ...
+    @property
+    def decode_time(self) -> float | None: ...
+    @property
+    def e2e_latency(self) -> float | None: ...
+    @property
+    def tpot(self) -> float | None: ...
+
+
+class Output(Protocol):
+    """As ``RequestOutput``."""
+
+    finished: bool
+
+    @property
+    def outputs(self) -> Sequence[Completion]: ...
+    @property
+    def metrics(self) -> Timings: ...
+
+
+class ServerMetrics:
+    """One registry per server. ``engine_stats`` are the core's own counters, as of the last look."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.engine_stats = SchedulerStats()
+        self.engine_is_up = True
+        self.num_admitted = 0
+        self.registry.register(_EngineCollector(self))
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that began to answer.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.finished = self._counter("request_success", "Completions by how they ended.", "finished_reason")
+        self.errors = self._counter("request_errors", "HTTP requests that failed, by class.", "error_class")
+        for reason in FINISH_REASONS:
+            self.finished.labels(reason)
+        self.ttft = self._seconds("time_to_first_token", "Arrival until the first token.", REQUEST_LATENCIES)
+        self.itl = self._seconds("inter_token_latency", "Between two tokens of one completion.", TOKEN_LATENCIES)
+        self.tpot = self._seconds("time_per_output_token", "Mean of a request, without the first.", TOKEN_LATENCIES)
+        self.e2e = self._seconds("e2e_request_latency", "Arrival until the end.", REQUEST_LATENCIES)
+        self.queue = self._seconds("request_queue_time", "Arrival until first scheduled.", REQUEST_LATENCIES)
+        self.prefill = self._seconds("request_prefill_time", "First scheduled until first token.", REQUEST_LATENCIES)
+        self.decode = self._seconds("request_decode_time", "First token until the last.", REQUEST_LATENCIES)
+        self.prompt_length = Histogram(
+            "minivllm_request_prompt_tokens", "Tokens per prompt.", buckets=TOKEN_COUNTS, registry=self.registry
+        )
+        self.generation_length = Histogram(
+            "minivllm_request_generation_tokens",
+            "Tokens generated per request.",
+            buckets=TOKEN_COUNTS,
+            registry=self.registry,
+        )
+
+    def recorder(self) -> RequestRecorder:
+        return RequestRecorder(self)
+
+    def exposition(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"minivllm_{name}", text, labels, registry=self.registry)
+
+    def _seconds(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"minivllm_{name}_seconds", f"{text} [seconds]", buckets=buckets, registry=self.registry)
+
+
+class RequestRecorder:
+    """Follows the outputs of one request."""
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self._metrics = metrics
+        self._last_times: dict[int, float] = {}
+        self._ended: set[int] = set()
+        self._num_counted = 0
+        self._has_begun = False
+
+    def record(self, output: Output) -> None:
+        metrics, timings = self._metrics, output.metrics
+        if not self._has_begun and timings.num_generation_tokens > 0:
+            self._has_begun = True
+            metrics.prompt_tokens.inc(timings.num_prompt_tokens)
+            metrics.prompt_length.observe(timings.num_prompt_tokens)
+            _observe(metrics.ttft, timings.ttft)
+            _observe(metrics.queue, timings.queue_time)
+            _observe(metrics.prefill, timings.prefill_time)
+        metrics.generation_tokens.inc(timings.num_generation_tokens - self._num_counted)
+        self._num_counted = timings.num_generation_tokens
+        for completion in output.outputs:
+            if timings.last_token_time is not None and not output.finished:
+                self._record_gap(completion, timings.last_token_time)
+            if completion.finish_reason in FINISH_REASONS and completion.index not in self._ended:
+                self._ended.add(completion.index)
+                metrics.finished.labels(completion.finish_reason).inc()
+        if output.finished:
+            metrics.generation_length.observe(timings.num_generation_tokens)
+            _observe(metrics.decode, timings.decode_time)
+            _observe(metrics.e2e, timings.e2e_latency)
+            _observe(metrics.tpot, timings.tpot)
+
+    def _record_gap(self, completion: Completion, now: float) -> None:
+        """Several tokens in one output share the time since the last one evenly."""
+        num_tokens = len(completion.token_ids)
+        last = self._last_times.get(completion.index)
+        if num_tokens == 0:
+            return
+        self._last_times[completion.index] = now
+        if last is not None:
+            for _ in range(num_tokens):
+                self._metrics.itl.observe((now - last) / num_tokens)
+
+
+class _EngineCollector:
+    """The core's state and counters, which the core counts itself."""
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._metrics.engine_stats
+        gauges = (
+            ("num_requests_running", "Sequences in the current batch.", stats.num_running),
+            ("num_requests_waiting", "Sequences that wait for a place in the batch.", stats.num_waiting),
+            ("num_completions_admitted", "Completions the server has taken in.", self._metrics.num_admitted),
+            ("kv_cache_usage_ratio", "Share of KV blocks in use, 0 to 1.", stats.kv_cache_usage),
+            ("engine_up", "1 while the engine core answers.", float(self._metrics.engine_is_up)),
+        )
+        counters = (
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queried_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hit_tokens),
+            ("num_preemptions", "Requests that lost their blocks and began again.", stats.num_preemptions),
+            ("engine_steps", "Steps of the engine core.", stats.num_steps),
+            ("computed_tokens", "Tokens the model computed, prompts and drafts included.", stats.num_computed_tokens),
+        )
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(f"minivllm_{name}", text, value=value)
+        for name, text, value in counters:
+            yield CounterMetricFamily(f"minivllm_{name}", text, value=value)
+
+
+def _observe(histogram: Histogram, seconds: float | None) -> None:
+    if seconds is not None:
+        histogram.observe(max(0.0, seconds))

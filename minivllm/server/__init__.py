@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server: what comes over the wire, turned into requests of an asynchronous engine."""

@@ -1,0 +1,210 @@
+"""The application: every endpoint, in front of one engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from minivllm import __version__
+from minivllm.errors import EngineDeadError
+from minivllm.server.chat_endpoint import ChatRun
+from minivllm.server.completions_endpoint import CompletionRun
+from minivllm.server.errors import (
+    ErrorBody,
+    engine_dead,
+    error_response,
+    install_error_handlers,
+    shutting_down,
+)
+from minivllm.server.middleware import OPEN_PATHS, AccessLog, BodyLimit, RequireKey
+from minivllm.server.protocol.chat import ChatCompletion, ChatCompletionRequest
+from minivllm.server.protocol.completions import Completion, CompletionRequest
+from minivllm.server.protocol.tokenization import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    Health,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+    Version,
+)
+from minivllm.server.service import Service
+from minivllm.server.streaming import ClientLeft, error_frames, event_stream, while_connected
+from minivllm.server.tokenization import detokenize, tokenize
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def _errors(*statuses: int) -> Responses:
+    """The failures an endpoint documents, besides those every path has."""
+    texts = {
+        400: "The body cannot be served; the error names the field.",
+        401: "The API key is missing or wrong.",
+        404: "There is no such model.",
+        413: "The body is too large.",
+        429: "The queue is full; Retry-After says when to come back.",
+        500: "The server failed.",
+        503: "The engine is dead, or the server is shutting down.",
+        504: "The request took longer than the server allows.",
+    }
+    return {status: {"model": ErrorBody, "description": texts[status]} for status in statuses}
+
+
+GENERATING = _errors(400, 401, 404, 413, 429, 500, 503, 504)
+READING = _errors(400, 401, 404, 413)
+
+
+def _streamable(model: Any) -> Responses:
+    """200 is JSON, or with ``stream: true`` a stream of events."""
+    content = {"text/event-stream": {"schema": {"type": "string"}}}
+    return {200: {"model": model, "content": content, "description": "The answer, or a stream of its pieces."}}
+
+
+def json_response(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def build_app(service: Service) -> ASGIApp:
+    """The ASGI application, key check and limits around it included."""
+    app = FastAPI(
+        title="minivllm",
+        version=__version__,
+        description="An OpenAI-compatible server. Unknown parameters are refused, none is ignored.",
+        docs_url=None,
+        redoc_url=None,  # these pages would load scripts from elsewhere; the schema is at /openapi.json
+    )
+    install_error_handlers(app)
+    _add_generation(app, service)
+    _add_tokenization(app, service)
+    _add_models(app, service)
+    _add_operation(app, service)
+    _declare_keys(app)
+
+    async def on_client_left(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)
+
+    app.add_exception_handler(ClientLeft, on_client_left)
+    settings = service.settings
+    wrapped: ASGIApp = BodyLimit(app, settings.max_body_bytes)
+    wrapped = RequireKey(wrapped, settings.api_keys)
+    if settings.cors_origins:
+        wrapped = CORSMiddleware(
+            wrapped,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return AccessLog(wrapped, service.metrics)
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", responses={**_streamable(ChatCompletion), **GENERATING}, tags=["generation"])
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        """Continue a conversation."""
+        run = ChatRun(service, body)
+        if body.stream:
+            return await event_stream(request, run.stream(), error_frames)
+        return json_response(await while_connected(request.receive, run.complete()))
+
+    @app.post("/v1/completions", responses={**_streamable(Completion), **GENERATING}, tags=["generation"])
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue texts."""
+        run = CompletionRun(service, body)
+        if body.stream:
+            return await event_stream(request, run.stream(), error_frames)
+        return json_response(await while_connected(request.receive, run.complete()))
+
+
+def _add_tokenization(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", responses={200: {"model": TokenizeResponse}, **READING}, tags=["tokens"])
+    async def tokenize_endpoint(body: TokenizeRequest) -> Response:
+        """Token ids of a text or a conversation."""
+        service.model_name(body.model)
+        return json_response(await service.in_text_thread(tokenize, service, body))
+
+    @app.post("/detokenize", responses={200: {"model": DetokenizeResponse}, **READING}, tags=["tokens"])
+    async def detokenize_endpoint(body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        service.model_name(body.model)
+        return json_response(await service.in_text_thread(detokenize, service, body))
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    def card(name: str) -> ModelCard:
+        return ModelCard(
+            id=name,
+            object="model",
+            created=service.started_at,
+            owned_by="minivllm",
+            root=service.engine.config.model,
+            max_model_len=service.max_model_len,
+        )
+
+    @app.get("/v1/models", responses={200: {"model": ModelList}, **_errors(401)}, tags=["models"])
+    async def models() -> Response:
+        """The names this server answers to."""
+        return json_response(ModelList(object="list", data=[card(name) for name in service.model_names]))
+
+    @app.get("/v1/models/{name:path}", responses={200: {"model": ModelCard}, **_errors(401, 404)}, tags=["models"])
+    async def model(name: str) -> Response:
+        """One of them."""
+        return json_response(card(service.model_name(name)))
+
+
+def _add_operation(app: FastAPI, service: Service) -> None:
+    async def is_alive() -> bool:
+        try:
+            await service.engine.check_health()
+        except EngineDeadError:
+            return False
+        return not service.engine.is_dead
+
+    @app.get("/health", responses={200: {"model": Health}, **_errors(503)}, tags=["operation"])
+    async def health() -> Response:
+        """200 while the engine core's loop answers."""
+        return json_response(Health(status="ok")) if await is_alive() else error_response(engine_dead())
+
+    @app.get("/ready", responses={200: {"model": Health}, **_errors(503)}, tags=["operation"])
+    async def ready() -> Response:
+        """200 while new requests are taken in: healthy, and not shutting down."""
+        if service.admission.is_draining:
+            return error_response(shutting_down())
+        return json_response(Health(status="ok")) if await is_alive() else error_response(engine_dead())
+
+    @app.get("/version", responses={200: {"model": Version}, **_errors(401)}, tags=["operation"])
+    async def version() -> Response:
+        """The server's version."""
+        return json_response(Version(version=__version__))
+
+    @app.get(
+        "/metrics",
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **_errors(401)},
+        tags=["operation"],
+    )
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        await service.refresh_stats()
+        return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _declare_keys(app: FastAPI) -> None:
+    """The schema says that every path takes a bearer key, except the open ones; the check itself stands before it."""
+    make = app.openapi
+
+    def with_keys() -> dict[str, Any]:
+        schema = make()
+        schemes = {"key": {"type": "http", "scheme": "bearer"}}
+        schema.setdefault("components", {})["securitySchemes"] = schemes
+        for path, operations in schema["paths"].items():
+            for operation in operations.values():
+                operation["security"] = [] if path in OPEN_PATHS else [{"key": []}]
+        return schema
+
+    app.openapi = with_keys  # type: ignore[method-assign]

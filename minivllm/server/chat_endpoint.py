@@ -1,0 +1,202 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from minivllm.frontend.input_processor import PreparedRequest
+from minivllm.frontend.outputs import CompletionOutput, RequestOutput
+from minivllm.sampling_params import SamplingParams
+from minivllm.server.chat_answer import ChatAnswer
+from minivllm.server.chat_messages import template_messages, template_names, template_tools
+from minivllm.server.errors import ApiError, unsupported
+from minivllm.server.logprobs import chat_logprobs
+from minivllm.server.protocol.chat import (
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChoiceLogprobs,
+    ChunkChoice,
+    Delta,
+)
+from minivllm.server.protocol.usage import Usage, usage
+from minivllm.server.service import Service, new_id
+from minivllm.server.streaming import DONE, data_frame
+
+
+class ChatRun:
+    """One request for a chat completion, checked; then either ``complete`` or ``stream``."""
+
+    def __init__(self, service: Service, request: ChatCompletionRequest) -> None:
+        self._service = service
+        self._request = request
+        self._model = service.model_name(request.model)
+        self._id = new_id("chatcmpl")
+        self._created = int(time.time())
+        self._prompt_text: str | None = None
+        self._answers: dict[int, ChatAnswer] = {}
+        self._logprobs: dict[int, ChoiceLogprobs | None] = {}
+        self._last_output: RequestOutput | None = None
+        self._has_tools = bool(request.tools) and request.tool_choice != "none"
+        _check_combinations(request)
+        self._params = _sampling_params(service, request)
+        self._messages = template_messages(request.messages, service.chat_template)
+        self._template_kwargs: dict[str, Any] = template_names(request, service.chat_template)
+        if self._has_tools:
+            self._template_kwargs["tools"] = template_tools(request.tools or [], service.chat_template)
+
+    async def complete(self) -> ChatCompletion:
+        """The whole answer at once."""
+        async with aclosing(self._outputs()) as outputs:
+            async for output in outputs:
+                for completion in output.outputs:
+                    self._answer(completion.index).take_in(completion)
+                    self._logprobs[completion.index] = self._logprobs_of(completion)
+        choices = []
+        for index, answer in sorted(self._answers.items()):
+            choice = ChatChoice(
+                index=index,
+                message=answer.message(),
+                logprobs=self._logprobs[index],
+                finish_reason=answer.finish_reason or "stop",
+            )
+            if answer.stop_reason is not None:
+                choice["stop_reason"] = answer.stop_reason
+            choices.append(choice)
+        return ChatCompletion(
+            id=self._id,
+            object="chat.completion",
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=self._usage(),
+        )
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Frames: the role first, deltas, a finish reason per choice, usage if asked for, [DONE]."""
+        async with aclosing(self._outputs()) as outputs:
+            async for output in outputs:
+                for completion in output.outputs:
+                    for choice in self._chunk_choices(completion):
+                        yield data_frame(self._chunk([choice]))
+                if len(self._answers) == self._params.n and all(answer.is_over for answer in self._answers.values()):
+                    break
+        if self._request.wants_usage_chunk:
+            yield data_frame({**self._chunk([]), "usage": self._usage()})
+        yield DONE
+
+    async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        async with aclosing(self._service.run(self._params.n, self._prepare)) as outputs:
+            async for _, _, output in outputs:
+                self._last_output = output
+                yield output
+
+    def _prepare(self) -> Sequence[PreparedRequest]:
+        """Runs in the text thread."""
+        request, engine = self._request, self._service.engine
+        prompt = engine.render_chat(
+            self._messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            chat_template_kwargs=self._template_kwargs,
+        )
+        self._prompt_text = prompt.get("prompt")
+        if request.cache_salt is not None:
+            prompt = {**prompt, "cache_salt": request.cache_salt}
+        return [engine.prepare(self._id, prompt, self._params, priority=request.priority or 0)]
+
+    def _answer(self, index: int) -> ChatAnswer:
+        if index not in self._answers:
+            parser = self._service.answer_format.parser(self._prompt_text, has_tools=self._has_tools)
+            self._answers[index] = ChatAnswer(parser, single_call=self._request.parallel_tool_calls is False)
+        return self._answers[index]
+
+    def _chunk_choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
+        """Chunks for what is new in one answer. Logprobs go with the first of them that has text, or alone."""
+        answer = self._answer(completion.index)
+        if answer.is_over:
+            return []
+        deltas = answer.take_in(completion)
+        logprobs = self._logprobs_of(completion)
+        if logprobs is not None and logprobs["content"] and all("role" in delta for delta in deltas):
+            deltas.append(Delta(content=""))
+        choices: list[ChunkChoice] = []
+        for delta in deltas:
+            carries = logprobs is not None and "role" not in delta
+            choices.append(
+                ChunkChoice(
+                    index=completion.index,
+                    delta=delta,
+                    logprobs=logprobs if carries else None,
+                    finish_reason=None,
+                )
+            )
+            if carries:
+                logprobs = None
+        if answer.is_over:
+            last = ChunkChoice(index=completion.index, delta=Delta(), logprobs=None, finish_reason=answer.finish_reason)
+            if answer.stop_reason is not None:
+                last["stop_reason"] = answer.stop_reason
+            choices.append(last)
+        return choices
+
+    def _chunk(self, choices: list[ChunkChoice]) -> ChatCompletionChunk:
+        chunk = ChatCompletionChunk(
+            id=self._id,
+            object="chat.completion.chunk",
+            created=self._created,
+            model=self._model,
+            choices=choices,
+        )
+        if self._request.wants_usage_chunk:
+            chunk["usage"] = None
+        return chunk
+
+    def _logprobs_of(self, completion: CompletionOutput) -> ChoiceLogprobs | None:
+        if completion.logprobs is None:
+            return None
+        return chat_logprobs(completion.logprobs, self._request.top_logprobs or 0, self._service.token_decoder)
+
+    def _usage(self) -> Usage:
+        output = self._last_output
+        if output is None:
+            return usage(0, 0, 0)
+        return usage(len(output.prompt_token_ids), output.metrics.num_generation_tokens, output.num_cached_tokens)
+
+
+def _check_combinations(request: ChatCompletionRequest) -> None:
+    """What single fields cannot know. Raises ApiError 400."""
+    if request.stream_options is not None and not request.stream:
+        raise unsupported("stream_options", "is only allowed together with stream: true.")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise unsupported("top_logprobs", "is only allowed together with logprobs: true.")
+    both = request.max_tokens, request.max_completion_tokens
+    if None not in both and both[0] != both[1]:
+        raise ApiError(
+            400,
+            f"max_tokens is {both[0]} and max_completion_tokens is {both[1]}, but both mean the same: give one.",
+            param="max_tokens",
+            code="invalid_value",
+        )
+    if request.response_format is not None and request.response_format.type != "text":
+        raise unsupported("response_format", "must be of type text: this server does not constrain its answers.")
+    if request.tool_choice in (None, "none", "auto"):
+        return
+    raise unsupported("tool_choice", "must be auto or none: this server does not force the model to call a tool.")
+
+
+def _sampling_params(service: Service, request: ChatCompletionRequest) -> SamplingParams:
+    defaults = msgspec.structs.replace(service.engine.get_default_sampling_params(), max_tokens=None)
+    max_tokens = request.max_completion_tokens
+    return request.sampling_params(
+        defaults,
+        n=request.n or 1,
+        max_tokens=request.max_tokens if max_tokens is None else max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        output_kind=request.output_kind,
+    )

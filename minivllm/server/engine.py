@@ -1,0 +1,74 @@
+"""What the server needs of an engine. ``AsyncLLM`` is one; tests put a scripted one in its place."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from minivllm.config import EngineConfig
+from minivllm.frontend.input_processor import PreparedRequest, Prompt
+from minivllm.frontend.outputs import RequestOutput
+from minivllm.messages import SchedulerStats
+from minivllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.frontend.tokenizer import Tokenizer
+
+
+class AsyncEngine(Protocol):
+    """An engine with text at both ends whose requests run beside one another on one event loop."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def has_tokenizer(self) -> bool: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def is_dead(self) -> bool:
+        """True once the engine core has died; every further call raises EngineDeadError."""
+        ...
+
+    def get_default_sampling_params(self) -> SamplingParams: ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """A conversation as a prompt. Called from one worker thread, as ``prepare`` is. Raises RequestError."""
+        ...
+
+    def prepare(
+        self,
+        request_id: str | None,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> PreparedRequest:
+        """Tokenize and validate; nothing runs yet. Raises RequestError."""
+        ...
+
+    def generate(self, prompt: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Run a prepared request. Closing the iterator, or cancelling its reader, aborts the request.
+
+        An abort by id ends it with finish_reason "abort". Raises EngineDeadError when the engine core dies.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def stats(self) -> SchedulerStats: ...
+
+    async def check_health(self) -> None:
+        """Return if the engine core's loop answers. Raises EngineDeadError if it does not."""
+        ...
+
+    async def close(self) -> None: ...

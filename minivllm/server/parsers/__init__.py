@@ -1,0 +1,1 @@
+"""Reading what a model writes: its reasoning, its tool calls, its text. Incremental, one pass, no backtracking."""

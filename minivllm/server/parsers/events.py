@@ -1,0 +1,62 @@
+"""The pieces that a model's text is taken apart into. However a text is cut into deltas, the pieces add up the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of the model thinking aloud."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins; its arguments follow."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of the JSON text of the current call's arguments."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The current call is complete."""
+
+
+Event = Content | Reasoning | CallStart | CallArguments | CallEnd
+
+
+class Parser(Protocol):
+    """Takes text as it comes; every method returns what has become certain."""
+
+    def feed(self, text: str) -> list[Event]: ...
+
+    def finish(self) -> list[Event]:
+        """The text is over: release everything held back. To be called once, last."""
+        ...
+
+
+class PlainText:
+    """Everything is content."""
+
+    def feed(self, text: str) -> list[Event]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        return []

@@ -1,0 +1,163 @@
+"""The two common ways in which models write tool calls."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from minivllm.server.parsers.call_object import WHITESPACE, CallObjectReader
+from minivllm.server.parsers.events import Content, Event
+from minivllm.server.parsers.tags import split_at_tag
+
+HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
+LLAMA_TAG = "<|python_tag|>"
+
+
+class _State(Enum):
+    BEGINNING = auto()
+    TEXT = auto()
+    OBJECT = auto()
+    BEHIND_OBJECT = auto()
+
+
+class _CallParser:
+    """What both forms share: whitespace around calls is nobody's text, a broken call is text, objects may repeat."""
+
+    def __init__(self, state: _State, *, requires_arguments: bool) -> None:
+        self._state = state
+        self._requires_arguments = requires_arguments
+        self._buffer = ""
+        self._spaces: list[str] = []
+        self._has_calls = False
+        self._reader = CallObjectReader(requires_arguments=requires_arguments)
+        self._opening = ""
+
+    def feed(self, text: str) -> list[Event]:
+        self._buffer += text
+        events: list[Event] = []
+        while self._buffer and self._advance(events):
+            pass
+        return events
+
+    def finish(self) -> list[Event]:
+        events: list[Event] = []
+        if self._state is _State.OBJECT:
+            if self._reader.is_call:
+                return self._reader.finish()
+            self._content(self._opening + self._reader.raw, events)
+        self._content(self._buffer, events)
+        if self._spaces and not self._has_calls:
+            events.append(Content("".join(self._spaces)))
+        return events
+
+    def _advance(self, events: list[Event]) -> bool:
+        """Take something from the buffer; False if it takes more text to go on."""
+        raise NotImplementedError
+
+    def _begin_object(self, opening: str) -> None:
+        """``opening``: what stands before the object and turns into text if the object is no call."""
+        self._state, self._opening = _State.OBJECT, opening
+        self._reader = CallObjectReader(requires_arguments=self._requires_arguments)
+
+    def _read_object(self, events: list[Event]) -> None:
+        taken, new_events = self._reader.feed(self._buffer)
+        self._buffer = self._buffer[taken:]
+        if self._reader.is_call:
+            self._has_calls, self._spaces = True, []
+        events += new_events
+        if not self._reader.is_done:
+            return
+        self._state = _State.BEHIND_OBJECT if self._reader.is_call else _State.TEXT
+        if not self._reader.is_call:
+            self._content(self._opening + self._reader.raw, events)
+
+    def _content(self, text: str, events: list[Event]) -> None:
+        """Emit text; trailing whitespace waits for what follows, because before a call it is none."""
+        body = text.rstrip()
+        if body:
+            events.append(Content("".join([*self._spaces, body])))
+            self._spaces = []
+        if len(body) < len(text):
+            self._spaces.append(text[len(body) :])
+
+
+class HermesParser(_CallParser):
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Hermes 2 Pro, Qwen and SmolLM write it."""
+
+    def __init__(self) -> None:
+        super().__init__(_State.TEXT, requires_arguments=False)
+
+    def _advance(self, events: list[Event]) -> bool:
+        if self._state is _State.TEXT:
+            before, found, self._buffer = split_at_tag(self._buffer, HERMES_OPEN)
+            self._content(before, events)
+            if found:
+                self._begin_object(HERMES_OPEN)
+            return found
+        if self._state is _State.OBJECT:
+            self._read_object(events)
+            return True
+        self._buffer = self._buffer.lstrip(WHITESPACE)
+        if self._buffer.startswith(HERMES_CLOSE):
+            self._state, self._buffer = _State.TEXT, self._buffer[len(HERMES_CLOSE) :]
+        elif HERMES_CLOSE.startswith(self._buffer):
+            return False
+        elif self._buffer[0] == "{":
+            self._begin_object("")
+        else:
+            self._state = _State.TEXT
+        return True
+
+    def finish(self) -> list[Event]:
+        if self._state is _State.BEHIND_OBJECT:
+            self._buffer = ""  # half a closing tag
+        return super().finish()
+
+
+class LlamaParser(_CallParser):
+    """``{"name": …, "parameters": {…}}``, several separated by ``;``, as Llama 3 writes it.
+
+    The answer must begin with it; ``<|python_tag|>`` may stand before it (it is a special token, mostly left out).
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_State.BEGINNING, requires_arguments=True)
+        self._has_tag = False
+
+    def _advance(self, events: list[Event]) -> bool:
+        if self._state is _State.TEXT:
+            self._content(self._buffer, events)
+            self._buffer = ""
+            return True
+        if self._state is _State.OBJECT:
+            self._read_object(events)
+            return True
+        if self._state is _State.BEHIND_OBJECT:
+            self._buffer = self._buffer.lstrip(WHITESPACE + ";,")
+            if self._buffer.startswith("{"):
+                self._begin_object("")
+            elif self._buffer:
+                self._state = _State.TEXT
+            return True
+        return self._begin(events)
+
+    def _begin(self, events: list[Event]) -> bool:
+        """Before the first object: whitespace and the tag, which turn out to be text if no object follows."""
+        rest = self._buffer.lstrip(WHITESPACE)
+        self._opening += self._buffer[: len(self._buffer) - len(rest)]
+        self._buffer = rest
+        if not self._has_tag and rest.startswith(LLAMA_TAG):
+            self._has_tag = True
+            self._opening, self._buffer = self._opening + LLAMA_TAG, rest[len(LLAMA_TAG) :]
+        elif rest.startswith("{"):
+            self._begin_object(self._opening)
+        elif self._has_tag or not LLAMA_TAG.startswith(rest):
+            self._content(self._opening, events)
+            self._state = _State.TEXT
+        else:
+            return False
+        return True
+
+    def finish(self) -> list[Event]:
+        if self._state is _State.BEGINNING:
+            self._buffer = self._opening + self._buffer
+        return super().finish()

@@ -1,0 +1,1 @@
+"""The wire format: bodies that clients send (strict, nothing unknown) and the answers (typed dictionaries)."""

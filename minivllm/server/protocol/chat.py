@@ -1,0 +1,272 @@
+"""``/v1/chat/completions``: the body, the answer and the chunks of a stream."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field, StringConstraints
+from typing_extensions import TypedDict
+
+from minivllm.server.protocol.sampling import MAX_TOKEN_ID, Body, Label, RequestFields
+from minivllm.server.protocol.usage import Usage
+
+MAX_TOP_LOGPROBS = 20
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_TOOLS = 128
+
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+TemplateValue = bool | int | float | Annotated[str, StringConstraints(max_length=4096)]
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(Body):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(Body):
+    """Understood, so that it can be refused with a reason: the models served here read text only."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: str
+
+
+TextParts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
+class FunctionCall(Body):
+    """arguments: JSON as a string, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class SystemMessage(Body):
+    role: Literal["system", "developer"]
+    content: str | TextParts
+    name: Label | None = None
+
+
+class UserMessage(Body):
+    role: Literal["user"]
+    content: str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS)]
+    name: Label | None = None
+
+
+class AssistantMessage(Body):
+    """Needs content, a refusal or tool calls. Lists that the API itself returned as null may be sent back."""
+
+    role: Literal["assistant"]
+    content: str | Annotated[list[AssistantPart], Field(min_length=1, max_length=MAX_PARTS)] | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    name: Label | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    function_call: None = None
+    audio: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ToolMessage(Body):
+    role: Literal["tool"]
+    content: str | TextParts
+    tool_call_id: str
+
+
+Message = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage,
+    Field(discriminator="role"),
+]
+
+
+class FunctionDefinition(Body):
+    """parameters: the JSON schema of the arguments. strict: arguments must follow it."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Body):
+    name: FunctionName
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ResponseFormatText(Body):
+    type: Literal["text"]
+
+
+class ResponseFormatJsonObject(Body):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Body):
+    """schema: what the answer must follow. strict is always the case."""
+
+    name: FunctionName
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormatJsonSchema(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaFormat
+
+
+ResponseFormat = Annotated[
+    ResponseFormatText | ResponseFormatJsonObject | ResponseFormatJsonSchema, Field(discriminator="type")
+]
+
+
+class ChatCompletionRequest(RequestFields):
+    """A conversation to continue.
+
+    max_completion_tokens (max_tokens is its older name): None is the rest of the context. logprobs, top_logprobs: for
+    every token of the answer. reasoning_effort, chat_template_kwargs: names the model's chat template knows; "none"
+    switches thinking off. metadata: labels of the caller's own, without effect. store: only false, nothing is kept.
+    """
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)] | None = None
+    store: Literal[False] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: (
+        Annotated[dict[Annotated[str, Field(max_length=64)], TemplateValue], Field(max_length=16)] | None
+    ) = None
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(TypedDict):
+    """One entry per token of the text."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class FunctionCallOut(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCallOut(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: FunctionCallOut
+
+
+class AnswerMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallOut]]
+
+
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(TypedDict):
+    """stop_reason: the stop string or token id that ended it."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: ChatFinishReason
+    stop_reason: NotRequired[int | str]
+
+
+class ChatCompletion(TypedDict):
+    """created: Unix time [seconds]."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: NotRequired[str]
+
+
+class FunctionCallDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionCallDelta
+
+
+class Delta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str | None]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
+
+
+class ChunkChoice(TypedDict):
+    index: int
+    delta: Delta
+    logprobs: ChoiceLogprobs | None
+    finish_reason: ChatFinishReason | None
+    stop_reason: NotRequired[int | str]
+
+
+class ChatCompletionChunk(TypedDict):
+    """usage: null on every chunk but the last one, if it was asked for."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]

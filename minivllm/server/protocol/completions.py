@@ -1,0 +1,74 @@
+"""``/v1/completions``: the body, the answer, which is also the form of a stream's chunks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from minivllm.sampling_params import MAX_LOGPROBS
+from minivllm.server.protocol.sampling import MAX_TOKEN_ID, RequestFields, TokenId
+from minivllm.server.protocol.usage import Usage
+
+MAX_PROMPTS = 1024
+
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class CompletionRequest(RequestFields):
+    """Texts to continue.
+
+    prompt: a text, a list of texts, token ids or lists of token ids. echo: repeat the prompt before its completion,
+    with logprobs of its tokens if those are asked for. max_tokens: 16 if left out, 0 only with echo. logprobs: how many
+    alternatives to report per token.
+    """
+
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt, whatever form they came in."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            return [prompt]
+        return list(prompt)
+
+
+class CompletionLogprobs(TypedDict):
+    """One entry per token; the first token of an echoed prompt has none. text_offset: where each token begins."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    """index: prompt number × n + number of the completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: NotRequired[int | str]
+
+
+class Completion(TypedDict):
+    """created: Unix time [seconds]. usage: null on the chunks of a stream but the last one, if it was asked for."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]

@@ -1,0 +1,92 @@
+"""Sampling parameters as they stand in every request body, under OpenAI's names and vLLM's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from minivllm.errors import RequestError
+from minivllm.sampling_params import MAX_N, MAX_STOP_STRINGS, OutputKind, SamplingParams
+
+MAX_STOP_LENGTH = 1024
+MAX_LIST_LENGTH = 1024
+MAX_TOKEN_ID = 2**31 - 1
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
+TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Label = Annotated[str, StringConstraints(max_length=512)]
+
+
+class Body(BaseModel):
+    """Base of all bodies: no unknown field, no conversion between types, no NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class SamplingFields(Body):
+    """Parameters that every generating endpoint has; null is "not given"."""
+
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LIST_LENGTH)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
+    logit_bias: Annotated[dict[TokenIdText, Bias], Field(max_length=MAX_LIST_LENGTH)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LIST_LENGTH)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_LIST_LENGTH)] | None = None
+    skip_special_tokens: bool | None = None
+
+    def sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
+        """``defaults`` overridden by what was given here and in ``others``. Raises RequestError."""
+        values = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        if isinstance(self.stop, str):
+            values["stop"] = [self.stop]
+        if self.logit_bias is not None:
+            values["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+            if len(values["logit_bias"]) != len(self.logit_bias):
+                raise RequestError("logit_bias names a token id twice, but may name each once.")
+        given = {name: value for name, value in values.items() if value is not None}
+        return msgspec.structs.replace(defaults, **{**given, **others})
+
+
+class StreamOptions(Body):
+    """include_usage: end the stream with a chunk that counts tokens."""
+
+    include_usage: bool | None = None
+
+
+class RequestFields(SamplingFields):
+    """What every generating endpoint has besides sampling parameters.
+
+    model: one of the served names; left out, the first one. user: a label of the caller's own, without effect.
+    priority: lower goes first, with scheduling_policy "priority". cache_salt: keeps cached prefixes of tenants apart.
+    """
+
+    model: Annotated[str, StringConstraints(max_length=512)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Label | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: CacheSalt | None = None
+
+    @property
+    def output_kind(self) -> OutputKind:
+        return OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return bool(self.stream and self.stream_options is not None and self.stream_options.include_usage)

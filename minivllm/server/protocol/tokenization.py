@@ -1,0 +1,68 @@
+"""``/tokenize``, ``/detokenize``, ``/v1/models``, ``/version``: small bodies and answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from minivllm.server.protocol.chat import MAX_MESSAGES, Message
+from minivllm.server.protocol.sampling import Body, TokenId
+
+
+class TokenizeRequest(Body):
+    """Exactly one of prompt (a text) and messages (a conversation, by the chat template).
+
+    add_special_tokens: what the tokenizer puts around a text; a chat template writes its own.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeResponse(TypedDict):
+    """token_strs: the vocabulary's entries, null unless asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool = False
+
+
+class DetokenizeResponse(TypedDict):
+    prompt: str
+
+
+class ModelCard(TypedDict):
+    """created: when the server started, Unix time [seconds]. root: what was loaded under this name."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Version(TypedDict):
+    version: str
+
+
+class Health(TypedDict):
+    status: Literal["ok"]

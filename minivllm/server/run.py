@@ -1,0 +1,180 @@
+"""A server's life: listen, drain when told to stop, end with the engine.
+
+SIGTERM or SIGINT: no new requests, running ones get ``drain_timeout`` seconds, the rest an error; a second signal exits
+at once. When the engine dies, running requests get an error, ``/health`` says 503 for a moment, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Generator
+
+import uvicorn
+
+from minivllm.errors import ConfigError
+from minivllm.metrics.console import StatusLine
+from minivllm.server.app import build_app
+from minivllm.server.engine import AsyncEngine
+from minivllm.server.service import Service
+from minivllm.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+DEATH_NOTICE_SECONDS = 3.0
+"""How long /health says 503 before a server without an engine exits."""
+LAST_WORDS_SECONDS = 2.0
+"""How long clients get to read their error before the connections are closed."""
+KEEP_ALIVE_SECONDS = 30
+BACKLOG = 512
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its own signal handlers: draining comes before closing connections."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class ServerRun:
+    """One run of a server from start to exit code."""
+
+    def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
+        self.service = Service(engine, settings)
+        self._engine = engine
+        self._settings = settings
+        self._stopping = asyncio.Event()
+        self._forced = False
+        config = uvicorn.Config(
+            build_app(self.service),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            lifespan="off",
+            ws="none",
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=int(LAST_WORDS_SECONDS),
+        )
+        self._server = _Uvicorn(config)
+
+    async def run(self, listener: socket.socket) -> int:
+        """Serve on ``listener`` until told to stop; the exit code, 0 unless the engine died."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        tasks = [asyncio.create_task(self._watch_engine()), asyncio.create_task(self._stop_when_asked())]
+        if self._settings.stats_interval > 0:
+            tasks.append(asyncio.create_task(self._report()))
+        try:
+            await self._server.serve([listener])
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.service.close()
+        return 1 if self._engine.is_dead else 0
+
+    def _on_signal(self, number: int) -> None:
+        if self._stopping.is_set():
+            logger.warning("A second signal: exiting at once.")
+            self._forced = True
+            self._exit()
+            return
+        logger.info(
+            "%s: finishing what runs, for at most %g s; once more exits at once.",
+            signal.Signals(number).name,
+            self._settings.drain_timeout,
+        )
+        self.service.admission.is_draining = True
+        self._stopping.set()
+
+    async def _stop_when_asked(self) -> None:
+        await self._stopping.wait()
+        admission = self.service.admission
+        if not await self._until_idle(self._settings.drain_timeout):
+            logger.warning("%d requests did not finish in time and are aborted.", len(admission.tickets))
+            await self.service.abort_all()
+            await self._until_idle(LAST_WORDS_SECONDS)
+        self._exit()
+
+    async def _until_idle(self, seconds: float) -> bool:
+        """Wait until no request is left; False if that takes longer."""
+        end = asyncio.get_running_loop().time() + seconds
+        while self.service.admission.tickets:
+            if asyncio.get_running_loop().time() >= end:
+                return False
+            await asyncio.sleep(POLL_SECONDS)
+        return True
+
+    async def _watch_engine(self) -> None:
+        while not self._engine.is_dead:
+            await asyncio.sleep(POLL_SECONDS)
+        logger.error("The engine has died; the server stops.")
+        self.service.admission.is_draining = True
+        self.service.metrics.engine_is_up = False
+        await asyncio.sleep(DEATH_NOTICE_SECONDS)
+        self._exit()
+
+    async def _report(self) -> None:
+        """A line on the console every few seconds, when something happened."""
+        line = StatusLine()
+        while True:
+            await asyncio.sleep(self._settings.stats_interval)
+            await self.service.refresh_stats()
+            text = line.next(self.service.metrics, self._settings.stats_interval)
+            if text is not None:
+                logger.info(text)
+
+    def _exit(self) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = self._forced
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+    """The listening socket, bound before a model is loaded for nothing. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"The server cannot listen on {settings.host} port {settings.port}: {error.strerror or error}. "
+            "Choose another --host or --port."
+        ) from None
+    return listener
+
+
+def warn_if_open(settings: ServerSettings) -> None:
+    """A server that others can reach and that asks for no key is said loudly."""
+    if settings.is_public and not settings.api_keys:
+        logger.warning(
+            "WARNING: the server listens on %s, where other machines can reach it, and asks for no key. Everybody who "
+            "can reach it can use it. Give it one with --api-key, or leave --host at 127.0.0.1.",
+            settings.host,
+        )
+
+
+async def serve(engine: AsyncEngine, settings: ServerSettings, listener: socket.socket) -> int:
+    """Run a server in front of ``engine`` until it is told to stop, then close the engine; the exit code."""
+    try:
+        run = ServerRun(engine, settings)
+        host, port = listener.getsockname()[:2]
+        logger.info("Serving %s on http://%s:%d", ", ".join(run.service.model_names), _in_url(host), port)
+        return await run.run(listener)
+    finally:
+        await engine.close()
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,75 @@
+"""What the operator decides about a server, checked once."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from dataclasses import dataclass, fields
+
+from minivllm.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Settings of one server. Raises ConfigError naming the setting and what it may be.
+
+    host, port: where it listens; port 0 takes a free one. api_keys: bearer keys, one of which every request must
+    carry; none opens the server to everybody who can reach it. served_model_names: names clients may ask for; the
+    first one is reported. max_queued_requests: completions that may wait for one of the engine's max_num_seqs places.
+    max_queued_prompt_tokens: prompt tokens of requests without a first token yet. request_timeout: seconds a request
+    may take, queue included (None: no limit). max_body_bytes: size of a request's body. cors_origins: web pages that
+    may call the server from a browser. log_json: log one JSON object per line. drain_timeout: seconds that running
+    requests get to finish after SIGTERM. stats_interval: seconds between console status lines, 0 for none.
+    tool_call_parser, reasoning_parser: "auto" goes by the chat template, "none" switches it off.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    max_queued_requests: int = 256
+    max_queued_prompt_tokens: int = 262_144
+    request_timeout: float | None = 600.0
+    max_body_bytes: int = 4 * 2**20
+    cors_origins: tuple[str, ...] = ()
+    log_json: bool = False
+    drain_timeout: float = 30.0
+    stats_interval: float = 10.0
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{field.name} is {value}, but must be a finite number.")
+        _within("port", self.port, 0, 65535)
+        _within("max_queued_requests", self.max_queued_requests, 0)
+        _within("max_queued_prompt_tokens", self.max_queued_prompt_tokens, 1)
+        _within("max_body_bytes", self.max_body_bytes, 1024)
+        _within("drain_timeout", self.drain_timeout, 0)
+        _within("stats_interval", self.stats_interval, 0)
+        if self.request_timeout is not None and self.request_timeout <= 0:
+            raise ConfigError(f"request_timeout is {self.request_timeout:g}, but must be above 0, in seconds.")
+        for key in self.api_keys:
+            if not key or not key.isascii() or not key.isprintable() or " " in key:
+                raise ConfigError("An API key is empty or has characters other than printable ASCII; choose another.")
+        for origin in self.cors_origins:
+            if origin != "*" and not origin.startswith(("http://", "https://")):
+                raise ConfigError(f"cors_origin is {origin!r}, but must be like https://example.org, or *.")
+
+    @property
+    def is_public(self) -> bool:
+        """True if other machines can reach the server."""
+        if self.host == "localhost":
+            return False
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return True
+
+
+def _within(name: str, value: float, low: float, high: float | None = None) -> None:
+    if value < low or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ConfigError(f"{name} is {value}, but must be {allowed}.")
