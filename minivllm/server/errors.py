@@ -147,19 +147,19 @@ def error_response(error: ApiError) -> Response:
     return Response(msgspec.json.encode(error.body), error.status, headers=error.headers, media_type="application/json")
 
 
-def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+def validation_error(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """What pydantic found wrong with a body, as one sentence per problem with the path to it."""
     first = problems[0]
-    param = _path(first["loc"])
-    sentences = [_sentence(problem) for problem in problems[:MAX_REPORTED_PROBLEMS]]
-    if len(problems) > MAX_REPORTED_PROBLEMS:
-        sentences.append(f"There are {len(problems) - MAX_REPORTED_PROBLEMS} more problems.")
+    param = _path(first, body)
+    sentences = list(dict.fromkeys(_sentence(problem, body) for problem in problems))
+    if len(sentences) > MAX_REPORTED_PROBLEMS:
+        sentences[MAX_REPORTED_PROBLEMS:] = [f"There are {len(sentences) - MAX_REPORTED_PROBLEMS} more problems."]
     code = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}.get(first["type"])
     return ApiError(400, " ".join(sentences), param=param or None, code=code or "invalid_value")
 
 
-def _sentence(problem: Mapping[str, Any]) -> str:
-    path = _path(problem["loc"]) or "The body"
+def _sentence(problem: Mapping[str, Any], body: Any) -> str:
+    path = _path(problem, body) or "The body"
     kind = problem["type"]
     if kind == "extra_forbidden":
         return f"Unknown parameter: {path!r} is not supported here."
@@ -172,9 +172,20 @@ def _sentence(problem: Mapping[str, Any]) -> str:
     return f"{path}: {_shortened(str(problem['msg']))}."
 
 
-def _path(location: Sequence[str | int]) -> str:
-    """``("body", "messages", 0, "content")`` as ``messages.0.content``; what a caller wrote is shortened."""
-    return _shortened(".".join(str(part) for part in location if part not in ("body", "path", "query")))
+def _path(problem: Mapping[str, Any], body: Any) -> str:
+    """``messages.0.content``, as the caller wrote it: pydantic's own names for the members of a union are left out."""
+    if problem["type"] == "json_invalid":
+        return ""
+    location = [part for part in problem["loc"] if part not in ("body", "path", "query")]
+    names: list[str] = []
+    for place, part in enumerate(location):
+        is_last = place == len(location) - 1
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):
+            body = body[part] if isinstance(body, dict) or part < len(body) else None
+            names.append(str(part))
+        elif is_last and problem["type"] == "missing":
+            names.append(str(part))
+    return _shortened(".".join(names))
 
 
 def _shortened(text: str) -> str:
@@ -190,7 +201,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_validation_error(_: Request, error: Exception) -> Response:
         problems = error.errors() if isinstance(error, RequestValidationError) else []
-        return error_response(validation_error(problems))
+        return error_response(validation_error(problems, getattr(error, "body", None)))
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500

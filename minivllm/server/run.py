@@ -42,14 +42,14 @@ class _Uvicorn(uvicorn.Server):
 
 
 class ServerRun:
-    """One run of a server from start to exit code."""
+    """One run of a server from start to exit code. handle_signals: only possible in the main thread."""
 
-    def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
+    def __init__(self, engine: AsyncEngine, settings: ServerSettings, *, handle_signals: bool = True) -> None:
         self.service = Service(engine, settings)
         self._engine = engine
         self._settings = settings
         self._stopping = asyncio.Event()
-        self._forced = False
+        self._signals = (signal.SIGTERM, signal.SIGINT) if handle_signals else ()
         config = uvicorn.Config(
             build_app(self.service),
             log_config=None,
@@ -67,7 +67,7 @@ class ServerRun:
     async def run(self, listener: socket.socket) -> int:
         """Serve on ``listener`` until told to stop; the exit code, 0 unless the engine died."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in self._signals:
             loop.add_signal_handler(number, self._on_signal, number)
         tasks = [asyncio.create_task(self._watch_engine()), asyncio.create_task(self._stop_when_asked())]
         if self._settings.stats_interval > 0:
@@ -75,7 +75,7 @@ class ServerRun:
         try:
             await self._server.serve([listener])
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in self._signals:
                 loop.remove_signal_handler(number)
             for task in tasks:
                 task.cancel()
@@ -86,8 +86,7 @@ class ServerRun:
     def _on_signal(self, number: int) -> None:
         if self._stopping.is_set():
             logger.warning("A second signal: exiting at once.")
-            self._forced = True
-            self._exit()
+            self.exit_now()
             return
         logger.info(
             "%s: finishing what runs, for at most %g s; once more exits at once.",
@@ -104,7 +103,7 @@ class ServerRun:
             logger.warning("%d requests did not finish in time and are aborted.", len(admission.tickets))
             await self.service.abort_all()
             await self._until_idle(LAST_WORDS_SECONDS)
-        self._exit()
+        self._server.should_exit = True
 
     async def _until_idle(self, seconds: float) -> bool:
         """Wait until no request is left; False if that takes longer."""
@@ -122,7 +121,7 @@ class ServerRun:
         self.service.admission.is_draining = True
         self.service.metrics.engine_is_up = False
         await asyncio.sleep(DEATH_NOTICE_SECONDS)
-        self._exit()
+        self._server.should_exit = True
 
     async def _report(self) -> None:
         """A line on the console every few seconds, when something happened."""
@@ -134,9 +133,9 @@ class ServerRun:
             if text is not None:
                 logger.info(text)
 
-    def _exit(self) -> None:
-        self._server.should_exit = True
-        self._server.force_exit = self._forced
+    def exit_now(self) -> None:
+        """Close all connections and return from ``run``."""
+        self._server.should_exit = self._server.force_exit = True
 
 
 def listen(settings: ServerSettings) -> socket.socket:
