@@ -313,7 +313,7 @@ def test_ctrl_c_and_sigterm_leave_the_end_to_the_frontend() -> None:
 
 PARENT = """
 import sys, time
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from test_engine_process import connect, request, ProcessClient
 connection = connect({model!r})
 client = ProcessClient(connection)
@@ -325,7 +325,9 @@ time.sleep(1000)
 
 @pytest.mark.parametrize(("model", "first_token"), [("mock:0.01", 5), ("mock", HANG)])
 def test_death_of_the_parent_ends_the_engine_even_in_a_step_that_hangs(model: str, first_token: int) -> None:
-    program = PARENT.format(tests=str(Path(__file__).parent), model=model, first=first_token)
+    program = PARENT.format(
+        tests=[str(Path(__file__).parent), str(Path(__file__).parents[1])], model=model, first=first_token
+    )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid, directory = parent.stdout.readline().split()
@@ -337,7 +339,9 @@ def test_death_of_the_parent_ends_the_engine_even_in_a_step_that_hangs(model: st
 
 
 def test_program_that_forgets_to_close_leaves_nothing(tmp_path: Path) -> None:
-    program = PARENT.format(tests=str(Path(__file__).parent), model="mock", first=5).replace("time.sleep(1000)", "")
+    program = PARENT.format(
+        tests=[str(Path(__file__).parent), str(Path(__file__).parents[1])], model="mock", first=5
+    ).replace("time.sleep(1000)", "")
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
     pid, directory = done.stdout.split()
     assert is_gone(int(pid)) and not Path(directory).exists()
