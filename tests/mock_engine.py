@@ -50,6 +50,8 @@ class MockExecutor:
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if step.num_scheduled_tokens:
             time.sleep(self._seconds_per_step)
+        for request_id in step.finished_request_ids:
+            self._requests.pop(request_id, None)
         for request in step.new_requests:
             first = request.prompt_token_ids[0]
             if first == RAISE:
@@ -62,8 +64,6 @@ class MockExecutor:
             self._requests[request.request_id] = [first, len(request.prompt_token_ids), request.num_computed_tokens]
         for cached in step.cached_requests:
             self._requests[cached.request_id][2] = cached.num_computed_tokens
-        for request_id in step.finished_request_ids:
-            self._requests.pop(request_id, None)
         output = ModelRunnerOutput()
         for request_id, count in step.num_scheduled_tokens.items():
             state = self._requests[request_id]
