@@ -6,6 +6,7 @@ A prediction that fails stops the chapter. Pictures are drawn in the terminal, a
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,8 @@ class Lesson:
         assert doc is not None
         self.title = doc.strip().splitlines()[0]
         options = _parse(self.title, arguments)
+        # The chapters' models have no tokenizer on purpose, and the engine need not say so every time.
+        logging.getLogger("minivllm.frontend").setLevel(logging.ERROR)
         self._folder: Path | None = options.save
         self._solutions: list[str] = options.solution
         self._predictions: dict[str, Any] = {}

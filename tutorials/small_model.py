@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -30,9 +29,6 @@ SHAPE: dict[str, Any] = {
     "dtype": "float32",
 }
 """The entries of config.json, as published models have them."""
-
-# The model has no tokenizer on purpose: chapters speak in token ids, and the engine need not say so every time.
-logging.getLogger("minivllm.frontend.llm_engine").setLevel(logging.ERROR)
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 

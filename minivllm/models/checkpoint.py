@@ -18,7 +18,7 @@ from minivllm.errors import ModelError
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.gguf_file import ROPE_FACTORS, GGUFFile, find_gguf, hugging_face_name
 from minivllm.models.hf_config import read_json_object
-from minivllm.models.registry import find_gguf_family
+from minivllm.models.registry import FAMILIES, find_gguf_family
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -76,8 +76,13 @@ def iterate_weights(
         return _dummy_weights(expected, dtype, seed)
     gguf_path = find_gguf(model_path, load_format)
     if gguf_path is not None:
-        return _gguf_weights(gguf_path, decoder_config, expected, dtype)
-    return _safetensors_weights(Path(model_path), expected, dtype)
+        weights = _gguf_weights(gguf_path, decoder_config, expected, dtype)
+    else:
+        weights = _safetensors_weights(Path(model_path), expected, dtype)
+    rewrite = FAMILIES[decoder_config.architecture].rewrite_weight
+    if rewrite is None:
+        return weights
+    return ((name, rewrite(name, tensor, decoder_config)) for name, tensor in weights)
 
 
 def _dummy_weights(expected: Mapping[str, Shape], dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -86,6 +86,8 @@ def build_decoder_config(entries: Mapping[str, Any], generation: Mapping[str, An
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ModelError(f"{source}: architectures is {architectures!r}, but must be a list of names.")
     family = find_family(architectures, entries.get("model_type"), source)
+    if family.rewrite_config is not None:
+        entries = family.rewrite_config(entries)
     fields = _Fields(entries, family.defaults, source)
 
     hidden_size = fields.whole("hidden_size", 1, MAX_WIDTH)

@@ -5,12 +5,17 @@ One config-driven decoder runs all of them. A family is a row of this table, nev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from minivllm.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minivllm.models.decoder_config import DecoderConfig
 
 BiasRule = Literal["never", "always", "attention_bias"]
 WindowRule = Literal["never", "every layer", "from max_window_layers", "layers without rotary"]
@@ -42,6 +47,9 @@ class Family:
     qk_norm: RMSNorm over each head of q and k. windows: which layers attend within a sliding window.
     has_no_rope_layers: some layers use no rotary embedding (SmolLM3).
     gguf_permutes_rotary: GGUF files store the q and k rows of this family interleaved (see ``gguf_file``).
+    rewrite_config: config.json's entries -> the same under the names and in the values that the table understands.
+    rewrite_weight: (name, tensor, configuration) -> the tensor this decoder needs in its place; constants of a family
+        that can be multiplied into its weights cost nothing when the model runs.
     """
 
     architecture: str
@@ -55,6 +63,8 @@ class Family:
     windows: WindowRule = "never"
     has_no_rope_layers: bool = False
     gguf_permutes_rotary: bool = False
+    rewrite_config: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    rewrite_weight: Callable[[str, Tensor, DecoderConfig], Tensor] | None = None
 
 
 def _defaults(**values: Any) -> Mapping[str, Any]:
@@ -151,7 +161,18 @@ _TABLE = (
     ),
 )
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.architecture: family for family in _TABLE})
+_FAMILIES = {family.architecture: family for family in _TABLE}
+FAMILIES: Mapping[str, Family] = MappingProxyType(_FAMILIES)
+
+
+def register_family(family: Family) -> None:
+    """Add a row to the table from outside, before a model of the family is loaded. Raises ValueError for a known one.
+
+    Tutorial 14 adds one.
+    """
+    if family.architecture in _FAMILIES:
+        raise ValueError(f"The architecture {family.architecture} is in the table already.")
+    _FAMILIES[family.architecture] = family
 
 
 def find_family(architectures: Sequence[str], model_type: str | None, source: str) -> Family:
@@ -163,7 +184,7 @@ def find_family(architectures: Sequence[str], model_type: str | None, source: st
         if name in FAMILIES:
             return FAMILIES[name]
     if not architectures:
-        for family in _TABLE:
+        for family in _FAMILIES.values():
             if family.model_type == model_type:
                 return family
     given = ", ".join(architectures) or (f"model_type {model_type!r}" if model_type else "none")
@@ -172,10 +193,10 @@ def find_family(architectures: Sequence[str], model_type: str | None, source: st
 
 def find_gguf_family(gguf_architecture: str, source: str) -> Family:
     """The family behind ``general.architecture`` of a GGUF file; ModelError lists the supported names."""
-    for family in _TABLE:
+    for family in _FAMILIES.values():
         if family.gguf_architecture == gguf_architecture:
             return family
-    known = ", ".join(family.gguf_architecture for family in _TABLE if family.gguf_architecture)
+    known = ", ".join(family.gguf_architecture for family in _FAMILIES.values() if family.gguf_architecture)
     raise ModelError(
         f"{source} holds a model of the GGUF architecture {gguf_architecture!r}, but supported are: {known}."
     )

@@ -1,0 +1,265 @@
+"""14 · Add a model in sixty lines: Gemma joins the table of families, without a line of its forward pass.
+
+The engine has one decoder for all models, and a table of how published families differ from it. Gemma is not in that
+table. Reading its code, it differs from Llama in four ways. This chapter writes all four down as arithmetic on the
+weights.
+"""
+
+# %% [markdown]
+# ## What is different about Gemma
+# 1. Its norm multiplies by (1 + w) where Llama's multiplies by w.
+# 2. It multiplies the embeddings by s, the square root of the hidden size, but not the head, which shares its weights.
+# 3. Its MLP is gated by a tanh-approximated GELU. The decoder has that one.
+# 4. The head is always tied to the embedding. So are others.
+#
+# The first is a new weight, w' = 1 + w. The second looks like a line of code in the forward pass, and an untied head.
+#
+# ## The surprise: a norm does not see the scale
+# Every sublayer reads the residual stream through an RMS norm, and a norm divides by the length: norm(x / s) = norm(x).
+# So divide the whole stream by s. The embeddings lose their factor, and every sublayer must add 1/s of what it added
+# before: divide the weights of its last projection by s. Nothing else in the model can tell the difference, except the
+# epsilon in the norm, which becomes eps / s², since it is compared with a square.
+
+# %%
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from minivllm import LLM, SamplingParams
+from minivllm.errors import ModelError
+from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.registry import SHARED_DEFAULTS, Family, register_family
+from tutorials.lesson import Lesson
+
+lesson = Lesson(__doc__)
+transformers.utils.logging.disable_progress_bar()
+
+
+def gemma_config(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Gemma's entries as the decoder wants them."""
+    eps = entries.get("rms_norm_eps", 1e-6) / entries["hidden_size"]
+    return {**entries, "rms_norm_eps": eps, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
+
+
+def gemma_weight(name: str, weight: Tensor, config: DecoderConfig) -> Tensor:
+    """Gemma's weights as the decoder wants them."""
+    if name.endswith("norm.weight"):
+        return weight + 1
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return weight / config.hidden_size**0.5
+    return weight
+
+
+GEMMA = Family(
+    architecture="GemmaForCausalLM",
+    model_type="gemma",
+    gguf_architecture=None,
+    defaults={**SHARED_DEFAULTS, "vocab_size": 256000, "intermediate_size": 24576, "max_position_embeddings": 8192},
+    rewrite_config=gemma_config,
+    rewrite_weight=gemma_weight,
+)
+
+# %% [markdown]
+# ## The judge
+# transformers builds a small Gemma with random weights and computes its logits in float32. It has never heard of this
+# engine.
+
+
+# %%
+folder = tempfile.TemporaryDirectory(prefix="minivllm-tutorial-")
+PROMPT = [(17 * i + 5) % 256 for i in range(40)]
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+
+
+def save_random_model(name: str, **extra: Any) -> tuple[Path, Any]:
+    """A seeded model of transformers' own ``name``, and where it was saved. Its norms scale by roughly 1."""
+    config = getattr(transformers, f"{name}Config")(**SHAPE, **extra)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.float32).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            norm = 0.2 * noise + (0 if name == "Gemma" else 1)
+            parameter.copy_(norm if parameter.dim() == 1 else noise / parameter.shape[-1] ** 0.5)
+    path = Path(folder.name) / name
+    model.save_pretrained(path)
+    return path, model
+
+
+def judged(model: Any, token_ids: list[int]) -> Tensor:
+    """Log-probabilities [tokens, vocab] by transformers."""
+    with torch.inference_mode():
+        return torch.log_softmax(model(torch.tensor([token_ids])).logits[0].float(), dim=-1)
+
+
+def worst_difference(path: Path, model: Any) -> tuple[float, int]:
+    """Largest difference of a log-probability, over the prompt and 16 generated tokens; and how many were compared."""
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, prompt_logprobs=0, logprobs=0)
+    engine = {
+        "device": "cpu",
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "num_gpu_blocks_override": 9,
+        "block_size": 16,
+    }
+    with LLM(str(path), **engine) as llm:
+        [output] = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
+    completion = output.outputs[0]
+    token_ids = PROMPT + list(completion.token_ids)
+    reference = judged(model, token_ids[:-1])
+    if any(int(row.argmax()) != token for row, token in zip(reference[len(PROMPT) - 1 :], completion.token_ids)):
+        return float("inf"), 0
+    assert output.prompt_logprobs is not None and completion.logprobs is not None
+    ours = [*output.prompt_logprobs[1:], *completion.logprobs]
+    differences = [
+        abs(entry[token].logprob - float(row[token])) for entry, token, row in zip(ours, token_ids[1:], reference)
+    ]
+    return max(differences), len(differences)
+
+
+# %% [markdown]
+# ## Before and after
+
+# %%
+lesson.heading("An architecture the engine does not know")
+path, model = save_random_model("Gemma")
+try:
+    LLM(str(path), device="cpu")
+except ModelError as error:
+    lesson.say(f"  refused: {error}")
+    refused = True
+lesson.check(refused, "before the row is added, the model is refused in a sentence")
+
+lesson.heading("With the row")
+register_family(GEMMA)
+lesson.predict("log-probabilities compared", len(PROMPT) - 1 + 16, "all of the prompt but the first, and 16 new tokens")
+worst, compared = worst_difference(path, model)
+lesson.measure("log-probabilities compared", compared)
+lesson.check(worst < 1e-4, f"the largest difference to transformers in float32 is {worst:.1e}, all greedy tokens agree")
+
+# %% [markdown]
+# ## Which of it matters?
+# Leave out one piece at a time. A piece whose absence nobody notices would be a piece that is not tested.
+
+# %%
+lesson.heading("One piece left out at a time")
+
+
+def without(piece: str) -> Family:
+    def weight(name: str, tensor: Tensor, config: DecoderConfig) -> Tensor:
+        skipped = (piece == "1 + w" and name.endswith("norm.weight")) or (piece == "1 / s" and "_proj" in name)
+        return tensor if skipped else gemma_weight(name, tensor, config)
+
+    def entries(given: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**gemma_config(given), **({"hidden_act": "silu"} if piece == "GELU" else {})}
+
+    return Family(
+        architecture=f"Gemma without {piece}",
+        model_type="gemma",
+        gguf_architecture=None,
+        defaults=GEMMA.defaults,
+        rewrite_config=entries,
+        rewrite_weight=weight,
+    )
+
+
+def difference_with(family: Family) -> float:
+    register_family(family)
+    variant = Path(folder.name) / family.architecture.replace(" ", "-").replace("/", "by")
+    variant.mkdir()
+    (variant / "model.safetensors").symlink_to(path / "model.safetensors")
+    text = (path / "config.json").read_text().replace("GemmaForCausalLM", family.architecture)
+    (variant / "config.json").write_text(text)
+    return worst_difference(variant, model)[0]
+
+
+pieces = ["1 + w", "1 / s", "GELU"]
+lesson.predict("pieces that are noticed", pieces, "each changes the logits")
+lesson.measure("pieces that are noticed", [piece for piece in pieces if difference_with(without(piece)) > 1e-2])
+sizes = {"the engine's code": 0, "gemma_config": 4, "gemma_weight": 7, "the row of the table": 8}
+lesson.bars("t14_lines", "Lines a new family takes", sizes, "lines")
+
+# %% [markdown]
+# ## Limits
+# In bfloat16 dividing by s rounds the weights once more, unless s is a power of two (it is 64 for a hidden size of
+# 4096): a relative error of 2⁻⁹ on top of the one they have. And a family whose *structure* differs, such as norms
+# after the sublayers (OLMo 2), cannot be folded into weights: it wants a region of its own in ``models/decoder.py``.
+#
+# ## Exercises
+
+
+# %%
+@lesson.exercise("IBM's Granite has four multipliers: embedding, residual, attention, logits. Fold all of them.")
+def granite() -> str:
+    m_embedding, m_residual, m_attention, m_logits = 3.0, 0.6, 0.3, 0.4
+    granite_path, granite_model = save_random_model(
+        "Granite",
+        embedding_multiplier=m_embedding,
+        residual_multiplier=m_residual,
+        attention_multiplier=m_attention,
+        logits_scaling=m_logits,
+    )
+
+    def entries(given: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**given, "rms_norm_eps": given["rms_norm_eps"] / m_embedding**2}
+
+    def weight(name: str, tensor: Tensor, config: DecoderConfig) -> Tensor:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            return tensor * m_residual / m_embedding
+        if name.endswith("q_proj.weight"):
+            return tensor * m_attention / config.softmax_scale
+        return tensor / m_logits if name == "model.norm.weight" else tensor
+
+    register_family(
+        Family(
+            architecture="GraniteForCausalLM",
+            model_type="granite",
+            gguf_architecture=None,
+            defaults=GEMMA.defaults,
+            rewrite_config=entries,
+            rewrite_weight=weight,
+        )
+    )
+    worst, compared = worst_difference(granite_path, granite_model)
+    assert worst < 1e-4 and compared == 55
+    return f"{compared} log-probabilities differ by at most {worst:.1e}"
+
+
+@lesson.exercise("Does the epsilon matter? Leave it unscaled, on a model whose embeddings are small, and compare.")
+def epsilon() -> str:
+    def unscaled(given: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**gemma_config(given), "rms_norm_eps": given["rms_norm_eps"]}
+
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e-3
+    exact = 8 * x / ((8 * x).square().mean() + 1e-6).sqrt()
+    scaled = x / (x.square().mean() + gemma_config({"hidden_size": 64})["rms_norm_eps"]).sqrt()
+    forgotten = x / (x.square().mean() + unscaled({"hidden_size": 64, "rms_norm_eps": 1e-6})["rms_norm_eps"]).sqrt()
+    torch.testing.assert_close(scaled, exact)
+    error = float((forgotten - exact).abs().max() / exact.abs().max())
+    assert error > 0.2
+    return f"for embeddings of 0.001 the forgotten epsilon changes the norm by {error:.0%}; scaled, it is exact"
+
+
+lesson.passed(
+    "an unknown architecture is refused in a sentence",
+    f"with twenty lines Gemma's log-probabilities differ from transformers' by at most {worst:.0e}",
+    "each piece left out is noticed",
+)
+folder.cleanup()
