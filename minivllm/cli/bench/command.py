@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from minivllm.cli.bench.compare import compare
 from minivllm.cli.bench.model import model
 from minivllm.cli.bench.overhead import overhead
 from minivllm.cli.bench.workload_commands import latency, sweep, throughput
@@ -13,5 +14,5 @@ bench = typer.Typer(
     rich_markup_mode=None,
     help="Measure speed: medians of repetitions, engines in turn, same token ids.",
 )
-for command in (model, latency, throughput, sweep, overhead):
+for command in (model, latency, throughput, sweep, overhead, compare):
     bench.command(command.__name__)(command)

@@ -194,7 +194,7 @@ def rows(report: Report, everything: bool = True) -> list[list[str]]:
                 f"{comparison.low:.2f} – {comparison.high:.2f}",
                 "" if agreement is None else f"{agreement:.0%}",
             ]
-        percentiles = [_figure(value, one.unit) for value in (summary.p50, summary.p90, summary.p99)]
+        percentiles = [figure_text(value, one.unit) for value in (summary.p50, summary.p90, summary.p99)]
         table.append([one.case, one.metric, one.side, str(summary.count), *percentiles, *compared])
     return table
 
@@ -208,12 +208,13 @@ def resources(report: Report) -> list[str]:
             value = max(one.samples)
             own[one.metric] = max((value, one.unit), own.get(one.metric, (value, one.unit)))
     return [
-        f"{side}: " + ", ".join(f"{metric} {_figure(value, unit)}" for metric, (value, unit) in own.items())
+        f"{side}: " + ", ".join(f"{metric} {figure_text(value, unit)}" for metric, (value, unit) in own.items())
         for side, own in largest.items()
     ]
 
 
-def _figure(value: float | None, unit: str) -> str:
+def figure_text(value: float | None, unit: str) -> str:
+    """A value with its unit, as short as its size allows."""
     if value is None or math.isnan(value):
         return "n/a"
     if unit == "bytes":

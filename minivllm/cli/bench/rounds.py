@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -143,6 +144,8 @@ def _comparisons(ours: dict[str, Measurement], theirs: dict[str, Measurement], s
         if mine.samples and other.samples:
             better, worse = (mine, other) if mine.better == "higher" else (other, mine)
             ratio, low, high = ratio_interval(better.samples, worse.samples)
+            if not all(map(math.isfinite, (ratio, low, high))):
+                continue
             found.append(
                 Comparison(
                     case=mine.case,
