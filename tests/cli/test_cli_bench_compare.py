@@ -136,7 +136,7 @@ def test_files_with_nothing_in_common_are_refused(tmp_path: Path) -> None:
     old = written(tmp_path / "a.json", measurement([1.0]))
     new = written(tmp_path / "b.json", measurement([1.0], "another"))
     result = CliRunner().invoke(bench, ["compare", str(old), str(new)])
-    assert isinstance(result.exception, RequestError) and "nothing" not in str(result.exception)
+    assert isinstance(result.exception, RequestError)
     assert "no measurement in common" in str(result.exception)
 
 
