@@ -114,6 +114,7 @@ class EngineArgs:
     kv_cache_dtype: element type of the KV cache ("auto": float32 on a CPU, where it is faster, else ``dtype``).
     enforce_eager: run the same code uncompiled.
     hf_overrides: values that replace entries of the model's config.json.
+    profile: directory that gets a trace of the first steps, with named ranges (see minivllm/profiling.py).
     multiprocess: run the engine core in a process of its own. In one process, which is the default, a debugger steps
         from a prompt into a kernel; AsyncLLM and the server always use two.
     heartbeat_timeout: seconds after which an engine process that does not finish its step is taken for hung and killed.
@@ -141,6 +142,7 @@ class EngineArgs:
     enforce_eager: bool = False
     scheduling_policy: str = "fcfs"
     hf_overrides: dict[str, Any] | None = None
+    profile: str | None = None
     multiprocess: bool = False
     heartbeat_timeout: float = 300.0
     speculative_config: dict[str, Any] | None = None
@@ -221,3 +223,4 @@ class EngineConfig:
     scheduler: SchedulerConfig
     hf_overrides: dict[str, Any] | None = None
     speculative: SpeculativeConfig | None = None
+    profile: str | None = None

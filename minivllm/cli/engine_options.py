@@ -80,6 +80,10 @@ class EngineOptions:
         float, _option("Seconds after which an engine process that does not finish its step is killed.")
     ] = 300.0
 
+    profile: Annotated[
+        str | None, _option("Write a Perfetto trace of the first steps into this directory.", metavar="DIR")
+    ] = None
+
     def engine_args(self, model: str) -> EngineArgs:
         """The engine arguments of these flags. Raises ConfigError naming the argument and what it may be."""
         values = asdict(self)

@@ -8,6 +8,7 @@ from minivllm.config import EngineConfig
 from minivllm.kv_cache.hashing import extend_block_hashes
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
+from minivllm.profiling import TraceRecorder
 from minivllm.request import Request
 from minivllm.scheduler.scheduler import Scheduler
 
@@ -28,6 +29,7 @@ class EngineCore:
             enable_prefix_caching=config.cache.enable_prefix_caching,
         )
         self.scheduler = Scheduler(config.scheduler, kv_cache)
+        self._trace = None if config.profile is None else TraceRecorder(config.profile, self)
 
     def step(self) -> list[EngineOutput]:
         """Decide who computes how many tokens, compute them, and take note of the results."""
@@ -78,4 +80,6 @@ class EngineCore:
         self.scheduler.check_integrity()
 
     def shutdown(self) -> None:
+        if self._trace is not None:
+            self._trace.stop()
         self.executor.shutdown()

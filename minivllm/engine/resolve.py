@@ -85,6 +85,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
         ),
         hf_overrides=args.hf_overrides,
         speculative=speculative,
+        profile=args.profile,
     )
     logger.info("Model %s: %s, weights in %s (%s).", args.model, decoder.architecture, dtype, dtype_reason)
     logger.info(

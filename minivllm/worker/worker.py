@@ -14,6 +14,7 @@ from minivllm.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.models.checkpoint import iterate_weights
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder_config import DecoderConfig
+from minivllm.profiling import record_runner
 from minivllm.sampling_params import SamplingParams
 from minivllm.spec_decode.adaptive import DraftLengths, StepCost
 from minivllm.spec_decode.speculator import Speculator
@@ -126,6 +127,8 @@ class Worker:
         self._warm_up()
         if self._compiler.enabled:
             logger.info("Warmed up in %.1f s.", time.perf_counter() - started)
+        if self.config.profile is not None:
+            record_runner(self.runner)
 
     def _make_speculation(self) -> Speculation | None:
         config = self.config.speculative
