@@ -8,12 +8,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "EngineArgs", "OutputKind", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "LoRARequest",
+    "OutputKind",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from minivllm.config import EngineArgs
     from minivllm.frontend.llm import LLM
     from minivllm.frontend.outputs import CompletionOutput, RequestOutput
+    from minivllm.messages import LoRARequest
     from minivllm.sampling_params import OutputKind, SamplingParams
 
 _HOMES = {
@@ -21,6 +31,7 @@ _HOMES = {
     "CompletionOutput": "minivllm.frontend.outputs",
     "RequestOutput": "minivllm.frontend.outputs",
     "EngineArgs": "minivllm.config",
+    "LoRARequest": "minivllm.messages",
     "OutputKind": "minivllm.sampling_params",
     "SamplingParams": "minivllm.sampling_params",
 }

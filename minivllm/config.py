@@ -120,6 +120,9 @@ class EngineArgs:
     heartbeat_timeout: seconds after which an engine process that does not finish its step is taken for hung and killed.
     speculative_config: guess several tokens per step and verify them; see SpeculativeConfig. The tokens of a request
         are the same with and without it.
+    enable_lora: serve LoRA adapters. max_loras: adapters used by the requests that run at the same time.
+    max_lora_rank: the largest rank there is room for; together they decide what every token costs.
+    max_cpu_loras: adapters kept in host memory (None: as many as max_loras); more only while requests use more.
     """
 
     model: str = "smollm2"
@@ -146,6 +149,10 @@ class EngineArgs:
     multiprocess: bool = False
     heartbeat_timeout: float = 300.0
     speculative_config: dict[str, Any] | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
@@ -160,6 +167,14 @@ class EngineArgs:
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
         _at_least("seed", self.seed, 0)
+        _at_least("max_loras", self.max_loras, 1)
+        _at_least("max_lora_rank", self.max_lora_rank, 1)
+        _at_least("max_cpu_loras", self.max_cpu_loras, 1)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras is {self.max_cpu_loras}, but must be at least max_loras, which is {self.max_loras}: "
+                "every adapter on the device is in host memory too."
+            )
         if self.block_size is not None and self.block_size not in (8, 16, 32, 64, 128, 256):
             raise ConfigError(f"block_size is {self.block_size!r}, but must be 8, 16, 32, 64, 128 or 256.")
         share = self.gpu_memory_utilization
@@ -209,8 +224,18 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Room for adapters: slots on the device, the largest rank, and how many are kept in host memory."""
+
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything the engine runs with, after resolution. ``model_path`` is local: a directory or a ``.gguf`` file."""
+    """Everything the engine runs with, after resolution. ``model_path`` is local: a directory or a ``.gguf`` file.
+    ``lora`` is None where no adapters are served."""
 
     model: str
     model_path: str
@@ -224,3 +249,4 @@ class EngineConfig:
     hf_overrides: dict[str, Any] | None = None
     speculative: SpeculativeConfig | None = None
     profile: str | None = None
+    lora: LoRAConfig | None = None

@@ -37,11 +37,20 @@ class EngineEvent(msgspec.Struct, frozen=True):
     timestamp: float
 
 
+class LoRARequest(msgspec.Struct, frozen=True):
+    """A low-rank adapter to answer with. name: what it is called from here on. path: local directory in PEFT's format
+    (adapter_config.json and adapter_model.safetensors)."""
+
+    name: str
+    path: str
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate (n > 1 is split by the frontend).
 
     eos_token_ids: every id that ends a sequence of this model. bad_words_token_ids: sequences of ids that may not be
     completed. cache_salt: separates prefix-cache entries of tenants. arrival_time: time.monotonic() [seconds].
+    lora: the adapter to use, None for the model as it is.
     """
 
     request_id: str
@@ -54,6 +63,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
     priority: int = 0
     cache_salt: str | None = None
+    lora: LoRARequest | None = None
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True):
@@ -97,6 +107,7 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     bad_words_token_ids: list[list[int]]
     block_ids: BlockIds
     num_computed_tokens: int
+    lora_name: str | None = None
 
 
 class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):

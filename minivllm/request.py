@@ -51,6 +51,8 @@ class Request:
         self.priority = engine_request.priority
         self.arrival_time = engine_request.arrival_time
         self.cache_salt = engine_request.cache_salt
+        self.lora = engine_request.lora
+        self.lora_digest: str | None = None
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None

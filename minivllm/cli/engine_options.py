@@ -72,6 +72,10 @@ class EngineOptions:
             metavar="JSON",
         ),
     ] = None
+    enable_lora: Annotated[bool, _option("Serve LoRA adapters.", "--enable-lora/--no-enable-lora")] = False
+    max_loras: Annotated[int, _option("LoRA adapters that may be in use at the same time.")] = 1
+    max_lora_rank: Annotated[int, _option("Largest rank of a LoRA adapter.")] = 16
+    max_cpu_loras: Annotated[int | None, _option("LoRA adapters kept in host memory.")] = None
 
     multiprocess: Annotated[
         bool, _option("Run the engine core in a process of its own.", "--multiprocess/--no-multiprocess")

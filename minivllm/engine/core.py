@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from minivllm.config import EngineConfig
+from minivllm.errors import RequestError
 from minivllm.kv_cache.hashing import extend_block_hashes
 from minivllm.kv_cache.manager import KVCacheManager
-from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
+from minivllm.lora.registry import AdapterAdmission, AdapterRegistry
+from minivllm.messages import EngineOutput, EngineRequest, LoRARequest, SchedulerStats
 from minivllm.profiling import TraceRecorder
 from minivllm.request import Request
 from minivllm.scheduler.scheduler import Scheduler
@@ -28,7 +30,9 @@ class EngineCore:
             max_model_len=config.scheduler.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
         )
-        self.scheduler = Scheduler(config.scheduler, kv_cache)
+        self.adapters = None if config.lora is None else AdapterRegistry(config.lora, executor.collective)
+        admission = None if config.lora is None else AdapterAdmission(config.lora.max_loras)
+        self.scheduler = Scheduler(config.scheduler, kv_cache, admission=admission)
         self._trace = None if config.profile is None else TraceRecorder(config.profile, self)
 
     def step(self) -> list[EngineOutput]:
@@ -46,12 +50,15 @@ class EngineCore:
     def make_request(self, engine_request: EngineRequest) -> Request:
         """The scheduler's state of a request, its prompt hashed. Touches nothing else: any thread may call it."""
         request = Request(engine_request)
-        if self.config.cache.enable_prefix_caching and not request.skips_prefix_cache:
+        # What an adapter holds is part of the hashes, and known once it is loaded.
+        if self.config.cache.enable_prefix_caching and not request.skips_prefix_cache and request.lora is None:
             extend_block_hashes(request, self.config.cache.block_size)
         return request
 
     def admit_request(self, request: Request) -> None:
-        """Queue what make_request returned. Raises RequestError."""
+        """Queue what make_request returned, its adapter loaded. Raises RequestError."""
+        if request.lora is not None:
+            request.lora_digest = self._load_adapter(request.lora)
         self.scheduler.add_request(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -78,6 +85,28 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Check requests, block tables and pool against each other. Raises RuntimeError that says what is wrong."""
         self.scheduler.check_integrity()
+
+    def add_lora(self, name: str, path: str) -> None:
+        """Have a LoRA adapter in memory before it is needed. Raises RequestError if it cannot be served."""
+        self._load_adapter(LoRARequest(name, path))
+
+    def remove_lora(self, name: str) -> bool:
+        """Forget an adapter; False if it is not known. Raises RequestError while unfinished requests use it."""
+        return self.adapters is not None and self.adapters.remove(name, self._adapters_in_use())
+
+    def list_loras(self) -> list[tuple[str, str]]:
+        """Name and path of all known adapters, least recently used first."""
+        requests = [] if self.adapters is None else self.adapters.requests()
+        return [(request.name, request.path) for request in requests]
+
+    def _load_adapter(self, request: LoRARequest) -> str:
+        if self.adapters is None:
+            raise RequestError(f"The adapter {request.name!r} needs an engine that is started with enable_lora=True.")
+        return self.adapters.add(request, self._adapters_in_use())
+
+    def _adapters_in_use(self) -> set[str]:
+        requests = self.scheduler.requests.values()
+        return {request.lora.name for request in requests if request.lora is not None}
 
     def shutdown(self) -> None:
         if self._trace is not None:

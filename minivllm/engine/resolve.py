@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from minivllm.config import CacheConfig, Device, EngineArgs, EngineConfig, SchedulerConfig, SpeculativeConfig
+from minivllm.config import (
+    CacheConfig,
+    Device,
+    EngineArgs,
+    EngineConfig,
+    LoRAConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from minivllm.errors import ConfigError
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.fetch import resolve_model
@@ -86,6 +94,13 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
         hf_overrides=args.hf_overrides,
         speculative=speculative,
         profile=args.profile,
+        lora=LoRAConfig(
+            max_loras=args.max_loras,
+            max_lora_rank=args.max_lora_rank,
+            max_cpu_loras=args.max_cpu_loras or args.max_loras,
+        )
+        if args.enable_lora
+        else None,
     )
     logger.info("Model %s: %s, weights in %s (%s).", args.model, decoder.architecture, dtype, dtype_reason)
     logger.info(

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
 UTILITIES = frozenset(
     {
+        "add_lora",
         "check_integrity",
+        "list_loras",
         "num_recompilations",
+        "remove_lora",
         "reset_prefix_cache",
         "stats",
     }

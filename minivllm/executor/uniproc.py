@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from minivllm.config import EngineConfig
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput
@@ -17,6 +17,9 @@ class Executor(Protocol):
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step on all workers and return the output of the last one."""
+
+    def collective(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker; their results in order of rank."""
 
     def num_recompilations(self) -> int:
         """Regions that were compiled after warm-up."""
@@ -42,6 +45,9 @@ class UniProcExecutor:
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         return self.worker.execute(step)
+
+    def collective(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(self.worker, method)(*args)]
 
     def num_recompilations(self) -> int:
         return self.worker.num_recompilations

@@ -20,7 +20,7 @@ from minivllm.frontend.input_processor import PreparedRequest, Prompt
 from minivllm.frontend.output_processor import RequestState
 from minivllm.frontend.outputs import RequestOutput
 from minivllm.frontend.text_frontend import TextFrontend, load_model_tokenizer
-from minivllm.messages import EngineOutput, FinishReason, SchedulerStats
+from minivllm.messages import EngineOutput, FinishReason, LoRARequest, SchedulerStats
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -85,18 +85,20 @@ class AsyncLLM(TextFrontend):
         priority: int = 0,
         cache_salt: str | None = None,
         deadline: float | None = None,
+        lora: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of one prompt, or of what ``prepare`` made of one; the last one is ``finished``.
 
         Closing the iterator, or cancelling the task that reads it, aborts the request. Reading slowly merges: a delta
         stream then gives larger deltas, a cumulative one fewer outputs.
         deadline: seconds from now; a request that has not finished by then ends with finish_reason "error" and an
-        ``error`` that says so, after whatever it generated. Raises, while being read, RequestError for a prompt that
+        ``error`` that says so, after whatever it generated. lora: the adapter to use; one that is not loaded yet is
+        loaded first, and holds up the other streams for as long (``add_lora`` does so earlier). Raises, while being read, RequestError for a prompt that
         cannot be served and EngineDeadError.
         """
         expires = None if deadline is None else time.monotonic() + deadline
 
-        return self._stream(prompt, sampling_params, request_id, priority, cache_salt, deadline, expires)
+        return self._stream(prompt, sampling_params, request_id, priority, cache_salt, lora, deadline, expires)
 
     async def abort(self, request_id: str) -> None:
         """End a request early, by the caller's id or the internal one: its stream ends with finish_reason "abort"."""
@@ -134,6 +136,19 @@ class AsyncLLM(TextFrontend):
         """Forget all cached prefixes; False if requests are still using the cache."""
         return bool(await self._call("reset_prefix_cache"))
 
+    async def add_lora(self, lora: LoRARequest) -> None:
+        """Load an adapter before it is needed. Raises RequestError, in a sentence, if it cannot be served."""
+        self._input_processor.check_lora(lora)
+        await self._call("add_lora", lora.name, lora.path)
+
+    async def remove_lora(self, name: str) -> bool:
+        """Forget an adapter; False if it is not known. Raises RequestError while unfinished requests use it."""
+        return bool(await self._call("remove_lora", name))
+
+    async def list_loras(self) -> list[LoRARequest]:
+        """All known adapters, least recently used first."""
+        return [LoRARequest(name, path) for name, path in await self._call("list_loras")]
+
     async def pause(self) -> None:
         """Finish the running step and run no more; requests are taken in, and wait."""
         await self._call("pause")
@@ -165,13 +180,20 @@ class AsyncLLM(TextFrontend):
         request_id: str | None,
         priority: int,
         cache_salt: str | None,
+        lora: LoRARequest | None,
     ) -> PreparedRequest:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         arrival_time = time.monotonic()
 
         def prepare() -> PreparedRequest:
             return self.prepare(
-                request_id, prompt, params, priority=priority, arrival_time=arrival_time, cache_salt=cache_salt
+                request_id,
+                prompt,
+                params,
+                priority=priority,
+                arrival_time=arrival_time,
+                cache_salt=cache_salt,
+                lora=lora,
             )
 
         return await asyncio.to_thread(prepare) if isinstance(text, str) and len(text) > LONG_TEXT else prepare()
@@ -183,11 +205,12 @@ class AsyncLLM(TextFrontend):
         request_id: str | None,
         priority: int,
         cache_salt: str | None,
+        lora: LoRARequest | None,
         deadline: float | None,
         expires: float | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         if not isinstance(prompt, PreparedRequest):
-            prompt = await self._prepare(prompt, params, request_id, priority, cache_salt)
+            prompt = await self._prepare(prompt, params, request_id, priority, cache_salt, lora)
         stream = self._submit(prompt)
         if expires is not None:
             error = f"The request did not finish within its deadline of {deadline:g} s."

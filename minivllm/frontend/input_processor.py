@@ -18,7 +18,7 @@ import msgspec
 
 from minivllm.config import EngineConfig
 from minivllm.errors import ContextLengthError, RequestError
-from minivllm.messages import EngineRequest
+from minivllm.messages import EngineRequest, LoRARequest
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ ids and text the ids count and the text is only echoed."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 MAX_STOP_STRING_LENGTH = 1024
 MAX_BAD_WORD_LENGTH = 1024
+MAX_ADAPTER_TEXT_LENGTH = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class InputProcessor:
     ) -> None:
         self._max_model_len = config.scheduler.max_model_len
         self._has_priorities = config.scheduler.policy == "priority"
+        self._serves_adapters = config.lora is not None
         self._seed = config.seed
         self._tokenizer = tokenizer
         self._vocab_size = model_vocab_size
@@ -76,12 +78,14 @@ class InputProcessor:
         request_id: str | None = None,
         priority: int = 0,
         arrival_time: float | None = None,
+        lora: LoRARequest | None = None,
     ) -> PreparedRequest:
         """Check everything and build the requests of all ``params.n`` sequences. arrival_time: time.monotonic()."""
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         text, token_ids, cache_salt = self._read_prompt(prompt)
         self._check_params(params)
         self._check_priority(priority)
+        self.check_lora(lora)
         max_tokens = self._resolve_max_tokens(len(token_ids), params)
         bad_words = self._bad_words_token_ids(params.bad_words)
         if request_id is not None:
@@ -102,6 +106,7 @@ class InputProcessor:
                 bad_words_token_ids=bad_words,
                 priority=priority,
                 cache_salt=cache_salt,
+                lora=lora,
             )
             for index in range(params.n)
         ]
@@ -240,6 +245,19 @@ class InputProcessor:
                 f"priority is {priority}, but the engine serves first come, first served: "
                 'start it with scheduling_policy="priority", or leave priority at 0.'
             )
+
+    def check_lora(self, lora: LoRARequest | None) -> None:
+        """Everything about an adapter that can be told without its files. Raises RequestError."""
+        if lora is None:
+            return
+        if not isinstance(lora, LoRARequest):
+            raise RequestError(f"The adapter is {_shown(lora)}, but must be a LoRARequest(name, path).")
+        for name in ("name", "path"):
+            _check_text(f"the adapter's {name}", getattr(lora, name), MAX_ADAPTER_TEXT_LENGTH)
+            if not getattr(lora, name):
+                raise RequestError(f"The adapter's {name} is empty, but must have at least one character.")
+        if not self._serves_adapters:
+            raise RequestError(f"The adapter {lora.name!r} needs an engine that is started with enable_lora=True.")
 
     def _bad_words_token_ids(self, bad_words: Sequence[str]) -> list[list[int]]:
         """Every bad word as the ids it has at the start of a text and behind a space, each sequence once."""

@@ -14,7 +14,7 @@ from minivllm.errors import EngineDeadError, RequestError
 from minivllm.frontend.input_processor import PreparedRequest, Prompt
 from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.frontend.outputs import RequestOutput
-from minivllm.messages import SchedulerStats
+from minivllm.messages import LoRARequest, SchedulerStats
 from minivllm.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -46,12 +46,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; the outputs come in their order, whatever order they finish in.
 
         prompts: one or a list, each a text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
         sampling_params: one for all or one per prompt; None takes the model's defaults.
         use_tqdm: a progress bar on stderr if that is a terminal. priority: one for all or one per prompt.
+        lora_request: the adapter, one for all or one per prompt; adapters are loaded when they are first named.
 
         Raises RequestError before anything runs if one of the prompts cannot be served. If the engine gives up on a
         request later on, its output has finish_reason "error" and says why; the others are unharmed. If an exception
@@ -60,11 +62,14 @@ class LLM:
         prompt_list = _as_list(prompts)
         params_list = _one_per_prompt("sampling_params", sampling_params, len(prompt_list), SamplingParams)
         priorities = _one_per_prompt("priority", priority, len(prompt_list), int)
+        adapters = _one_per_prompt("lora_request", lora_request, len(prompt_list), LoRARequest)
         defaults = self.get_default_sampling_params() if None in params_list else None
         prepared = []
-        for index, (prompt, params, value) in enumerate(zip(prompt_list, params_list, priorities)):
+        for index, (prompt, params, value, lora) in enumerate(zip(prompt_list, params_list, priorities, adapters)):
             with _naming("Prompt", index, len(prompt_list)):
-                prepared.append(self._prepare(prompt, defaults if params is None else params, value))
+                prepared.append(self._prepare(prompt, defaults if params is None else params, value, lora))
+        for lora in dict.fromkeys(lora for lora in adapters if lora is not None):
+            self.llm_engine.add_lora(lora)
         return self._run(prepared, use_tqdm)
 
     def chat(
@@ -74,6 +79,7 @@ class LLM:
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several (a list of such lists), by the chat template.
 
@@ -90,7 +96,7 @@ class LLM:
                     conversation, add_generation_prompt=add_generation_prompt, chat_template_kwargs=chat_template_kwargs
                 )
             prompts.append(prompt)
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def get_tokenizer(self) -> Tokenizer:
         return self.llm_engine.tokenizer
@@ -106,6 +112,18 @@ class LLM:
         """Forget all cached prefixes; False if requests are still using the cache."""
         return self.llm_engine.reset_prefix_cache()
 
+    def add_lora(self, lora_request: LoRARequest) -> None:
+        """Load an adapter before it is needed. Raises RequestError, in a sentence, if it cannot be served."""
+        self.llm_engine.add_lora(lora_request)
+
+    def remove_lora(self, name: str) -> bool:
+        """Forget an adapter; False if it is not known. Raises RequestError while unfinished requests use it."""
+        return self.llm_engine.remove_lora(name)
+
+    def list_loras(self) -> list[LoRARequest]:
+        """All known adapters, least recently used first."""
+        return self.llm_engine.list_loras()
+
     def close(self) -> None:
         self.llm_engine.close()
 
@@ -115,11 +133,13 @@ class LLM:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams | None, priority: int | None) -> PreparedRequest:
+    def _prepare(
+        self, prompt: Prompt, params: SamplingParams | None, priority: int | None, lora: LoRARequest | None
+    ) -> PreparedRequest:
         if isinstance(params, SamplingParams):
             # Nobody reads what is between, so nothing is built for it.
             params = msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
-        return self.llm_engine.prepare(None, prompt, params, priority=0 if priority is None else priority)
+        return self.llm_engine.prepare(None, prompt, params, priority=0 if priority is None else priority, lora=lora)
 
     def _run(self, prepared: Sequence[PreparedRequest], show_progress: bool) -> list[RequestOutput]:
         """Submit all and step until all have finished."""

@@ -15,7 +15,7 @@ from minivllm.errors import EngineDeadError
 from minivllm.frontend.input_processor import PreparedRequest, Prompt
 from minivllm.frontend.outputs import RequestOutput
 from minivllm.frontend.text_frontend import TextFrontend, load_model_tokenizer
-from minivllm.messages import SchedulerStats
+from minivllm.messages import LoRARequest, SchedulerStats
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -53,14 +53,16 @@ class LLMEngine(TextFrontend):
         *,
         priority: int = 0,
         arrival_time: float | None = None,
+        lora: LoRARequest | None = None,
     ) -> str:
         """Submit one prompt; its outputs carry the returned id: ``request_id``, or one that is made if it is None.
 
         params: None takes the model's defaults. priority: lower goes first, with scheduling_policy "priority".
-        arrival_time: time.monotonic() [seconds] if the request waited before this call. Raises RequestError.
+        arrival_time: time.monotonic() [seconds] if the request waited before this call. lora: the adapter to use.
+        Raises RequestError.
         """
         return self.submit(
-            self.prepare(request_id, prompt, params, priority=priority, arrival_time=arrival_time)
+            self.prepare(request_id, prompt, params, priority=priority, arrival_time=arrival_time, lora=lora)
         ).request_id
 
     def submit(self, prepared: PreparedRequest) -> PreparedRequest:
@@ -104,6 +106,22 @@ class LLMEngine(TextFrontend):
         """Forget all cached prefixes; False if requests are still using the cache."""
         self._check_open()
         return self.client.reset_prefix_cache()
+
+    def add_lora(self, lora: LoRARequest) -> None:
+        """Load an adapter before it is needed. Raises RequestError, in a sentence, if it cannot be served."""
+        self._check_open()
+        self._input_processor.check_lora(lora)
+        self.client.call("add_lora", lora.name, lora.path)
+
+    def remove_lora(self, name: str) -> bool:
+        """Forget an adapter; False if it is not known. Raises RequestError while unfinished requests use it."""
+        self._check_open()
+        return bool(self.client.call("remove_lora", name))
+
+    def list_loras(self) -> list[LoRARequest]:
+        """All known adapters, least recently used first."""
+        self._check_open()
+        return [LoRARequest(name, path) for name, path in self.client.call("list_loras")]
 
     def close(self) -> None:
         """Free the model and its memory; unfinished requests are dropped. Closing twice is fine."""

@@ -16,6 +16,7 @@ from minivllm.errors import MinivllmError, ModelError, RequestError
 from minivllm.frontend.detokenizer import TokenDecoder
 from minivllm.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from minivllm.frontend.output_processor import OutputProcessor
+from minivllm.messages import LoRARequest
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -77,12 +78,14 @@ class TextFrontend:
         priority: int = 0,
         arrival_time: float | None = None,
         cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
     ) -> PreparedRequest:
         """Tokenize and validate without submitting, to check many prompts before the first one starts.
 
         params: None takes the model's defaults. priority: lower goes first, with scheduling_policy "priority".
         arrival_time: time.monotonic() [seconds] if the request waited before this call. cache_salt: separates the
-        prefix cache of tenants, like the prompt's field of that name. Any thread may call this. Raises RequestError.
+        prefix cache of tenants, like the prompt's field of that name. lora: the adapter to use. Any thread may call
+        this. Raises RequestError.
         """
         if cache_salt is not None:
             prompt = {**({"prompt": prompt} if isinstance(prompt, str) else prompt), "cache_salt": cache_salt}
@@ -92,6 +95,7 @@ class TextFrontend:
             request_id=request_id,
             priority=priority,
             arrival_time=arrival_time,
+            lora=lora,
         )
 
     def render_chat(

@@ -38,9 +38,14 @@ def hash_block(parent: bytes, token_ids: Sequence[int], extras: tuple[Extra, ...
 
 def block_extras(request: Request, block_index: int) -> tuple[Extra, ...]:
     """Extras of one block of a request. The chain carries a first block's extras into all blocks after it."""
-    if block_index == 0 and request.cache_salt is not None:
-        return ("cache_salt", request.cache_salt)
-    return ()
+    if block_index > 0:
+        return ()
+    extras: tuple[Extra, ...] = ()
+    if request.cache_salt is not None:
+        extras += ("cache_salt", request.cache_salt)
+    if request.lora_digest is not None:
+        extras += ("lora", request.lora_digest)
+    return extras
 
 
 def extend_block_hashes(request: Request, block_size: int) -> None:

@@ -73,11 +73,13 @@ class AfterAttention(NamedTuple):
 class TokenInputs(NamedTuple):
     """What every region needs of the tokens in this step, int32 [tokens]; padding writes to slot 0.
 
-    positions: in the sequence. slot_mapping: page * page_size + offset in the KV cache.
+    positions: in the sequence. slot_mapping: page * page_size + offset in the KV cache. lora_slots: the token's
+    adapter, 0 for none; None where the linear layers have no adapters.
     """
 
     positions: Tensor
     slot_mapping: Tensor
+    lora_slots: Tensor | None = None
 
 
 class LayerCache(NamedTuple):
@@ -121,12 +123,12 @@ class DecoderLayer:
     @property
     def before(self) -> BeforeAttention:
         norms = self.norms
-        return BeforeAttention(norms["input_layernorm"], self.qkv.tensors, norms.get("q_norm"), norms.get("k_norm"))
+        return BeforeAttention(norms["input_layernorm"], self.qkv.arguments, norms.get("q_norm"), norms.get("k_norm"))
 
     @property
     def after(self) -> AfterAttention:
         norm = self.norms["post_attention_layernorm"]
-        return AfterAttention(self.o.tensors, norm, self.gate_up.tensors, self.down.tensors)
+        return AfterAttention(self.o.arguments, norm, self.gate_up.arguments, self.down.arguments)
 
 
 class Decoder:
@@ -197,7 +199,7 @@ class Decoder:
             for flag in set(rotary[1:])
         }
         self._between = [kinds[flag] for flag in rotary[1:]]
-        self._last = compile_region("last", self._last_region, rows=(0, 1, 2))
+        self._last = compile_region("last", self._last_region, rows=(0, 1, 2, 3))
 
     def forward(
         self, token_ids: Tensor, tokens: TokenInputs, caches: list[LayerCache], attend: Attend
@@ -214,9 +216,11 @@ class Decoder:
             q, residual = between(o, residual, tokens, self.cos_sin, caches[layer + 1], after, before)
         return attend(len(self.layers) - 1, q), residual
 
-    def logits(self, o: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
-        """Logits [len(rows), vocab] of the picked rows (int32) of what ``forward`` returned."""
-        return self._last(o, residual, rows, self._weights[-1][1], self.final_norm, self.head.tensors)
+    def logits(self, o: Tensor, residual: Tensor, rows: Tensor, tokens: TokenInputs) -> Tensor:
+        """Logits [len(rows), vocab] of the picked rows (int32) of what ``forward`` returned for these tokens."""
+        return self._last(
+            o, residual, rows, tokens.lora_slots, self._weights[-1][1], self.final_norm, self.head.tensors
+        )
 
     # The regions. Everything that differs between layers but is not a tensor is an argument bound before compiling.
 
@@ -245,7 +249,7 @@ class Decoder:
         after: AfterAttention,
         before: BeforeAttention,
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self._attention_output_and_mlp(o, residual, after)
+        x, residual = self._attention_output_and_mlp(o, residual, tokens.lora_slots, after)
         x, residual = add_rms_norm(x, residual, before.norm, self.config.rms_norm_eps)
         return self._queries(rotary, x, tokens, cos_sin, cache, before), residual
 
@@ -254,11 +258,13 @@ class Decoder:
         o: Tensor,
         residual: Tensor,
         rows: Tensor,
+        lora_slots: Tensor | None,
         after: AfterAttention,
         final_norm: Tensor,
         head: LinearTensors,
     ) -> Tensor:
-        x, residual = self._attention_output_and_mlp(o[rows], residual[rows], after)
+        slots = None if lora_slots is None else lora_slots[rows]
+        x, residual = self._attention_output_and_mlp(o[rows], residual[rows], slots, after)
         x, _ = add_rms_norm(x, residual, final_norm, self.config.rms_norm_eps)
         return self.head.method.apply(x, head)
 
@@ -267,7 +273,7 @@ class Decoder:
     ) -> Tensor:
         """Project to q, k, v, rotate, store k and v, and return q [tokens, kv_heads, G, D] in attention_dtype."""
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.config.head_dim
-        qkv = self.layers[0].qkv.method.apply(x, before.qkv)
+        qkv = self.layers[0].qkv.apply(x, before.qkv, tokens.lora_slots)
         q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
         q, k, v = q.view(-1, heads, dim), k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
         if before.q_norm is not None and before.k_norm is not None:
@@ -280,12 +286,14 @@ class Decoder:
         # FlexAttention wants q as a real four-dimensional buffer.
         return q.to(self.attention_dtype).reshape(-1, kv_heads, heads // kv_heads, dim).contiguous()
 
-    def _attention_output_and_mlp(self, o: Tensor, residual: Tensor, after: AfterAttention) -> tuple[Tensor, Tensor]:
+    def _attention_output_and_mlp(
+        self, o: Tensor, residual: Tensor, lora_slots: Tensor | None, after: AfterAttention
+    ) -> tuple[Tensor, Tensor]:
         layer = self.layers[0]
-        x = layer.o.method.apply(o.to(self.dtype).flatten(1), after.o)
+        x = layer.o.apply(o.to(self.dtype).flatten(1), after.o, lora_slots)
         x, residual = add_rms_norm(x, residual, after.norm, self.config.rms_norm_eps)
-        x = gated_activation(layer.gate_up.method.apply(x, after.gate_up), self.config.hidden_act)
-        return layer.down.method.apply(x, after.down), residual
+        x = gated_activation(layer.gate_up.apply(x, after.gate_up, lora_slots), self.config.hidden_act)
+        return layer.down.apply(x, after.down, lora_slots), residual
 
 
 def rotary_frequencies(rotary: RotaryConfig, max_model_len: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
+from kernels_triton_free.lora import add_low_rank
 
 LinearTensors = tuple[Tensor, ...]
 """What a linear layer passes to its method: the prepared weight and whatever else the method needs."""
@@ -94,10 +95,34 @@ class Linear:
         self.out_features = sum(self.sizes.values())
         self.method = choose_linear_method(self.out_features, dtype, device)
         self.tensors: LinearTensors = ()
+        self.adapters: LinearTensors = ()
         self._dtype, self._has_bias = dtype, bias
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
         self._missing = {(name, kind) for name in parts for kind in (("weight", "bias") if bias else ("weight",))}
+
+    def whole_shape(self, part: str) -> tuple[int, int]:
+        """[out, in] of a part in the whole model."""
+        if self.split == "column":
+            return self.sizes[part] * self.shard.size, self.in_features
+        return self.sizes[part], self.in_features * self.shard.size
+
+    @property
+    def arguments(self) -> LinearTensors:
+        """Everything ``apply`` reads of this layer; layers of one shape share the region that reads it."""
+        return (*self.tensors, *self.adapters)
+
+    def apply(self, x: Tensor, arguments: LinearTensors, lora_slots: Tensor | None = None) -> Tensor:
+        """x [tokens, in] -> [tokens, out], with the arguments of any layer of this shape.
+
+        lora_slots int32 [tokens]: adapter of each token, for layers with ``adapters`` (A and B of add_low_rank), which
+        are the last two arguments; None for layers without.
+        """
+        if lora_slots is None:
+            return self.method.apply(x, arguments)
+        *tensors, a, b = arguments
+        out = self.method.apply(x, tuple(tensors))
+        return add_low_rank(out, x, a, b, lora_slots, tuple(self.sizes.values()))
 
     def load(self, part: str, kind: str, tensor: Tensor) -> None:
         """Take this worker's shard of a checkpoint tensor: kind "weight" [out, in] or "bias" [out] of one part."""

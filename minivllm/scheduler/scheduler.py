@@ -24,6 +24,7 @@ from minivllm.messages import (
     SchedulerStats,
 )
 from minivllm.request import Request, RequestStatus
+from minivllm.scheduler.admission import AdmissionPolicy
 from minivllm.scheduler.connector import KVConnector
 from minivllm.scheduler.drafting_stats import DraftingStats
 from minivllm.scheduler.queues import make_queue
@@ -38,7 +39,7 @@ class Scheduler:
     before the results are there, and the results must come back in the order of the schedules.
 
     async_scheduling: schedule the next token of a request while its last one is still unknown; the workers read it
-    from device memory. connector: see KVConnector.
+    from device memory. connector: see KVConnector. admission: see AdmissionPolicy.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Scheduler:
         *,
         async_scheduling: bool = False,
         connector: KVConnector | None = None,
+        admission: AdmissionPolicy | None = None,
     ) -> None:
         self.config = config
         self.kv_cache_manager = kv_cache_manager
@@ -56,6 +58,7 @@ class Scheduler:
         self.waiting = make_queue(config.policy)
         self._async_scheduling = async_scheduling
         self._connector = connector
+        self._admission = admission
         self._in_flight: deque[InFlightStep] = deque()
         self._finished_request_ids: dict[str, None] = {}
         self._refused: list[EngineOutput] = []
@@ -280,10 +283,15 @@ class Scheduler:
         waiting, manager = self.waiting, self.kv_cache_manager
         threshold = self.config.long_prefill_token_threshold
         set_aside: list[Request] = []
+        if self._admission is not None:
+            self._admission.begin_step()
         while waiting and plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = waiting.peek()
             if request.status is RequestStatus.BLOCKED or request.num_output_placeholders:
                 # A preempted request with a token in flight must know that token before it starts over.
+                set_aside.append(waiting.pop())
+                continue
+            if self._admission is not None and not self._admission.may_run(request, self.running):
                 set_aside.append(waiting.pop())
                 continue
             hits, num_hit_tokens = manager.get_computed_blocks(request)
@@ -324,6 +332,7 @@ class Scheduler:
                     bad_words_token_ids=request.bad_words_token_ids,
                     block_ids=block_ids,
                     num_computed_tokens=num_computed_tokens,
+                    lora_name=None if request.lora is None else request.lora.name,
                 )
             )
         request.status = RequestStatus.RUNNING

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.messages import ModelRunnerOutput, PositionLogprobs, SchedulerOutput
+from minivllm.lora.manager import AdapterManager, BatchAdapters
+from minivllm.messages import ModelRunnerOutput, NewRequestData, PositionLogprobs, SchedulerOutput
 from minivllm.models.decoder import Decoder, LayerCache
 from minivllm.spec_decode.verification import Verified, verify
 from minivllm.worker.attention_backend import AttentionBackend, FlexAttentionBackend, GatherSdpaBackend
@@ -22,6 +24,16 @@ from minivllm.worker.step_inputs import Row, StepInputBuilder, StepInputs
 
 PROMPT_LOGPROB_ROWS = 64
 """Prompt positions whose logits are computed at once, which bounds the memory that prompt_logprobs takes."""
+
+
+class SlotState(Protocol):
+    """Something kept for the request in each slot of the batch."""
+
+    def add(self, slot: int, request: NewRequestData, output_token_ids: list[int]) -> None:
+        """A request enters the slot, new or back from preemption with tokens it has generated before."""
+
+    def remove(self, slot: int) -> None:
+        """The request of the slot has left."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,13 @@ def tile_size_for(query_group: int, device: torch.device) -> int:
 class ModelRunner:
     """Owns the KV cache, the persistent batch and the sampling state. Decides nothing: it follows SchedulerOutput."""
 
-    def __init__(self, decoder: Decoder, compiler: RegionCompiler, limits: RunnerLimits) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        compiler: RegionCompiler,
+        limits: RunnerLimits,
+        adapters: AdapterManager | None = None,
+    ) -> None:
         self.decoder, self._compiler, self.limits = decoder, compiler, limits
         config, device = decoder.config, decoder.device
         self.caches = allocate_caches(decoder, limits.num_pages, limits.page_size)
@@ -55,6 +73,12 @@ class ModelRunner:
         )
         self.sampling_state = SamplingState(limits.max_num_seqs, config.vocab_size, device)
         self.sampler = Sampler(self.sampling_state)
+        self._slot_states: list[SlotState] = [self.sampling_state]
+        lora_slots = None
+        if adapters is not None:
+            batch_adapters = BatchAdapters(adapters, limits.max_num_seqs)
+            self._slot_states.append(batch_adapters)
+            lora_slots = batch_adapters.lora_slots
         windows = list(dict.fromkeys(config.layer_windows))
         self.builder = StepInputBuilder(
             self.batch,
@@ -65,6 +89,7 @@ class ModelRunner:
             windows=windows,
             gathers_pages=device.type == "cpu",
             device=device,
+            lora_slots=lora_slots,
         )
         self.speculation: Speculation | None = None
         decoder.build_regions(compiler)
@@ -79,10 +104,11 @@ class ModelRunner:
         if self.speculation is not None:
             self.speculation.finish(step.finished_request_ids)
         freed, entered = self.batch.apply(step)
-        for slot in freed:
-            self.sampling_state.remove(slot)
-        for request in entered:
-            self.sampling_state.add(request.slot, request.data, request.output_token_ids)
+        for state in self._slot_states:
+            for slot in freed:
+                state.remove(slot)
+            for request in entered:
+                state.add(request.slot, request.data, request.output_token_ids)
         if not step.num_scheduled_tokens:
             return ModelRunnerOutput()
         rows = self._rows(step)
@@ -130,7 +156,7 @@ class ModelRunner:
                 sampled.append(row)
         if not sampled:
             return
-        logits = self._logits(o, residual, np.asarray(last_tokens, dtype=np.int32))
+        logits = self._logits(inputs, o, residual, np.asarray(last_tokens, dtype=np.int32))
         slots = np.fromiter((row.request.slot for row in sampled), np.int64, len(sampled))
         positions = np.fromiter((row.request.num_tokens for row in sampled), np.int64, len(sampled))
         for row, (token_ids, logprobs) in zip(sampled, self._verified(logits, slots, positions, sampled)):
@@ -163,17 +189,17 @@ class ModelRunner:
                     end = min(begin + PROMPT_LOGPROB_ROWS, count)
                     tokens = np.arange(first_token + begin, first_token + end, dtype=np.int32)
                     targets = torch.tensor(prompt[row.start + begin + 1 : row.start + end + 1], device=o.device)
-                    entries += prompt_logprobs(self._logits(o, residual, tokens), targets, k)
+                    entries += prompt_logprobs(self._logits(inputs, o, residual, tokens), targets, k)
                 output.prompt_logprobs[row.request.data.request_id] = entries
             first_token += row.count
 
-    def _logits(self, o: Tensor, residual: Tensor, tokens: np.ndarray) -> Tensor:
+    def _logits(self, inputs: StepInputs, o: Tensor, residual: Tensor, tokens: np.ndarray) -> Tensor:
         """Logits [len(tokens), vocab] of the picked tokens of the step."""
         count = len(tokens)
         if count == 1:
             tokens = np.repeat(tokens, 2)
         rows = torch.from_numpy(tokens).to(o.device, non_blocking=True)
-        return self.decoder.logits(o, residual, rows)[:count]
+        return self.decoder.logits(o, residual, rows, inputs.tokens)[:count]
 
 
 def page_bytes(decoder: Decoder, page_size: int) -> int:

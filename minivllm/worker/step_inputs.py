@@ -73,7 +73,8 @@ class StepInputBuilder:
 
     gathers_pages: tiles of several queries read a copy of the step's pages (CPU) instead of the cache in place (CUDA).
     Decode lists are then as wide as the cache has pages, which FlexAttention's CPU template asserts; else as wide as a
-    request can have, and without full pages.
+    request can have, and without full pages. lora_slots int [max_num_seqs]: adapter of the request in each slot of the
+    batch, kept up to date by its owner; None without adapters.
     """
 
     def __init__(
@@ -87,9 +88,11 @@ class StepInputBuilder:
         windows: list[int | None],
         gathers_pages: bool,
         device: torch.device,
+        lora_slots: np.ndarray | None = None,
     ) -> None:
         self._batch, self._windows, self._tile_size, self._device = batch, windows, tile_size, device
         self._gathers_pages = gathers_pages
+        self._lora_slots = lora_slots
         max_blocks = batch.block_table.host.shape[1]
         width = num_pages if self._gathers_pages else max_blocks + 1
         tokens = rounded_capacity(max_num_batched_tokens)
@@ -104,6 +107,8 @@ class StepInputBuilder:
             "tile_tokens": (tiles * tile_size,),
             "token_places": (tokens,),
         }
+        if lora_slots is not None:
+            fields["lora_slots"] = (tokens,)
         for index in range(len(windows)):
             fields |= {
                 f"decode_partial_count.{index}": (sequences, 1, 1),
@@ -141,6 +146,9 @@ class StepInputBuilder:
         for name in ("positions", "token_index", "slot_mapping"):
             host[name][total:padded] = 0
 
+        if self._lora_slots is not None:
+            host["lora_slots"][:total] = self._lora_slots[token_slots]
+            host["lora_slots"][total:padded] = 0
         decode = self._decode_tiles(slots[:num_decode], starts[:num_decode]) if num_decode else None
         prefill = self._prefill_tiles(rows[num_decode:], num_decode) if num_decode < len(rows) else None
         self._buffer.commit()
@@ -148,7 +156,8 @@ class StepInputBuilder:
         device = self._buffer.device
         token_ids = self._token_ids[:padded]
         torch.index_select(self._batch.token_ids.device.view(-1), 0, device["token_index"][:padded], out=token_ids)
-        inputs = TokenInputs(device["positions"][:padded], device["slot_mapping"][:padded])
+        lora_slots = None if self._lora_slots is None else device["lora_slots"][:padded]
+        inputs = TokenInputs(device["positions"][:padded], device["slot_mapping"][:padded], lora_slots)
         return StepInputs(rows, total, token_ids, inputs, decode, prefill)
 
     def _decode_tiles(self, slots: np.ndarray, positions: np.ndarray) -> DecodeTiles:

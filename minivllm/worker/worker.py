@@ -10,7 +10,8 @@ import torch
 
 from minivllm.config import EngineConfig
 from minivllm.errors import ConfigError
-from minivllm.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.lora.manager import AdapterManager
+from minivllm.messages import LoRARequest, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.models.checkpoint import iterate_weights
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder_config import DecoderConfig
@@ -37,6 +38,7 @@ class Worker:
         self.device = torch.device(config.device)
         self._compiler = RegionCompiler(self._compiles(), self.device)
         self._decoder: Decoder
+        self._adapters: AdapterManager | None = None
         self.runner: ModelRunner
 
     def _compiles(self) -> bool:
@@ -66,6 +68,8 @@ class Worker:
             self.config.seed,
         )
         self._decoder.load_weights(weights)
+        if self.config.lora is not None:
+            self._adapters = AdapterManager(self._decoder, self.config.lora)
         gc.collect()
         logger.info("Loaded %s in %.1f s.", self.config.model, time.perf_counter() - started)
 
@@ -105,7 +109,7 @@ class Worker:
         tokens, length = scheduler.max_num_batched_tokens, scheduler.max_model_len
         limits = RunnerLimits(-(-tokens // length), tokens, length, page_size, num_pages=2)
         counts = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
-        run_on_null_page(ModelRunner(self._decoder, RegionCompiler(enabled=False), limits), counts)
+        run_on_null_page(ModelRunner(self._decoder, RegionCompiler(enabled=False), limits, self._adapters), counts)
 
     @torch.inference_mode()
     def initialize(self, num_blocks: int) -> None:
@@ -121,6 +125,7 @@ class Worker:
                 page_size=self.config.cache.block_size,
                 num_pages=num_blocks,
             ),
+            self._adapters,
         )
         self.runner.speculation = self._make_speculation()
         started = time.perf_counter()
@@ -157,6 +162,21 @@ class Worker:
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""
         return self.runner.execute(step)
+
+    @property
+    def adapters(self) -> AdapterManager:
+        if self._adapters is None:
+            raise RuntimeError("This engine was started without enable_lora.")
+        return self._adapters
+
+    @torch.inference_mode()
+    def load_adapter(self, request: LoRARequest) -> str:
+        """Read a LoRA adapter into host memory; the digest of its contents. Raises RequestError."""
+        return self.adapters.load(request)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter that no request uses."""
+        self.adapters.unload(name)
 
 
 def run_on_null_page(runner: ModelRunner, counts: list[int]) -> None:

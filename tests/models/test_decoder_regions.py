@@ -162,8 +162,9 @@ def run_chunk(decoder: Decoder, caches: list[LayerCache], token_ids: list[int], 
         )
 
     tokens = torch.tensor(token_ids, dtype=torch.int32)
-    o, residual = decoder.forward(tokens, TokenInputs(positions, slots), caches, attend)
-    return decoder.logits(o, residual, torch.arange(len(token_ids), dtype=torch.int32))
+    inputs = TokenInputs(positions, slots)
+    o, residual = decoder.forward(tokens, inputs, caches, attend)
+    return decoder.logits(o, residual, torch.arange(len(token_ids), dtype=torch.int32), inputs)
 
 
 @pytest.mark.parametrize("chunks", [[13], [1] * 13, [5, 1, 7]], ids=["whole", "token by token", "chunks"])

@@ -41,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "profiling": set(),
     "worker": {"profiling", "models", "kernels", "quantization", "lora", "spec_decode"},
     "executor": {"worker", "models"},
-    "engine": {"profiling", "scheduler", "kv_cache", "executor", "models", "structured_output"},
+    "engine": {"profiling", "scheduler", "kv_cache", "executor", "models", "structured_output", "lora"},
     "metrics": set(),
     "frontend": {"engine", "metrics"},
     "server": {"frontend", "metrics"},

@@ -1,0 +1,1 @@
+"""Low-rank adapters: read from PEFT checkpoints, kept in host memory and device slots, chosen per request."""

@@ -1,0 +1,193 @@
+"""Read a LoRA adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors.
+
+Everything is checked before anything is handed out, and what would change the answer if it were left out (trained
+embeddings, DoRA magnitudes, biases, …) is refused by name. Pickled adapters are never opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from minivllm.errors import ModelError, RequestError
+from minivllm.models.checkpoint import FLOAT_TYPES, Shape
+from minivllm.models.hf_config import read_json_object
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+_TENSOR = re.compile(r"base_model\.model\.(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])(?:\.default)?\.weight")
+_EMBEDDING_MODULES = ("embed_tokens", "lm_head")
+
+# Options of PEFT's LoraConfig that change what the adapter computes and have no counterpart here: each with what it is.
+_REFUSED_OPTIONS = {
+    "use_dora": "magnitude vectors (DoRA)",
+    "modules_to_save": "whole trained modules",
+    "lora_bias": "biases of its own",
+    "fan_in_fan_out": "transposed weights",
+    "layer_replication": "repeated layers",
+    "target_parameters": "single trained parameters",
+    "trainable_token_indices": "trained embeddings",
+    "use_qalora": "pooled inputs (QA-LoRA)",
+    "use_bdlora": "block-diagonal matrices (BD-LoRA)",
+    "alora_invocation_tokens": "activation by certain tokens (aLoRA)",
+}
+# Ways of initialising that change the base model's weights besides: the adapter alone does not hold the difference.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+
+
+class LowRank(NamedTuple):
+    """The update of one weight: B @ A. a [rank, in]; b [out, rank], scaling included."""
+
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter in host memory.
+
+    digest: SHA-256 over both files; adapters that compute the same thing share it. modules: by name of the linear
+    layer, such as ``model.layers.0.self_attn.q_proj``, whole matrices in the dtype of the model.
+    """
+
+    digest: str
+    rank: int
+    modules: dict[str, LowRank]
+
+
+def load_adapter(
+    path: str, expected: Mapping[str, Shape], max_rank: int, dtype: torch.dtype, pin_memory: bool = False
+) -> Adapter:
+    """Read and check an adapter.
+
+    expected: shape [out, in] of every linear layer an adapter may change, by name. max_rank: the largest rank there is
+    room for. dtype: of the returned matrices. pin_memory: page-locked, so that copies to a GPU overlap with its work.
+    Raises RequestError, a sentence that names the adapter's directory and what is wrong with it.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise RequestError(f"The adapter's path is {path!r}, but must be a local directory with {CONFIG_NAME}.")
+    config, weights = directory / CONFIG_NAME, directory / WEIGHTS_NAME
+    try:
+        options = _Options(config, read_json_object(config))
+    except ModelError as error:
+        raise RequestError(f"Not an adapter: {error}") from None
+    if not weights.is_file():
+        pickled = " (adapter_model.bin could run any code and is never opened; save the adapter as safetensors)"
+        hint = pickled if (directory / "adapter_model.bin").is_file() else ""
+        raise RequestError(f"The adapter in {directory} has no {WEIGHTS_NAME}{hint}.")
+    try:
+        digest = hashlib.sha256(config.read_bytes())
+        with weights.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+        matrices = _read_matrices(weights, expected, max_rank)
+    except (SafetensorError, OSError) as error:
+        raise RequestError(f"{weights} is not a valid safetensors file ({error}); it may be truncated.") from None
+    modules = {}
+    for name, (a, b) in matrices.items():
+        scaled = LowRank(a.to(dtype), (b.double() * options.scaling(name, a.shape[0])).to(dtype))
+        if not (scaled.a.isfinite().all() and scaled.b.isfinite().all()):
+            raise RequestError(
+                f"The adapter in {directory} holds numbers in {name} that are not finite in {dtype}: it is broken, or "
+                "was trained with a wider type."
+            )
+        modules[name] = LowRank(*(tensor.pin_memory() for tensor in scaled)) if pin_memory else scaled
+    return Adapter(digest.hexdigest(), max(low_rank.a.shape[0] for low_rank in modules.values()), modules)
+
+
+class _Options:
+    """What adapter_config.json says about the scaling, once everything that is not supported is refused."""
+
+    def __init__(self, path: Path, entries: dict[str, Any]) -> None:
+        if entries.get("peft_type") != "LORA":
+            raise RequestError(f"{path} has peft_type {entries.get('peft_type')!r}; only LORA is served.")
+        for option, what in _REFUSED_OPTIONS.items():
+            if entries.get(option):
+                raise RequestError(f"{path} sets {option}, that is {what}, which is not served; train without it.")
+        if entries.get("bias", "none") != "none":
+            raise RequestError(f"{path} sets bias to {entries['bias']!r}, but trained biases are not served.")
+        start = str(entries.get("init_lora_weights", True)).lower()
+        if start.startswith(_CHANGES_BASE):
+            raise RequestError(
+                f"{path} sets init_lora_weights to {start!r}, which changes the base model too; convert the adapter to "
+                "a plain one when saving it (path_initial_model_for_weight_conversion)."
+            )
+        alpha: Any = entries.get("lora_alpha")
+        patterns = entries.get("alpha_pattern") or {}
+        if not isinstance(patterns, dict):
+            raise RequestError(f"{path}: alpha_pattern is {patterns!r}, but must be an object.")
+        for name, value in {"lora_alpha": alpha, **patterns}.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise RequestError(f"{path}: {name} is {value!r}, but must be a finite number.")
+            if not re.fullmatch(r"[\w.]+", name):
+                raise RequestError(f"{path}: alpha_pattern has {name!r}, but only plain names of layers are served.")
+        self._alpha, self._patterns = alpha, patterns
+        self._is_rank_stabilized = bool(entries.get("use_rslora"))
+
+    def scaling(self, name: str, rank: int) -> float:
+        """Factor of the update of one layer: alpha / r, or alpha / sqrt(r) (rsLoRA, Kalajdzievski 2023)."""
+        alpha = self._alpha
+        for pattern, value in self._patterns.items():
+            if name == pattern or name.endswith("." + pattern):
+                alpha = value
+                break
+        return float(alpha) / (math.sqrt(rank) if self._is_rank_stabilized else rank)
+
+
+def _read_matrices(path: Path, expected: Mapping[str, Shape], max_rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """(A, B) of every layer, as stored. All names and shapes are checked before the first tensor is read."""
+    with safe_open(path, framework="pt", device="cpu") as file:
+        names: dict[str, dict[str, str]] = {}
+        for name in file.keys():  # noqa: SIM118 (no mapping)
+            module, matrix = _layer_and_matrix(path, name, expected)
+            if file.get_slice(name).get_dtype() not in FLOAT_TYPES:
+                raise RequestError(f"{path}: tensor {name!r} must be stored as one of {', '.join(FLOAT_TYPES)}.")
+            if names.setdefault(module, {}).setdefault(matrix, name) != name:
+                raise RequestError(f"{path} holds lora_{matrix} of {module} twice.")
+        if not names:
+            raise RequestError(f"{path} holds no tensors: the adapter is empty.")
+        for module, pair in names.items():
+            if len(pair) != 2:
+                raise RequestError(f"{path} holds only one of lora_A and lora_B of {module}.")
+            a, b = (file.get_slice(pair[matrix]).get_shape() for matrix in "AB")
+            _check_shapes(path, module, a, b, expected[module], max_rank)
+        return {module: (file.get_tensor(pair["A"]), file.get_tensor(pair["B"])) for module, pair in names.items()}
+
+
+def _layer_and_matrix(path: Path, name: str, expected: Mapping[str, Shape]) -> tuple[str, str]:
+    if "lora_magnitude_vector" in name:
+        raise RequestError(f"{path} holds magnitude vectors (DoRA), which are not served; train without use_dora.")
+    if any(module in name for module in _EMBEDDING_MODULES):
+        raise RequestError(
+            f"{path} holds {name!r}: adapters of embeddings and of the output layer are not served; train with the "
+            "attention and MLP layers as target_modules."
+        )
+    match = _TENSOR.fullmatch(name)
+    if match is None:
+        raise RequestError(f"{path} holds {name!r}, which is not lora_A or lora_B of a layer of a decoder.")
+    if match[1] not in expected:
+        raise RequestError(f"{path} changes {match[1]}, which this model does not have: it is for another base model.")
+    return match[1], match[2]
+
+
+def _check_shapes(path: Path, module: str, a: list[int], b: list[int], expected: Shape, max_rank: int) -> None:
+    outputs, inputs = expected
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] < 1 or a[1] != inputs or b[0] != outputs:
+        raise RequestError(
+            f"{path}: lora_A and lora_B of {module} have shapes {a} and {b}, but the model calls for [r, {inputs}] and "
+            f"[{outputs}, r]: it is for another base model."
+        )
+    if a[0] > max_rank:
+        raise RequestError(
+            f"{path}: {module} has rank {a[0]}, but max_lora_rank is {max_rank}: start the engine with a larger one."
+        )

@@ -1,0 +1,134 @@
+"""The worker's adapters: in host memory by name, and in the slots of the stacks that the linear layers read.
+
+Slot 0 is no adapter. The registry of the engine core decides what is in memory; the scheduler's admission sees to it
+that the requests that run never use more adapters than there are slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.config import LoRAConfig
+from minivllm.lora.checkpoint import Adapter, LowRank, load_adapter
+from minivllm.messages import LoRARequest, NewRequestData
+from minivllm.models.decoder import Decoder
+from minivllm.models.linear import Linear
+
+
+class AdapterManager:
+    """Gives every linear layer of a decoder room for ``max_loras`` adapters, and fills it.
+
+    To be made before the decoder's regions are built: the stacks are arguments of the compiled code, which never
+    changes afterwards, whatever adapters come and go.
+    """
+
+    def __init__(self, decoder: Decoder, config: LoRAConfig) -> None:
+        self._config, self._dtype, self._device = config, decoder.dtype, decoder.device
+        self._linears: list[tuple[str, Linear]] = []
+        for index, layer in enumerate(decoder.layers):
+            for block, linears in (("self_attn", (layer.qkv, layer.o)), ("mlp", (layer.gate_up, layer.down))):
+                for linear in linears:
+                    linear.adapters = self._make_stacks(linear)
+                    self._linears.append((f"model.layers.{index}.{block}", linear))
+        self._expected = {
+            f"{block}.{part}": linear.whole_shape(part) for block, linear in self._linears for part in linear.sizes
+        }
+        self._adapters: dict[str, Adapter] = {}
+        # Adapter in each slot from 1 on, least recently used first.
+        self._slots: dict[str, int] = {}
+        self._free_slots = list(range(config.max_loras, 0, -1))
+
+    @property
+    def names_in_slots(self) -> list[str]:
+        """Adapters on the device, least recently used first."""
+        return list(self._slots)
+
+    def load(self, request: LoRARequest) -> str:
+        """Read an adapter into host memory; its digest. Raises RequestError, and nothing changes."""
+        adapter = load_adapter(
+            request.path, self._expected, self._config.max_lora_rank, self._dtype, self._device.type == "cuda"
+        )
+        self.unload(request.name)
+        self._adapters[request.name] = adapter
+        return adapter.digest
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter that no request uses."""
+        self._adapters.pop(name, None)
+        slot = self._slots.pop(name, None)
+        if slot is not None:
+            self._free_slots.append(slot)
+
+    def activate(self, name: str, in_use: Iterable[str]) -> int:
+        """The slot of an adapter, into which it is copied if it is not there yet.
+
+        in_use: adapters that must keep their slots. Raises RuntimeError if those take all of them.
+        """
+        if name not in self._slots:
+            self._slots[name] = self._take_slot(set(in_use))
+            self._fill(self._slots[name], self._adapters[name])
+        self._slots[name] = slot = self._slots.pop(name)  # to the end: the most recently used one
+        return slot
+
+    def _take_slot(self, in_use: set[str]) -> int:
+        if self._free_slots:
+            return self._free_slots.pop()
+        for name in self._slots:
+            if name not in in_use:
+                return self._slots.pop(name)
+        raise RuntimeError(f"All {self._config.max_loras} adapter slots are in use, which admission should prevent.")
+
+    def _make_stacks(self, linear: Linear) -> tuple[Tensor, Tensor]:
+        """A [parts, max_loras, max_rank, in] and B [out, max_loras, max_rank] of this worker's shard, all zeros."""
+        slots, rank = self._config.max_loras, self._config.max_lora_rank
+        sizes = (len(linear.sizes), slots, rank, linear.in_features), (linear.out_features, slots, rank)
+        a, b = (torch.zeros(size, dtype=self._dtype, device=self._device) for size in sizes)
+        return a, b
+
+    def _fill(self, slot: int, adapter: Adapter) -> None:
+        """Copy an adapter into a slot, zeros where it changes nothing and beyond its rank."""
+        for block, linear in self._linears:
+            a, b = linear.adapters
+            a[:, slot - 1] = 0
+            b[:, slot - 1] = 0
+            start = 0
+            for part, (name, size) in enumerate(linear.sizes.items()):
+                low_rank = adapter.modules.get(f"{block}.{name}")
+                if low_rank is not None:
+                    own, rank = _own_shard(low_rank, linear, size), low_rank.a.shape[0]
+                    a[part, slot - 1, :rank].copy_(own.a, non_blocking=True)
+                    b[start : start + size, slot - 1, :rank].copy_(own.b, non_blocking=True)
+                start += size
+
+
+class BatchAdapters:
+    """Which adapter slot the request in each slot of the batch uses."""
+
+    def __init__(self, manager: AdapterManager, max_num_seqs: int) -> None:
+        self.lora_slots = np.zeros(max_num_seqs, dtype=np.int32)
+        self._manager = manager
+        self._names: dict[int, str] = {}
+
+    def add(self, slot: int, request: NewRequestData, output_token_ids: list[int]) -> None:
+        """The request of a slot of the batch brings its adapter into memory, if it has one."""
+        self.lora_slots[slot] = 0
+        if request.lora_name is not None:
+            self.lora_slots[slot] = self._manager.activate(request.lora_name, self._names.values())
+            self._names[slot] = request.lora_name
+
+    def remove(self, slot: int) -> None:
+        """The request of the slot has left; its adapter stays where it is until somebody needs the place."""
+        self.lora_slots[slot] = 0
+        self._names.pop(slot, None)
+
+
+def _own_shard(low_rank: LowRank, linear: Linear, size: int) -> LowRank:
+    """This worker's share: rows of B where the outputs are divided, columns of A where the inputs are."""
+    rank = linear.shard.rank
+    if linear.split == "column":
+        return LowRank(low_rank.a, low_rank.b[rank * size : (rank + 1) * size])
+    return LowRank(low_rank.a[:, rank * linear.in_features : (rank + 1) * linear.in_features], low_rank.b)

@@ -1,0 +1,110 @@
+"""Every row of a mixed batch answers as transformers does with that row's adapter merged into the weights (float32)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_adapters import TinyModel, merged_logprobs, merged_tokens, random_adapter
+from parity_reference import assert_pool_unused, random_prompts, tiny_llm, tokens_of
+
+from minivllm import LLM, LoRARequest, SamplingParams
+from minivllm.frontend.outputs import RequestOutput
+
+MAX_TOKENS = 8
+Adapters = list[LoRARequest | None]
+
+
+def mixed_adapters(directory: Path, model: Path) -> Adapters:
+    """None, and adapters of ranks 8 to 64 that change all layers, some, or one, with both kinds of scaling."""
+    return [
+        None,
+        random_adapter(directory / "all-8", model, rank=8, seed=1),
+        random_adapter(directory / "attention-16", model, rank=16, layers=("q_proj", "v_proj"), seed=2, lora_alpha=32),
+        random_adapter(directory / "mlp-33", model, rank=33, layers=("gate_proj", "down_proj"), seed=3),
+        random_adapter(directory / "all-64", model, rank=64, seed=4, use_rslora=True, lora_alpha=8),
+        random_adapter(directory / "keys-9", model, rank=9, layers=("k_proj", "o_proj", "up_proj"), seed=5),
+    ]
+
+
+def lora_llm(model: Path, **settings: Any) -> LLM:
+    return tiny_llm(model, **{"enable_lora": True, "max_loras": 6, "max_lora_rank": 64, **settings})
+
+
+def run_mixed(llm: LLM, prompts: list[list[int]], adapters: Adapters, **params: Any) -> list[RequestOutput]:
+    """Greedy completions, one adapter per prompt, all in one batch."""
+    greedy = SamplingParams(**{"temperature": 0.0, "max_tokens": MAX_TOKENS, **params})
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return llm.generate(asked, greedy, use_tqdm=False, lora_request=adapters)
+
+
+def assert_logprobs_equal_merged(
+    model: Path, outputs: list[RequestOutput], prompts: list[list[int]], adapters: Adapters
+) -> None:
+    """Tokens, and the log-probability of every one of them and of every prompt token."""
+    for output, prompt, adapter in zip(outputs, prompts, adapters):
+        tokens = output.outputs[0].token_ids
+        assert tokens == merged_tokens(model, adapter, prompt, MAX_TOKENS), adapter
+        expected = merged_logprobs(model, adapter, prompt + tokens)
+        assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
+        maps = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+        for position, (token, entries) in enumerate(zip([*prompt, *tokens][1:], maps)):
+            assert entries is not None
+            assert entries[token].logprob == pytest.approx(float(expected[position, token]), abs=1e-3), adapter
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-tied", "llama-biases"])
+def test_each_row_of_a_mixed_batch_equals_the_merged_model(tiny_model: TinyModel, tmp_path: Path, family: str) -> None:
+    model = tiny_model(family)
+    adapters = mixed_adapters(tmp_path, model)
+    prompts = random_prompts((5, 17, 1, 33, 9, 12))
+    with lora_llm(model, max_num_batched_tokens=24) as llm:
+        outputs = run_mixed(llm, prompts, adapters, logprobs=0, prompt_logprobs=0)
+        assert_logprobs_equal_merged(model, outputs, prompts, adapters)
+        assert_pool_unused(llm)
+    answers = {tuple(output.outputs[0].token_ids) for output in outputs}
+    assert len(answers) == len(adapters)
+
+
+def test_an_engine_with_adapters_answers_without_one_as_an_engine_without(tiny_model: TinyModel) -> None:
+    model = tiny_model("llama")
+    prompts = random_prompts()
+    with lora_llm(model) as llm:
+        assert tokens_of(run_mixed(llm, prompts, [None] * len(prompts))) == [
+            merged_tokens(model, None, prompt, MAX_TOKENS) for prompt in prompts
+        ]
+
+
+def test_preempted_requests_keep_their_adapters(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Requests that grow to 5 blocks, in a pool that holds 8, with prompts that repeat between adapters."""
+    model = tiny_model("llama")
+    adapters = mixed_adapters(tmp_path, model)
+    prompts = random_prompts((15, 16, 14)) * 2
+    with lora_llm(model, max_model_len=40, num_gpu_blocks_override=9, max_loras=3) as llm:
+        outputs = run_mixed(llm, prompts, adapters, max_tokens=24)
+        assert llm.get_metrics().num_preemptions > 0
+        for output, prompt, adapter in zip(outputs, prompts, adapters):
+            assert output.outputs[0].token_ids == merged_tokens(model, adapter, prompt, 24), adapter
+
+
+def test_adding_adapters_compiles_nothing(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    adapters = mixed_adapters(tmp_path, model)
+    prompts = random_prompts((5, 17, 1, 33, 9, 12))
+    with lora_llm(model, enforce_eager=False) as llm, torch.compiler.set_stance("fail_on_recompile"):
+        for count in (1, 3, len(adapters)):
+            outputs = run_mixed(llm, prompts[:count], adapters[:count])
+            for output, prompt, adapter in zip(outputs, prompts, adapters):
+                assert output.outputs[0].token_ids == merged_tokens(model, adapter, prompt, MAX_TOKENS), adapter
+        assert llm.llm_engine.client.core.num_recompilations() == 0  # type: ignore[attr-defined]
+
+
+def test_completions_of_one_prompt_share_its_adapter(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model = tiny_model("qwen3-tied")
+    adapter = random_adapter(tmp_path / "shared", model, rank=8)
+    with lora_llm(model) as llm:
+        [output] = run_mixed(llm, random_prompts((20,)), [adapter], n=3, logprobs=0)
+    expected = merged_tokens(model, adapter, output.prompt_token_ids, MAX_TOKENS)
+    assert [completion.token_ids for completion in output.outputs] == [expected] * 3
