@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
     "LoRARequest",
@@ -21,6 +22,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from minivllm.config import EngineArgs
+    from minivllm.frontend.beam_search import BeamSearchParams
     from minivllm.frontend.llm import LLM
     from minivllm.frontend.outputs import CompletionOutput, RequestOutput
     from minivllm.messages import LoRARequest
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "LLM": "minivllm.frontend.llm",
+    "BeamSearchParams": "minivllm.frontend.beam_search",
     "CompletionOutput": "minivllm.frontend.outputs",
     "RequestOutput": "minivllm.frontend.outputs",
     "EngineArgs": "minivllm.config",

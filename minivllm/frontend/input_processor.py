@@ -18,6 +18,7 @@ import msgspec
 
 from minivllm.config import EngineConfig
 from minivllm.errors import ContextLengthError, RequestError
+from minivllm.frontend.beam_search import BeamSearchParams
 from minivllm.messages import EngineRequest, LoRARequest
 from minivllm.sampling_params import SamplingParams
 
@@ -223,6 +224,11 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams) -> None:
         """What SamplingParams cannot check by itself because it depends on the model."""
+        if isinstance(params, BeamSearchParams):
+            raise RequestError(
+                "A beam search cannot stream and takes no part in sampling, since its best sequence is known at the "
+                "end only: call LLM.beam_search."
+            )
         if not isinstance(params, SamplingParams):
             raise RequestError(f"The sampling parameters are {_shown(params)}, but must be a SamplingParams.")
         self._check_token_ids("stop_token_ids", params.stop_token_ids)

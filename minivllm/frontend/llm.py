@@ -11,9 +11,10 @@ import msgspec
 
 from minivllm.config import EngineArgs
 from minivllm.errors import EngineDeadError, RequestError
+from minivllm.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, run_searches
 from minivllm.frontend.input_processor import PreparedRequest, Prompt
 from minivllm.frontend.llm_engine import LLMEngine
-from minivllm.frontend.outputs import RequestOutput
+from minivllm.frontend.outputs import PositionLogprobMap, RequestOutput
 from minivllm.messages import LoRARequest, SchedulerStats
 from minivllm.sampling_params import OutputKind, SamplingParams
 
@@ -68,8 +69,7 @@ class LLM:
         for index, (prompt, params, value, lora) in enumerate(zip(prompt_list, params_list, priorities, adapters)):
             with _naming("Prompt", index, len(prompt_list)):
                 prepared.append(self._prepare(prompt, defaults if params is None else params, value, lora))
-        for lora in dict.fromkeys(lora for lora in adapters if lora is not None):
-            self.llm_engine.add_lora(lora)
+        self._load_adapters(adapters)
         return self._run(prepared, use_tqdm)
 
     def chat(
@@ -97,6 +97,44 @@ class LLM:
                 )
             prompts.append(prompt)
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest sequences instead of sampled ones: see BeamSearchParams. Outputs in the order of the prompts.
+
+        prompts, lora_request: as in ``generate``. Raises RequestError before anything runs if one of the prompts cannot
+        be served, and if the engine gives up on one later on.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params is a {type(params).__name__}, but must be a BeamSearchParams.")
+        prompt_list = _as_list(prompts)
+        adapters = _one_per_prompt("lora_request", lora_request, len(prompt_list), LoRARequest)
+        client = self.llm_engine.client
+        searches, prepared = [], []
+        whole = SamplingParams(max_tokens=params.max_tokens)
+        for index, (prompt, lora) in enumerate(zip(prompt_list, adapters)):
+            with _naming("Prompt", index, len(prompt_list)):
+                prepared.append(self._prepare(prompt, whole, None, lora))
+            searches.append(BeamSearch(params, client.eos_token_ids, client.model_vocab_size))
+        self._load_adapters(adapters)
+
+        def extend(asked: list[tuple[int, list[int], int]]) -> list[PositionLogprobMap]:
+            requests = []
+            for index, token_ids, num_logprobs in asked:
+                sequence = prepared[index].sequences[0]
+                step: dict[str, Any] = {"prompt_token_ids": [*prepared[index].prompt_token_ids, *token_ids]}
+                if sequence.cache_salt is not None:
+                    step["cache_salt"] = sequence.cache_salt
+                one = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_logprobs)
+                requests.append(self._prepare(step, one, None, adapters[index]))
+            return [_next_logprobs(output) for output in self._run(requests, show_progress=False)]
+
+        run_searches(searches, extend)
+        return [self._beam_output(request, search) for request, search in zip(prepared, searches)]
 
     def get_tokenizer(self) -> Tokenizer:
         return self.llm_engine.tokenizer
@@ -141,6 +179,17 @@ class LLM:
             params = msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
         return self.llm_engine.prepare(None, prompt, params, priority=0 if priority is None else priority, lora=lora)
 
+    def _load_adapters(self, adapters: Sequence[LoRARequest | None]) -> None:
+        """Refuse adapters that cannot be served before anything runs."""
+        for lora in dict.fromkeys(lora for lora in adapters if lora is not None):
+            self.llm_engine.add_lora(lora)
+
+    def _beam_output(self, prepared: PreparedRequest, search: BeamSearch) -> BeamSearchOutput:
+        if self.llm_engine.has_tokenizer:
+            for sequence in search.sequences:
+                sequence.text = self.get_tokenizer().decode(sequence.token_ids, skip_special_tokens=True)
+        return BeamSearchOutput(prepared.prompt, prepared.prompt_token_ids, search.sequences)
+
     def _run(self, prepared: Sequence[PreparedRequest], show_progress: bool) -> list[RequestOutput]:
         """Submit all and step until all have finished."""
         finished: dict[str, RequestOutput] = {}
@@ -160,6 +209,14 @@ class LLM:
                 self.llm_engine.abort_request(wanted - finished.keys())
             raise
         return [finished[request.request_id] for request in prepared]
+
+
+def _next_logprobs(output: RequestOutput) -> PositionLogprobMap:
+    """Logprobs of the only token of a completion. Raises RequestError if the engine gave up on it."""
+    logprobs = output.outputs[0].logprobs
+    if not logprobs:
+        raise RequestError(output.error or "The engine gave no logprobs, which a beam search is made of.")
+    return logprobs[0]
 
 
 class _ProgressBar:

@@ -1,0 +1,168 @@
+"""Beam search outside the engine: every round extends all live beams by one-token requests that ask for logprobs.
+
+The engine knows no beams. The prefix cache keeps what beams have in common, so a round computes the last, unfilled
+block of every beam. The search itself is that of Hugging Face transformers: the best ``2 * beam_width`` continuations
+are looked at, so that enough of them go on when others end, and finished ones compete by their length-normalised score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from minivllm.errors import RequestError
+from minivllm.frontend.outputs import PositionLogprobMap
+from minivllm.sampling_params import MAX_LOGPROBS
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to search. Raises RequestError naming the field and its range.
+
+    beam_width: beams that are kept in every round. n: sequences to return, best first (None: all beam_width).
+    max_tokens: tokens of the longest sequence.
+    length_penalty: a score is the sum of logprobs divided by length ** length_penalty; above 0 favours long sequences.
+    early_stopping: True ends the search once beam_width sequences have ended; False goes on while a live beam could
+        still beat the worst of them at its present length; "never" while it could at its best possible length.
+    ignore_eos: only max_tokens ends a sequence.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    n: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("beam_width", 1, MAX_LOGPROBS // 2),
+            ("max_tokens", 1, None),
+            ("n", 1, self.beam_width),
+        ):
+            value = getattr(self, name)
+            if name == "n" and value is None:
+                continue
+            if type(value) is not int or value < low or (high is not None and value > high):
+                limit = "" if high is None else f" and at most {high}"
+                raise RequestError(f"{name} is {value!r}, but must be a whole number of at least {low}{limit}.")
+        penalty = self.length_penalty
+        if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not -10 <= penalty <= 10:
+            raise RequestError(f"length_penalty is {penalty!r}, but must be a number from -10 to 10.")
+        if type(self.early_stopping) is not bool and self.early_stopping != "never":
+            raise RequestError(f"early_stopping is {self.early_stopping!r}, but must be True, False or 'never'.")
+
+
+@dataclass(slots=True)
+class BeamSequence:
+    """One sequence that was found.
+
+    score: cumulative_logprob / length ** length_penalty. finish_reason: "stop" or "length". text: without special
+    tokens; empty for a model without a tokenizer.
+    """
+
+    token_ids: list[int]
+    cumulative_logprob: float
+    score: float
+    finish_reason: str
+    text: str = ""
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The sequences of one prompt, best first."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sequences: list[BeamSequence]
+
+
+@dataclass(slots=True)
+class Beam:
+    """Generated tokens of a live beam, and the sum of their logprobs."""
+
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+
+
+class BeamSearch:
+    """The search for one prompt: ``beams`` are to be extended, ``advance`` takes what came back, until ``done``."""
+
+    def __init__(self, params: BeamSearchParams, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        self._params = params
+        self._eos_token_ids = frozenset(() if params.ignore_eos else eos_token_ids)
+        # So many that beam_width of them go on even if every beam is continued by every end-of-sequence id.
+        self._num_candidates = max(2, 1 + len(self._eos_token_ids)) * params.beam_width
+        self.num_logprobs = min(self._num_candidates, vocab_size)
+        if self.num_logprobs > MAX_LOGPROBS:
+            raise RequestError(
+                f"beam_width is {params.beam_width}, but must be at most "
+                f"{MAX_LOGPROBS * params.beam_width // self._num_candidates} for a model with "
+                f"{len(self._eos_token_ids)} end-of-sequence ids."
+            )
+        self.beams = [Beam()]
+        self.done = False
+        self._length = 0
+        self._finished: list[BeamSequence] = []
+
+    @property
+    def sequences(self) -> list[BeamSequence]:
+        """What has ended so far, best first, at most ``n``."""
+        return self._finished[: self._params.n or self._params.beam_width]
+
+    def advance(self, logprobs: Sequence[PositionLogprobMap]) -> None:
+        """One round. logprobs: of the next token of each beam, at least the ``num_logprobs`` likeliest ones."""
+        params, width = self._params, self._params.beam_width
+        self._length += 1
+        candidates = [
+            (beam.cumulative_logprob + entry.logprob, beam, token_id)
+            for beam, entries in zip(self.beams, logprobs)
+            for token_id, entry in entries.items()
+        ]
+        candidates.sort(key=lambda candidate: -candidate[0])
+        live: list[Beam] = []
+        ended: list[BeamSequence] = []
+        for place, (total, beam, token_id) in enumerate(candidates[: self._num_candidates]):
+            token_ids = [*beam.token_ids, token_id]
+            is_eos = token_id in self._eos_token_ids
+            if not is_eos and self._length < params.max_tokens:
+                if len(live) < width:
+                    live.append(Beam(token_ids, total))
+            elif place < width:  # what ranks below only stands by, in case that too few of the best go on
+                ended.append(BeamSequence(token_ids, total, self._score(total), "stop" if is_eos else "length"))
+        if not (params.early_stopping is True and len(self._finished) == width):
+            # sorted() is stable: of equal scores the one that ended first stays ahead.
+            self._finished = sorted([*self._finished, *ended], key=lambda sequence: -sequence.score)[:width]
+        self.beams = live
+        self.done = not live or (len(self._finished) == width and not self._may_improve(live[0].cumulative_logprob))
+
+    def _may_improve(self, best_live: float) -> bool:
+        """True if a live beam may still replace the worst of the finished sequences, of which there are enough."""
+        params = self._params
+        if params.early_stopping is True:
+            return False
+        at_best_length = params.early_stopping == "never" and params.length_penalty > 0
+        length = params.max_tokens if at_best_length else self._length
+        return self._score(best_live, length) > self._finished[-1].score
+
+    def _score(self, cumulative_logprob: float, length: int | None = None) -> float:
+        return cumulative_logprob / math.pow(length or self._length, self._params.length_penalty)
+
+
+Extend = Callable[[list[tuple[int, list[int], int]]], list[PositionLogprobMap]]
+"""Next-token logprobs of sequences, each given as (index of its prompt, generated tokens, how many logprobs)."""
+
+
+def run_searches(searches: Sequence[BeamSearch], extend: Extend) -> None:
+    """Run all searches to their end, side by side: every round extends the live beams of all of them in one batch."""
+    while active := [(index, search) for index, search in enumerate(searches) if not search.done]:
+        asked = [(index, beam.token_ids, search.num_logprobs) for index, search in active for beam in search.beams]
+        results = extend(asked)
+        start = 0
+        for _, search in active:
+            count = len(search.beams)
+            search.advance(results[start : start + count])
+            start += count
