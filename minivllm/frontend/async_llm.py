@@ -93,8 +93,8 @@ class AsyncLLM(TextFrontend):
         stream then gives larger deltas, a cumulative one fewer outputs.
         deadline: seconds from now; a request that has not finished by then ends with finish_reason "error" and an
         ``error`` that says so, after whatever it generated. lora: the adapter to use; one that is not loaded yet is
-        loaded first, and holds up the other streams for as long (``add_lora`` does so earlier). Raises, while being read, RequestError for a prompt that
-        cannot be served and EngineDeadError.
+        loaded first (``add_lora`` does so earlier). Raises, while being read, RequestError for a prompt that cannot be
+        served and EngineDeadError.
         """
         expires = None if deadline is None else time.monotonic() + deadline
 
