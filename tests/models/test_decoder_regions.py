@@ -202,7 +202,7 @@ def region_calls(decoder: Decoder, caches: list[LayerCache]) -> list[tuple]:
         ),
         (
             decoder._last,
-            (o, residual, torch.tensor([4, 1]), layers[-1].after, decoder.final_norm, decoder.head.tensors),
+            (o, residual, torch.tensor([4, 1]), None, layers[-1].after, decoder.final_norm, decoder.head.tensors),
         ),
     ]
 
