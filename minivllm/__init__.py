@@ -17,6 +17,7 @@ __all__ = [
     "OutputKind",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
 ]
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from minivllm.frontend.llm import LLM
     from minivllm.frontend.outputs import CompletionOutput, RequestOutput
     from minivllm.messages import LoRARequest
-    from minivllm.sampling_params import OutputKind, SamplingParams
+    from minivllm.sampling_params import OutputKind, SamplingParams, StructuredOutputs
 
 _HOMES = {
     "LLM": "minivllm.frontend.llm",
@@ -37,6 +38,7 @@ _HOMES = {
     "LoRARequest": "minivllm.messages",
     "OutputKind": "minivllm.sampling_params",
     "SamplingParams": "minivllm.sampling_params",
+    "StructuredOutputs": "minivllm.sampling_params",
 }
 
 

@@ -235,7 +235,7 @@ class LoRAConfig:
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything the engine runs with, after resolution. ``model_path`` is local: a directory or a ``.gguf`` file.
-    ``lora`` is None where no adapters are served."""
+    ``lora`` is None where no adapters are served. tokenizer: where the tokenizer comes from, if not from the model."""
 
     model: str
     model_path: str
@@ -246,6 +246,7 @@ class EngineConfig:
     enforce_eager: bool
     cache: CacheConfig
     scheduler: SchedulerConfig
+    tokenizer: str | None = None
     hf_overrides: dict[str, Any] | None = None
     speculative: SpeculativeConfig | None = None
     profile: str | None = None

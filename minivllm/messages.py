@@ -1,7 +1,7 @@
 """What travels between frontend, engine core and workers. Typed msgspec structs: every one encodes as msgpack.
 
 Frontend -> core: ``EngineRequest``. Core -> frontend: ``EngineOutput``.
-Core -> workers: ``SchedulerOutput``. Workers -> core: ``ModelRunnerOutput``.
+Core -> workers: ``SchedulerOutput``, then the ``TokenMasks`` of that step. Workers -> core: ``ModelRunnerOutput``.
 """
 
 from __future__ import annotations
@@ -139,6 +139,18 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total_num_scheduled_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
+
+
+class TokenMasks(msgspec.Struct, frozen=True, kw_only=True):
+    """Which tokens may come next, for the requests of one step that do not take any.
+
+    first_rows: request id -> its first row; a request with d draft tokens has 1 + d rows, one per position.
+    bits: int32 [rows, words] in C order: bit t % 32 of word t // 32 is set where token t may come. words: of one row.
+    """
+
+    first_rows: dict[str, int]
+    bits: bytes
+    words: int
 
 
 class ModelRunnerOutput(msgspec.Struct, kw_only=True):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol
 
 from minivllm.messages import EngineEvent, EngineRequest, EventType, FinishReason
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class RequestStatus(Enum):
@@ -34,6 +39,40 @@ _FINISH_REASONS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why a request ends now. error: with FINISHED_ERROR, a sentence for whoever sent it."""
+
+    status: RequestStatus
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+class StopCondition(Protocol):
+    """Watches the tokens of one request."""
+
+    def append(self, token_id: int) -> Stop | None:
+        """The next token of the output, in order, each once; not None ends the request with this token."""
+        ...
+
+
+class TokenMaskSource(Protocol):
+    """Says which tokens one request may take next. Moves on as its request's tokens become known."""
+
+    def fill(self, rows: np.ndarray, draft_token_ids: list[int]) -> None:
+        """Write one row per position into rows [1 + len(draft_token_ids), words] int32, all bits of which are set.
+
+        Row k is for the token after the first k drafts; rows behind a draft that may not come are left as they are,
+        since it will be rejected. Nothing is remembered of the drafts. May be called on another thread than ``append``,
+        never at the same time.
+        """
+        ...
+
+    def valid_drafts(self, draft_token_ids: list[int]) -> list[int]:
+        """The longest beginning of the drafts that may come."""
+        ...
+
+
 class Request:
     """State of one request inside the engine core.
 
@@ -56,6 +95,9 @@ class Request:
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.stop_conditions: list[StopCondition] = []
+        self.token_mask: TokenMaskSource | None = None
         self.all_token_ids: list[int] = list(engine_request.prompt_token_ids)
         self.num_prompt_tokens = len(self.all_token_ids)
         self.draft_token_ids: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from enum import StrEnum
 from typing import Any
@@ -13,6 +14,8 @@ from minivllm.errors import RequestError
 MAX_N = 128
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
+MAX_GRAMMAR_BYTES = 128 * 1024
+MAX_CHOICES = 1000
 
 
 class OutputKind(StrEnum):
@@ -23,6 +26,9 @@ class OutputKind(StrEnum):
     FINAL_ONLY = "final_only"
 
 
+_WHAT_FIELDS_ARE = {"StructuredOutputs": "an option of structured outputs"}
+
+
 class _NamesUnknownFields(msgspec.StructMeta):
     """Makes a misspelt field name a RequestError that lists the known ones, where msgspec has a bare TypeError."""
 
@@ -30,8 +36,111 @@ class _NamesUnknownFields(msgspec.StructMeta):
         for name in values:
             if name not in cls.__struct_fields__:
                 known = ", ".join(cls.__struct_fields__)
-                raise RequestError(f"{name!r} is not a sampling parameter; known are: {known}.")
+                what = _WHAT_FIELDS_ARE.get(cls.__name__, "a sampling parameter")
+                raise RequestError(f"{name!r} is not {what}; known are: {known}.")
         return super().__call__(*args, **values)
+
+
+class StructuredOutputs(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesUnknownFields
+):
+    """What the output must look like: exactly one of the first five. Raises RequestError naming what contradicts.
+
+    json: a JSON schema, as a dictionary, as text, or as a pydantic model; kept as text.
+    regex: a regular expression (Rust's regex syntax) the whole output matches.
+    choice: the output is one of these strings.
+    grammar: a context-free grammar, in Lark's or llama.cpp's (GBNF) notation; the output is one of its sentences.
+    json_object: True for any JSON object.
+    disable_any_whitespace: JSON without whitespace between its tokens. whitespace_pattern: a regular expression for the
+        whitespace between them. Both only with json or json_object, and one at most.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        kinds = ("json", "regex", "choice", "grammar", "json_object")
+        given = [name for name in kinds if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = "none of them" if not given else " and ".join(given)
+            raise RequestError(f"structured_outputs has {found}, but must have exactly one of {', '.join(kinds)}.")
+        if self.json is not None:
+            msgspec.structs.force_setattr(self, "json", _json_schema_text(self.json))
+        if self.json_object is not None:
+            _check(self.json_object is True, "json_object", self.json_object, "True or left out")
+        for name in ("regex", "grammar"):
+            text = getattr(self, name)
+            _check(text is None or (isinstance(text, str) and text != ""), name, text, "a non-empty text")
+        if self.choice is not None:
+            is_list = isinstance(self.choice, list) and 0 < len(self.choice) <= MAX_CHOICES
+            size = len(self.choice) if isinstance(self.choice, list) else self.choice
+            _check(is_list, "choice", size, f"a list of 1 to {MAX_CHOICES} strings")
+            for text in self.choice:
+                _check(isinstance(text, str) and text != "", "choice", text, "a list of non-empty strings")
+        is_json = given[0] in ("json", "json_object")
+        if (self.disable_any_whitespace or self.whitespace_pattern is not None) and not is_json:
+            raise RequestError(
+                f"Whitespace options are for json and json_object, but structured_outputs has {given[0]}."
+            )
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise RequestError("disable_any_whitespace and whitespace_pattern contradict each other: set one of them.")
+        size = len(self.source.encode(errors="surrogatepass"))
+        if size > MAX_GRAMMAR_BYTES:
+            raise RequestError(
+                f"The {given[0]} of structured_outputs has {size} bytes, but may have at most {MAX_GRAMMAR_BYTES}: "
+                "make it smaller."
+            )
+        try:
+            (self.source + (self.whitespace_pattern or "")).encode()
+        except UnicodeEncodeError:
+            raise RequestError(
+                f"The {given[0]} of structured_outputs has half a surrogate pair, but must be text for UTF-8."
+            ) from None
+
+    @property
+    def key(self) -> tuple[str | bool | None, ...]:
+        """Equal for what compiles to the same; hashable."""
+        kind = "choice" if self.choice else "regex" if self.regex else "grammar" if self.grammar else "json"
+        return kind, self.source, self.disable_any_whitespace, self.whitespace_pattern
+
+    @property
+    def source(self) -> str:
+        """The text that is compiled: schema, expression or grammar; a JSON list for choice."""
+        if self.choice is not None:
+            return _dump_json(self.choice)
+        if self.json_object:
+            return '{"type":"object"}'
+        return str(self.json or self.regex or self.grammar)
+
+
+def _json_schema_text(schema: Any) -> str:
+    """The schema as compact JSON, in the order of its keys, which is the order in which properties are written."""
+    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if isinstance(schema, str):
+        if len(schema) > MAX_GRAMMAR_BYTES:
+            return schema
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"json is not a JSON schema: {error}.") from None
+    if not isinstance(schema, dict):
+        raise RequestError(
+            f"json is a {type(schema).__name__}, but must be a JSON schema (an object) or a pydantic model."
+        )
+    return _dump_json(schema)
+
+
+def _dump_json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs cannot be written as JSON: {error}.") from None
 
 
 class SamplingParams(
@@ -54,6 +163,8 @@ class SamplingParams(
     logit_bias: token id -> value added to its logit, in [-100, 100].
     allowed_token_ids: nothing else can be sampled. bad_words: strings that cannot appear.
     skip_special_tokens: leave special tokens out of the text.
+    structured_outputs: see StructuredOutputs. The end of sequence is possible only where the structure may end; where
+        it must end and other constraints leave no token, the structure has the last word.
     output_kind: see OutputKind.
     """
 
@@ -78,6 +189,7 @@ class SamplingParams(
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = msgspec.field(default_factory=list)
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
     output_kind: OutputKind = OutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -117,6 +229,13 @@ class SamplingParams(
         for token, bias in (self.logit_bias or {}).items():
             _number(f"logit_bias[{token}]", bias)
             _check(-100 <= bias <= 100, f"logit_bias[{token}]", bias, "from -100 to 100")
+        if isinstance(self.structured_outputs, dict):
+            msgspec.structs.force_setattr(self, "structured_outputs", StructuredOutputs(**self.structured_outputs))
+        if self.structured_outputs is not None:
+            is_valid = isinstance(self.structured_outputs, StructuredOutputs)
+            _check(is_valid, "structured_outputs", self.structured_outputs, "StructuredOutputs")
+            if self.ignore_eos:
+                raise RequestError("ignore_eos and structured_outputs contradict each other: a structure has an end.")
 
     @property
     def is_greedy(self) -> bool:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from minivllm.config import CacheConfig, EngineArgs, EngineConfig, SchedulerConf
 from minivllm.engine import client
 from minivllm.engine.core import EngineCore
 from minivllm.errors import ConfigError, ModelError
-from minivllm.messages import ModelRunnerOutput, SchedulerOutput
+from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 COMMAND = (sys.executable, "-P", str(Path(__file__)))
 VOCAB_SIZE, EOS = 1000, 1
@@ -43,11 +44,13 @@ class MockExecutor:
     """The token of a request depends on its first token and its length."""
 
     def __init__(self, num_blocks: int, seconds_per_step: float) -> None:
-        self.num_blocks = num_blocks
+        self.num_blocks, self.vocab_size = num_blocks, VOCAB_SIZE
         self._seconds_per_step = seconds_per_step
         self._requests: dict[str, list[int]] = {}
 
-    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(
+        self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
+    ) -> ModelRunnerOutput:
         if step.num_scheduled_tokens:
             time.sleep(self._seconds_per_step)
         for request_id in step.finished_request_ids:

@@ -13,6 +13,7 @@ from minivllm.messages import EngineOutput, EngineRequest, LoRARequest, Schedule
 from minivllm.profiling import TraceRecorder
 from minivllm.request import Request
 from minivllm.scheduler.scheduler import Scheduler
+from minivllm.structured_output.manager import StructuredOutputManager
 
 if TYPE_CHECKING:
     from minivllm.executor.uniproc import Executor
@@ -34,14 +35,24 @@ class EngineCore:
         admission = None if config.lora is None else AdapterAdmission(config.lora.max_loras)
         self.scheduler = Scheduler(config.scheduler, kv_cache, admission=admission)
         self._trace = None if config.profile is None else TraceRecorder(config.profile, self)
+        self.structured_output = StructuredOutputManager(config, executor.vocab_size)
 
     def step(self) -> list[EngineOutput]:
         """Decide who computes how many tokens, compute them, and take note of the results."""
         if not self.has_work():
             return []
+        self._release_blocked_requests()
         step = self.scheduler.schedule()
-        output = self.executor.execute_model(step)
+        token_masks = self.structured_output.start_masks(step, self.scheduler.requests)
+        output = self.executor.execute_model(step, token_masks)
         return self.scheduler.update_from_output(step, output)
+
+    def _release_blocked_requests(self) -> None:
+        for request, error in self.structured_output.poll(may_wait=not self.scheduler.running):
+            if error is None:
+                self.scheduler.unblock_request(request.request_id)
+            else:
+                self.scheduler.fail_request(request.request_id, error)
 
     def add_request(self, request: EngineRequest) -> None:
         """Raises RequestError if the request cannot be taken."""
@@ -60,6 +71,7 @@ class EngineCore:
         if request.lora is not None:
             request.lora_digest = self._load_adapter(request.lora)
         self.scheduler.add_request(request)
+        self.structured_output.prepare(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Abort requests; ids that are unknown or finished are ignored."""
@@ -111,4 +123,5 @@ class EngineCore:
     def shutdown(self) -> None:
         if self._trace is not None:
             self._trace.stop()
+        self.structured_output.shutdown()
         self.executor.shutdown()

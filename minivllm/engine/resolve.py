@@ -91,6 +91,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
             long_prefill_token_threshold=args.long_prefill_token_threshold,
             policy=args.scheduling_policy,  # type: ignore[arg-type]
         ),
+        tokenizer=args.tokenizer,
         hf_overrides=args.hf_overrides,
         speculative=speculative,
         profile=args.profile,

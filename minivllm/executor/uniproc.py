@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from minivllm.config import EngineConfig
-from minivllm.messages import ModelRunnerOutput, SchedulerOutput
+from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.worker.worker import Worker
 
@@ -14,9 +15,16 @@ class Executor(Protocol):
     """What the engine core asks of its workers, wherever they are."""
 
     num_blocks: int
+    vocab_size: int
+    """Width of the logits."""
 
-    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step on all workers and return the output of the last one."""
+    def execute_model(
+        self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
+    ) -> ModelRunnerOutput:
+        """Run one step on all workers and return the output of the last one.
+
+        token_masks: waits for the masks of the step, which are computed while the model runs; called before sampling.
+        """
 
     def collective(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker; their results in order of rank."""
@@ -34,6 +42,7 @@ class UniProcExecutor:
     def __init__(self, config: EngineConfig, decoder_config: DecoderConfig) -> None:
         self._worker: Worker | None = Worker(config, decoder_config)
         self._worker.load_model()
+        self.vocab_size = decoder_config.vocab_size
         self.num_blocks = self._worker.num_cache_blocks()
         self._worker.initialize(self.num_blocks)
 
@@ -43,8 +52,10 @@ class UniProcExecutor:
             raise RuntimeError("The executor was shut down.")
         return self._worker
 
-    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        return self.worker.execute(step)
+    def execute_model(
+        self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
+    ) -> ModelRunnerOutput:
+        return self.worker.execute(step, token_masks)
 
     def collective(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self.worker, method)(*args)]

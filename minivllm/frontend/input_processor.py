@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import reprlib
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,8 @@ from minivllm.config import EngineConfig
 from minivllm.errors import ContextLengthError, RequestError
 from minivllm.frontend.beam_search import BeamSearchParams
 from minivllm.messages import EngineRequest, LoRARequest
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import SamplingParams, StructuredOutputs
+from minivllm.structured_output.json_schema import check_json_schema
 
 if TYPE_CHECKING:
     from minivllm.frontend.tokenizer import Tokenizer
@@ -238,10 +240,20 @@ class InputProcessor:
             self._require_tokenizer("stop with strings")
         for index, stop in enumerate(params.stop):
             _check_text(f"stop[{index}]", stop, MAX_STOP_STRING_LENGTH)
+        if params.structured_outputs is not None:
+            self._check_structured_outputs(params.structured_outputs)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self._vocab_size:
                 raise RequestError(f"{name} is {count}, but the model's vocabulary has only {self._vocab_size} tokens.")
+
+    def _check_structured_outputs(self, structured: StructuredOutputs) -> None:
+        """What can be told without compiling: a tokenizer and an end are there, and the schema is one to be kept to."""
+        self._require_tokenizer("structured_outputs")
+        if not self._eos_token_ids:
+            raise RequestError("structured_outputs need an end-of-sequence token, but this model has none.")
+        if structured.json is not None:
+            check_json_schema(json.loads(structured.source))
 
     def _check_priority(self, priority: int) -> None:
         if type(priority) is not int or not -(2**63) <= priority < 2**63:

@@ -93,6 +93,14 @@ class Scheduler:
         if request is not None and request.status is RequestStatus.BLOCKED:
             request.status = RequestStatus.WAITING
 
+    def fail_request(self, request_id: str, error: str) -> None:
+        """Give up on a BLOCKED request: its output with finish_reason ERROR comes with the next update_from_output."""
+        request = self.requests.get(request_id)
+        if request is not None and request.status is RequestStatus.BLOCKED:
+            self.waiting.remove(request)
+            del self.requests[request_id]
+            self._refuse(request, error)
+
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests early, whatever they are doing; they give no further output. Unknown ids are ignored."""
         for request_id in request_ids:
@@ -176,7 +184,7 @@ class Scheduler:
                     any_finished = True
                     self._finish(request, request.status)
                     output.finish_reason = request.finish_reason
-                    output.stop_reason = request.stop_reason
+                    output.stop_reason, output.error = request.stop_reason, request.error
                 if request.events:
                     output.events = request.take_events()
                 outputs.append(output)
@@ -246,7 +254,8 @@ class Scheduler:
             num_new = len(request.all_token_ids) - num_computed
             if request.draft_token_ids:
                 num_new += len(request.draft_token_ids)
-            if self._async_scheduling:
+            if self._async_scheduling and request.token_mask is None:
+                # With a mask, what the last token was decides which one may come next, so it must be known.
                 num_new += request.num_output_placeholders
             if num_new != 1:
                 num_new = min(num_new, plan.budget)

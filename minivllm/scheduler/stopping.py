@@ -8,14 +8,19 @@ from minivllm.request import Request, RequestStatus
 def append_until_stop(request: Request, token_ids: list[int]) -> list[int]:
     """Append tokens one by one until one ends the sequence; returns those that count.
 
-    Order of the checks: min_tokens (no stop token counts before it), end of sequence, stop ids, length. On an end the
-    status tells which one it was, and stop_reason names the stop id.
+    Order of the checks: the request's own stop conditions, min_tokens (no stop token counts before it), end of
+    sequence, stop ids, length. On an end the status tells which one it was, and stop_reason names it.
     """
     params = request.sampling_params
     num_prompt_tokens, max_tokens = request.num_prompt_tokens, request.max_tokens
     all_token_ids = request.all_token_ids
     for count, token_id in enumerate(token_ids, 1):
         all_token_ids.append(token_id)
+        for condition in request.stop_conditions:
+            stop = condition.append(token_id)
+            if stop is not None:
+                request.status, request.stop_reason, request.error = stop.status, stop.stop_reason, stop.error
+                return token_ids[:count]
         num_output_tokens = len(all_token_ids) - num_prompt_tokens
         if num_output_tokens >= params.min_tokens:
             if token_id in request.eos_token_ids and not params.ignore_eos:

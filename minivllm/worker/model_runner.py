@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minivllm.lora.manager import AdapterManager, BatchAdapters
-from minivllm.messages import ModelRunnerOutput, NewRequestData, PositionLogprobs, SchedulerOutput
+from minivllm.messages import ModelRunnerOutput, NewRequestData, PositionLogprobs, SchedulerOutput, TokenMasks
 from minivllm.models.decoder import Decoder, LayerCache
 from minivllm.spec_decode.verification import Verified, verify
 from minivllm.worker.attention_backend import AttentionBackend, FlexAttentionBackend, GatherSdpaBackend
@@ -21,6 +22,7 @@ from minivllm.worker.sampler import Sampler, prompt_logprobs
 from minivllm.worker.sampling_state import SamplingState
 from minivllm.worker.speculation import Speculation
 from minivllm.worker.step_inputs import Row, StepInputBuilder, StepInputs
+from minivllm.worker.token_masks import TokenMaskStage
 
 PROMPT_LOGPROB_ROWS = 64
 """Prompt positions whose logits are computed at once, which bounds the memory that prompt_logprobs takes."""
@@ -72,7 +74,8 @@ class ModelRunner:
             limits.max_num_seqs, limits.max_model_len, limits.page_size, limits.num_pages, device
         )
         self.sampling_state = SamplingState(limits.max_num_seqs, config.vocab_size, device)
-        self.sampler = Sampler(self.sampling_state)
+        self.token_masks = TokenMaskStage(limits.max_num_seqs, config.vocab_size, device)
+        self.sampler = Sampler(self.sampling_state, masks=(self.token_masks,))
         self._slot_states: list[SlotState] = [self.sampling_state]
         lora_slots = None
         if adapters is not None:
@@ -99,8 +102,11 @@ class ModelRunner:
         else:
             self._attention = GatherSdpaBackend(self.batch, config.softmax_scale)
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute the scheduled tokens and sample where a request reached its last known token."""
+    def execute(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> ModelRunnerOutput:
+        """Compute the scheduled tokens and sample where a request reached its last known token.
+
+        token_masks: waits for the masks of the step; called when the logits are there.
+        """
         if self.speculation is not None:
             self.speculation.finish(step.finished_request_ids)
         freed, entered = self.batch.apply(step)
@@ -116,6 +122,7 @@ class ModelRunner:
         o, residual = self._forward(inputs)
         output = ModelRunnerOutput()
         self._prompt_logprobs(inputs, o, residual, output)
+        self.token_masks.load(None if token_masks is None else token_masks(), self.batch.requests)
         self._sample(inputs, o, residual, output)
         for row in rows:
             # Rejected drafts were computed for nothing: the last known token is yet to be computed, always.

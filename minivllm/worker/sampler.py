@@ -27,6 +27,7 @@ from kernels_triton_free.sampling import (
 )
 from minivllm.messages import PositionLogprobs
 from minivllm.worker.sampling_state import LogitsProcessor, SamplingState
+from minivllm.worker.token_masks import TokenMaskStage
 
 # How many of the likeliest tokens are sorted, in turn, before the whole vocabulary is.
 _NUM_CANDIDATES = (256, 4096)
@@ -45,10 +46,11 @@ class SampledTokens:
 class Sampler:
     """Samples one token per row of logits."""
 
-    def __init__(self, state: SamplingState, masks: Sequence[LogitsProcessor] = ()) -> None:
-        """masks: stages that come before all others, such as grammars."""
+    def __init__(self, state: SamplingState, masks: Sequence[TokenMaskStage] = ()) -> None:
+        """masks: come before all other stages."""
         self._state = state
-        self._processors: tuple[LogitsProcessor, ...] = (*masks, state.constraints, state.penalties)
+        self._masks = tuple(masks)
+        self._edits: tuple[LogitsProcessor, ...] = (state.constraints, state.penalties)
 
     def __call__(self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray) -> SampledTokens:
         """logits [R, V] any float dtype, left as they are; slots [R] int: the slot of each row, several rows may share
@@ -64,6 +66,8 @@ class Sampler:
         slots = np.asarray(slots, dtype=np.int64)
         is_random = self._state.temperature.host[slots] > 0.0
         needs_work = is_random | self.depends_on_output(slots)
+        for mask in self._masks:
+            needs_work |= mask.touches(slots)
 
         if needs_work.all():
             token_ids = self._process(logits.to(torch.float32, copy=True), slots, positions, is_random)
@@ -78,19 +82,28 @@ class Sampler:
 
     def depends_on_output(self, slots: np.ndarray) -> np.ndarray:
         """slots [R] int -> bool [R]: rows whose next token may depend on the tokens before it in other ways than
-        through their logits."""
+        through their logits. Masks do not count: they are there for every position in advance."""
         depends = np.zeros(len(slots), dtype=np.bool_)
-        for processor in self._processors:
-            depends |= processor.touches(slots)
+        for stage in self._edits:
+            depends |= stage.touches(slots)
         return depends
 
     def _process(
         self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray, is_random: np.ndarray
     ) -> Tensor:
         """Run all stages on logits [R, V] float32, which are overwritten. Returns token ids [R] int64."""
-        for processor in self._processors:
-            if processor.touches(slots).any():
-                processor.apply(logits, slots)
+        is_masked = np.zeros(len(slots), dtype=np.bool_)
+        for mask in self._masks:
+            is_masked |= mask.touches(slots)
+            if mask.touches(slots).any():
+                mask.apply(logits, slots, positions.cpu().numpy() if isinstance(positions, Tensor) else positions)
+        edits = [stage for stage in self._edits if stage.touches(slots).any()]
+        masked = logits.clone() if edits and is_masked.any() else None
+        for stage in edits:
+            stage.apply(logits, slots)
+        if masked is not None:
+            # Where the constraints leave nothing of what the mask allows, the mask has the last word.
+            logits = torch.where(logits.amax(-1, keepdim=True) == -torch.inf, masked, logits)
         if is_random.all():
             return self._draw(logits, slots, positions)
         token_ids = likeliest(logits)

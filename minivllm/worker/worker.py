@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 
 from minivllm.config import EngineConfig
 from minivllm.errors import ConfigError
 from minivllm.lora.manager import AdapterManager
-from minivllm.messages import LoRARequest, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.messages import LoRARequest, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenMasks
 from minivllm.models.checkpoint import iterate_weights
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder_config import DecoderConfig
@@ -159,9 +160,9 @@ class Worker:
         return self._compiler.num_recompilations
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step."""
-        return self.runner.execute(step)
+    def execute(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> ModelRunnerOutput:
+        """Run one step; see ModelRunner.execute."""
+        return self.runner.execute(step, token_masks)
 
     @property
     def adapters(self) -> AdapterManager:

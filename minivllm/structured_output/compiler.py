@@ -1,0 +1,169 @@
+"""From a JSON schema, expression, list of choices or grammar to a matcher over the model's tokens, by llguidance.
+
+llguidance (Microsoft's guidance project) walks a trie of the vocabulary with an Earley parser over derivatives of
+regular expressions: compiling takes milliseconds, a mask tens of microseconds, and all of it obeys limits.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.config import EngineConfig
+from minivllm.errors import MinivllmError, ModelError, RequestError
+from minivllm.sampling_params import StructuredOutputs
+from minivllm.structured_output.grammar import Grammar
+from minivllm.structured_output.json_schema import check_json_schema, subschemas
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits, LLTokenizer
+
+DEFAULT_WHITESPACE = r"[ \t\n\r]{1,40}"
+"""Room for any indentation, but not for the endless whitespace that a model at a loss likes to write."""
+MAX_SCHEMAS_SEARCHED = 500
+"""Inner schemas that are tried one by one to find the place of an error."""
+
+
+def parser_limits() -> LLParserLimits:
+    """What one grammar may take: about 20 ms of lexer construction, 15 ms for one mask, 50 MB of lexer states."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=30_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+class GrammarCompiler:
+    """Compiles for the vocabulary of one model. Thread-safe; the vocabulary is read when it is first needed."""
+
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+        """vocab_size: width of the logits, which is often more than the tokenizer has."""
+        self._config, self._vocab_size = config, vocab_size
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+
+    def compile(self, structured: StructuredOutputs, eos_token_ids: list[int]) -> Grammar:
+        """A grammar at its start, to be copied for every request. Raises RequestError or ModelError."""
+        from llguidance import LLMatcher
+
+        tokenizer = self._load_tokenizer(eos_token_ids)
+        grammar = grammar_text(structured)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+        first_mask = np.frombuffer(b"" if matcher.is_error() else matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher.is_error():
+            raise RequestError(_refusal(structured, matcher.get_error()))
+        if not first_mask.any():
+            raise RequestError(f"Nothing that can be written keeps to this {_kind(structured)}: check it for mistakes.")
+        return Grammar(matcher, tokenizer, eos_token_ids)
+
+    def _load_tokenizer(self, eos_token_ids: list[int]) -> LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = load_ll_tokenizer(self._config, self._vocab_size, eos_token_ids)
+            return self._tokenizer
+
+
+def load_ll_tokenizer(config: EngineConfig, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
+    """The bytes of every token, as a trie. Raises ModelError for a tokenizer that llguidance does not know."""
+    from llguidance import LLTokenizer
+
+    from minivllm.frontend.tokenizer import load_tokenizer
+
+    try:
+        if config.tokenizer is None:
+            tokenizer = load_tokenizer(config.model_path, config.load_format)
+        else:
+            tokenizer = load_tokenizer(config.tokenizer)
+        return LLTokenizer(tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=eos_token_ids)
+    except MinivllmError:
+        raise
+    except Exception as error:  # a foreign library, and what it cannot read must not end the engine
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"Structured outputs do not work with the tokenizer of this model: {reason}.") from error
+
+
+def grammar_text(structured: StructuredOutputs) -> str:
+    """llguidance's dialect of Lark for what the user gave. Raises RequestError for what can be told without compiling.
+
+    Masks shall allow every token that may come. Where only one text can follow, llguidance would otherwise allow only
+    one way of cutting it into tokens, and the output would not follow the model's distribution over all ways.
+    """
+    try:
+        lark = _lark(structured)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(_refusal(structured, str(error))) from None
+    return lark if "%llguidance" in lark else '%llguidance {"no_forcing": true}\n' + lark
+
+
+def _lark(structured: StructuredOutputs) -> str:
+    from llguidance import LLMatcher, grammar_from
+
+    if structured.choice is not None:
+        # One terminal, so that the strings are one lexeme with one state machine, not as many parser items.
+        return (
+            f"start: CHOICE\nCHOICE: {' | '.join(json.dumps(text, ensure_ascii=False) for text in structured.choice)}\n"
+        )
+    if structured.regex is not None:
+        return str(json.loads(LLMatcher.grammar_from_regex(structured.regex))["grammars"][0]["lark_grammar"])
+    if structured.grammar is not None:
+        return grammar_from("grammar", structured.grammar)
+    schema = json.loads(structured.source)
+    check_json_schema(schema)
+    return _json_lark(schema, structured)
+
+
+def _json_lark(schema: dict[str, Any], structured: StructuredOutputs) -> str:
+    """The schema with its options inside, whatever it says in x-guidance: nothing in it may be ignored or weakened."""
+    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}
+    if structured.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = structured.whitespace_pattern or DEFAULT_WHITESPACE
+    return f"start: %json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
+
+
+def _kind(structured: StructuredOutputs) -> str:
+    if structured.json is not None or structured.json_object:
+        return "JSON schema"
+    return "regex" if structured.regex is not None else "grammar" if structured.grammar is not None else "choice"
+
+
+def _refusal(structured: StructuredOutputs, error: str) -> str:
+    kind = _kind(structured)
+    place = _place_of_error(structured) if structured.json is not None else ""
+    return f"The {kind} cannot be compiled{place}: {_short(error)}."
+
+
+def _place_of_error(structured: StructuredOutputs) -> str:
+    """ " at <path>" of an innermost schema that fails by itself; "" if none does."""
+    from llguidance import LLMatcher
+
+    root = json.loads(structured.source)
+    shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    limits = parser_limits()
+    failing: list[str] = []
+    for count, (path, schema) in enumerate(subschemas(root)):
+        if count == MAX_SCHEMAS_SEARCHED:
+            break
+        alone = _json_lark({**schema, **shared}, structured)
+        if "$ref" not in schema and LLMatcher.validate_grammar(alone, limits=limits):
+            failing.append(path)
+    innermost = [path for path in failing if not any(other != path and other.startswith(path) for other in failing)]
+    return f" at {innermost[0]}" if innermost else ""
+
+
+def _short(error: str) -> str:
+    """The first line, and what a parser of expressions says it is about."""
+    lines = [line.strip() for line in error.strip().splitlines()] or ["unknown error"]
+    reasons = [line.removeprefix("error:").strip() for line in lines[1:] if line.startswith("error:")]
+    return ": ".join([lines[0].rstrip(":.")[:200], *(reason[:200] for reason in reasons[:1])])

@@ -1,0 +1,159 @@
+"""Structured output in the engine core: grammars are compiled and masks computed on threads beside the loop.
+
+The scheduler knows nothing of it: it keeps BLOCKED requests waiting, and asks every request's own stop conditions.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from minivllm.config import EngineConfig
+from minivllm.errors import MinivllmError
+from minivllm.messages import SchedulerOutput, TokenMasks
+from minivllm.request import Request, RequestStatus, TokenMaskSource
+from minivllm.sampling_params import StructuredOutputs
+from minivllm.structured_output.cache import GrammarCache
+from minivllm.structured_output.compiler import GrammarCompiler
+from minivllm.structured_output.grammar import ALL_TOKENS, Grammar
+
+COMPILE_SECONDS = 30.0
+"""A request whose grammar takes longer is given up; reading the vocabulary, once, counts as well."""
+CACHE_BYTES = 64 * 2**20
+POLL_SECONDS = 0.01
+STACK_BYTES = 256 * 2**20
+"""Address space for the stack of threads that run grammars: compiling recurses as deep as rules refer to rules."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocked:
+    request: Request
+    structured: StructuredOutputs
+    deadline: float
+
+
+class StructuredOutputManager:
+    """Used by the thread that drives the engine core; its own threads start with the first structured request."""
+
+    def __init__(
+        self, config: EngineConfig, vocab_size: int, *, cache_bytes: int = CACHE_BYTES, seconds: float = COMPILE_SECONDS
+    ) -> None:
+        """vocab_size: width of the logits. seconds: how long a grammar may take to compile."""
+        self.cache = GrammarCache(cache_bytes)
+        self._compiler = GrammarCompiler(config, vocab_size)
+        self._words = -(-vocab_size // 32)
+        self._seconds = seconds
+        self._blocked: list[_Blocked] = []
+        self._compiling: dict[Hashable, tuple[StructuredOutputs, Future[Grammar]]] = {}
+        self._compile_pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="grammar-compiler")
+        self._mask_pool = ThreadPoolExecutor(1, thread_name_prefix="token-masks")
+
+    def prepare(self, request: Request) -> None:
+        """Give a new request its grammar, or block it until the grammar is compiled."""
+        structured = request.sampling_params.structured_outputs
+        if structured is None or request.is_finished:
+            return
+        compiled = self.cache.get(structured)
+        if compiled is not None and not isinstance(compiled, str):
+            _follow(request, compiled)
+            return
+        request.status = RequestStatus.BLOCKED
+        self._blocked.append(_Blocked(request, structured, time.monotonic() + self._seconds))
+        if compiled is None and structured.key not in self._compiling:
+            compiling = _submit(self._compile_pool, lambda: self._compiler.compile(structured, request.eos_token_ids))
+            self._compiling[structured.key] = structured, compiling
+
+    def poll(self, may_wait: bool) -> Iterator[tuple[Request, str | None]]:
+        """Requests that need not be blocked any longer, each with None or with the reason why it has to be refused.
+
+        may_wait: there is nothing else to do, so wait a moment for the first one.
+        """
+        if not self._blocked:
+            return
+        if may_wait and self._compiling:
+            futures = [future for _, future in self._compiling.values()]
+            wait(futures, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+        outcomes: dict[Hashable, Grammar | str] = {}
+        for key, (structured, future) in list(self._compiling.items()):
+            if future.done():
+                del self._compiling[key]
+                outcomes[key] = _outcome(future)
+                self.cache.put(structured, outcomes[key])
+        now = time.monotonic()
+        still_blocked = []
+        for blocked in self._blocked:
+            request = blocked.request
+            if request.is_finished:
+                continue
+            compiled = outcomes.get(blocked.structured.key) or self.cache.get(blocked.structured)
+            if compiled is None and now < blocked.deadline:
+                still_blocked.append(blocked)
+            elif compiled is None:
+                yield request, f"The structured output could not be compiled within {self._seconds:g} s: simplify it."
+            elif isinstance(compiled, str):
+                yield request, compiled
+            else:
+                _follow(request, compiled)
+                yield request, None
+        self._blocked = still_blocked
+
+    def start_masks(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> Callable[[], TokenMasks] | None:
+        """Begin to compute the masks of a step that was just scheduled; the result waits for them. None: none needed.
+
+        A mask is for requests that will sample: all their known tokens are computed by the end of the step.
+        """
+        jobs: list[tuple[TokenMaskSource, list[int]]] = []
+        first_rows: dict[str, int] = {}
+        num_rows = 0
+        for request_id in step.num_scheduled_tokens:
+            request = requests[request_id]
+            if request.token_mask is not None and request.num_computed_tokens >= request.num_tokens:
+                drafts = step.draft_token_ids.get(request_id, [])
+                first_rows[request_id] = num_rows
+                jobs.append((request.token_mask, drafts))
+                num_rows += 1 + len(drafts)
+        if not jobs:
+            return None
+
+        def compute() -> TokenMasks:
+            rows = np.full((num_rows, self._words), ALL_TOKENS, dtype="<i4")
+            for (source, drafts), row in zip(jobs, first_rows.values()):
+                source.fill(rows[row : row + 1 + len(drafts)], drafts)
+            return TokenMasks(first_rows=first_rows, bits=rows.tobytes(), words=self._words)
+
+        return _submit(self._mask_pool, compute).result
+
+    def shutdown(self) -> None:
+        for pool in (self._compile_pool, self._mask_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _follow(request: Request, compiled: Grammar) -> None:
+    grammar = compiled.copy()
+    request.token_mask = grammar
+    request.stop_conditions.append(grammar)
+
+
+def _outcome(future: Future[Grammar]) -> Grammar | str:
+    try:
+        return future.result()
+    except MinivllmError as error:
+        return str(error)
+
+
+def _submit(pool: ThreadPoolExecutor, job: Callable[[], Result]) -> Future[Result]:
+    """Run a job; should the pool start a thread for it, that thread gets a deep stack."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        return pool.submit(job)
+    finally:
+        threading.stack_size(before)

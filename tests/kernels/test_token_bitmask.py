@@ -1,0 +1,56 @@
+"""The token bitmask, judged bit by bit in plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels_triton_free.token_bitmask import apply_token_bitmask, bitmask_words
+
+SIZES = [1, 31, 32, 33, 416, 1000]
+
+
+def random_case(rows: int, vocab_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows * 1000 + vocab_size)
+    logits = torch.randn(rows, vocab_size, generator=generator).to(dtype)
+    words = torch.randint(-(2**31), 2**31, (rows, bitmask_words(vocab_size)), generator=generator)
+    return logits, words.to(torch.int32)
+
+
+def expected(logits: torch.Tensor, bitmask: torch.Tensor) -> torch.Tensor:
+    result = logits.clone()
+    for row, words in enumerate(bitmask.tolist()):
+        for token in range(logits.shape[1]):
+            if not (words[token // 32] % 2**32) >> (token % 32) & 1:
+                result[row, token] = -torch.inf
+    return result
+
+
+@pytest.mark.parametrize("vocab_size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_logit_stays_exactly_where_its_bit_is_set(vocab_size: int, dtype: torch.dtype) -> None:
+    logits, bitmask = random_case(3, vocab_size, dtype)
+    result = apply_token_bitmask(logits, bitmask)
+    assert result.dtype == dtype
+    assert torch.equal(result, expected(logits, bitmask))
+
+
+def test_compiled_and_eager_agree_for_any_number_of_rows() -> None:
+    compiled = torch.compile(apply_token_bitmask, fullgraph=True, dynamic=True)
+    for rows in (2, 5, 9):
+        logits, bitmask = random_case(rows, 1000, torch.float32)
+        assert torch.equal(compiled(logits, bitmask), apply_token_bitmask(logits, bitmask))
+
+
+def test_all_bits_set_change_nothing_and_none_set_leave_nothing() -> None:
+    logits, _ = random_case(2, 100, torch.float32)
+    bitmask = torch.tensor([[-1] * 4, [0] * 4], dtype=torch.int32)
+    result = apply_token_bitmask(logits, bitmask)
+    assert torch.equal(result[0], logits[0])
+    assert bool((result[1] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 4), (2, 5)])
+def test_a_bitmask_of_another_shape_is_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"need \(2, 4\)"):
+        apply_token_bitmask(torch.zeros(2, 100), torch.zeros(shape, dtype=torch.int32))
