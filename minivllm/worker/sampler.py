@@ -26,8 +26,7 @@ from kernels_triton_free.sampling import (
     top_candidates,
 )
 from minivllm.messages import PositionLogprobs
-from minivllm.worker.sampling_state import LogitsProcessor, SamplingState
-from minivllm.worker.token_masks import TokenMaskStage
+from minivllm.worker.sampling_state import LogitsProcessor, PositionMask, SamplingState
 
 # How many of the likeliest tokens are sorted, in turn, before the whole vocabulary is.
 _NUM_CANDIDATES = (256, 4096)
@@ -46,7 +45,7 @@ class SampledTokens:
 class Sampler:
     """Samples one token per row of logits."""
 
-    def __init__(self, state: SamplingState, masks: Sequence[TokenMaskStage] = ()) -> None:
+    def __init__(self, state: SamplingState, masks: Sequence[PositionMask] = ()) -> None:
         """masks: come before all other stages."""
         self._state = state
         self._masks = tuple(masks)

@@ -44,6 +44,16 @@ class LogitsProcessor(Protocol):
         """Edit logits [R, V] float32 in place; slots [R] is the slot of each row, touched or not."""
 
 
+class PositionMask(Protocol):
+    """A stage before all others that sets the logits of forbidden tokens to -inf, for every position in advance."""
+
+    def touches(self, slots: np.ndarray) -> np.ndarray:
+        """slots [R] int -> bool [R]: which rows have a mask."""
+
+    def apply(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Edit logits [R, V] in place; slots [R] int; positions [R] int: tokens before the sampled one."""
+
+
 @dataclass
 class _Constraint:
     """disallowed: bool [V], True outside allowed_token_ids; None without a list. allowed: the same list on the host.

@@ -305,7 +305,7 @@ class OnlyToken:
     def touches(self, slots: np.ndarray) -> np.ndarray:
         return slots == 0
 
-    def apply(self, logits: torch.Tensor, slots: np.ndarray) -> None:
+    def apply(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray) -> None:
         for row in np.flatnonzero(slots == 0):
             kept = logits[row, self.token].clone()
             logits[row] = -torch.inf
