@@ -7,6 +7,8 @@ import typer
 from minivllm.cli.bench.compare import compare
 from minivllm.cli.bench.model import model
 from minivllm.cli.bench.overhead import overhead
+from minivllm.cli.bench.roofline import roofline
+from minivllm.cli.bench.startup import startup
 from minivllm.cli.bench.workload_commands import latency, sweep, throughput
 
 bench = typer.Typer(
@@ -14,5 +16,5 @@ bench = typer.Typer(
     rich_markup_mode=None,
     help="Measure speed: medians of repetitions, engines in turn, same token ids.",
 )
-for command in (model, latency, throughput, sweep, overhead, compare):
+for command in (model, latency, throughput, sweep, startup, roofline, overhead, compare):
     bench.command(command.__name__)(command)

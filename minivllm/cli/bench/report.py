@@ -250,7 +250,7 @@ def print_table(report: Report) -> None:
         console = Console(width=200)
     console.print(table)
     for note in [*report.notes, *resources(report)]:
-        console.print(note, markup=False, highlight=False)
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 def markdown(report: Report) -> str:

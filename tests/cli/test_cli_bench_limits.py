@@ -1,0 +1,165 @@
+"""``bench roofline`` and ``startup``: bounds are counted right, and what is printed adds up."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from minivllm.cli.bench import bounds
+from minivllm.cli.bench.command import bench
+from minivllm.cli.bench.hardware import Machine, measure_machine
+from minivllm.cli.bench.parts import StepTimes
+from minivllm.cli.bench.report import read_report
+from minivllm.cli.bench.roofline import decode_note, missing_note
+from minivllm.cli.bench.startup import engine_flags, start_engine
+from minivllm.cli.engine_options import EngineOptions
+from minivllm.config import EngineArgs
+from minivllm.engine.client import load_core
+from minivllm.errors import ModelError
+from minivllm.models.hf_config import read_decoder_config
+
+
+def eager(model: Path) -> EngineArgs:
+    return EngineArgs(
+        model=str(model), enforce_eager=True, max_model_len=64, num_gpu_blocks_override=9, dtype="float32"
+    )
+
+
+def test_every_step_reads_all_weights_but_the_embedding(tiny_model: Callable[..., Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = tiny_model("llama")
+    core, _ = load_core(eager(path))
+    decoder = core.executor.worker.runner.decoder  # type: ignore[attr-defined]
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = sum(parameter.numel() * 4 for name, parameter in theirs.named_parameters() if "embed_tokens" not in name)
+    assert bounds.weight_bytes(decoder) == expected
+    config = theirs.config
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert bounds.kv_bytes_per_token(decoder) == per_token
+    core.shutdown()
+
+
+def test_the_operations_of_a_prefill_are_those_torch_counts(tiny_model: Callable[..., Path]) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    path, tokens = tiny_model("llama"), 24
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        theirs(torch.arange(tokens)[None], logits_to_keep=1)
+    config = read_decoder_config(path)
+    # Eager attention computes the whole square of scores; a causal one needs a little more than half of it.
+    square = 4 * config.num_heads * config.head_dim * tokens**2 * config.num_layers
+    triangle = 4 * config.num_heads * config.head_dim * tokens * (tokens + 1) / 2 * config.num_layers
+    rotary = 2 * tokens * config.head_dim / 2  # the angles, as a product of positions and frequencies
+    ours = bounds.prefill_flops(config, tokens)
+    assert ours == pytest.approx(counter.get_total_flops() - square + triangle, abs=rotary)
+
+
+def test_a_window_bounds_what_is_read_and_computed(tiny_model: Callable[..., Path]) -> None:
+    window = read_decoder_config(tiny_model("mistral-window"))
+    assert window.layer_windows[0] == 24
+    assert bounds.kv_tokens_read(window, 100.0) == 24
+    assert bounds.kv_tokens_read(window, 10.0) == 10
+    whole = read_decoder_config(tiny_model("mistral"))
+    assert bounds.prefill_flops(window, 20) == bounds.prefill_flops(whole, 20)
+    keys = 24 * 25 / 2 + 76 * 24
+    difference = bounds.prefill_flops(whole, 100) - bounds.prefill_flops(window, 100)
+    per_key = 4 * whole.num_heads * whole.head_dim * whole.num_layers
+    assert difference == pytest.approx(per_key * (100 * 101 / 2 - keys))
+
+
+def test_the_machine_can_do_something() -> None:
+    machine = measure_machine(torch.device("cpu"), torch.float32, size=2**20, width=64)
+    assert machine.copy > 0 and machine.read > 0 and machine.flops > 0
+    assert machine.bandwidth == max(machine.copy, machine.read)
+
+
+def test_the_parts_of_what_is_missing_add_up() -> None:
+    machine = Machine(copy=1e9, read=2e9, flops=1e12)
+    times = StepTimes(whole=[0.100] * 3, parts={"schedule": [0.010] * 3, "attention": [0.020] * 3})
+    note = missing_note(times, weights=80_000_000, kv=20_000_000, machine=machine, complete=True)
+    # 100 MB at 2 GB/s are 50 ms of 100; 10 host, 20 - 10 attention, 70 - 40 the rest.
+    assert "Missing are 50 ms: 10 on the host" in note and "10 in attention" in note and "30 in layers" in note
+    assert "50% of the bound" in decode_note("decode", times, 80_000_000, 20_000_000, machine)
+    assert "kernels" in missing_note(times, 80_000_000, 20_000_000, machine, complete=False)
+
+
+def test_roofline_prints_the_shares_and_what_is_missing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        bench,
+        [
+            "roofline", str(tiny_model("llama")), "--enforce-eager", "--steps", "4", "--context", "20",
+            "--prefill", "30", "--repeats", "2", "--probe-mib", "1", "--probe-width", "64", "--batch", "2",
+            "--json", str(tmp_path / "r.json"),
+        ],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    assert "% of the bound" in result.output and "Missing are" in result.output
+    report = read_report(tmp_path / "r.json")
+    by_metric = {one.metric: one for one in report.measurements}
+    [copy] = by_metric["copy"].samples
+    [read] = by_metric["read"].samples
+    read_bytes = report.configuration["weight_bytes"] + report.configuration["kv_bytes"]
+    for step, share in zip(by_metric["step"].samples, by_metric["share of the bandwidth bound"].samples):
+        assert share == pytest.approx(read_bytes / (max(copy, read) * 1e9) / (step / 1e3))
+    assert len(by_metric["time to first token"].samples) == 2
+
+
+def test_a_start_is_measured_part_by_part_in_a_fresh_process(tiny_model: Callable[..., Path]) -> None:
+    root = str(Path(__file__).parents[2])
+    arguments = {"model": str(tiny_model("llama")), "enforce_eager": True, "max_model_len": 64}
+    parts = start_engine(arguments, os.environ | {"PYTHONPATH": root})
+    assert set(parts) == {
+        "python", "import", "load", "compile", "capture", "other", "first token", "start to first token",
+    }  # fmt: skip
+    total = parts.pop("start to first token")
+    assert sum(parts.values()) == pytest.approx(total, rel=0.01)
+    assert parts["load"] > 0 and parts["import"] > 0 and parts["first token"] > 0
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho first >&2; echo no such model >&2; exit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    with pytest.raises(ModelError, match=r"did not start: no such model"):
+        start_engine({"model": "m"}, os.environ)
+
+
+@pytest.mark.slow
+def test_startup_measures_cold_and_warm_and_the_chat(smollm2_path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "startup.json"
+    result = CliRunner().invoke(
+        bench, ["startup", str(smollm2_path), "--enforce-eager", "--repeats", "1", "--chat", "--json", str(file)]
+    )
+    assert result.exit_code == 0, result.exception
+    measured = {(one.case, one.metric) for one in read_report(file).measurements}
+    assert {(case, metric) for case in ("cold", "warm") for metric in ("compile", "chat, first output")} <= measured
+
+
+def test_engine_options_become_flags_again() -> None:
+    import typer
+
+    from minivllm.cli.option_groups import with_option_groups
+
+    seen: list[EngineOptions] = []
+
+    @with_option_groups
+    def show(engine: EngineOptions) -> None:
+        seen.append(engine)
+
+    app = typer.Typer()
+    app.command()(show)
+    options = EngineOptions(enforce_eager=True, enable_prefix_caching=False, block_size=32, hf_overrides='{"a": 1}')
+    result = CliRunner().invoke(app, engine_flags(options))
+    assert result.exit_code == 0, result.output
+    assert seen == [options]
+    assert json.loads(seen[0].hf_overrides or "") == {"a": 1}
