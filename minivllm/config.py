@@ -19,6 +19,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = DTYPES
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
+QUANTIZATIONS = ("int8", "int4", "fp8")
 POLICIES = ("fcfs", "priority")
 # Method of speculative decoding -> the keys of speculative_config that it has for itself.
 _SPECULATIVE_KEYS: dict[Any, tuple[str, ...]] = {
@@ -112,6 +113,9 @@ class EngineArgs:
     kv_cache_memory_bytes / num_gpu_blocks_override: explicit cache size [bytes / blocks]; set one at most.
     block_size: tokens per KV page.
     kv_cache_dtype: element type of the KV cache ("auto": float32 on a CPU, where it is faster, else ``dtype``).
+    quantization: store the weights of linear layers in fewer bits: "int8", "int4" or "fp8" (a recent GPU). Blocks of a
+        GGUF file are kept where they have those bits already. None multiplies AWQ, GPTQ and fp8 checkpoints as they
+        are, and a GGUF file dequantised to ``dtype``.
     enforce_eager: run the same code uncompiled.
     hf_overrides: values that replace entries of the model's config.json.
     profile: directory that gets a trace of the first steps, with named ranges (see minivllm/profiling.py).
@@ -141,6 +145,7 @@ class EngineArgs:
     num_gpu_blocks_override: int | None = None
     block_size: int | None = None
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     scheduling_policy: str = "fcfs"
@@ -159,6 +164,8 @@ class EngineArgs:
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("device", self.device, DEVICES)
         _choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        if self.quantization is not None:
+            _choice("quantization", self.quantization, QUANTIZATIONS)
         _choice("scheduling_policy", self.scheduling_policy, POLICIES)
         _at_least("max_model_len", self.max_model_len, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -247,6 +254,7 @@ class EngineConfig:
     cache: CacheConfig
     scheduler: SchedulerConfig
     tokenizer: str | None = None
+    quantization: str | None = None
     hf_overrides: dict[str, Any] | None = None
     speculative: SpeculativeConfig | None = None
     profile: str | None = None

@@ -8,7 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from minivllm.config import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, POLICIES, SPECULATIVE_METHODS, EngineArgs
+from minivllm.config import (
+    DEVICES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    LOAD_FORMATS,
+    POLICIES,
+    QUANTIZATIONS,
+    SPECULATIVE_METHODS,
+    EngineArgs,
+)
 from minivllm.errors import ConfigError
 
 ModelArgument = Annotated[
@@ -49,6 +58,13 @@ class EngineOptions:
     num_gpu_blocks_override: Annotated[int | None, _option("Size of the KV cache in blocks.")] = None
     block_size: Annotated[int | None, _option("Tokens per block of the KV cache: 8, 16, 32, 64, 128 or 256.")] = None
     kv_cache_dtype: Annotated[str, _option(f"Elements of the KV cache: {', '.join(KV_CACHE_DTYPES)}.")] = "auto"
+    quantization: Annotated[
+        str | None,
+        _option(
+            f"Fewer bits for linear layers: {', '.join(QUANTIZATIONS)} (fp8: a recent GPU). "
+            f"A GGUF file keeps its own blocks where they fit."
+        ),
+    ] = None
     enable_prefix_caching: Annotated[
         bool,
         _option("Reuse the KV cache of equal prompt beginnings.", "--enable-prefix-caching/--no-enable-prefix-caching"),

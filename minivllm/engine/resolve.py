@@ -92,6 +92,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
             policy=args.scheduling_policy,  # type: ignore[arg-type]
         ),
         tokenizer=args.tokenizer,
+        quantization=args.quantization,
         hf_overrides=args.hf_overrides,
         speculative=speculative,
         profile=args.profile,

@@ -7,7 +7,9 @@ and shapes are checked before the first tensor is handed out. Pickle-based forma
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,9 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from minivllm.errors import ModelError
 from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.gguf_file import ROPE_FACTORS, GGUFFile, find_gguf, hugging_face_name
+from minivllm.models.gguf_file import ROPE_FACTORS, GGUFFile, GGUFTensor, Treatment, find_gguf, hugging_face_name
+from minivllm.models.gguf_quants import GROUPED_BITS
 from minivllm.models.hf_config import read_json_object
+from minivllm.models.quantized_weight import QuantizedWeight, RestoredWeight, StoredWeight
 from minivllm.models.registry import FAMILIES, find_gguf_family
+
+logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -63,26 +69,42 @@ def expected_shapes(config: DecoderConfig) -> dict[str, Shape]:
 
 
 def iterate_weights(
-    model_path: str | Path, load_format: str, decoder_config: DecoderConfig, dtype: torch.dtype, seed: int = 0
-) -> Iterator[tuple[str, torch.Tensor]]:
+    model_path: str | Path,
+    load_format: str,
+    decoder_config: DecoderConfig,
+    dtype: torch.dtype,
+    seed: int = 0,
+    kept_bits: frozenset[int] = frozenset(),
+) -> Iterator[tuple[str, StoredWeight]]:
     """Yield (Hugging Face name, CPU tensor of ``dtype``) for exactly the names of ``expected_shapes``.
 
     A tensor may be a view of the mapped file: copy it before changing it. With tied embeddings no lm_head is
-    yielded. seed: used by load_format "dummy" only. Raises ModelError, naming file and tensor, for a missing or broken
-    file, a missing, unexpected or misshapen tensor, before anything is yielded.
+    yielded. seed: used by load_format "dummy" only. kept_bits: a GGUF file's matrices of linear layers whose blocks are
+    groups of that many bits come as ``GroupedWeight``; with 4 among them, other quantised types come as
+    ``RestoredWeight``, since rounding those to 4 bits would spoil what the file holds. Raises ModelError, naming file
+    and tensor, for a missing or broken file, a missing, unexpected or misshapen tensor, before anything is yielded.
     """
     expected = expected_shapes(decoder_config)
     if load_format == "dummy":
         return _dummy_weights(expected, dtype, seed)
     gguf_path = find_gguf(model_path, load_format)
     if gguf_path is not None:
-        weights = _gguf_weights(gguf_path, decoder_config, expected, dtype)
+        weights: Iterator[tuple[str, StoredWeight]] = _gguf_weights(
+            gguf_path, decoder_config, expected, dtype, kept_bits
+        )
     else:
         weights = _safetensors_weights(Path(model_path), expected, dtype)
     rewrite = FAMILIES[decoder_config.architecture].rewrite_weight
     if rewrite is None:
         return weights
-    return ((name, rewrite(name, tensor, decoder_config)) for name, tensor in weights)
+
+    def rewritten(name: str, weight: StoredWeight) -> StoredWeight:
+        """A quantised weight is rewritten by its values, which need not be such that its format could hold them."""
+        if isinstance(weight, QuantizedWeight):
+            return RestoredWeight(rewrite(name, weight.restore(dtype), decoder_config))
+        return rewrite(name, weight, decoder_config)
+
+    return ((name, rewritten(name, weight)) for name, weight in weights)
 
 
 def _dummy_weights(expected: Mapping[str, Shape], dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -125,8 +147,12 @@ def _is_ignored(name: str, expected: Mapping[str, Shape]) -> bool:
 
 
 def _gguf_weights(
-    path: Path, config: DecoderConfig, expected: Mapping[str, Shape], dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
+    path: Path,
+    config: DecoderConfig,
+    expected: Mapping[str, Shape],
+    dtype: torch.dtype,
+    kept_bits: frozenset[int],
+) -> Iterator[tuple[str, StoredWeight]]:
     with GGUFFile(path) as file:
         family = find_gguf_family(str(file.metadata.get("general.architecture")), str(path))
         found: dict[str, Shape] = {}
@@ -136,7 +162,32 @@ def _gguf_weights(
                 found[name or gguf_name] = tensor.shape
         _check(found, expected, dict.fromkeys(found, path), path)
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if family.gguf_permutes_rotary else {}
-        yield from file.weights(dtype, heads)
+        counts: Counter[tuple[str, Treatment]] = Counter()
+
+        def treatment(name: str, tensor: GGUFTensor) -> Treatment:
+            is_product = name != "model.embed_tokens.weight" or config.tie_word_embeddings
+            if not kept_bits or not is_product or len(tensor.shape) != 2:
+                return "dequantize"
+            chosen = _treatment(tensor.type_name, kept_bits)
+            counts[tensor.type_name, chosen] += 1
+            return chosen
+
+        yield from file.weights(dtype, heads, treatment=treatment)
+        for (type_name, chosen), count in counts.items():
+            logger.info("%s: %d matrices of type %s %s.", path.name, count, type_name, _TREATMENTS[chosen])
+
+
+_TREATMENTS: dict[Treatment, str] = {
+    "keep": "keep their blocks",
+    "restore": "are dequantised and stay so, since no operator here multiplies that type",
+    "dequantize": "are dequantised and quantised anew",
+}
+
+
+def _treatment(type_name: str, kept_bits: frozenset[int]) -> Treatment:
+    if GROUPED_BITS.get(type_name) in kept_bits:
+        return "keep"
+    return "dequantize" if type_name in FLOAT_TYPES or 4 not in kept_bits else "restore"
 
 
 def _safetensors_weights(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -33,7 +34,16 @@ from kernels_triton_free.rotary import (
 )
 from minivllm.errors import ModelError
 from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
-from minivllm.models.linear import Linear, LinearTensors, Shard
+from minivllm.models.linear import (
+    ChooseMethod,
+    Linear,
+    LinearMethod,
+    LinearTensors,
+    PlainLinear,
+    Shard,
+    never_quantized,
+)
+from minivllm.models.quantized_weight import QuantizedWeight, StoredWeight
 
 Attend = Callable[[int, Tensor], Tensor]
 """Attention of one layer: (layer, q [tokens, kv_heads, G, D]) -> o of the same shape and dtype."""
@@ -70,6 +80,15 @@ class AfterAttention(NamedTuple):
     down: LinearTensors
 
 
+class LayerMethods(NamedTuple):
+    """How a layer's products are computed. Layers with equal ones share their regions."""
+
+    qkv: LinearMethod
+    o: LinearMethod
+    gate_up: LinearMethod
+    down: LinearMethod
+
+
 class TokenInputs(NamedTuple):
     """What every region needs of the tokens in this step, int32 [tokens]; padding writes to slot 0.
 
@@ -92,11 +111,15 @@ class LayerCache(NamedTuple):
 class DecoderLayer:
     """The weights of one layer."""
 
-    def __init__(self, config: DecoderConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: DecoderConfig, shard: Shard, dtype: torch.dtype, device: torch.device, choose: ChooseMethod
+    ) -> None:
         heads, kv_heads, dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
 
         def make(parts: dict[str, int], in_features: int, bias: bool, split: Literal["column", "row"]) -> Linear:
-            return Linear(parts, in_features, bias=bias, split=split, shard=shard, dtype=dtype, device=device)
+            return Linear(
+                parts, in_features, bias=bias, split=split, shard=shard, dtype=dtype, device=device, choose=choose
+            )
 
         self.qkv = make(
             {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim},
@@ -112,13 +135,18 @@ class DecoderLayer:
         linears = (self.qkv, self.o, self.gate_up, self.down)
         self._linear_of = {part: linear for linear in linears for part in linear.sizes}
 
-    def load(self, name: str, tensor: Tensor, device: torch.device) -> None:
+    def load(self, name: str, tensor: StoredWeight, device: torch.device) -> None:
         """Take ``self_attn.q_proj.weight``, ``input_layernorm.weight``, … of this layer."""
         *_, module, kind = name.split(".")
         if module in self._linear_of:
             self._linear_of[module].load(module, kind, tensor)
         else:
+            assert isinstance(tensor, Tensor)
             self.norms[module] = tensor.to(device)
+
+    @property
+    def methods(self) -> LayerMethods:
+        return LayerMethods(self.qkv.method, self.o.method, self.gate_up.method, self.down.method)
 
     @property
     def before(self) -> BeforeAttention:
@@ -143,13 +171,17 @@ class Decoder:
         device: torch.device,
         max_model_len: int,
         shard: Shard | None = None,
+        choose_method: ChooseMethod = never_quantized,
     ) -> None:
-        """attention_dtype: dtype of q, o and the KV cache. max_model_len: positions of the rotary table."""
+        """attention_dtype: dtype of q, o and the KV cache. max_model_len: positions of the rotary table.
+
+        choose_method: picks the quantised method of each linear layer, if it gets one.
+        """
         shard = shard or Shard()
         self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
         self.num_kv_heads = max(1, config.num_kv_heads // shard.size)
         self.num_heads = config.num_heads // shard.size
-        self.layers = [DecoderLayer(config, shard, dtype, device) for _ in range(config.num_layers)]
+        self.layers = [DecoderLayer(config, shard, dtype, device, choose_method) for _ in range(config.num_layers)]
         self.head = Linear(
             {"lm_head": config.vocab_size},
             config.hidden_size,
@@ -158,8 +190,11 @@ class Decoder:
             shard=Shard(),
             dtype=dtype,
             device=device,
+            choose=choose_method,
         )
-        self.embedding = torch.empty(0)
+        # Where the embedding is looked up: a tensor of its own, or what the head's method has made of a tied one.
+        self.embedding: LinearTensors = ()
+        self.embedding_method: LinearMethod = PlainLinear()
         self.final_norm = torch.empty(0)
         frequencies = rotary_frequencies(config.rotary, max_model_len)
         # A rounded length, so that compiled code on disk also serves other values of max_model_len.
@@ -170,16 +205,15 @@ class Decoder:
         self._last: Callable = lambda: None
         self._weights: list[tuple[BeforeAttention, AfterAttention]] = []
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
         """Take tensors under their Hugging Face names. Raises ModelError for a name that has no place."""
         for name, tensor in weights:
             if name == "model.embed_tokens.weight":
-                self.embedding = tensor.to(self.device)
-                if self.config.tie_word_embeddings:
-                    self.head.load("lm_head", "weight", tensor)
+                self._load_embedding(tensor)
             elif name == "lm_head.weight":
                 self.head.load("lm_head", "weight", tensor)
             elif name == "model.norm.weight":
+                assert isinstance(tensor, Tensor)
                 self.final_norm = tensor.to(self.device)
             elif name.startswith("model.layers."):
                 _, _, index, rest = name.split(".", 3)
@@ -189,17 +223,35 @@ class Decoder:
                     f"The checkpoint holds a tensor {name!r} that a {self.config.architecture} has no place for."
                 )
 
+    def _load_embedding(self, weight: StoredWeight) -> None:
+        """A tied embedding is kept once, as the head's weight, if the head's method can look up rows in that."""
+        if self.config.tie_word_embeddings:
+            self.head.load("lm_head", "weight", weight)
+            if self.head.method.gathers_rows:
+                self.embedding, self.embedding_method = self.head.tensors, self.head.method
+                return
+        values = weight.restore(self.dtype) if isinstance(weight, QuantizedWeight) else weight
+        self.embedding = (values.to(self.device),)
+
     def build_regions(self, compile_region: CompileRegion) -> None:
         """Make the callables of all regions; layers that compute the same thing share one."""
         self._weights = [(layer.before, layer.after) for layer in self.layers]
-        rotary = self.config.layer_rotary
-        self._first = compile_region("first", partial(self._first_region, rotary[0]), rows=(0, 1), caches=(3,))
-        kinds = {
-            flag: compile_region("between", partial(self._between_region, flag), rows=(0, 1, 2), caches=(4,))
-            for flag in set(rotary[1:])
-        }
-        self._between = [kinds[flag] for flag in rotary[1:]]
-        self._last = compile_region("last", self._last_region, rows=(0, 1, 2, 3))
+        rotary, layers = self.config.layer_rotary, self.layers
+        first = partial(self._first_region, rotary[0], layers[0])
+        self._first = compile_region("first", first, rows=(0, 1), caches=(3,))
+        # What tells two regions apart: does the next layer rotate, and how are the products of both computed. The first
+        # layers of a kind stand for all of it.
+        kinds = [
+            (rotary[i + 1], layer.methods._replace(qkv=following.methods.qkv))
+            for i, (layer, following) in enumerate(pairwise(layers))
+        ]
+        regions = {}
+        for kind, (layer, following) in zip(kinds, pairwise(layers)):
+            if kind not in regions:
+                between = partial(self._between_region, kind[0], layer, following)
+                regions[kind] = compile_region("between", between, rows=(0, 1, 2), caches=(4,))
+        self._between = [regions[kind] for kind in kinds]
+        self._last = compile_region("last", partial(self._last_region, layers[-1]), rows=(0, 1, 2, 3))
 
     def forward(
         self, token_ids: Tensor, tokens: TokenInputs, caches: list[LayerCache], attend: Attend
@@ -227,20 +279,23 @@ class Decoder:
     def _first_region(
         self,
         rotary: bool,
+        layer: DecoderLayer,
         token_ids: Tensor,
         tokens: TokenInputs,
         cos_sin: Tensor,
         cache: LayerCache,
-        embedding: Tensor,
+        embedding: LinearTensors,
         before: BeforeAttention,
     ) -> tuple[Tensor, Tensor]:
-        residual = embedding[token_ids]
+        residual = self.embedding_method.rows(token_ids, embedding)
         x = rms_norm(residual, before.norm, self.config.rms_norm_eps)
-        return self._queries(rotary, x, tokens, cos_sin, cache, before), residual
+        return self._queries(rotary, layer, x, tokens, cos_sin, cache, before), residual
 
     def _between_region(
         self,
         rotary: bool,
+        layer: DecoderLayer,
+        following: DecoderLayer,
         o: Tensor,
         residual: Tensor,
         tokens: TokenInputs,
@@ -249,12 +304,13 @@ class Decoder:
         after: AfterAttention,
         before: BeforeAttention,
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self._attention_output_and_mlp(o, residual, tokens.lora_slots, after)
+        x, residual = self._attention_output_and_mlp(layer, o, residual, tokens.lora_slots, after)
         x, residual = add_rms_norm(x, residual, before.norm, self.config.rms_norm_eps)
-        return self._queries(rotary, x, tokens, cos_sin, cache, before), residual
+        return self._queries(rotary, following, x, tokens, cos_sin, cache, before), residual
 
     def _last_region(
         self,
+        layer: DecoderLayer,
         o: Tensor,
         residual: Tensor,
         rows: Tensor,
@@ -264,16 +320,23 @@ class Decoder:
         head: LinearTensors,
     ) -> Tensor:
         slots = None if lora_slots is None else lora_slots[rows]
-        x, residual = self._attention_output_and_mlp(o[rows], residual[rows], slots, after)
+        x, residual = self._attention_output_and_mlp(layer, o[rows], residual[rows], slots, after)
         x, _ = add_rms_norm(x, residual, final_norm, self.config.rms_norm_eps)
         return self.head.method.apply(x, head)
 
     def _queries(
-        self, rotary: bool, x: Tensor, tokens: TokenInputs, cos_sin: Tensor, cache: LayerCache, before: BeforeAttention
+        self,
+        rotary: bool,
+        layer: DecoderLayer,
+        x: Tensor,
+        tokens: TokenInputs,
+        cos_sin: Tensor,
+        cache: LayerCache,
+        before: BeforeAttention,
     ) -> Tensor:
         """Project to q, k, v, rotate, store k and v, and return q [tokens, kv_heads, G, D] in attention_dtype."""
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.config.head_dim
-        qkv = self.layers[0].qkv.apply(x, before.qkv, tokens.lora_slots)
+        qkv = layer.qkv.apply(x, before.qkv, tokens.lora_slots)
         q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
         q, k, v = q.view(-1, heads, dim), k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
         if before.q_norm is not None and before.k_norm is not None:
@@ -287,9 +350,8 @@ class Decoder:
         return q.to(self.attention_dtype).reshape(-1, kv_heads, heads // kv_heads, dim).contiguous()
 
     def _attention_output_and_mlp(
-        self, o: Tensor, residual: Tensor, lora_slots: Tensor | None, after: AfterAttention
+        self, layer: DecoderLayer, o: Tensor, residual: Tensor, lora_slots: Tensor | None, after: AfterAttention
     ) -> tuple[Tensor, Tensor]:
-        layer = self.layers[0]
         x = layer.o.apply(o.to(self.dtype).flatten(1), after.o, lora_slots)
         x, residual = add_rms_norm(x, residual, after.norm, self.config.rms_norm_eps)
         x = gated_activation(layer.gate_up.apply(x, after.gate_up, lora_slots), self.config.hidden_act)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from minivllm.errors import ModelError
-from minivllm.models.gguf_quants import BLOCK_LAYOUTS, dequantize_blocks
+from minivllm.models.gguf_quants import BLOCK_LAYOUTS, GROUP_SIZE, GROUPED_BITS, dequantize_blocks, group_blocks
+from minivllm.models.quantized_weight import GroupedWeight, RestoredWeight, StoredWeight
 
 MAX_METADATA_ENTRIES = 65_536
 MAX_TENSORS = 262_144
@@ -51,6 +52,9 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
+
+Treatment = Literal["keep", "restore", "dequantize"]
+"""Keep a tensor's blocks; dequantise it and mark the values as quantised before; or dequantise it and forget that."""
 
 
 @dataclass(frozen=True)
@@ -285,17 +289,32 @@ class GGUFFile:
     def dequantize(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The tensor's values as ``dtype`` in its torch shape, computed in float32 one chunk at a time."""
         tensor = self._tensor(name)
-        layout = next(layout for layout in BLOCK_LAYOUTS.values() if layout.name == tensor.type_name)
         out = torch.empty(tensor.shape, dtype=dtype)
         flat = out.view(-1)
+        for first, last, chunk in self._chunks(tensor):
+            flat[first:last] = torch.from_numpy(dequantize_blocks(chunk, tensor.type_name)).view(-1)
+        return out
+
+    def grouped(self, name: str) -> GroupedWeight:
+        """The stored blocks of a matrix as they are: its type must be one of GROUPED_BITS."""
+        tensor = self._tensor(name)
+        codes = torch.empty(tensor.shape, dtype=torch.uint8)
+        scale, offset = (torch.empty(tensor.shape[0], tensor.shape[1] // GROUP_SIZE) for _ in range(2))
+        for first, last, chunk in self._chunks(tensor):
+            pieces = group_blocks(chunk, tensor.type_name)
+            for flat, piece, size in zip((codes, scale, offset), pieces, (1, GROUP_SIZE, GROUP_SIZE)):
+                flat.view(-1)[first // size : last // size] = torch.from_numpy(piece).view(-1)
+        return GroupedWeight(codes, scale, offset, bits=GROUPED_BITS[tensor.type_name])
+
+    def _chunks(self, tensor: GGUFTensor) -> Iterator[tuple[int, int, bytes]]:
+        """(first element, last element + 1, stored bytes) of one run of whole blocks after the other."""
+        layout = next(layout for layout in BLOCK_LAYOUTS.values() if layout.name == tensor.type_name)
         blocks_per_chunk = DEQUANTIZE_CHUNK // layout.elements
         num_blocks = tensor.num_bytes // layout.num_bytes
         for first in range(0, num_blocks, blocks_per_chunk):
             last = min(first + blocks_per_chunk, num_blocks)
             chunk = self._map[tensor.offset + first * layout.num_bytes : tensor.offset + last * layout.num_bytes]
-            values = torch.from_numpy(dequantize_blocks(chunk, layout.name))
-            flat[first * layout.elements : last * layout.elements] = values.view(-1)
-        return out
+            yield first * layout.elements, last * layout.elements, chunk
 
     def _tensor(self, name: str) -> GGUFTensor:
         if name not in self.tensors:
@@ -303,22 +322,38 @@ class GGUFFile:
         return self.tensors[name]
 
     def weights(
-        self, dtype: torch.dtype, permuted_heads: dict[str, int], skip: frozenset[str] = frozenset({ROPE_FACTORS})
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+        self,
+        dtype: torch.dtype,
+        permuted_heads: dict[str, int],
+        skip: frozenset[str] = frozenset({ROPE_FACTORS}),
+        treatment: Callable[[str, GGUFTensor], Treatment] = lambda name, tensor: "dequantize",
+    ) -> Iterator[tuple[str, StoredWeight]]:
         """Yield (Hugging Face name, tensor) one at a time, dequantised to ``dtype``.
 
         permuted_heads: Hugging Face suffix (``"q_proj"``, ``"k_proj"``) -> heads, for files whose rotary rows are
-        interleaved; empty otherwise. skip: GGUF names that are not weights.
+        interleaved; empty otherwise. skip: GGUF names that are not weights. treatment: what becomes of each tensor,
+        by its Hugging Face name and description.
         """
-        for gguf_name in self.tensors:
+        for gguf_name, tensor in self.tensors.items():
             if gguf_name in skip:
                 continue
             name = hugging_face_name(gguf_name)
             if name is None:
                 raise ModelError(f"{self.path} holds a tensor {gguf_name!r} that no supported architecture uses.")
-            tensor = self.dequantize(gguf_name, dtype)
-            num_heads = permuted_heads.get(name.split(".")[-2])
-            yield name, tensor if num_heads is None else unpermute_rotary_rows(tensor, num_heads)
+            # Nothing here may hold on to the weight: the receiver converts it before it asks for the next one.
+            yield name, self._weight(tensor, dtype, permuted_heads.get(name.split(".")[-2]), treatment(name, tensor))
+
+    def _weight(
+        self, tensor: GGUFTensor, dtype: torch.dtype, num_heads: int | None, treatment: Treatment
+    ) -> StoredWeight:
+        def rows(values: torch.Tensor) -> torch.Tensor:
+            return values if num_heads is None else unpermute_rotary_rows(values, num_heads)
+
+        if treatment == "keep":
+            stored = self.grouped(tensor.name)
+            return GroupedWeight(rows(stored.codes), rows(stored.scale), rows(stored.offset), bits=stored.bits)
+        values = rows(self.dequantize(tensor.name, dtype))
+        return RestoredWeight(values) if treatment == "restore" else values
 
 
 def _bytes_per_row(tensor: GGUFTensor) -> int:

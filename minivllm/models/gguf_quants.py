@@ -38,6 +38,9 @@ BLOCK_LAYOUTS: dict[int, BlockLayout] = {
     14: BlockLayout("Q6_K", 256, 210),
     30: BlockLayout("BF16", 1, 2),
 }
+GROUPED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 8, "Q5_1": 8, "Q8_0": 8}
+"""Types that are groups of 32 whole numbers with one scale and offset each -> the bits that hold such a number."""
+GROUP_SIZE = 32
 _BYTES_OF = {layout.name: layout.num_bytes for layout in BLOCK_LAYOUTS.values()}
 
 
@@ -52,6 +55,28 @@ def dequantize_blocks(data: bytes, type_name: str) -> Floats:
     blocks = np.frombuffer(data, dtype=np.uint8).reshape(-1, _BYTES_OF[type_name])
     with np.errstate(invalid="ignore", over="ignore"):  # a damaged scale may be infinite; that is data, not an error
         return _DEQUANTIZERS[type_name](blocks)
+
+
+def group_blocks(data: bytes, type_name: str) -> tuple[Bytes, Floats, Floats]:
+    """Whole blocks of a type in GROUPED_BITS as (codes ``[groups, 32]``, scale ``[groups]``, offset ``[groups]``).
+
+    code * scale + offset is exactly what ``dequantize_blocks`` gives.
+    """
+    blocks = np.frombuffer(data, dtype=np.uint8).reshape(-1, _BYTES_OF[type_name])
+    with np.errstate(invalid="ignore", over="ignore"):
+        if type_name == "Q4_K":
+            codes, scale, minimum = _q4_k_groups(blocks)
+            return codes.reshape(-1, GROUP_SIZE), scale.reshape(-1), -minimum.reshape(-1)
+        scale = _half(blocks, 0)[:, 0]
+        if type_name == "Q4_0":
+            return _nibbles(blocks[:, 2:]), scale, -8 * scale
+        if type_name == "Q4_1":
+            return _nibbles(blocks[:, 4:]), scale, _half(blocks, 2)[:, 0]
+        if type_name == "Q5_0":
+            return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), scale, -16 * scale
+        if type_name == "Q5_1":
+            return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), scale, _half(blocks, 2)[:, 0]
+        return blocks[:, 2:] ^ np.uint8(128), scale, -128 * scale  # two's complement, moved up by 128
 
 
 def _half(blocks: Bytes, start: int) -> Floats:
@@ -91,17 +116,23 @@ def _q8_0(blocks: Bytes) -> Floats:
     return _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
 
 
-def _q4_k(blocks: Bytes) -> Floats:
-    """Eight groups of 32: a 6-bit scale and a 6-bit minimum each, packed into 12 bytes, times two float16 factors."""
+def _q4_k_groups(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
+    """Eight groups of 32: a 6-bit scale and a 6-bit minimum each, packed into 12 bytes, times two float16 factors.
+
+    Returns codes ``[blocks, 8, 32]``, scales and minima ``[blocks, 8]``; a value is code * scale - minimum.
+    """
     packed = blocks[:, 4:16]
     low_scales, low_minima, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([low_scales & 0x3F, (rest & 0x0F) | (low_scales >> 6 << 4)], axis=1)
     minima = np.concatenate([low_minima & 0x3F, (rest >> 4) | (low_minima >> 6 << 4)], axis=1)
-    scale = (_half(blocks, 0) * scales.astype(np.float32))[:, :, None]
-    minimum = (_half(blocks, 2) * minima.astype(np.float32))[:, :, None]
     quarters = blocks[:, 16:].reshape(-1, 4, 32)  # each byte serves two groups: low half the even, high half the odd
-    values = np.stack([quarters & 0x0F, quarters >> 4], axis=2).reshape(-1, 8, 32)
-    return (scale * values.astype(np.float32) - minimum).reshape(-1, 256)
+    codes = np.stack([quarters & 0x0F, quarters >> 4], axis=2).reshape(-1, 8, 32)
+    return codes, _half(blocks, 0) * scales.astype(np.float32), _half(blocks, 2) * minima.astype(np.float32)
+
+
+def _q4_k(blocks: Bytes) -> Floats:
+    codes, scale, minimum = _q4_k_groups(blocks)
+    return (scale[:, :, None] * codes.astype(np.float32) - minimum[:, :, None]).reshape(-1, 256)
 
 
 def _q6_k(blocks: Bytes) -> Floats:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
 from kernels_triton_free.lora import add_low_rank
+from minivllm.models.quantized_weight import QuantizedWeight, StoredWeight, stack
 
 LinearTensors = tuple[Tensor, ...]
 """What a linear layer passes to its method: the prepared weight and whatever else the method needs."""
@@ -28,26 +30,40 @@ class LinearMethod(ABC):
     """How a linear layer stores its weight and computes its product. Quantisation plugs in here.
 
     Methods are immutable and compare by value: layers with equal methods share one compiled region.
+    gathers_rows: whether ``rows`` works, so that a tied embedding needs no second copy of the weight.
     """
 
+    gathers_rows: ClassVar[bool] = False
+
     @abstractmethod
-    def prepare(self, weight: Tensor, bias: Tensor | None) -> LinearTensors:
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         """Turn weight [out, in] and bias [out] into what apply needs; the originals are dropped."""
 
     @abstractmethod
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         """x [tokens, in] -> [tokens, out]. A pure function of tensors."""
 
+    def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
+        """Rows of the weight, as an embedding looks them up: int [n] -> [n, in]. A pure function of tensors."""
+        raise NotImplementedError(f"{type(self).__name__} cannot look up rows.")
+
 
 @dataclass(frozen=True)
 class PlainLinear(LinearMethod):
     """The weight as it is."""
 
-    def prepare(self, weight: Tensor, bias: Tensor | None) -> LinearTensors:
-        return (weight,) if bias is None else (weight, bias)
+    gathers_rows: ClassVar[bool] = True
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        assert isinstance(weight, Tensor), "a quantised weight is restored before"
+        own = weight.clone()  # what a checkpoint hands out may lie in its mapped file
+        return (own,) if bias is None else (own, bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         return linear(x, *tensors)
+
+    def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
+        return tensors[0][indices]
 
 
 @dataclass(frozen=True)
@@ -56,7 +72,8 @@ class PackedLinear(LinearMethod):
 
     out_features: int
 
-    def prepare(self, weight: Tensor, bias: Tensor | None) -> LinearTensors:
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        assert isinstance(weight, Tensor), "a quantised weight is restored before"
         packed = pack_weight(weight)
         return (packed,) if bias is None else (packed, bias)
 
@@ -71,11 +88,21 @@ def choose_linear_method(out_features: int, dtype: torch.dtype, device: torch.de
     return PlainLinear()
 
 
+ChooseMethod = Callable[[str, StoredWeight], LinearMethod | None]
+"""(name of the layer, its weight) -> the quantised method to use; None: restore the weight and multiply that."""
+
+
+def never_quantized(name: str, weight: StoredWeight) -> LinearMethod | None:
+    """ChooseMethod of a model without quantisation."""
+    return None
+
+
 class Linear:
     """One product of the decoder, possibly of several checkpoint matrices stacked along the output (q, k, v).
 
     parts: output features of each stacked matrix, whole model. split: "column" divides the outputs of every part
-    among the shards, "row" divides the inputs (the sum over shards is the product).
+    among the shards, "row" divides the inputs (the sum over shards is the product). choose: picks the method once the
+    whole weight is there; until then ``method`` is that of unquantised weights.
     """
 
     def __init__(
@@ -88,6 +115,7 @@ class Linear:
         shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
+        choose: ChooseMethod = never_quantized,
     ) -> None:
         self.split, self.shard, self.device = split, shard, device
         self.sizes = {name: size // shard.size if split == "column" else size for name, size in parts.items()}
@@ -96,10 +124,9 @@ class Linear:
         self.method = choose_linear_method(self.out_features, dtype, device)
         self.tensors: LinearTensors = ()
         self.adapters: LinearTensors = ()
-        self._dtype, self._has_bias = dtype, bias
-        self._weight: Tensor | None = None
-        self._bias: Tensor | None = None
-        self._missing = {(name, kind) for name in parts for kind in (("weight", "bias") if bias else ("weight",))}
+        self._dtype, self._has_bias, self._choose = dtype, bias, choose
+        self._weights: dict[str, StoredWeight] = {}
+        self._biases: dict[str, Tensor] = {}
 
     def whole_shape(self, part: str) -> tuple[int, int]:
         """[out, in] of a part in the whole model."""
@@ -124,28 +151,32 @@ class Linear:
         out = self.method.apply(x, tuple(tensors))
         return add_low_rank(out, x, a, b, lora_slots, tuple(self.sizes.values()))
 
-    def load(self, part: str, kind: str, tensor: Tensor) -> None:
+    def load(self, part: str, kind: str, tensor: StoredWeight) -> None:
         """Take this worker's shard of a checkpoint tensor: kind "weight" [out, in] or "bias" [out] of one part."""
-        if self._weight is None:
-            self._weight = torch.empty(self.out_features, self.in_features, dtype=self._dtype, device=self.device)
-            self._bias = torch.empty(self.out_features, dtype=self._dtype, device=self.device)
-        start = 0
-        for name, size in self.sizes.items():
-            if name == part:
-                break
-            start += size
-        rank = self.shard.rank
-        size = self.sizes[part]
+        rank, size = self.shard.rank, self.sizes[part]
+        everything, outputs = slice(None), slice(rank * size, (rank + 1) * size)
+        inputs = slice(rank * self.in_features, (rank + 1) * self.in_features)
+        rows, columns = (everything, inputs) if self.split == "row" else (outputs, everything)
         if kind == "weight":
-            columns = slice(rank * self.in_features, (rank + 1) * self.in_features)
-            own = tensor[:, columns] if self.split == "row" else tensor[rank * size : (rank + 1) * size]
-            self._weight[start : start + size] = own
+            own = tensor.part(rows, columns) if isinstance(tensor, QuantizedWeight) else tensor[rows, columns]
+            self._weights[part] = own
         else:
-            assert self._bias is not None
+            assert isinstance(tensor, Tensor)
             # A row-split product is summed over shards, so only one of them may add the bias.
-            own = tensor if self.split == "row" else tensor[rank * size : (rank + 1) * size]
-            self._bias[start : start + size] = own if self.split == "column" or rank == 0 else 0
-        self._missing.remove((part, kind))
-        if not self._missing:
-            self.tensors = self.method.prepare(self._weight, self._bias if self._has_bias else None)
-            self._weight = self._bias = None
+            self._biases[part] = torch.zeros_like(tensor) if self.split == "row" and rank > 0 else tensor[rows]
+        if len(self._weights) == len(self.sizes) and len(self._biases) == (len(self.sizes) if self._has_bias else 0):
+            self._finish()
+
+    def _finish(self) -> None:
+        """All parts are there: choose the method and prepare its tensors."""
+        weight = stack([self._weights.pop(name) for name in self.sizes], self._dtype)
+        bias = torch.cat([self._biases.pop(name) for name in self.sizes]) if self._has_bias else None
+        method = self._choose("+".join(self.sizes), weight)
+        if method is None:
+            if isinstance(weight, QuantizedWeight):
+                weight = weight.restore(self._dtype)
+            weight = weight.to(self.device, self._dtype)
+        else:
+            self.method = method
+        bias = None if bias is None else bias.to(self.device, self._dtype)
+        self.tensors = tuple(tensor.to(self.device) for tensor in self.method.prepare(weight, bias))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import os
@@ -74,3 +75,12 @@ def lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def return_freed_memory() -> None:
+    """Hand what was freed back to the operating system, where the C library offers that (glibc keeps it otherwise).
+
+    Loading frees a temporary for every matrix, which would count as used by this process for as long as it lives.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -17,11 +17,12 @@ from minivllm.models.checkpoint import iterate_weights
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.profiling import record_runner
+from minivllm.quantization.choose import DeviceTraits, MethodChooser
 from minivllm.sampling_params import SamplingParams
 from minivllm.spec_decode.adaptive import DraftLengths, StepCost
 from minivllm.spec_decode.speculator import Speculator
 from minivllm.worker.compiler import RegionCompiler, cannot_compile_reason
-from minivllm.worker.memory import cache_memory
+from minivllm.worker.memory import cache_memory, return_freed_memory
 from minivllm.worker.model_runner import ModelRunner, RunnerLimits, page_bytes
 from minivllm.worker.speculation import DEFAULT_VERIFICATION_COST, Speculation, make_drafter
 
@@ -52,26 +53,32 @@ class Worker:
 
     @torch.inference_mode()
     def load_model(self) -> None:
-        """Load this worker's weights. Raises ModelError."""
+        """Load this worker's weights. Raises ModelError, or ConfigError for a quantisation that cannot be had."""
         started = time.perf_counter()
+        dtype = getattr(torch, self.config.dtype)
+        chooser = MethodChooser(self.config.quantization, None, dtype, DeviceTraits.of(self.device))
         self._decoder = Decoder(
             self.decoder_config,
-            dtype=getattr(torch, self.config.dtype),
+            dtype=dtype,
             attention_dtype=getattr(torch, self.config.cache.dtype),
             device=self.device,
             max_model_len=self.config.scheduler.max_model_len,
+            choose_method=chooser,
         )
         weights = iterate_weights(
             self.config.model_path,
             self.config.load_format,
             self.decoder_config,
-            getattr(torch, self.config.dtype),
+            dtype,
             self.config.seed,
+            chooser.kept_bits,
         )
         self._decoder.load_weights(weights)
         if self.config.lora is not None:
             self._adapters = AdapterManager(self._decoder, self.config.lora)
         gc.collect()
+        return_freed_memory()
+        chooser.log_choices()
         logger.info("Loaded %s in %.1f s.", self.config.model, time.perf_counter() - started)
 
     def num_cache_blocks(self) -> int:

@@ -8,12 +8,10 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
+from gguf_models import write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model_families import FAMILIES
@@ -218,38 +216,6 @@ def test_dummy_weights_depend_on_seed_and_name_only(tiny_model: TinyModel) -> No
 
 
 # --- GGUF -----------------------------------------------------------------------------------------------------------
-
-
-def permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The row order that converters give llama models."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
-
-
-def write_gguf(source: Path, target: Path, architecture: str) -> None:
-    """Convert a small model as published converters do, unquantised."""
-    config = read_decoder_config(source)
-    writer: Any = gguf.GGUFWriter(target, architecture)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_layers)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rotary.theta)
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_layers)
-    for name, tensor in load(source, config).items():
-        data = tensor.numpy()
-        if architecture in ("llama", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
-            data = permute(data, config.num_heads if "q_proj" in name else config.num_kv_heads)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.mark.parametrize(

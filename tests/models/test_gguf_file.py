@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from minivllm.errors import ModelError
 from minivllm.models.gguf_config import llama3_factors
 from minivllm.models.gguf_file import GGUFFile, find_gguf, hugging_face_name, unpermute_rotary_rows
-from minivllm.models.gguf_quants import BLOCK_LAYOUTS, dequantize_blocks
+from minivllm.models.gguf_quants import BLOCK_LAYOUTS, GROUPED_BITS, dequantize_blocks, group_blocks
 from minivllm.models.hf_config import read_decoder_config
 
 TYPES = {layout.name: number for number, layout in BLOCK_LAYOUTS.items()}
@@ -67,6 +67,21 @@ def test_every_supported_type_dequantises_as_the_gguf_package_does(type_name: st
     with np.errstate(invalid="ignore"):
         wanted = gguf.quants.dequantize(blocks, kind)
     np.testing.assert_array_equal(dequantize_blocks(blocks.tobytes(), type_name).ravel(), wanted.ravel())
+
+
+@pytest.mark.parametrize("type_name", list(GROUPED_BITS))
+def test_groups_of_a_type_are_exactly_its_values(type_name: str) -> None:
+    random = np.random.default_rng(1)
+    blocks = random.integers(
+        0, 256, size=(50, next(x.num_bytes for x in BLOCK_LAYOUTS.values() if x.name == type_name))
+    )
+    for start in (0, 2):  # scale and offset, kept finite
+        blocks[:, start : start + 2] = random.normal(size=(50, 1)).astype("<f2").view(np.uint8)
+    data = blocks.astype(np.uint8).tobytes()
+    codes, scale, offset = group_blocks(data, type_name)
+    assert codes.dtype == np.uint8 and codes.max() < 2 ** GROUPED_BITS[type_name]
+    values = codes.astype(np.float32) * scale[:, None] + offset[:, None]
+    assert np.array_equal(values.ravel(), dequantize_blocks(data, type_name).ravel())
 
 
 def test_metadata_and_tensors_are_those_the_gguf_package_reads(small_file: Path) -> None:

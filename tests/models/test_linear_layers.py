@@ -105,7 +105,7 @@ def test_tensors_appear_when_the_last_one_has_arrived_and_the_originals_are_drop
     layer.load("q_proj", "weight", weights["q_proj"])
     assert layer.tensors == ()
     layer.load("k_proj", "weight", weights["k_proj"])
-    assert len(layer.tensors) == 1 and layer._weight is None
+    assert len(layer.tensors) == 1 and not layer._weights and not layer._biases
     assert torch.equal(layer.tensors[0], torch.cat(list(weights.values())))
 
 

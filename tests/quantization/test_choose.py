@@ -1,0 +1,121 @@
+"""Which method a layer gets, on devices this machine does not have as well, and the sentences where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels_triton_free.quantized_linear import can_multiply_int4
+from minivllm.errors import ConfigError
+from minivllm.models.linear import LinearMethod
+from minivllm.models.quantized_weight import Float8Weight, GroupedWeight, RestoredWeight
+from minivllm.quantization.choose import DeviceTraits, MethodChooser
+from minivllm.quantization.cpu_methods import Int4Linear, Int8Linear
+from minivllm.quantization.cuda_methods import DequantizedGroupLinear, DequantizedInt8Linear, Float8Linear
+
+BF16 = torch.bfloat16
+CPU = DeviceTraits("cpu", multiplies_int4=True)
+OLD_CPU = DeviceTraits("cpu")
+AMPERE = DeviceTraits("cuda", capability=(8, 0))
+ADA, HOPPER = DeviceTraits("cuda", capability=(8, 9)), DeviceTraits("cuda", capability=(9, 0))
+PLAIN = torch.ones(64, 96)
+EIGHTS = Float8Weight(PLAIN.to(torch.float8_e4m3fn), torch.ones(64, 1))
+
+
+def grouped(group: int, bits: int = 4, inputs: int = 96) -> GroupedWeight:
+    scale = torch.ones(64, inputs // group)
+    return GroupedWeight(torch.ones(64, inputs, dtype=torch.uint8), scale, scale, bits=bits)
+
+
+def chosen(quantization: str | None, traits: DeviceTraits, name: str, weight: object) -> LinearMethod | None:
+    return MethodChooser(quantization, None, BF16, traits)(name, weight)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "traits", "name", "expected"),
+    [
+        (None, CPU, "o_proj", None),
+        ("int8", CPU, "o_proj", Int8Linear(BF16)),
+        ("int8", OLD_CPU, "o_proj", Int8Linear(BF16)),
+        ("int8", AMPERE, "o_proj", DequantizedInt8Linear(BF16)),
+        ("int4", CPU, "o_proj", Int4Linear(64, 32, 4, BF16)),
+        ("int4", CPU, "lm_head", Int8Linear(BF16)),
+        ("int4", HOPPER, "o_proj", DequantizedGroupLinear(32, 4, BF16)),
+        ("int4", HOPPER, "lm_head", DequantizedInt8Linear(BF16)),
+        ("fp8", ADA, "o_proj", Float8Linear()),
+        ("fp8", HOPPER, "o_proj", Float8Linear()),
+        ("fp8", HOPPER, "lm_head", DequantizedInt8Linear(BF16)),
+    ],
+)
+def test_a_plain_weight_is_rounded_as_asked_for(
+    quantization: str | None, traits: DeviceTraits, name: str, expected: LinearMethod | None
+) -> None:
+    assert chosen(quantization, traits, name, PLAIN) == expected
+
+
+@pytest.mark.parametrize(
+    ("traits", "weight", "expected"),
+    [
+        (CPU, grouped(32), Int4Linear(64, 32, 4, BF16)),
+        (CPU, grouped(32, bits=8), Int4Linear(64, 32, 8, BF16)),
+        (CPU, grouped(96), Int4Linear(64, 32, 4, BF16)),  # one group per row becomes three with the same scale
+        (CPU, grouped(128, inputs=256), Int4Linear(64, 128, 4, BF16)),
+        (CPU, grouped(512, inputs=512), Int4Linear(64, 256, 4, BF16)),
+        (CPU, grouped(16), None),
+        (OLD_CPU, grouped(32), None),
+        (AMPERE, grouped(16), DequantizedGroupLinear(16, 4, BF16)),
+        (HOPPER, EIGHTS, Float8Linear()),
+        (AMPERE, EIGHTS, None),
+        (CPU, EIGHTS, None),
+        (HOPPER, Float8Weight(EIGHTS.values[:40], EIGHTS.scale[:40]), None),
+        (CPU, RestoredWeight(PLAIN), None),
+    ],
+)
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_a_quantised_weight_is_multiplied_as_it_is_or_restored_but_never_rounded(
+    quantization: str | None, traits: DeviceTraits, weight: object, expected: LinearMethod | None
+) -> None:
+    if not (quantization == "int4" and traits == OLD_CPU):
+        assert chosen(quantization, traits, "o_proj", weight) == expected
+
+
+@pytest.mark.parametrize(
+    ("quantization", "stored", "dtype", "traits", "sentence"),
+    [
+        ("int4", "AWQ", BF16, CPU, r"'int4'.*quantised with AWQ already: leave quantization out"),
+        ("fp8", None, BF16, CPU, r"'fp8' needs a GPU of compute capability 8\.9.*use int8 or int4"),
+        ("fp8", None, BF16, AMPERE, r"'fp8' needs a GPU of compute capability 8\.9.*use int8 or int4"),
+        ("fp8", None, torch.float16, HOPPER, r"computes in bfloat16, but dtype is torch\.float16"),
+        ("int4", None, BF16, OLD_CPU, r"AVX2 or AVX-512.*use int8"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_remedy(
+    quantization: str, stored: str | None, dtype: torch.dtype, traits: DeviceTraits, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        MethodChooser(quantization, stored, dtype, traits)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "traits", "shape", "sentence"),
+    [
+        ("int4", CPU, (64, 40), r"multiple of 32 inputs, but down_proj has 40: use int8"),
+        ("fp8", HOPPER, (64, 40), r"multiples of 16, but down_proj is \[64, 40\]: use int8"),
+        ("fp8", HOPPER, (40, 64), r"multiples of 16, but down_proj is \[40, 64\]: use int8"),
+    ],
+)
+def test_a_shape_that_the_quantisation_cannot_have_is_refused_by_its_layer(
+    quantization: str, traits: DeviceTraits, shape: tuple[int, int], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        chosen(quantization, traits, "down_proj", torch.ones(shape))
+
+
+def test_this_cpu_is_described_by_what_its_operator_does() -> None:
+    assert DeviceTraits.of(torch.device("cpu")) == DeviceTraits("cpu", multiplies_int4=can_multiply_int4())
+
+
+def test_a_gpu_is_described_by_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert DeviceTraits.of(torch.device("cuda")) == HOPPER
+    assert HOPPER.multiplies_float8 and ADA.multiplies_float8 and not AMPERE.multiplies_float8

@@ -1,0 +1,168 @@
+"""Every method multiplies what it was given: products and looked-up rows equal float64 over the restored weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels_triton_free.quantized_linear import INT4_MAX_ROWS, can_multiply_int4
+from minivllm.models.linear import Linear, LinearMethod, PackedLinear, Shard
+from minivllm.models.quantized_weight import Float8Weight, GroupedWeight, RestoredWeight, stack
+from minivllm.quantization.cpu_methods import Int4Linear, Int8Linear
+from minivllm.quantization.cuda_methods import DequantizedGroupLinear, DequantizedInt8Linear, Float8Linear
+from minivllm.quantization.rounding import round_to_float8_rows, round_to_groups, round_to_int8_rows
+
+needs_int4 = pytest.mark.skipif(not can_multiply_int4(), reason="this CPU's order of 4-bit weights is not known")
+BIASES = pytest.mark.parametrize("has_bias", [False, True])
+OUT, IN = 100, 128  # no multiple of the 64 rows that the 4-bit operator takes
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def grouped(bits: int, group: int, rows: int = OUT) -> GroupedWeight:
+    generator = torch.Generator().manual_seed(bits + group)
+    codes = torch.randint(0, 2**bits, (rows, IN), generator=generator, dtype=torch.uint8)
+    return GroupedWeight(codes, random(rows, IN // group, seed=1), random(rows, IN // group, seed=2), bits=bits)
+
+
+def values_of(weight: GroupedWeight) -> Tensor:
+    """Element by element, float64."""
+    out = torch.empty(weight.codes.shape, dtype=torch.float64)
+    for column in range(out.shape[1]):
+        group = column // (out.shape[1] // weight.scale.shape[1])
+        out[:, column] = weight.codes[:, column] * weight.scale[:, group].double() + weight.offset[:, group].double()
+    return out
+
+
+def check(method: LinearMethod, weight: object, values: Tensor, has_bias: bool, rows: int) -> None:
+    bias, x = random(values.shape[0], seed=3), random(rows, values.shape[1], seed=4)
+    tensors = method.prepare(weight, bias if has_bias else None)  # type: ignore[arg-type]
+    expected = x.double() @ values.T + (bias.double() if has_bias else 0)
+    out = method.apply(x, tensors)
+    assert out.shape == expected.shape and out.dtype == x.dtype
+    assert (out.double() - expected).abs().max() <= 1e-5 * expected.abs().max()
+    indices = torch.tensor([0, 63, 64, values.shape[0] - 1, 5])
+    assert method.gathers_rows
+    rows_found = method.rows(indices, tensors).double()
+    assert (rows_found - values[indices]).abs().max() <= 1e-6 * values.abs().max()
+
+
+@BIASES
+@pytest.mark.parametrize("rows", [1, 2, INT4_MAX_ROWS, INT4_MAX_ROWS + 1])
+@pytest.mark.parametrize(
+    ("stored_group", "group", "bits"), [(32, 32, 4), (128, 128, 4), (128, 32, 4), (32, 32, 8), (64, 32, 8)]
+)
+@needs_int4
+def test_the_4_bit_operator_multiplies_groups_of_4_and_8_bits(
+    rows: int, stored_group: int, group: int, bits: int, has_bias: bool
+) -> None:
+    weight = grouped(bits, stored_group)
+    check(Int4Linear(OUT, group, bits, torch.float32), weight, values_of(weight), has_bias, rows)
+
+
+@BIASES
+@pytest.mark.parametrize(("group", "bits"), [(16, 4), (32, 8)])
+def test_plain_pytorch_multiplies_groups(group: int, bits: int, has_bias: bool) -> None:
+    weight = grouped(bits, group)
+    check(DequantizedGroupLinear(group, bits, torch.float32), weight, values_of(weight), has_bias, 3)
+
+
+@BIASES
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("kind", [Int8Linear, DequantizedInt8Linear])
+def test_8_bits_with_one_scale_per_row(kind: type[LinearMethod], rows: int, has_bias: bool) -> None:
+    weight = random(OUT, IN)
+    values, scale = round_to_int8_rows(weight, torch.float32)
+    check(kind(torch.float32), weight, values.double() * scale.double(), has_bias, rows)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "method", [Int4Linear(OUT, 32, 4, torch.float32), DequantizedGroupLinear(32, 4, torch.float32)]
+)
+@needs_int4
+def test_a_plain_weight_is_rounded_to_4_bits(method: LinearMethod) -> None:
+    weight = random(OUT, IN)
+    check(method, weight, values_of(round_to_groups(weight, 32, torch.float32)), False, 3)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@BIASES
+def test_float8_products_equal_those_of_the_rounded_operands(stored: bool, has_bias: bool) -> None:
+    """Rows whose activations are numbers of float8 lose nothing, so only the sum and the output are rounded."""
+    weight, bias = random(32, 64), random(32, seed=3).bfloat16()
+    values, scale = round_to_float8_rows(weight)
+    x = random(5, 64, seed=4).to(torch.float8_e4m3fn).float()
+    x[:, 0] = 448.0  # the largest activation of each token: its scale is 1
+    tensors = Float8Linear().prepare(Float8Weight(values, scale) if stored else weight, bias if has_bias else None)
+    try:
+        out = Float8Linear().apply(x.bfloat16(), tensors)
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"no float8 product with scales per row on this device: {error}")
+    expected = x.double() @ (values.double() * scale.double()).T + (bias.double() if has_bias else 0)
+    assert (out.double() - expected).abs().max() <= 2**-7 * expected.abs().max()
+
+
+def test_methods_with_equal_settings_are_equal_and_others_are_not() -> None:
+    assert Int4Linear(8, 32, 4, torch.float32) == Int4Linear(8, 32, 4, torch.float32)
+    assert len({Int4Linear(8, 32, bits, torch.float32) for bits in (4, 8, 4)} | {Int8Linear(torch.float32)}) == 3
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [slice(None), slice(25, 50)])
+@pytest.mark.parametrize("columns", [slice(None), slice(0, 64), slice(64, 128), slice(32, 48)])
+def test_a_part_of_a_quantised_weight_is_that_part_of_its_values(bits: int, rows: slice, columns: slice) -> None:
+    weight = grouped(bits, 64)
+    values = weight.part(rows, columns).restore(torch.float32).double()
+    torch.testing.assert_close(values, values_of(weight)[rows, columns], rtol=1e-6, atol=1e-5)
+    eights = Float8Weight(*round_to_float8_rows(random(OUT, IN)))
+    assert torch.equal(eights.part(rows, columns).restore(torch.float32), eights.restore(torch.float32)[rows, columns])
+
+
+def test_stacked_weights_keep_their_form_where_they_share_one_and_their_values_always() -> None:
+    four, eight, coarse = grouped(4, 32), grouped(8, 32), grouped(4, 64)
+    plain, eights = random(7, IN), Float8Weight(*round_to_float8_rows(random(9, IN)))
+    for parts, kind in (
+        ([four, four], GroupedWeight),
+        ([four, eight], GroupedWeight),
+        ([eights, eights], Float8Weight),
+        ([four, coarse], RestoredWeight),
+        ([four, plain], RestoredWeight),
+        ([four, eights], RestoredWeight),
+    ):
+        stacked = stack(parts, torch.float32)  # type: ignore[arg-type]
+        assert isinstance(stacked, kind)
+        values = [part if isinstance(part, Tensor) else part.restore(torch.float32) for part in parts]  # type: ignore[attr-defined]
+        assert torch.equal(stacked.restore(torch.float32), torch.cat(values))
+    both = stack([four, eight], torch.float32)
+    assert isinstance(both, GroupedWeight) and both.bits == 8
+
+
+@pytest.mark.parametrize("split", ["column", "row"])
+def test_shards_of_a_quantised_layer_add_up_to_the_whole(split: str) -> None:
+    weight, x = grouped(4, 64, rows=64), random(3, IN, seed=4)
+    outs = []
+    for rank in range(2):
+        layer = Linear(
+            {"o_proj": 64},
+            IN,
+            bias=False,
+            split=split,  # type: ignore[arg-type]
+            shard=Shard(rank, 2),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            choose=lambda name, part: DequantizedGroupLinear(part.group_size, 4, torch.float32),  # type: ignore[union-attr]
+        )
+        layer.load("o_proj", "weight", weight)
+        own = x.chunk(2, dim=1)[rank] if split == "row" else x
+        outs.append(layer.method.apply(own.contiguous(), layer.tensors))
+    whole = outs[0] + outs[1] if split == "row" else torch.cat(outs, dim=1)
+    torch.testing.assert_close(whole.double(), x.double() @ values_of(weight).T, rtol=1e-4, atol=1e-4)
+
+
+def test_only_methods_whose_weight_can_be_read_look_up_rows() -> None:
+    assert not PackedLinear(8).gathers_rows and not Float8Linear().gathers_rows
+    with pytest.raises(NotImplementedError, match="PackedLinear"):
+        PackedLinear(8).rows(torch.tensor([0]), ())
