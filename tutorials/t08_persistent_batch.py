@@ -60,7 +60,7 @@ class Worker:
         with Scales() as scales:
             self.batch.apply(plan)
             for name in plan.num_scheduled_tokens:
-                self.batch.append_token(self.batch.requests[name], 7)
+                self.batch.append_tokens(self.batch.requests[name], [7])
             self.batch.flush()
         sampled = {name: [7] for name in plan.num_scheduled_tokens}
         self.scheduler.update_from_output(plan, ModelRunnerOutput(sampled_token_ids=sampled))
