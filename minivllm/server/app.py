@@ -24,6 +24,7 @@ from minivllm.server.errors import (
 from minivllm.server.middleware import OPEN_PATHS, AccessLog, BodyLimit, RequireKey
 from minivllm.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from minivllm.server.protocol.completions import Completion, CompletionRequest
+from minivllm.server.protocol.responses import ResponseObject, ResponseRequest
 from minivllm.server.protocol.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -34,6 +35,7 @@ from minivllm.server.protocol.tokenization import (
     TokenizeResponse,
     Version,
 )
+from minivllm.server.responses_endpoint import ResponseRun
 from minivllm.server.service import Service
 from minivllm.server.streaming import ClientLeft, error_frames, event_stream, while_connected
 from minivllm.server.tokenization import detokenize, tokenize
@@ -119,6 +121,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         run = CompletionRun(service, body)
         if body.stream:
             return await event_stream(request, run.stream(), error_frames)
+        return json_response(await while_connected(request.receive, run.complete()))
+
+    @app.post("/v1/responses", responses={**_streamable(ResponseObject), **GENERATING}, tags=["generation"])
+    async def responses(body: ResponseRequest, request: Request) -> Response:
+        """Continue a conversation, told as items; nothing is stored."""
+        run = ResponseRun(service, body)
+        if body.stream:
+            return await event_stream(request, run.stream(), run.error_frames)
         return json_response(await while_connected(request.receive, run.complete()))
 
 

@@ -25,7 +25,8 @@ from minivllm.server.protocol.chat import (
     ChunkChoice,
     Delta,
 )
-from minivllm.server.protocol.usage import Usage, usage
+from minivllm.server.protocol.usage import Usage
+from minivllm.server.protocol.usage import usage as count_usage
 from minivllm.server.service import Service, new_id
 from minivllm.server.streaming import DONE, data_frame
 
@@ -36,7 +37,7 @@ class ChatRun:
     def __init__(self, service: Service, request: ChatCompletionRequest) -> None:
         self._service = service
         self._request = request
-        self._model = service.model_name(request.model)
+        self.model = service.model_name(request.model)
         self._id = new_id("chatcmpl")
         self._created = int(time.time())
         self._prompt_text: str | None = None
@@ -45,7 +46,7 @@ class ChatRun:
         self._last_output: RequestOutput | None = None
         self._has_tools = bool(request.tools) and request.tool_choice != "none"
         _check_combinations(request)
-        self._params = _sampling_params(service, request)
+        self.params = _sampling_params(service, request)
         self._messages = template_messages(request.messages, service.chat_template)
         self._template_kwargs: dict[str, Any] = template_names(request, service.chat_template)
         if self._has_tools:
@@ -53,11 +54,10 @@ class ChatRun:
 
     async def complete(self) -> ChatCompletion:
         """The whole answer at once."""
-        async with aclosing(self._outputs()) as outputs:
-            async for output in outputs:
-                for completion in output.outputs:
-                    self._answer(completion.index).take_in(completion)
-                    self._logprobs[completion.index] = self._logprobs_of(completion)
+        async with aclosing(self._completions()) as completions:
+            async for completion in completions:
+                self.answer(completion.index).take_in(completion)
+                self._logprobs[completion.index] = self._logprobs_of(completion)
         choices = []
         for index, answer in sorted(self._answers.items()):
             choice = ChatChoice(
@@ -73,29 +73,37 @@ class ChatRun:
             id=self._id,
             object="chat.completion",
             created=self._created,
-            model=self._model,
+            model=self.model,
             choices=choices,
-            usage=self._usage(),
+            usage=self.usage(),
         )
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Frames: the role first, deltas, a finish reason per choice, usage if asked for, [DONE]."""
-        async with aclosing(self._outputs()) as outputs:
-            async for output in outputs:
-                for completion in output.outputs:
-                    for choice in self._chunk_choices(completion):
-                        yield data_frame(self._chunk([choice]))
-                if len(self._answers) == self._params.n and all(answer.is_over for answer in self._answers.values()):
-                    break
+        async with aclosing(self._completions()) as completions:
+            async for completion in completions:
+                for choice in self._chunk_choices(completion):
+                    yield data_frame(self._chunk([choice]))
         if self._request.wants_usage_chunk:
-            yield data_frame({**self._chunk([]), "usage": self._usage()})
+            yield data_frame({**self._chunk([]), "usage": self.usage()})
         yield DONE
 
-    async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
-        async with aclosing(self._service.run(self._params.n, self._prepare)) as outputs:
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(index of the answer, what is new in it), for endpoints that tell it in another form."""
+        async with aclosing(self._completions()) as completions:
+            async for completion in completions:
+                for delta in self.answer(completion.index).take_in(completion):
+                    yield completion.index, delta
+
+    async def _completions(self) -> AsyncGenerator[CompletionOutput, None]:
+        """What is new, until every answer is over, which may be before the model stops."""
+        async with aclosing(self._service.run(self.params.n, self._prepare)) as outputs:
             async for _, _, output in outputs:
                 self._last_output = output
-                yield output
+                for completion in output.outputs:
+                    yield completion
+                if len(self._answers) == self.params.n and all(answer.is_over for answer in self._answers.values()):
+                    return
 
     def _prepare(self) -> Sequence[PreparedRequest]:
         """Runs in the text thread."""
@@ -108,9 +116,9 @@ class ChatRun:
         self._prompt_text = prompt.get("prompt")
         if request.cache_salt is not None:
             prompt = {**prompt, "cache_salt": request.cache_salt}
-        return [engine.prepare(self._id, prompt, self._params, priority=request.priority or 0)]
+        return [engine.prepare(self._id, prompt, self.params, priority=request.priority or 0)]
 
-    def _answer(self, index: int) -> ChatAnswer:
+    def answer(self, index: int) -> ChatAnswer:
         if index not in self._answers:
             parser = self._service.answer_format.parser(self._prompt_text, has_tools=self._has_tools)
             self._answers[index] = ChatAnswer(parser, single_call=self._request.parallel_tool_calls is False)
@@ -118,7 +126,7 @@ class ChatRun:
 
     def _chunk_choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
         """Chunks for what is new in one answer. Logprobs go with the first of them that has text, or alone."""
-        answer = self._answer(completion.index)
+        answer = self.answer(completion.index)
         if answer.is_over:
             return []
         deltas = answer.take_in(completion)
@@ -150,7 +158,7 @@ class ChatRun:
             id=self._id,
             object="chat.completion.chunk",
             created=self._created,
-            model=self._model,
+            model=self.model,
             choices=choices,
         )
         if self._request.wants_usage_chunk:
@@ -162,11 +170,11 @@ class ChatRun:
             return None
         return chat_logprobs(completion.logprobs, self._request.top_logprobs or 0, self._service.token_decoder)
 
-    def _usage(self) -> Usage:
+    def usage(self) -> Usage:
         output = self._last_output
         if output is None:
-            return usage(0, 0, 0)
-        return usage(len(output.prompt_token_ids), output.metrics.num_generation_tokens, output.num_cached_tokens)
+            return count_usage(0, 0, 0)
+        return count_usage(len(output.prompt_token_ids), output.metrics.num_generation_tokens, output.num_cached_tokens)
 
 
 def _check_combinations(request: ChatCompletionRequest) -> None:

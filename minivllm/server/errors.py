@@ -149,13 +149,21 @@ def error_response(error: ApiError) -> Response:
 
 def validation_error(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """What pydantic found wrong with a body, as one sentence per problem with the path to it."""
+    # Of the members of a union, the one that understood most of the value has the most to say.
+    problems = sorted(problems, key=lambda problem: -_path(problem, body).count("."))
     first = problems[0]
     param = _path(first, body)
-    sentences = list(dict.fromkeys(_sentence(problem, body) for problem in problems))
+    others = [problem for problem in problems if not _contains(problem, body, param)]
+    sentences = list(dict.fromkeys(_sentence(problem, body) for problem in others))
     if len(sentences) > MAX_REPORTED_PROBLEMS:
         sentences[MAX_REPORTED_PROBLEMS:] = [f"There are {len(sentences) - MAX_REPORTED_PROBLEMS} more problems."]
     code = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}.get(first["type"])
     return ApiError(400, " ".join(sentences), param=param or None, code=code or "invalid_value")
+
+
+def _contains(problem: Mapping[str, Any], body: Any, param: str) -> bool:
+    """True if the problem is about something that ``param`` is a part of: another member of a union did not fit."""
+    return problem["type"] != "extra_forbidden" and param.startswith(f"{_path(problem, body)}.")
 
 
 def _sentence(problem: Mapping[str, Any], body: Any) -> str:
@@ -185,6 +193,8 @@ def _path(problem: Mapping[str, Any], body: Any) -> str:
             names.append(str(part))
         elif is_last and problem["type"] == "missing":
             names.append(str(part))
+    if problem["type"] == "union_tag_invalid":
+        names.append(str(problem["ctx"]["discriminator"]).strip("'()"))
     return _shortened(".".join(names))
 
 
@@ -211,9 +221,11 @@ def install_error_handlers(app: FastAPI) -> None:
         elif status == 405:
             allowed = (headers or {}).get("Allow", "another method")
             message = f"{request.scope['path']} answers {allowed}, not {_shortened(request.method)}."
+        elif status == 413:
+            message = str(getattr(error, "detail", "The body is too large."))
         else:
             message = "The body is not valid JSON."
-        code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_value")
+        code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(status, "invalid_value")
         return error_response(ApiError(status, message, code=code, headers=headers))
 
     for kind in (ApiError, MinivllmError):

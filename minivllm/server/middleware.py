@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Sequence
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.metrics.prometheus import ServerMetrics
@@ -120,7 +121,9 @@ class BodyLimit:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
-                raise self._error()
+                error = self._error()
+                # The framework takes any other exception here for broken JSON.
+                raise HTTPException(error.status, str(error), error.headers)
             return message
 
         await self._app(scope, receive_limited, send)

@@ -64,6 +64,11 @@ class ServerRun:
         )
         self._server = _Uvicorn(config)
 
+    @property
+    def has_started(self) -> bool:
+        """True once it accepts connections."""
+        return self._server.started
+
     async def run(self, listener: socket.socket) -> int:
         """Serve on ``listener`` until told to stop; the exit code, 0 unless the engine died."""
         loop = asyncio.get_running_loop()
@@ -93,6 +98,10 @@ class ServerRun:
             signal.Signals(number).name,
             self._settings.drain_timeout,
         )
+        self.begin_drain()
+
+    def begin_drain(self) -> None:
+        """Take in nothing more, let running requests finish, then return from ``run``."""
         self.service.admission.is_draining = True
         self._stopping.set()
 

@@ -206,6 +206,7 @@ def served(core: ScriptedCore, tokenizer: Tokenizer | None, **settings: Any) -> 
     assert started.wait(60)
     server = ServedCore(box["run"], core, box["loop"], listener.getsockname()[1])
     try:
+        server.wait_until(lambda: server.run.has_started)
         yield server
     finally:
         server.call(server.run.exit_now)

@@ -1,0 +1,267 @@
+"""Whatever cannot be served is refused with a status, a sentence and the field's path; the server goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import ScriptedCore, Scripts, ServedCore, served
+
+GOOD = {"messages": [{"role": "user", "content": "say:fine"}]}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "[1"}}
+
+BAD_CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
+    "an unknown parameter": ({"tempreature": 1}, 400, "tempreature", "Unknown parameter: 'tempreature'"),
+    "an unknown nested parameter": ({"stream_options": {"include": 1}}, 400, "stream_options.include", "Unknown"),
+    "a wrong type": ({"temperature": "hot"}, 400, "temperature", "valid number"),
+    "a number as text": ({"max_tokens": "5"}, 400, "max_tokens", "valid integer"),
+    "a wrong type deep inside": ({"messages": [{"role": "user", "content": 3}]}, 400, "messages.0.content", "string"),
+    "an unknown role": ({"messages": [{"role": "boss", "content": "x"}]}, 400, "messages.0.role", "developer"),
+    "no messages": ({"messages": []}, 400, "messages", "at least 1"),
+    "too hot": ({"temperature": -1}, 400, "temperature", "greater than or equal to 0"),
+    "n of a million": ({"n": 10**6}, 400, "n", "less than or equal to 128"),
+    "too many logprobs": ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "equal to 20"),
+    "top_logprobs alone": ({"top_logprobs": 2}, 400, "top_logprobs", "logprobs: true"),
+    "too many stop strings": ({"stop": ["x"] * 65}, 400, "stop", "at most 64"),
+    "a bias outside the vocabulary": ({"logit_bias": {"999999": 1}}, 400, None, "383"),
+    "a stop id outside the vocabulary": ({"stop_token_ids": [5, 384]}, 400, "stop_token_ids", "383"),
+    "an unknown model": ({"model": "gpt-9"}, 404, "model", "known are: scripted"),
+    "a prompt that is too long": ({"max_tokens": 5000}, 400, "prompt", "max_model_len is 4096"),
+    "two limits": ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens", "give one"),
+    "stream_options alone": ({"stream_options": {"include_usage": True}}, 400, "stream_options", "stream: true"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}]}]},
+        400,
+        "messages.0.content.0",
+        "at most 0 images",
+    ),
+    "a tool answer to nothing": (
+        {"messages": [{"role": "tool", "content": "42", "tool_call_id": "c9"}]},
+        400,
+        "messages.0.tool_call_id",
+        "no tool call",
+    ),
+    "a broken tool call": (
+        {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+        400,
+        "messages.0.tool_calls.0.function.arguments",
+        "JSON object",
+    ),
+    "an empty assistant message": ({"messages": [{"role": "assistant"}]}, 400, "messages.0.content", "needs content"),
+    "tools without a place": (
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        400,
+        "tools",
+        "chat template",
+    ),
+    "a chat template of one's own": (
+        {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        400,
+        "chat_template_kwargs.chat_template",
+        "not a name",
+    ),
+    "storing": ({"store": True}, 400, "store", "False"),
+    "thinking without a template for it": ({"reasoning_effort": "high"}, 400, "reasoning_effort", "chat template"),
+    "what the engine gives up on": (
+        {"messages": [{"role": "user", "content": "say:REFUSE"}]},
+        400,
+        None,
+        "more blocks than the cache has",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def http(server: ServedCore) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def serves_others(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every bad request, a good one is served."""
+    yield
+    if "http" in request.fixturenames:
+        http: httpx.Client = request.getfixturevalue("http")
+        answer = http.post("/v1/chat/completions", json=GOOD)
+        assert answer.json()["choices"][0]["message"]["content"] == "fine"
+
+
+def assert_is_error(response: httpx.Response, status: int, *named: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and isinstance(error["type"], str)
+    assert error["code"] is None or isinstance(error["code"], str)
+    assert all(text in error["message"] for text in named), error
+    assert "Traceback" not in response.text and "0x" not in response.text
+    return dict(error)
+
+
+@pytest.mark.parametrize("case", BAD_CHATS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_chat_is_refused_by_name(http: httpx.Client, case: str, stream: bool) -> None:
+    given, status, param, named = BAD_CHATS[case]
+    if stream and case == "stream_options alone":
+        pytest.skip("not an error in a stream")
+    error = assert_is_error(http.post("/v1/chat/completions", json={**GOOD, "stream": stream, **given}), status, named)
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt.0"),
+        ({"prompt": ["a", 3]}, "prompt.1"),
+        ({"prompt": [-1]}, "prompt.0"),
+        ({}, "prompt"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "logprobs": 101}, "logprobs"),
+        ({"prompt": ["a"] * 200, "n": 4}, "n"),
+    ],
+)
+def test_a_bad_completion_is_refused_by_name(http: httpx.Client, given: dict[str, Any], param: str) -> None:
+    assert assert_is_error(http.post("/v1/completions", json=given), 400)["param"] == param
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
+def test_numbers_that_are_none_are_refused(http: httpx.Client, name: str, number: str) -> None:
+    body = json.dumps(GOOD)[:-1] + f', "{name}": {number}}}'
+    response = http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert assert_is_error(response, 400)["param"] == name
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"messages": ' + b"9" * 5000 + b"}",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "user": "\\udfff"}',
+    ],
+)
+def test_a_body_that_is_no_proper_json_object_is_refused(http: httpx.Client, content: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    assert_is_error(http.post("/v1/chat/completions", content=content, headers=headers), 400)
+
+
+def test_a_form_is_refused_with_the_header_it_needs(http: httpx.Client) -> None:
+    response = http.post("/v1/chat/completions", data={"messages": "x"})
+    assert_is_error(response, 400, "Content-Type: application/json")
+
+
+def test_an_unknown_path_or_method_has_the_same_form(http: httpx.Client) -> None:
+    assert_is_error(http.get("/v1/nothing"), 404, "/v1/nothing")
+    assert "POST" in http.get("/v1/chat/completions").headers["allow"]
+    assert_is_error(http.get("/v1/chat/completions"), 405, "POST")
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(http: httpx.Client) -> None:
+    with socket.create_connection(("127.0.0.1", http.base_url.port or 0), timeout=30) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000\r\n\r\n{")
+        assert raw.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+    def endless() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b"x" * 65536
+
+    with httpx.Client(base_url=str(http.base_url)) as fresh:
+        response = fresh.post("/v1/completions", content=endless(), headers={"content-type": "application/json"})
+        assert_is_error(response, 413, "4194304 bytes")
+
+
+def test_a_prompt_of_several_megabytes_is_refused_and_blocks_nobody(http: httpx.Client, server: ServedCore) -> None:
+    num_admitted = len(server.core.admitted)
+    error = assert_is_error(http.post("/v1/completions", json={"prompt": "a b " * 250_000}), 400, "max_model_len")
+    assert error["code"] == "context_length_exceeded"
+    assert len(server.core.admitted) == num_admitted
+
+
+@pytest.mark.parametrize("length", [4094, 4095, 4096])
+def test_the_context_limit_is_exact(http: httpx.Client, scripts: Scripts, length: int) -> None:
+    response = http.post("/v1/completions", json={"prompt": [5] * length, "max_tokens": 1})
+    if length < 4096:
+        assert response.status_code == 200
+    else:
+        assert_is_error(response, 400, "4096 tokens", "max_tokens is 1", "max_model_len is 4096")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/tokenize", "/metrics", "/openapi.json", "/version", "/nothing", "/"])
+@pytest.mark.parametrize(
+    "authorization", [None, "Bearer wrong", "Bearer", "secret-1", "Basic secret-1", "Bearer secret-1 x", "Bearer é"]
+)
+def test_nothing_but_health_and_readiness_is_open(keyed: ServedCore, path: str, authorization: str | None) -> None:
+    headers = {} if authorization is None else {"authorization": authorization.encode()}
+    with httpx.Client(base_url=keyed.url, headers=headers) as http:
+        assert_is_error(http.get(path), 401, "Bearer")
+        assert http.get("/health").status_code == http.get("/ready").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def keyed(scripts: Scripts) -> Iterator[ServedCore]:
+    core = ScriptedCore(scripts)
+    with served(core, scripts.tokenizer, api_keys=("secret-1", "secret-2"), cors_origins=("https://a.example",)) as run:
+        yield run
+
+
+@pytest.mark.parametrize("key", ["secret-1", "secret-2"])
+def test_every_key_opens_the_server_to_the_official_client(keyed: ServedCore, key: str) -> None:
+    with openai.OpenAI(base_url=f"{keyed.url}/v1", api_key=key, max_retries=0) as client:
+        assert client.chat.completions.create(model="scripted", **GOOD).choices[0].message.content == "fine"  # type: ignore[call-overload]
+    with (
+        openai.OpenAI(base_url=f"{keyed.url}/v1", api_key=key + "x", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.models.list()
+
+
+@pytest.mark.parametrize(
+    "path", ["/health/../v1/models", "//v1/models", "/health/", "/health%2f..%2fv1/models", "/HEALTH", "/ready/x"]
+)
+def test_no_spelling_of_a_path_gets_around_the_key(keyed: ServedCore, path: str) -> None:
+    import http.client
+
+    connection = http.client.HTTPConnection("127.0.0.1", keyed.port)
+    for host in ("127.0.0.1", "health", "x/health?"):
+        connection.request("GET", path, headers={"Host": host})
+        response = connection.getresponse()
+        assert response.status == 401, (path, host)
+        response.read()
+    connection.close()
+
+
+def test_browsers_of_other_pages_are_told_nothing(keyed: ServedCore, server: ServedCore) -> None:
+    ask = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert httpx.options(f"{keyed.url}/v1/models", headers=ask).headers["access-control-allow-origin"] == ask["origin"]
+    other = {**ask, "origin": "https://b.example"}
+    assert "access-control-allow-origin" not in httpx.options(f"{keyed.url}/v1/models", headers=other).headers
+    assert "access-control-allow-origin" not in httpx.get(f"{server.url}/v1/models", headers=ask).headers
+
+
+def test_a_request_id_is_echoed_and_is_no_key(server: ServedCore) -> None:
+    headers = {"x-request-id": "mine-1"}
+    with httpx.Client(base_url=server.url) as http:
+        answers = [http.post("/v1/chat/completions", json=GOOD, headers=headers) for _ in range(2)]
+        assert [answer.headers["x-request-id"] for answer in answers] == ["mine-1"] * 2
+        assert len({answer.json()["id"] for answer in answers}) == 2
+        assert all("mine-1" not in request.request_id for request in server.core.admitted)
+        assert http.get("/health", headers={"x-request-id": "a b\tc"}).headers["x-request-id"].startswith("req-")

@@ -1,0 +1,88 @@
+"""/v1/responses as the official client sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from serving import ServedCore
+
+
+def test_a_response_carries_the_text_and_its_settings(client: openai.OpenAI) -> None:
+    response = client.responses.create(
+        model="scripted", instructions="Be brief.", input="say:Hello.", temperature=0.5, metadata={"run": "7"}
+    )
+    assert response.output_text == "Hello."
+    assert (response.status, response.temperature, response.metadata) == ("completed", 0.5, {"run": "7"})
+    assert response.instructions == "Be brief."
+    assert response.usage is not None and response.usage.output_tokens > 1
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+
+
+def test_the_events_of_a_stream_tell_the_same_response(client: openai.OpenAI) -> None:
+    events = list(client.responses.create(model="scripted", input="say:one two three", stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert set(kinds[4:-4]) == {"response.output_text.delta"} and len(kinds) > 10
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "one two three"
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert last.response.output_text == "one two three"
+
+
+def test_the_clients_own_stream_helper_collects_the_response(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="scripted", input="say:one two") as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_text == "one two"
+
+
+def test_the_length_limit_makes_a_response_incomplete(client: openai.OpenAI) -> None:
+    response = client.responses.create(model="scripted", input="say:one two three", max_output_tokens=2)
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
+
+
+def test_items_become_the_turns_of_a_conversation(client: openai.OpenAI, server: ServedCore) -> None:
+    first = client.responses.create(model="scripted", input=[{"role": "user", "content": "say:first"}])
+    turns: Any = [{"role": "user", "content": "say:first"}]
+    turns += [item.model_dump() for item in first.output]
+    turns += [{"role": "user", "content": [{"type": "input_text", "text": "say:second"}]}]
+    assert client.responses.create(model="scripted", input=turns).output_text == "second"
+    prompt = server.run.service.engine.tokenizer.decode(server.core.admitted[-1].prompt_token_ids, False)
+    assert prompt.count("<|im_start|>") == 4
+    assert "<|im_start|>assistant\nfirst<|im_end|>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"previous_response_id": "resp-1"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
+    ],
+)
+def test_what_needs_a_memory_or_is_unknown_is_refused_by_name(
+    client: openai.OpenAI, given: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**{"model": "scripted", "input": "say:x", **given})
+    assert caught.value.param == param
