@@ -37,7 +37,8 @@ class AttentionBackend(ABC):
 
 
 class FlexAttentionBackend(AttentionBackend):
-    """Compiled FlexAttention over query tiles. One graph for decode and one for tiles of several queries, per window.
+    """Compiled FlexAttention over query tiles. Per window one graph for decode, one for tiles of several queries, and,
+    if drafts are to be verified, one for short tiles that read the cache in place as decode does.
 
     compute_dtype: in which tiles of several queries are computed on a CPU (there, decode reads the cache in place and
     in its own dtype: converting would cost more than it saves).
@@ -50,11 +51,13 @@ class FlexAttentionBackend(AttentionBackend):
         scale: float,
         compute_dtype: torch.dtype,
         device: torch.device,
+        verifies: bool = False,
     ) -> None:
         self._compute_dtype = compute_dtype
         # Without it the CPU template picks a flash-decoding variant that does not compile without full pages.
         options = cast("FlexKernelOptions", {"PARTITION_SIZE": 1}) if device.type == "cpu" else None
         self._decode: dict[int | None, Callable] = {}
+        self._verify: dict[int | None, Callable] = {}
         self._prefill: dict[int | None, Callable] = {}
         for window in windows:
             in_place = partial(paged_flex_attention, scale=scale, window=window, kernel_options=options)
@@ -62,6 +65,10 @@ class FlexAttentionBackend(AttentionBackend):
             self._decode[window] = compile_region(
                 "decode attention", in_place, rows=(0, 3), widths=widths, caches=(1, 2)
             )
+            if verifies:
+                self._verify[window] = compile_region(
+                    "verify attention", in_place, rows=(0, 3), widths=widths, caches=(1, 2)
+                )
             if device.type == "cpu":
                 gathered = partial(gathered_flex_attention, scale=scale, window=window, kernel_options=options)
                 self._prefill[window] = compile_region(
@@ -71,21 +78,30 @@ class FlexAttentionBackend(AttentionBackend):
                 self._prefill[window] = compile_region("prefill attention", in_place, rows=(0, 3))
 
     def attend(self, inputs: StepInputs, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:
-        decode, prefill = inputs.decode, inputs.prefill
-        if prefill is None:
-            assert decode is not None
+        decode, verify, prefill = inputs.decode, inputs.verify, inputs.prefill
+        if decode is not None and verify is None and prefill is None:
             return self._attend_decode(decode, cache, window, q)
         o = torch.empty_like(q)
-        start = decode.rows if decode is not None else 0
-        o[start : inputs.num_tokens] = self._attend_prefill(prefill, cache, window, q)
+        end = 0
         if decode is not None:
-            o[:start] = self._attend_decode(decode, cache, window, q)[:start]
+            end = decode.rows
+            o[:end] = self._attend_decode(decode, cache, window, q)[:end]
+        if verify is not None:
+            start, end = end, end + len(verify.token_places)
+            o[start:end] = self._attend_verify(verify, cache, window, q)
+        if prefill is not None:
+            o[end : inputs.num_tokens] = self._attend_prefill(prefill, cache, window, q)
         return o
 
     def _attend_decode(self, tiles: DecodeTiles, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:
         return self._decode[window](
             q[: tiles.padded], cache.k, cache.v, tiles.lists[window], tiles.q_position, tiles.kv_position
         )
+
+    def _attend_verify(self, tiles: PrefillTiles, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:
+        packed = pack_tiles(q, tiles.tile_tokens, tiles.tile_size)
+        out = self._verify[window](packed, cache.k, cache.v, tiles.lists[window], tiles.q_position, tiles.kv_position)
+        return unpack_tiles(out, tiles.token_places, tiles.tile_size)
 
     def _attend_prefill(self, tiles: PrefillTiles, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:
         packed = pack_tiles(q, tiles.tile_tokens, tiles.tile_size).to(self._compute_dtype)

@@ -40,13 +40,14 @@ class SlotState(Protocol):
 
 @dataclass(frozen=True)
 class RunnerLimits:
-    """Sizes of the persistent buffers."""
+    """Sizes of the persistent buffers. verify_size: most tokens of a row whose drafts are verified, 0 for no drafts."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     page_size: int
     num_pages: int
+    verify_size: int = 0
 
 
 def tile_size_for(query_group: int, device: torch.device) -> int:
@@ -93,12 +94,15 @@ class ModelRunner:
             gathers_pages=device.type == "cpu",
             device=device,
             lora_slots=lora_slots,
+            verify_size=limits.verify_size,
         )
         self.speculation: Speculation | None = None
         decoder.build_regions(compiler)
         self._attention: AttentionBackend
         if compiler.enabled:
-            self._attention = FlexAttentionBackend(compiler, windows, config.softmax_scale, decoder.dtype, device)
+            self._attention = FlexAttentionBackend(
+                compiler, windows, config.softmax_scale, decoder.dtype, device, verifies=limits.verify_size > 0
+            )
         else:
             self._attention = GatherSdpaBackend(self.batch, config.softmax_scale)
 
@@ -132,17 +136,19 @@ class ModelRunner:
         return output
 
     def _rows(self, step: SchedulerOutput) -> list[Row]:
-        """Rows with a single token first: their attention is one tile each."""
+        """Rows with a single token first, then those with few: their attention is one tile each."""
         requests = self.batch.requests
         single: list[Row] = []
+        few: list[Row] = []
         several: list[Row] = []
         for request_id, count in step.num_scheduled_tokens.items():
             request = requests[request_id]
             drafts = step.draft_token_ids.get(request_id, [])
             if drafts:
                 self.batch.write_drafts(request, drafts)
-            (single if count == 1 else several).append(Row(request, request.num_computed_tokens, count, drafts))
-        return single + several
+            rows = single if count == 1 else few if count <= self.limits.verify_size else several
+            rows.append(Row(request, request.num_computed_tokens, count, drafts))
+        return single + few + several
 
     def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         caches, windows = self.caches, self.decoder.config.layer_windows

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from minivllm.config import SpeculativeConfig
+from minivllm.spec_decode.adaptive import DraftLengths, StepCost
 from minivllm.spec_decode.drafter import Drafter, DraftTask
 from minivllm.spec_decode.ngram import NgramDrafter
 from minivllm.spec_decode.speculator import Speculator
 from minivllm.spec_decode.suffix import SuffixDrafter
 from minivllm.worker.persistent_batch import PersistentBatch, WorkerRequest
 
+logger = logging.getLogger(__name__)
+
+MEASUREMENTS = 5
+"""Repetitions of each measured step; the fastest counts."""
 DEFAULT_VERIFICATION_COST = 0.05
 """Where it is not measured: a step that reads all weights for one token computes a few more almost for free."""
 
@@ -20,6 +26,22 @@ def make_drafter(config: SpeculativeConfig) -> Drafter:
     if config.method == "ngram":
         return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
     return SuffixDrafter(config.suffix_max_cached_tokens)
+
+
+def make_speculation(config: SpeculativeConfig, batch: PersistentBatch) -> Speculation:
+    """Everything that config asks for. Verification costs what the user said, or the default until it is measured."""
+    cost = DEFAULT_VERIFICATION_COST if config.verification_cost is None else config.verification_cost
+    drafter = make_drafter(config)
+    lengths = DraftLengths(config.num_speculative_tokens, StepCost(0.0, cost, drafter.cost_per_token))
+    logger.info("Speculative decoding: %s, at most %d tokens.", config.method, config.num_speculative_tokens)
+    return Speculation(Speculator(drafter, lengths), batch)
+
+
+def measured_step_cost(seconds_to_verify: Callable[[int], float], k: int) -> tuple[float, float]:
+    """What verifying costs, in units of a step without drafts: (once, for every token), from steps with 0, 1 and k."""
+    none, one, most = (min(seconds_to_verify(drafts) for _ in range(MEASUREMENTS)) for drafts in (0, 1, k))
+    per_token = max(0.0, (most - one) / (k - 1) / none) if k > 1 else 0.0
+    return max(0.0, one / none - 1.0 - per_token), per_token
 
 
 class Speculation:
@@ -42,6 +64,11 @@ class Speculation:
                 token_ids = self._batch.token_ids.host[request.slot, : request.num_tokens]
                 tasks.append(DraftTask(request_id, request.slot, token_ids, room))
         return self.speculator.propose(tasks, len(sampled))
+
+    def take_costs(self, verify_fixed: float, verify_token: float) -> None:
+        """From here on verification is taken to cost this; see StepCost."""
+        lengths = self.speculator.lengths
+        lengths.cost = StepCost(verify_fixed, verify_token, lengths.cost.draft_token)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """These requests left; the batch still knows them."""

@@ -40,8 +40,9 @@ class DecodeTiles:
 class PrefillTiles:
     """Rows with several tokens, cut into tiles of ``tile_size`` queries.
 
-    tile_tokens [tiles * tile_size]: token of the step behind each query. token_places [n]: where each of the last n
-    tokens of the step went. step_pages: see gathered_flex_attention; None where pages are read in place.
+    tile_tokens [tiles * tile_size]: token of the step behind each query. token_places [n]: where each of the n tokens
+    of these rows went, in the order of the step. step_pages: see gathered_flex_attention; None where pages are read in
+    place.
     """
 
     tile_size: int
@@ -57,7 +58,8 @@ class PrefillTiles:
 class StepInputs:
     """One step on the device. Token-sized tensors are padded to at least two rows, which compiled regions rely on.
 
-    rows: in the order of their tokens, those with a single token first. lists of tiles are keyed by sliding window.
+    rows: in the order of their tokens: those with a single token (``decode``), those with few (``verify``: one tile
+    each, where drafts are verified), the others (``prefill``). lists of tiles are keyed by sliding window.
     """
 
     rows: list[Row]
@@ -65,6 +67,7 @@ class StepInputs:
     token_ids: Tensor
     tokens: TokenInputs
     decode: DecodeTiles | None
+    verify: PrefillTiles | None
     prefill: PrefillTiles | None
 
 
@@ -74,7 +77,8 @@ class StepInputBuilder:
     gathers_pages: tiles of several queries read a copy of the step's pages (CPU) instead of the cache in place (CUDA).
     Decode lists are then as wide as the cache has pages, which FlexAttention's CPU template asserts; else as wide as a
     request can have, and without full pages. lora_slots int [max_num_seqs]: adapter of the request in each slot of the
-    batch, kept up to date by its owner; None without adapters.
+    batch, kept up to date by its owner; None without adapters. verify_size: rows of 2 to this many tokens are one tile
+    each, which reads the cache in place as decode does; 0: there are no such tiles.
     """
 
     def __init__(
@@ -89,9 +93,10 @@ class StepInputBuilder:
         gathers_pages: bool,
         device: torch.device,
         lora_slots: np.ndarray | None = None,
+        verify_size: int = 0,
     ) -> None:
         self._batch, self._windows, self._tile_size, self._device = batch, windows, tile_size, device
-        self._gathers_pages = gathers_pages
+        self._gathers_pages, self.verify_size = gathers_pages, verify_size
         self._lora_slots = lora_slots
         max_blocks = batch.block_table.host.shape[1]
         width = num_pages if self._gathers_pages else max_blocks + 1
@@ -109,20 +114,27 @@ class StepInputBuilder:
         }
         if lora_slots is not None:
             fields["lora_slots"] = (tokens,)
-        for index in range(len(windows)):
+        if verify_size:
             fields |= {
-                f"decode_partial_count.{index}": (sequences, 1, 1),
-                f"decode_full_count.{index}": (sequences, 1, 1),
-                f"decode_partial.{index}": (sequences, 1, 1, width),
-                f"decode_full.{index}": (sequences, 1, 1, width),
+                "verify_position": (sequences, verify_size),
+                "verify_tokens": (sequences * verify_size,),
+                "verify_places": (sequences * verify_size,),
             }
+        for kind in ("decode", "verify") if verify_size else ("decode",):
+            for index in range(len(windows)):
+                fields |= {
+                    f"{kind}_partial_count.{index}": (sequences, 1, 1),
+                    f"{kind}_full_count.{index}": (sequences, 1, 1),
+                    f"{kind}_partial.{index}": (sequences, 1, 1, width),
+                    f"{kind}_full.{index}": (sequences, 1, 1, width),
+                }
         self._buffer = StagingBuffer(fields, device)
         self._step_kv_position = np.zeros(batch.kv_position.host.size, dtype=np.int32)
         self._step_kv_position_tensor = torch.from_numpy(self._step_kv_position)
         self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
 
     def build(self, rows: list[Row]) -> StepInputs:
-        """rows: single-token rows first. Returns views of the persistent buffers, valid until the next call."""
+        """rows: in the order of StepInputs. Returns views of the persistent buffers, valid until the next call."""
         self._buffer.begin()
         host = self._buffer.host
         page = self._batch.page_size
@@ -130,6 +142,9 @@ class StepInputBuilder:
         num_decode = 0
         while num_decode < len(rows) and rows[num_decode].count == 1:
             num_decode += 1
+        num_short = num_decode
+        while num_short < len(rows) and rows[num_short].count <= self.verify_size:
+            num_short += 1
         slots = np.fromiter((row.request.slot for row in rows), np.int64, len(rows))
         starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
         counts = np.fromiter((row.count for row in rows), np.int64, len(rows))
@@ -150,7 +165,11 @@ class StepInputBuilder:
             host["lora_slots"][:total] = self._lora_slots[token_slots]
             host["lora_slots"][total:padded] = 0
         decode = self._decode_tiles(slots[:num_decode], starts[:num_decode]) if num_decode else None
-        prefill = self._prefill_tiles(rows[num_decode:], num_decode) if num_decode < len(rows) else None
+        verify = None
+        if num_short > num_decode:
+            short = slice(num_decode, num_short)
+            verify = self._verify_tiles(slots[short], starts[short], counts[short], num_decode)
+        prefill = self._prefill_tiles(rows[num_short:], int(first_token[num_short])) if num_short < len(rows) else None
         self._buffer.commit()
         self._batch.flush()
         device = self._buffer.device
@@ -158,48 +177,79 @@ class StepInputBuilder:
         torch.index_select(self._batch.token_ids.device.view(-1), 0, device["token_index"][:padded], out=token_ids)
         lora_slots = None if self._lora_slots is None else device["lora_slots"][:padded]
         inputs = TokenInputs(device["positions"][:padded], device["slot_mapping"][:padded], lora_slots)
-        return StepInputs(rows, total, token_ids, inputs, decode, prefill)
+        return StepInputs(rows, total, token_ids, inputs, decode, verify, prefill)
 
     def _decode_tiles(self, slots: np.ndarray, positions: np.ndarray) -> DecodeTiles:
-        rows, page = len(slots), self._batch.page_size
-        padded = max(rows, 2)
+        rows, padded = len(slots), max(len(slots), 2)
         host, device = self._buffer.host, self._buffer.device
-        table = self._batch.block_table.host
         host["decode_position"][:rows, 0] = positions
         host["decode_position"][rows:padded] = -1
-        last_page = positions // page
+        lists = self._in_place_lists("decode", slots, positions, positions)
+        return DecodeTiles(rows, padded, lists, device["decode_position"], self._batch.kv_position.device.view(-1))
+
+    def _verify_tiles(
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, first_token: int
+    ) -> PrefillTiles:
+        rows, padded, size = len(slots), max(len(slots), 2), self.verify_size
+        host, device = self._buffer.host, self._buffer.device
+        offsets = np.arange(size)
+        is_query = offsets < counts[:, None]
+        tokens = first_token + np.cumsum(counts) - counts
+        tile_tokens = host["verify_tokens"].reshape(-1, size)
+        tile_tokens[:rows] = np.where(is_query, tokens[:, None] + offsets, 0)
+        tile_tokens[rows:padded] = 0
+        host["verify_position"][:rows] = np.where(is_query, starts[:, None] + offsets, -1)
+        host["verify_position"][rows:padded] = -1
+        places = np.flatnonzero(is_query)
+        host["verify_places"][: len(places)] = places
+        return PrefillTiles(
+            size,
+            device["verify_tokens"][: padded * size],
+            device["verify_places"][: len(places)],
+            self._in_place_lists("verify", slots, starts, starts + counts - 1),
+            device["verify_position"],
+            self._batch.kv_position.device.view(-1),
+            step_pages=None,
+        )
+
+    def _in_place_lists(
+        self, kind: str, slots: np.ndarray, first: np.ndarray, last: np.ndarray
+    ) -> dict[int | None, TileLists]:
+        """Pages, in the cache itself, of tiles with one row each: queries at positions first to last [rows]."""
+        rows, padded, page = len(slots), max(len(slots), 2), self._batch.page_size
+        host, device = self._buffer.host, self._buffer.device
+        table = self._batch.block_table.host
+        last_page = last // page
         lists: dict[int | None, TileLists] = {}
         for index, window in enumerate(self._windows):
-            partial_count = host[f"decode_partial_count.{index}"][:, 0, 0]
-            full_count = host[f"decode_full_count.{index}"][:, 0, 0]
-            partial = host[f"decode_partial.{index}"][:, 0, 0]
-            full = host[f"decode_full.{index}"][:, 0, 0]
+            partial_count = host[f"{kind}_partial_count.{index}"][:, 0, 0]
+            full_count = host[f"{kind}_full_count.{index}"][:, 0, 0]
+            partial = host[f"{kind}_partial.{index}"][:, 0, 0]
+            full = host[f"{kind}_full.{index}"][:, 0, 0]
             partial_count[rows:padded] = full_count[rows:padded] = 0
-            if self._gathers_pages and (window is None or int(positions.max()) < window):
-                full_pages = (positions + 1) // page
+            if self._gathers_pages and (window is None or int(last.max()) < window):
+                full_pages = (first + 1) // page
                 width = int(full_pages.max())
                 full[:rows, :width] = table[slots, :width]
                 full_count[:rows] = full_pages
-                partial[:rows, 0] = table[slots, last_page]
                 partial_count[:rows] = last_page + 1 - full_pages
+                for place in range(int(partial_count[:rows].max())):
+                    partial[:rows, place] = table[slots, np.minimum(full_pages + place, last_page)]
             else:
                 full_count[:rows] = 0
-                first_page = (
-                    np.zeros_like(last_page) if window is None else np.maximum(positions - window + 1, 0) // page
-                )
+                first_page = np.zeros_like(last_page) if window is None else np.maximum(first - window + 1, 0) // page
                 for row in range(rows):
                     pages = table[slots[row], first_page[row] : last_page[row] + 1]
                     partial[row, : len(pages)] = pages
                     partial_count[row] = len(pages)
             cut = slice(0, padded)
             lists[window] = TileLists(
-                device[f"decode_partial_count.{index}"][cut],
-                device[f"decode_partial.{index}"][cut],
-                device[f"decode_full_count.{index}"][cut] if self._gathers_pages else None,
-                device[f"decode_full.{index}"][cut] if self._gathers_pages else None,
+                device[f"{kind}_partial_count.{index}"][cut],
+                device[f"{kind}_partial.{index}"][cut],
+                device[f"{kind}_full_count.{index}"][cut] if self._gathers_pages else None,
+                device[f"{kind}_full.{index}"][cut] if self._gathers_pages else None,
             )
-        kv_position = self._batch.kv_position.device.view(-1)
-        return DecodeTiles(rows, padded, lists, device["decode_position"], kv_position)
+        return lists
 
     def _prefill_tiles(self, rows: list[Row], first_token: int) -> PrefillTiles:
         size, page = self._tile_size, self._batch.page_size

@@ -7,9 +7,10 @@ import logging
 import time
 from collections.abc import Callable
 
+import msgspec
 import torch
 
-from minivllm.config import EngineConfig
+from minivllm.config import EngineConfig, SpeculativeConfig
 from minivllm.errors import ConfigError
 from minivllm.lora.manager import AdapterManager
 from minivllm.messages import LoRARequest, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenMasks
@@ -19,17 +20,17 @@ from minivllm.models.decoder_config import DecoderConfig
 from minivllm.profiling import record_runner
 from minivllm.quantization.choose import DeviceTraits, MethodChooser
 from minivllm.sampling_params import SamplingParams
-from minivllm.spec_decode.adaptive import DraftLengths, StepCost
-from minivllm.spec_decode.speculator import Speculator
 from minivllm.worker.compiler import RegionCompiler, cannot_compile_reason
+from minivllm.worker.device_buffers import rounded_capacity
 from minivllm.worker.memory import cache_memory, return_freed_memory
 from minivllm.worker.model_runner import ModelRunner, RunnerLimits, page_bytes
-from minivllm.worker.speculation import DEFAULT_VERIFICATION_COST, Speculation, make_drafter
+from minivllm.worker.speculation import Speculation, make_speculation, measured_step_cost
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_DECODES, WARM_UP_CHUNKS = 5, 4
-"""Requests of the warm-up step with one and with two tokens: every region gets the two rows that compiling needs."""
+WARM_UP_DECODES, WARM_UP_DRAFTS, WARM_UP_CHUNKS = 5, 3, 4
+"""Requests of the warm-up step with one token, with drafts (if there are any), and with more: every region gets the two
+rows that compiling needs."""
 
 
 class Worker:
@@ -122,44 +123,56 @@ class Worker:
     @torch.inference_mode()
     def initialize(self, num_blocks: int) -> None:
         """Allocate the cache and all buffers, then compile everything by running it once."""
-        scheduler = self.config.scheduler
+        scheduler, speculative = self.config.scheduler, self.config.speculative
+        verify_size, warm_up = 0, [1] * WARM_UP_DECODES + [2] * WARM_UP_CHUNKS
+        if speculative is not None:
+            verify_size = rounded_capacity(1 + speculative.num_speculative_tokens)
+            verify_size = min(verify_size, scheduler.max_model_len - 1)
+            # Chunks are what does not fit into one tile of drafts.
+            warm_up = [1] * WARM_UP_DECODES + [2] * WARM_UP_DRAFTS + [verify_size + 1] * WARM_UP_CHUNKS
         self.runner = ModelRunner(
             self._decoder,
             self._compiler,
             RunnerLimits(
-                max_num_seqs=max(scheduler.max_num_seqs, WARM_UP_DECODES + WARM_UP_CHUNKS),
-                max_num_batched_tokens=max(scheduler.max_num_batched_tokens, WARM_UP_DECODES + 2 * WARM_UP_CHUNKS),
+                max_num_seqs=max(scheduler.max_num_seqs, len(warm_up)),
+                max_num_batched_tokens=max(scheduler.max_num_batched_tokens, sum(warm_up)),
                 max_model_len=scheduler.max_model_len,
                 page_size=self.config.cache.block_size,
                 num_pages=num_blocks,
+                verify_size=verify_size,
             ),
             self._adapters,
         )
-        self.runner.speculation = self._make_speculation()
+        if speculative is not None:
+            self.runner.speculation = make_speculation(speculative, self.runner.batch)
         started = time.perf_counter()
-        self._warm_up()
+        self._warm_up(warm_up)
         if self._compiler.enabled:
             logger.info("Warmed up in %.1f s.", time.perf_counter() - started)
+            if self.runner.speculation is not None and speculative is not None:
+                self._measure_verification(self.runner.speculation, speculative)
         if self.config.profile is not None:
             record_runner(self.runner)
 
-    def _make_speculation(self) -> Speculation | None:
-        config = self.config.speculative
-        if config is None:
-            return None
-        cost = DEFAULT_VERIFICATION_COST if config.verification_cost is None else config.verification_cost
-        drafter = make_drafter(config)
-        step_cost = StepCost(verify_fixed=0.0, verify_token=cost, draft_token=drafter.cost_per_token)
-        speculator = Speculator(drafter, DraftLengths(config.num_speculative_tokens, step_cost))
-        logger.info("Speculative decoding: %s, at most %d tokens.", config.method, config.num_speculative_tokens)
-        return Speculation(speculator, self.runner.batch)
-
-    def _warm_up(self) -> None:
+    def _warm_up(self, counts: list[int]) -> None:
         """Compile by running one step of decodes and chunks together, then a single decode."""
         if self._compiler.enabled:
-            run_on_null_page(self.runner, [1] * WARM_UP_DECODES + [2] * WARM_UP_CHUNKS)
+            run_on_null_page(self.runner, counts)
             run_on_null_page(self.runner, [1])
             self._compiler.freeze()
+
+    def _measure_verification(self, speculation: Speculation, config: SpeculativeConfig) -> None:
+        """Replace the assumed cost of verifying drafts by a measured one, unless the user gave it."""
+        if config.verification_cost is not None:
+            return
+        k = min(config.num_speculative_tokens, self.config.scheduler.max_model_len - 2)
+        if k < 1:
+            return
+        self.runner.speculation = None
+        cost = measured_step_cost(lambda drafts: verify_on_null_page(self.runner, drafts), k)
+        self.runner.speculation = speculation
+        speculation.take_costs(*cost)
+        logger.info("Verifying drafts adds %.3f of a step, and %.3f for each of them (measured).", *cost)
 
     @property
     def num_recompilations(self) -> int:
@@ -190,18 +203,33 @@ class Worker:
 def run_on_null_page(runner: ModelRunner, counts: list[int]) -> None:
     """Run one step of made-up requests, counts[i] tokens each, that read and write nothing but the null page."""
     names = [f"warm-up-{index}" for index in range(len(counts))]
-    requests = [
-        NewRequestData(
-            request_id=name,
-            prompt_token_ids=[0] * count,
-            sampling_params=SamplingParams(temperature=0.0),
-            seed=0,
-            eos_token_ids=[],
-            bad_words_token_ids=[],
-            block_ids=([0] * -(-count // runner.limits.page_size),),
-            num_computed_tokens=0,
-        )
-        for name, count in zip(names, counts)
-    ]
+    requests = [_null_request(runner, name, count, count) for name, count in zip(names, counts)]
     runner.execute(SchedulerOutput(num_scheduled_tokens=dict(zip(names, counts)), new_requests=requests))
     runner.execute(SchedulerOutput(finished_request_ids=names))
+
+
+def verify_on_null_page(runner: ModelRunner, num_drafts: int) -> float:
+    """Verify so many drafts of one made-up request, of which all but one token is computed. Returns the seconds."""
+    name, count = "verification", 1 + num_drafts
+    request = msgspec.structs.replace(_null_request(runner, name, 2, 2 + num_drafts), num_computed_tokens=1)
+    drafts = {name: [0] * num_drafts} if num_drafts else {}
+    step = SchedulerOutput(num_scheduled_tokens={name: count}, new_requests=[request], draft_token_ids=drafts)
+    started = time.perf_counter()
+    runner.execute(step)
+    seconds = time.perf_counter() - started
+    runner.execute(SchedulerOutput(finished_request_ids=[name]))
+    return seconds
+
+
+def _null_request(runner: ModelRunner, name: str, num_prompt_tokens: int, num_tokens: int) -> NewRequestData:
+    """A greedy request with room for num_tokens, all of it in the null page."""
+    return NewRequestData(
+        request_id=name,
+        prompt_token_ids=[0] * num_prompt_tokens,
+        sampling_params=SamplingParams(temperature=0.0),
+        seed=0,
+        eos_token_ids=[],
+        bad_words_token_ids=[],
+        block_ids=([0] * -(-num_tokens // runner.limits.page_size),),
+        num_computed_tokens=0,
+    )

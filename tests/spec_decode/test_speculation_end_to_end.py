@@ -16,6 +16,7 @@ from scripted_drafter import ScriptedDrafter, speculator_of
 
 from minivllm import LLM, SamplingParams
 from minivllm.frontend.outputs import RequestOutput
+from minivllm.worker.speculation import measured_step_cost
 
 TinyModel = Callable[..., Path]
 
@@ -177,3 +178,26 @@ def test_requests_that_end_or_are_aborted_leave_nothing_behind(model: Path) -> N
         assert len(speculator.lengths._records) <= 1
         assert len(speculator.drafter._own) <= 1  # type: ignore[attr-defined]
         assert_pool_unused(llm)
+
+
+@pytest.mark.slow
+def test_compiled_verification_gives_the_same_tokens_and_compiles_nothing_after_warm_up(
+    tiny_model: TinyModel,
+) -> None:
+    directory = tiny_model("qwen2-window")  # layers with and without a window: every kind of attention graph
+    with tiny_llm(directory) as llm:
+        plain = run(llm, PROMPTS, PARAMS)
+    with scripted_llm(directory, plain, error_rate=0.3, enforce_eager=False) as llm:
+        for batch in (slice(0, 5), slice(1, 2)):
+            outputs = run(llm, PROMPTS[batch], PARAMS[batch])
+            assert tokens_of(outputs) == tokens_of(plain[batch])
+        metrics = llm.get_metrics()
+        assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens
+        assert llm.llm_engine.client.core.num_recompilations() == 0  # type: ignore[attr-defined]
+
+
+def test_the_cost_of_verification_is_measured_in_steps() -> None:
+    seconds = {0: 2.0, 1: 2.4, 7: 3.6}  # 0.1 steps for each of six more drafts, and as much again for drafting at all
+    verify_fixed, verify_token = measured_step_cost(seconds.__getitem__, 7)
+    assert (verify_fixed, verify_token) == (pytest.approx(0.1), pytest.approx(0.1))
+    assert measured_step_cost({0: 2.0, 1: 1.9}.__getitem__, 1) == (0.0, 0.0)
