@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from minivllm.cli.bench.cases import SpeedCase, WorkloadCase, parse_case
+from minivllm.cli.bench.command import bench as bench_app
 from minivllm.cli.bench.drive import Task
 from minivllm.cli.bench.model import without_features
 from minivllm.cli.bench.parts import timed
@@ -199,17 +201,8 @@ def test_timed_arrivals_follow_one_another_on_a_real_side(tiny_model: Callable[.
 
 
 def test_overhead_names_every_part_outside_the_model(tiny_model: Callable[..., Path]) -> None:
-    result = bench(
-        "overhead",
-        str(tiny_model("llama")),
-        "--running",
-        "4",
-        "--steps",
-        "12",
-        "--prompt-tokens",
-        "5",
-        "--enforce-eager",
-    )
-    assert result.returncode == 0, result.stderr
+    flags = ["--running", "4", "--steps", "12", "--prompt-tokens", "5", "--enforce-eager"]
+    result = CliRunner().invoke(bench_app, ["overhead", str(tiny_model("llama")), *flags])
+    assert result.exit_code == 0, result.exception
     for part in ("schedule", "build inputs", "update from output", "frontend", "overhead", "whole step"):
-        assert part in result.stdout
+        assert part in result.output

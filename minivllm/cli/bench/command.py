@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from minivllm.cli.bench.attention import attention
 from minivllm.cli.bench.compare import compare
 from minivllm.cli.bench.model import model
 from minivllm.cli.bench.overhead import overhead
@@ -16,5 +17,5 @@ bench = typer.Typer(
     rich_markup_mode=None,
     help="Measure speed: medians of repetitions, engines in turn, same token ids.",
 )
-for command in (model, latency, throughput, sweep, startup, roofline, overhead, compare):
+for command in (model, latency, throughput, sweep, startup, roofline, attention, overhead, compare):
     bench.command(command.__name__)(command)

@@ -1,0 +1,136 @@
+"""``bench attention``: what is timed gives the right values, and tuning finds the fastest options that run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from minivllm.cli.bench.attention import CHOICES, allowed, parse_sizes, search
+from minivllm.cli.bench.command import bench
+from minivllm.cli.bench.decode_attention import (
+    Heads,
+    compiled_attention,
+    gathered_attention,
+    largest_error,
+    make_case,
+)
+from minivllm.cli.bench.report import read_report
+from minivllm.errors import ConfigError, ModelError
+from minivllm.worker.compiler import cannot_compile_reason
+
+CPU = torch.device("cpu")
+HEADS = Heads(kv_heads=2, group=3, head_dim=16, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("batch", "context", "page"), [(1, 5, 8), (3, 64, 16), (2, 100, 32)])
+def test_a_case_reads_each_request_s_own_pages(batch: int, context: int, page: int) -> None:
+    case = make_case(HEADS, batch, context, page, CPU)
+    assert case.tables.unique().numel() == case.tables.numel() and int(case.tables.min()) >= 1
+    assert case.bytes_read == 2 * batch * context * 2 * 16 * 4
+    out = gathered_attention(case)()
+    assert out.shape == (batch, 2, 3, 16)
+    assert largest_error(case, out) < 1e-5
+    for index, table in enumerate(case.tables):
+        k, v = (cache[table.long()].flatten(0, 1)[:context].double() for cache in (case.k_cache, case.v_cache))
+        scores = torch.einsum("hgd,khd->hgk", case.q[index].double(), k) / 4
+        expected = torch.einsum("hgk,khd->hgd", scores.softmax(-1), v)
+        torch.testing.assert_close(out[index].double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "context"), [(1, 100), (3, 64)])
+def test_compiled_attention_gives_the_same(batch: int, context: int) -> None:
+    if (reason := cannot_compile_reason(CPU)) is not None:
+        pytest.skip(reason)
+    case = make_case(HEADS, batch, context, 32, CPU)
+    assert largest_error(case, compiled_attention(case, {"PARTITION_SIZE": 1})()) < 1e-5
+
+
+def test_figures_are_bytes_over_time_and_shares_of_a_copy(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    result = CliRunner().invoke(
+        bench,
+        [
+            "attention", str(tiny_model("llama")), "--backend", "gather", "--batch", "1,2", "--context", "40",
+            "--page", "16", "--calls", "3", "--probe-mib", "1", "--json", str(file),
+        ],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    measurements = read_report(file).measurements
+    [copy] = measurements[0].samples
+    for batch in (1, 2):
+        own = {one.metric: one.samples for one in measurements if one.case == f"batch {batch}, context 40, page 16"}
+        assert len(own["time"]) == 3 and own["largest error"][0] < 1e-4
+        for time, rate, share in zip(own["time"], own["KV read"], own["share of a copy"]):
+            assert rate == pytest.approx(2 * batch * 40 * 2 * 16 * 4 / (time * 1e-6) / 1e9)
+            assert share == pytest.approx(rate / copy)
+
+
+def test_the_search_finds_the_fastest_setting_that_runs() -> None:
+    def run(setting: Mapping[str, int]) -> float:
+        if setting.get("a") == 4 and setting.get("b") == 9:
+            raise RuntimeError("no valid triton configs\nmore")
+        return 10.0 - setting.get("a", 0) - setting.get("b", 0) / 10
+
+    found = search(run, {}, {"a": (1, 2, 4), "b": (3, 6, 9)})
+    assert found.setting == {"a": 4, "b": 6}
+    assert (found.seconds, found.untuned_seconds) == (pytest.approx(5.4), 10.0)
+    assert list(found.failed.values()) == ["RuntimeError: no valid triton configs"]
+
+
+def test_the_search_goes_round_again_when_options_depend_on_each_other() -> None:
+    times = {(1, 1): 5.0, (2, 1): 6.0, (1, 2): 4.0, (2, 2): 1.0}
+    found = search(lambda setting: times[setting["a"], setting["b"]], {"a": 1, "b": 1}, {"a": (1, 2), "b": (1, 2)})
+    assert found.setting == {"a": 2, "b": 2} and found.tried == 4
+
+
+def test_what_does_not_run_at_all_is_told() -> None:
+    def run(setting: Mapping[str, int]) -> float:
+        raise RuntimeError("no compiler")
+
+    with pytest.raises(ModelError, match="RuntimeError: no compiler"):
+        search(run, {}, {"a": (1,)})
+
+
+def test_blocks_of_keys_are_not_larger_than_pages() -> None:
+    assert allowed(CHOICES["cuda"], 32)["BLOCK_N"] == (16, 32)
+    assert allowed(CHOICES["cuda"], 32)["num_warps"] == CHOICES["cuda"]["num_warps"]
+
+
+def test_a_table_is_written_keyed_by_device_head_dim_and_batch_times_kv_heads(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from minivllm.cli.bench import decode_attention
+
+    # Compiling is another test's business: here every setting runs, uncompiled.
+    monkeypatch.setattr(decode_attention, "compiled_attention", lambda case, options: gathered_attention(case))
+    file = tmp_path / "table.json"
+    result = CliRunner().invoke(
+        bench,
+        [
+            "attention", str(tiny_model("llama")), "--batch", "3", "--context", "40", "--calls", "2",
+            "--probe-mib", "1", "--tune", str(file),
+        ],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    table = json.loads(file.read_text())
+    assert table["device"] and table["torch"] and table["schema_version"] == 1
+    [entry] = table["entries"]
+    assert (entry["head_dim"], entry["batch_kv_heads"], entry["group"]) == (16, 6, 2)
+    assert entry["page_size"] in CHOICES["cpu"]["page_size"]
+    assert entry["options"]["PARTITION_SIZE"] in CHOICES["cpu"]["PARTITION_SIZE"]
+    assert entry["gb_per_second"] >= entry["untuned_gb_per_second"] > 0 and entry["failed"] == {}
+
+
+def test_wrong_sizes_and_combinations_are_refused(tiny_model: Callable[..., Path]) -> None:
+    for text in ("", "0", "1,,2", "x", "-1", "1.5"):
+        with pytest.raises(ConfigError, match="whole numbers above 0"):
+            parse_sizes("batch", text)
+    for flags in (["--backend", "xformers"], ["--backend", "gather", "--tune", "t.json"]):
+        result = CliRunner().invoke(bench, ["attention", str(tiny_model("llama")), *flags])
+        assert isinstance(result.exception, ConfigError)
