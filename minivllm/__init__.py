@@ -15,6 +15,7 @@ __all__ = [
     "EngineArgs",
     "LoRARequest",
     "OutputKind",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from minivllm.frontend.llm import LLM
     from minivllm.frontend.outputs import CompletionOutput, RequestOutput
     from minivllm.messages import LoRARequest
-    from minivllm.sampling_params import OutputKind, SamplingParams, StructuredOutputs
+    from minivllm.sampling_params import OutputKind, PoolingParams, SamplingParams, StructuredOutputs
 
 _HOMES = {
     "LLM": "minivllm.frontend.llm",
@@ -37,6 +38,7 @@ _HOMES = {
     "EngineArgs": "minivllm.config",
     "LoRARequest": "minivllm.messages",
     "OutputKind": "minivllm.sampling_params",
+    "PoolingParams": "minivllm.sampling_params",
     "SamplingParams": "minivllm.sampling_params",
     "StructuredOutputs": "minivllm.sampling_params",
 }

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import PoolingParams, SamplingParams
 
 BlockIds = tuple[list[int], ...]
 """Physical block ids of one request, one list per KV cache group."""
@@ -50,7 +50,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     eos_token_ids: every id that ends a sequence of this model. bad_words_token_ids: sequences of ids that may not be
     completed. cache_salt: separates prefix-cache entries of tenants. arrival_time: time.monotonic() [seconds].
-    lora: the adapter to use, None for the model as it is.
+    lora: the adapter to use, None for the model as it is. pooling: give one vector and no tokens.
     """
 
     request_id: str
@@ -64,6 +64,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     lora: LoRARequest | None = None
+    pooling: PoolingParams | None = None
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True):
@@ -82,7 +83,7 @@ class EngineOutput(msgspec.Struct, kw_only=True):
 
     logprobs: one entry per new token. prompt_logprobs: one entry per prompt position of which the logprobs are known
     now (chunks arrive in order; position 0 has none and is not sent). num_cached_tokens: prompt tokens that came from
-    the prefix cache. error: set with finish_reason ERROR.
+    the prefix cache. error: set with finish_reason ERROR. pooled: the vector [hidden] of a request with PoolingParams.
     """
 
     request_id: str
@@ -94,6 +95,7 @@ class EngineOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     events: list[EngineEvent] = msgspec.field(default_factory=list)
     error: str | None = None
+    pooled: list[float] | None = None
 
 
 class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +110,7 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: BlockIds
     num_computed_tokens: int
     lora_name: str | None = None
+    pooling: PoolingParams | None = None
 
 
 class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,13 +161,15 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
 
     sampled_token_ids: the new tokens of each request that reached its last known token in this step; requests whose
     prompt is only partly computed are absent. logprobs: one entry per sampled token, only where asked for.
-    prompt_logprobs: positions finished in this step, only where asked for. draft_token_ids: guesses of what follows the
+    prompt_logprobs: positions finished in this step, only where asked for. pooled: vectors of requests
+    with PoolingParams whose last token was computed, which sample none. draft_token_ids: guesses of what follows the
     sampled tokens.
     """
 
     sampled_token_ids: dict[str, list[int]] = msgspec.field(default_factory=dict)
     logprobs: dict[str, list[PositionLogprobs]] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[str, list[PositionLogprobs]] = msgspec.field(default_factory=dict)
+    pooled: dict[str, list[float]] = msgspec.field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = msgspec.field(default_factory=dict)
 
 

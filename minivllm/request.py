@@ -92,6 +92,7 @@ class Request:
         self.cache_salt = engine_request.cache_salt
         self.lora = engine_request.lora
         self.lora_digest: str | None = None
+        self.pooling = engine_request.pooling
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
@@ -139,8 +140,9 @@ class Request:
 
     @property
     def skips_prefix_cache(self) -> bool:
-        """Prompt logprobs need every prompt position computed, so cached blocks are not read."""
-        return self.sampling_params.prompt_logprobs is not None
+        """Prompt logprobs and means need every prompt position computed, so cached blocks are not read."""
+        is_mean = self.pooling is not None and self.pooling.pooling == "mean"
+        return is_mean or self.sampling_params.prompt_logprobs is not None
 
     def append_output_token(self, token_id: int) -> None:
         self.all_token_ids.append(token_id)

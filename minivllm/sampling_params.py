@@ -251,6 +251,21 @@ class SamplingParams(
             raise RequestError(f"Sampling parameters: {error}.") from None
 
 
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a prompt becomes one vector. Raises RequestError naming the field and its values.
+
+    pooling: "last" takes the final hidden state of the last token, "mean" the mean over all tokens (which must all be
+    computed: the prefix cache is not read). normalize: scale to length 1, so that a dot product is a cosine.
+    """
+
+    pooling: str = "last"
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self.pooling in ("last", "mean"), "pooling", self.pooling, "'last' or 'mean'")
+        _check(isinstance(self.normalize, bool), "normalize", self.normalize, "True or False")
+
+
 def _check(holds: bool, name: str, value: Any, allowed: str) -> None:
     if not holds:
         raise RequestError(f"{name} is {value!r}, but must be {allowed}.")

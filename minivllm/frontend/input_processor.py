@@ -21,7 +21,7 @@ from minivllm.config import EngineConfig
 from minivllm.errors import ContextLengthError, RequestError
 from minivllm.frontend.beam_search import BeamSearchParams
 from minivllm.messages import EngineRequest, LoRARequest
-from minivllm.sampling_params import SamplingParams, StructuredOutputs
+from minivllm.sampling_params import PoolingParams, SamplingParams, StructuredOutputs
 from minivllm.structured_output.json_schema import check_json_schema
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class InputProcessor:
         priority: int = 0,
         arrival_time: float | None = None,
         lora: LoRARequest | None = None,
+        pooling: PoolingParams | None = None,
     ) -> PreparedRequest:
         """Check everything and build the requests of all ``params.n`` sequences. arrival_time: time.monotonic()."""
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
@@ -89,6 +90,8 @@ class InputProcessor:
         self._check_params(params)
         self._check_priority(priority)
         self.check_lora(lora)
+        if pooling is not None and not isinstance(pooling, PoolingParams):
+            raise RequestError(f"The pooling parameters are {_shown(pooling)}, but must be a PoolingParams.")
         max_tokens = self._resolve_max_tokens(len(token_ids), params)
         bad_words = self._bad_words_token_ids(params.bad_words)
         if request_id is not None:
@@ -110,6 +113,7 @@ class InputProcessor:
                 priority=priority,
                 cache_salt=cache_salt,
                 lora=lora,
+                pooling=pooling,
             )
             for index in range(params.n)
         ]

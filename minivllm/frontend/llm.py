@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,9 +15,9 @@ from minivllm.errors import EngineDeadError, RequestError
 from minivllm.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, run_searches
 from minivllm.frontend.input_processor import PreparedRequest, Prompt
 from minivllm.frontend.llm_engine import LLMEngine
-from minivllm.frontend.outputs import PositionLogprobMap, RequestOutput
+from minivllm.frontend.outputs import EmbeddingOutput, PositionLogprobMap, RequestOutput
 from minivllm.messages import LoRARequest, SchedulerStats
-from minivllm.sampling_params import OutputKind, SamplingParams
+from minivllm.sampling_params import OutputKind, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -136,6 +137,55 @@ class LLM:
         run_searches(searches, extend)
         return [self._beam_output(request, search) for request, search in zip(prepared, searches)]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[EmbeddingOutput]:
+        """One vector per prompt, from the model's final hidden states; the outputs come in the order of the prompts.
+
+        pooling_params: None takes the last token's state, scaled to length 1. The other arguments as in ``generate``.
+        Raises RequestError before anything runs if one of the prompts cannot be served, and if the engine gives up on
+        one later on.
+        """
+        prompt_list = _as_list(prompts)
+        adapters = _one_per_prompt("lora_request", lora_request, len(prompt_list), LoRARequest)
+        pooling = PoolingParams() if pooling_params is None else pooling_params
+        params = SamplingParams(temperature=0.0, max_tokens=1, output_kind=OutputKind.FINAL_ONLY)
+        prepared = []
+        for index, (prompt, lora) in enumerate(zip(prompt_list, adapters)):
+            with _naming("Prompt", index, len(prompt_list)):
+                prepared.append(self.llm_engine.prepare(None, prompt, params, lora=lora, pooling=pooling))
+        self._load_adapters(adapters)
+        return [_embedding(output) for output in self._run(prepared, use_tqdm)]
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
+    ) -> list[float]:
+        """How alike prompts are: the cosine of their vectors, -1 to 1, of one with each of many, or pair by pair.
+
+        pooling_params: see ``embed``; the vectors are always scaled to length 1. Raises RequestError as ``embed`` does.
+        """
+        left, right = _as_list(data_1), _as_list(data_2)
+        if len(left) == 1:
+            left = left * len(right)
+        if len(left) != len(right):
+            raise RequestError(
+                f"data_1 has {len(left)} prompts and data_2 has {len(right)}, but there must be one, or as many, in "
+                "data_1."
+            )
+        pooling = msgspec.structs.replace(pooling_params or PoolingParams(), normalize=True)
+        outputs = self.embed([*left, *right], pooling, use_tqdm, lora_request)
+        pairs = zip(outputs[: len(left)], outputs[len(left) :])
+        return [math.fsum(x * y for x, y in zip(one.embedding, other.embedding)) for one, other in pairs]
+
     def get_tokenizer(self) -> Tokenizer:
         return self.llm_engine.tokenizer
 
@@ -209,6 +259,12 @@ class LLM:
                 self.llm_engine.abort_request(wanted - finished.keys())
             raise
         return [finished[request.request_id] for request in prepared]
+
+
+def _embedding(output: RequestOutput) -> EmbeddingOutput:
+    if output.embedding is None:
+        raise RequestError(output.error or "The engine gave no vector.")
+    return EmbeddingOutput(output.prompt, output.prompt_token_ids, output.embedding, output.num_cached_tokens)
 
 
 def _next_logprobs(output: RequestOutput) -> PositionLogprobMap:

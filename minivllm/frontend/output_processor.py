@@ -219,6 +219,7 @@ class RequestState:
         self.params = params
         self.is_final_only = params.output_kind is OutputKind.FINAL_ONLY
         self.error: str | None = None
+        self._embedding: list[float] | None = None
         self.metrics = RequestMetrics(
             arrival_time=prepared.arrival_time,
             num_prompt_tokens=len(prepared.prompt_token_ids),
@@ -252,6 +253,8 @@ class RequestState:
                 self._prompt_logprobs.extend(logprob_map(entry, self._decoder) for entry in output.prompt_logprobs)
         if output.error is not None:
             self.error = output.error
+        if output.pooled is not None:
+            self._embedding = output.pooled
         num_tokens = sequence.take_in(output)
         if num_tokens:
             self.metrics.record_tokens(num_tokens, now)
@@ -271,6 +274,7 @@ class RequestState:
             num_cached_tokens=self.metrics.num_cached_tokens,
             metrics=self.metrics,
             error=self.error,
+            embedding=self._embedding,
         )
 
     def _completion(self, sequence: _Sequence) -> CompletionOutput:

@@ -134,7 +134,8 @@ class RequestOutput:
     prompt: the text, if the prompt was given as text or messages. prompt_logprobs: one entry per prompt token, None for
     the first one, which nothing precedes; in a delta stream it comes once. outputs: in order of their index; a delta
     stream lists only completions with something new. num_cached_tokens: prompt tokens that came from the prefix cache.
-    error: why the engine gave up on the request (finish_reason is then "error").
+    error: why the engine gave up on the request (finish_reason is then "error"). embedding: the vector [hidden] of a
+    request that was prepared with PoolingParams, which has no tokens.
     """
 
     request_id: str
@@ -146,6 +147,17 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=0.0, num_prompt_tokens=0))
     error: str | None = None
+    embedding: list[float] | None = None
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """One prompt as a vector [hidden]. num_cached_tokens: prompt tokens that came from the prefix cache."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: list[float]
+    num_cached_tokens: int = 0
 
 
 def _between(start: float | None, end: float | None) -> float | None:

@@ -17,7 +17,7 @@ from minivllm.frontend.detokenizer import TokenDecoder
 from minivllm.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
 from minivllm.frontend.output_processor import OutputProcessor
 from minivllm.messages import LoRARequest
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.frontend.tokenizer import Tokenizer
@@ -79,13 +79,14 @@ class TextFrontend:
         arrival_time: float | None = None,
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
+        pooling: PoolingParams | None = None,
     ) -> PreparedRequest:
         """Tokenize and validate without submitting, to check many prompts before the first one starts.
 
         params: None takes the model's defaults. priority: lower goes first, with scheduling_policy "priority".
         arrival_time: time.monotonic() [seconds] if the request waited before this call. cache_salt: separates the
-        prefix cache of tenants, like the prompt's field of that name. lora: the adapter to use. Any thread may call
-        this. Raises RequestError.
+        prefix cache of tenants, like the prompt's field of that name. lora: the adapter to use. pooling: the output
+        carries an ``embedding`` instead of tokens. Any thread may call this. Raises RequestError.
         """
         if cache_salt is not None:
             prompt = {**({"prompt": prompt} if isinstance(prompt, str) else prompt), "cache_salt": cache_salt}
@@ -96,6 +97,7 @@ class TextFrontend:
             priority=priority,
             arrival_time=arrival_time,
             lora=lora,
+            pooling=pooling,
         )
 
     def render_chat(

@@ -274,6 +274,14 @@ class Decoder:
             o, residual, rows, tokens.lora_slots, self._weights[-1][1], self.final_norm, self.head.tensors
         )
 
+    def hidden_states(self, o: Tensor, residual: Tensor, rows: Tensor, tokens: TokenInputs) -> Tensor:
+        """Final hidden states [len(rows), hidden], normalised, of the picked rows of what ``forward`` returned.
+
+        Not compiled: it is one layer's MLP, and only requests for embeddings need it.
+        """
+        layer, after = self.layers[-1], self._weights[-1][1]
+        return self._final_hidden(layer, o, residual, rows, tokens.lora_slots, after, self.final_norm)
+
     # The regions. Everything that differs between layers but is not a tensor is an argument bound before compiling.
 
     def _first_region(
@@ -319,10 +327,22 @@ class Decoder:
         final_norm: Tensor,
         head: LinearTensors,
     ) -> Tensor:
+        x = self._final_hidden(layer, o, residual, rows, lora_slots, after, final_norm)
+        return self.head.method.apply(x, head)
+
+    def _final_hidden(
+        self,
+        layer: DecoderLayer,
+        o: Tensor,
+        residual: Tensor,
+        rows: Tensor,
+        lora_slots: Tensor | None,
+        after: AfterAttention,
+        final_norm: Tensor,
+    ) -> Tensor:
         slots = None if lora_slots is None else lora_slots[rows]
         x, residual = self._attention_output_and_mlp(layer, o[rows], residual[rows], slots, after)
-        x, _ = add_rms_norm(x, residual, final_norm, self.config.rms_norm_eps)
-        return self.head.method.apply(x, head)
+        return add_rms_norm(x, residual, final_norm, self.config.rms_norm_eps)[0]
 
     def _queries(
         self,

@@ -150,7 +150,7 @@ class Scheduler:
         if step is None or step.output is not scheduler_output:
             raise RuntimeError("Results must be consumed in the order of their schedules, each once.")
         sampled = model_runner_output.sampled_token_ids
-        logprobs = model_runner_output.logprobs
+        logprobs, pooled = model_runner_output.logprobs, model_runner_output.pooled
         num_scheduled = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.draft_token_ids
         any_finished = False
@@ -162,6 +162,10 @@ class Scheduler:
             prompt_logprobs = None
             if request_id in step.prompt_logprob_starts:
                 prompt_logprobs = self._new_prompt_logprobs(step, request_id, model_runner_output)
+            if pooled and request_id in pooled:
+                any_finished = True
+                outputs.append(self._finish_pooled(request, pooled[request_id]))
+                continue
             token_ids = sampled.get(request_id)
             if token_ids:
                 request.num_output_placeholders -= 1
@@ -342,6 +346,7 @@ class Scheduler:
                     block_ids=block_ids,
                     num_computed_tokens=num_computed_tokens,
                     lora_name=None if request.lora is None else request.lora.name,
+                    pooling=request.pooling,
                 )
             )
         request.status = RequestStatus.RUNNING
@@ -441,6 +446,19 @@ class Scheduler:
         self._finished_request_ids[request.request_id] = None
         self._rolled_back.discard(request.request_id)
         self._num_prompt_logprobs.pop(request.request_id, None)
+
+    def _finish_pooled(self, request: Request, vector: list[float]) -> EngineOutput:
+        """A request that wanted one vector has it."""
+        if request.status is RequestStatus.PREEMPTED:
+            self.waiting.remove(request)
+        self._finish(request, RequestStatus.FINISHED_STOPPED)
+        return EngineOutput(
+            request_id=request.request_id,
+            finish_reason=request.finish_reason,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            events=request.take_events(),
+            pooled=vector,
+        )
 
     def _reason_to_refuse(self, request: Request) -> str | None:
         """Why a request can never run, as a sentence; None if it can."""

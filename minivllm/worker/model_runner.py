@@ -18,6 +18,7 @@ from minivllm.worker.attention_backend import AttentionBackend, FlexAttentionBac
 from minivllm.worker.compiler import RegionCompiler
 from minivllm.worker.memory import lazily_zeroed
 from minivllm.worker.persistent_batch import PersistentBatch
+from minivllm.worker.pooling import Pooler
 from minivllm.worker.sampler import Sampler, prompt_logprobs
 from minivllm.worker.sampling_state import SamplingState
 from minivllm.worker.speculation import Speculation
@@ -77,7 +78,8 @@ class ModelRunner:
         self.sampling_state = SamplingState(limits.max_num_seqs, config.vocab_size, device)
         self.token_masks = TokenMaskStage(limits.max_num_seqs, config.vocab_size, device)
         self.sampler = Sampler(self.sampling_state, masks=(self.token_masks,))
-        self._slot_states: list[SlotState] = [self.sampling_state]
+        self._pooler = Pooler(decoder)
+        self._slot_states: list[SlotState] = [self.sampling_state, self._pooler]
         lora_slots = None
         if adapters is not None:
             batch_adapters = BatchAdapters(adapters, limits.max_num_seqs)
@@ -125,6 +127,7 @@ class ModelRunner:
         inputs = self.builder.build(rows)
         o, residual = self._forward(inputs)
         output = ModelRunnerOutput()
+        output.pooled = self._pooler.pool(inputs, o, residual)
         self._prompt_logprobs(inputs, o, residual, output)
         self.token_masks.load(None if token_masks is None else token_masks(), self.batch.requests)
         self._sample(inputs, o, residual, output)
@@ -164,7 +167,8 @@ class ModelRunner:
         token = 0
         for row in inputs.rows:
             token += row.count
-            if row.start + row.count == row.request.num_tokens + len(row.drafts):
+            is_last = row.start + row.count == row.request.num_tokens + len(row.drafts)
+            if is_last and row.request.data.pooling is None:
                 last_tokens += range(token - 1 - len(row.drafts), token)
                 sampled.append(row)
         if not sampled:

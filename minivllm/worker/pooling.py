@@ -1,0 +1,67 @@
+"""One vector per prompt instead of tokens: the final hidden states of its tokens, pooled.
+
+The mean is gathered chunk by chunk, so a prompt may be computed in as many steps as the scheduler likes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minivllm.messages import NewRequestData
+from minivllm.models.decoder import Decoder
+from minivllm.worker.step_inputs import StepInputs
+
+POOLED_ROWS = 256
+"""Tokens whose final hidden states are computed at once, which bounds the memory that a long chunk takes."""
+
+
+class Pooler:
+    """Pools the rows of requests with PoolingParams. Keeps the sums of unfinished means by slot (a SlotState)."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._sums: dict[int, Tensor] = {}
+
+    def add(self, slot: int, request: NewRequestData, output_token_ids: list[int]) -> None:
+        """A request enters the slot; one that comes back from preemption starts over."""
+        self._sums.pop(slot, None)
+
+    def remove(self, slot: int) -> None:
+        """The request of the slot has left."""
+        self._sums.pop(slot, None)
+
+    def pool(self, inputs: StepInputs, o: Tensor, residual: Tensor) -> dict[str, list[float]]:
+        """Vectors [hidden] of the requests whose last token was computed in this step, by request id."""
+        finished: dict[str, list[float]] = {}
+        token = 0
+        for row in inputs.rows:
+            begin, token = token, token + row.count
+            request = row.request
+            params = request.data.pooling
+            if params is None:
+                continue
+            is_done = row.start + row.count == request.num_tokens
+            is_mean = params.pooling == "mean"
+            if not is_done and not is_mean:
+                continue
+            vector = self._sum(inputs, o, residual, begin if is_mean else token - 1, token)
+            if is_mean and request.slot in self._sums:
+                vector += self._sums.pop(request.slot)
+            if not is_done:
+                self._sums[request.slot] = vector
+            else:
+                if is_mean:
+                    vector /= request.num_tokens
+                if params.normalize:
+                    vector = torch.nn.functional.normalize(vector, dim=0)
+                finished[request.data.request_id] = vector.tolist()
+        return finished
+
+    def _sum(self, inputs: StepInputs, o: Tensor, residual: Tensor, begin: int, end: int) -> Tensor:
+        """Sum of the final hidden states of some tokens of the step, float32 [hidden]."""
+        total = torch.zeros(residual.shape[1], dtype=torch.float32, device=residual.device)
+        for start in range(begin, end, POOLED_ROWS):
+            rows = torch.arange(start, min(start + POOLED_ROWS, end), dtype=torch.int32, device=residual.device)
+            total += self._decoder.hidden_states(o, residual, rows, inputs.tokens).float().sum(0)
+        return total
