@@ -72,6 +72,10 @@ class TokenMaskSource(Protocol):
         """The longest beginning of the drafts that may come."""
         ...
 
+    def forced_tokens(self) -> list[int]:
+        """Tokens that are bound to come next, as drafts to jump ahead with; often none."""
+        ...
+
 
 class Request:
     """State of one request inside the engine core.

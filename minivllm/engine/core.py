@@ -45,7 +45,9 @@ class EngineCore:
         step = self.scheduler.schedule()
         token_masks = self.structured_output.start_masks(step, self.scheduler.requests)
         output = self.executor.execute_model(step, token_masks)
-        return self.scheduler.update_from_output(step, output)
+        outputs = self.scheduler.update_from_output(step, output)
+        self.scheduler.set_draft_token_ids(self.structured_output.jump_ahead(self.scheduler.running))
+        return outputs
 
     def _release_blocked_requests(self) -> None:
         for request, error in self.structured_output.poll(may_wait=not self.scheduler.running):

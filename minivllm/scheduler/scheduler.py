@@ -125,7 +125,8 @@ class Scheduler:
                 and request.status is RequestStatus.RUNNING
                 and request.num_computed_tokens == request.num_tokens - 1
             ):
-                request.draft_token_ids = list(token_ids)
+                mask = request.token_mask
+                request.draft_token_ids = list(token_ids) if mask is None else mask.valid_drafts(list(token_ids))
 
     def schedule(self) -> SchedulerOutput:
         """Plan one step: running requests first, then waiting ones unless somebody was preempted."""

@@ -7,6 +7,7 @@ regular expressions: compiling takes milliseconds, a mask tens of microseconds, 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -165,5 +166,6 @@ def _place_of_error(structured: StructuredOutputs) -> str:
 def _short(error: str) -> str:
     """The first line, and what a parser of expressions says it is about."""
     lines = [line.strip() for line in error.strip().splitlines()] or ["unknown error"]
+    lines[0] = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", lines[0])
     reasons = [line.removeprefix("error:").strip() for line in lines[1:] if line.startswith("error:")]
     return ": ".join([lines[0].rstrip(":.")[:200], *(reason[:200] for reason in reasons[:1])])

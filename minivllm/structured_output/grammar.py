@@ -53,7 +53,7 @@ class Grammar:
         return draft_token_ids[: self._matcher.validate_tokens(draft_token_ids)]
 
     def forced_tokens(self) -> list[int]:
-        """Where the grammar leaves one text, the tokens the tokenizer would write it with: drafts to jump ahead with.
+        """Where the grammar leaves one text, the tokens the tokenizer would write it with.
 
         A last token that could be a longer one, depending on what follows, is left out.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
@@ -131,6 +131,11 @@ class StructuredOutputManager:
             return TokenMasks(first_rows=first_rows, bits=rows.tobytes(), words=self._words)
 
         return _submit(self._mask_pool, compute).result
+
+    def jump_ahead(self, running: Iterable[Request]) -> dict[str, list[int]]:
+        """Drafts for the requests whose next tokens are bound to come: one step verifies them all."""
+        forced = {r.request_id: r.token_mask.forced_tokens() for r in running if r.token_mask is not None}
+        return {request_id: token_ids for request_id, token_ids in forced.items() if token_ids}
 
     def shutdown(self) -> None:
         for pool in (self._compile_pool, self._mask_pool):
