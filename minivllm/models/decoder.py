@@ -59,6 +59,8 @@ class CompileRegion(Protocol):
         rows: Sequence[int],
         widths: Sequence[int] = (),
         caches: Sequence[int] = (),
+        *,
+        constants: object,
     ) -> Callable: ...
 
 
@@ -237,8 +239,14 @@ class Decoder:
         """Make the callables of all regions; layers that compute the same thing share one."""
         self._weights = [(layer.before, layer.after) for layer in self.layers]
         rotary, layers = self.config.layer_rotary, self.layers
-        first = partial(self._first_region, rotary[0], layers[0])
-        self._first = compile_region("first", first, rows=(0, 1), caches=(3,))
+        common = (self.config, self.num_heads, self.num_kv_heads, self.dtype, self.attention_dtype)
+        self._first = compile_region(
+            "first",
+            partial(self._first_region, rotary[0], layers[0]),
+            rows=(0, 1),
+            caches=(3,),
+            constants=(common, rotary[0], layers[0].methods.qkv),
+        )
         # What tells two regions apart: does the next layer rotate, and how are the products of both computed. The first
         # layers of a kind stand for all of it.
         kinds = [
@@ -249,9 +257,16 @@ class Decoder:
         for kind, (layer, following) in zip(kinds, pairwise(layers)):
             if kind not in regions:
                 between = partial(self._between_region, kind[0], layer, following)
-                regions[kind] = compile_region("between", between, rows=(0, 1, 2), caches=(4,))
+                regions[kind] = compile_region(
+                    "between", between, rows=(0, 1, 2), caches=(4,), constants=(common, kind)
+                )
         self._between = [regions[kind] for kind in kinds]
-        self._last = compile_region("last", partial(self._last_region, layers[-1]), rows=(0, 1, 2, 3))
+        self._last = compile_region(
+            "last",
+            partial(self._last_region, layers[-1]),
+            rows=(0, 1, 2, 3),
+            constants=(common, layers[-1].methods, self.head.method),
+        )
 
     def forward(
         self, token_ids: Tensor, tokens: TokenInputs, caches: list[LayerCache], attend: Attend

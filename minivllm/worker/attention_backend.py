@@ -62,8 +62,9 @@ class FlexAttentionBackend(AttentionBackend):
         for window in windows:
             in_place = partial(paged_flex_attention, scale=scale, window=window, kernel_options=options)
             widths = (3,) if device.type == "cpu" else ()
+            constants = (scale, window, options)
             self._decode[window] = compile_region(
-                "decode attention", in_place, rows=(0, 3), widths=widths, caches=(1, 2)
+                "decode attention", in_place, rows=(0, 3), widths=widths, caches=(1, 2), constants=constants
             )
             if verifies:
                 self._verify[window] = compile_region(
@@ -72,10 +73,10 @@ class FlexAttentionBackend(AttentionBackend):
             if device.type == "cpu":
                 gathered = partial(gathered_flex_attention, scale=scale, window=window, kernel_options=options)
                 self._prefill[window] = compile_region(
-                    "prefill attention", gathered, rows=(0, 3, 4), widths=(4,), caches=(1, 2)
+                    "prefill attention", gathered, rows=(0, 3, 4), widths=(4,), caches=(1, 2), constants=constants
                 )
             else:
-                self._prefill[window] = compile_region("prefill attention", in_place, rows=(0, 3))
+                self._prefill[window] = compile_region("prefill attention", in_place, rows=(0, 3), constants=constants)
 
     def attend(self, inputs: StepInputs, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:
         decode, verify, prefill = inputs.decode, inputs.verify, inputs.prefill

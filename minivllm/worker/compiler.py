@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.fx.experimental._config
 from torch import Tensor
-from torch._inductor.compile_fx import compile_fx
-from torch.utils._pytree import tree_iter
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +42,10 @@ def find_cpp_compiler() -> str | None:
 
 
 class RegionCompiler:
-    """Hands out regions, compiled or as they are.
+    """Hands out regions, compiled by torch.compile or as they are.
 
     After ``freeze`` every further compilation is counted and logged, because serving then stutters for seconds.
+    Dynamo and Inductor are imported with the first compilation: a process that finds everything packaged needs neither.
     """
 
     def __init__(self, enabled: bool, device: torch.device | None = None) -> None:
@@ -57,7 +55,6 @@ class RegionCompiler:
         self._frozen = False
         if enabled:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory()))
-            _let_inductor_use(find_cpp_compiler())
 
     def __call__(
         self,
@@ -66,6 +63,8 @@ class RegionCompiler:
         rows: Sequence[int],
         widths: Sequence[int] = (),
         caches: Sequence[int] = (),
+        *,
+        constants: object,
     ) -> Callable:
         """The function to call in place of ``function``.
 
@@ -73,6 +72,8 @@ class RegionCompiler:
         widths: positions of those whose tensors of more than one dimension have a dynamic last one as well.
         caches: positions of KV caches, whose number of pages is dynamic on a CPU: it follows from the free memory, and
         compiled code that is kept on disk should serve the next start. All other dimensions are constants.
+        constants: everything besides its tensors that the function depends on, with a repr that tells it apart: what is
+        kept on disk is found by it.
         """
         if not self.enabled:
             return function
@@ -88,12 +89,17 @@ class RegionCompiler:
             mark_dynamic([args[index] for index in dynamic], [args[index] for index in widths])
             started = time.perf_counter()
             logger.info("Compiling %s …", name)
-            with _only_marked_sizes_are_dynamic():
+            prepare_inductor()
+            with only_marked_sizes_are_dynamic():
                 result = compiled(*args)
             logger.info("Compiled %s in %.1f s.", name, time.perf_counter() - started)
             return result
 
         return region
+
+    def finish_builds(self) -> bool:
+        """Wait for regions that are being built aside; True if there were any, whose results so far were made up."""
+        return False
 
     def freeze(self) -> None:
         """Warm-up is over: from here on nothing should compile."""
@@ -107,22 +113,32 @@ class RegionCompiler:
                 "A region is compiled again after warm-up (%d so far): a shape or dtype that warm-up did not cover.",
                 self.num_recompilations,
             )
-        compiled: Any = compile_fx(graph, example_inputs)
-        return compiled
+        return compile_fx(graph, example_inputs)
 
 
-def _let_inductor_use(compiler: str | None) -> None:
-    """Inductor itself only looks for $CXX, or else for one fixed name per platform."""
+def compile_fx(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+    """Inductor."""
+    from torch._inductor.compile_fx import compile_fx as inductor
+
+    compiled: Any = inductor(graph, example_inputs)
+    return compiled
+
+
+def prepare_inductor() -> None:
+    """Name the C++ compiler: Inductor itself only looks for $CXX, or else for one fixed name per platform."""
     from torch._inductor import config
 
+    compiler = find_cpp_compiler()
     if compiler is not None and compiler not in config.cpp.cxx:
         config.cpp.cxx = (compiler,)  # type: ignore[assignment]
 
 
 @contextmanager
-def _only_marked_sizes_are_dynamic() -> Iterator[None]:
+def only_marked_sizes_are_dynamic() -> Iterator[None]:
     """Sizes that happen to be equal are not taken for one and the same (duck shaping), and sizes that differ from what
     another engine of this process had are not made dynamic by themselves: FlexAttention cannot be compiled so."""
+    import torch.fx.experimental._config
+
     with (
         torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         torch._dynamo.config.patch(automatic_dynamic_shapes=False),
@@ -146,6 +162,8 @@ def _own_code(name: str, function: Callable) -> Callable:
 
 def mark_dynamic(rows: Any, widths: Any) -> None:
     """Declare dimensions dynamic: the first of every tensor in rows, the last of every wide tensor in widths."""
+    from torch.utils._pytree import tree_iter
+
     for tensor in tree_iter(rows):
         if isinstance(tensor, Tensor):
             torch._dynamo.mark_dynamic(tensor, 0, min=2, max=MAX_ROWS)

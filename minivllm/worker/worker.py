@@ -24,6 +24,7 @@ from minivllm.worker.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.worker.device_buffers import rounded_capacity
 from minivllm.worker.memory import cache_memory, return_freed_memory
 from minivllm.worker.model_runner import ModelRunner, RunnerLimits, page_bytes
+from minivllm.worker.region_packages import PackagedRegionCompiler
 from minivllm.worker.speculation import Speculation, make_speculation, measured_step_cost
 
 logger = logging.getLogger(__name__)
@@ -39,18 +40,20 @@ class Worker:
     def __init__(self, config: EngineConfig, decoder_config: DecoderConfig) -> None:
         self.config, self.decoder_config = config, decoder_config
         self.device = torch.device(config.device)
-        self._compiler = RegionCompiler(self._compiles(), self.device)
+        self._compiler = self._make_compiler()
         self._decoder: Decoder
         self._adapters: AdapterManager | None = None
         self.runner: ModelRunner
 
-    def _compiles(self) -> bool:
+    def _make_compiler(self) -> RegionCompiler:
         if self.config.enforce_eager:
-            return False
+            return RegionCompiler(enabled=False)
         reason = cannot_compile_reason(self.device)
         if reason is not None:
             logger.warning("Running uncompiled, which is several times slower: %s.", reason)
-        return reason is None
+            return RegionCompiler(enabled=False)
+        # On CUDA graphs hide what a call costs; on a CPU nothing does.
+        return PackagedRegionCompiler(self.device) if self.device.type == "cpu" else RegionCompiler(True, self.device)
 
     @torch.inference_mode()
     def load_model(self) -> None:
@@ -158,6 +161,8 @@ class Worker:
         """Compile by running one step of decodes and chunks together, then a single decode."""
         if self._compiler.enabled:
             run_on_null_page(self.runner, counts)
+            if self._compiler.finish_builds():
+                run_on_null_page(self.runner, counts)
             run_on_null_page(self.runner, [1])
             self._compiler.freeze()
 

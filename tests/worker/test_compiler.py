@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from minivllm.worker import compiler as compiler_module
-from minivllm.worker.compiler import RegionCompiler, cache_directory, cannot_compile_reason, find_cpp_compiler
+from minivllm.worker.compiler import (
+    RegionCompiler,
+    cache_directory,
+    cannot_compile_reason,
+    find_cpp_compiler,
+    prepare_inductor,
+)
 
 CPU = torch.device("cpu")
 
@@ -40,12 +46,12 @@ def scaled(factor: float, x: Tensor, weight: Tensor) -> Tensor:
 
 def test_disabled_it_hands_back_the_function_itself() -> None:
     function: Callable = partial(scaled, 2.0)
-    assert RegionCompiler(enabled=False)("scaled", function, rows=(0,)) is function
+    assert RegionCompiler(enabled=False)("scaled", function, rows=(0,), constants=()) is function
 
 
 def test_one_graph_serves_every_number_of_rows_from_two_on(traced_only: None) -> None:
     compiler = RegionCompiler(enabled=True)
-    region = compiler("scaled", partial(scaled, 2.0), rows=(0,))
+    region = compiler("scaled", partial(scaled, 2.0), rows=(0,), constants=())
     before = graphs()
     for rows in (5, 2, 3, 64, 1000):
         x, weight = torch.randn(rows, 4), torch.randn(4, 3)
@@ -56,7 +62,7 @@ def test_one_graph_serves_every_number_of_rows_from_two_on(traced_only: None) ->
 def test_regions_with_equal_code_do_not_compile_each_other_again(traced_only: None) -> None:
     compiler = RegionCompiler(enabled=True)
     count = torch._dynamo.config.recompile_limit + 3
-    regions = [compiler("scaled", partial(scaled, float(index)), rows=(0,)) for index in range(count)]
+    regions = [compiler("scaled", partial(scaled, float(index)), rows=(0,), constants=()) for index in range(count)]
     x, weight = torch.randn(5, 4), torch.randn(4, 3)
     before = graphs()
     for _ in range(3):
@@ -72,7 +78,7 @@ def test_widths_make_the_last_dimension_of_nested_tensors_dynamic(traced_only: N
     def total(pair: tuple[Tensor, Tensor]) -> Tensor:
         return pair[0].sum(-1) + pair[1]
 
-    region = RegionCompiler(enabled=True)("total", total, rows=(0,), widths=(0,))
+    region = RegionCompiler(enabled=True)("total", total, rows=(0,), widths=(0,), constants=())
     before = graphs()
     for rows, width in ((5, 7), (3, 4), (9, 30)):
         wide, narrow = torch.randn(rows, width), torch.randn(rows)
@@ -84,7 +90,7 @@ def test_sizes_that_are_equal_at_the_first_call_may_differ_later(traced_only: No
     def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return x * 2, y * 3
 
-    region = RegionCompiler(enabled=True)("both", both, rows=(0, 1))
+    region = RegionCompiler(enabled=True)("both", both, rows=(0, 1), constants=())
     before = graphs()
     for first, second in ((4, 4), (2, 7), (9, 3)):
         region(torch.ones(first, 5), torch.ones(second, 5))
@@ -99,7 +105,7 @@ def test_one_graph_serves_caches_of_any_number_of_pages_on_a_cpu(
         return x + cache[0].sum() + cache[1].sum()
 
     compiler = RegionCompiler(enabled=True, device=torch.device(device))
-    region = compiler("read", read, rows=(0,), caches=(1,))
+    region = compiler("read", read, rows=(0,), caches=(1,), constants=())
     before = graphs()
     for pages in (6, 11):
         region(torch.ones(3, 2), (torch.ones(pages, 4), torch.ones(pages, 4)))
@@ -110,7 +116,7 @@ def test_compilations_after_freeze_are_counted_once_and_reported(
     traced_only: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler = RegionCompiler(enabled=True)
-    region = compiler("scaled", partial(scaled, 2.0), rows=(0,))
+    region = compiler("scaled", partial(scaled, 2.0), rows=(0,), constants=())
     region(torch.randn(5, 4), torch.randn(4, 3))
     assert compiler.num_recompilations == 0, "before freeze nothing counts"
     compiler.freeze()
@@ -162,12 +168,10 @@ def test_inductor_is_told_of_a_compiler_it_would_not_look_for(monkeypatch: pytes
 
     with config.patch({"cpp.cxx": (None, "g++")}):
         monkeypatch.setattr(compiler_module, "find_cpp_compiler", lambda: "g++")
-        RegionCompiler(enabled=True)
+        prepare_inductor()
         assert config.cpp.cxx == (None, "g++")
         monkeypatch.setattr(compiler_module, "find_cpp_compiler", lambda: "clang++")
-        RegionCompiler(enabled=False)
-        assert config.cpp.cxx == (None, "g++")
-        RegionCompiler(enabled=True)
+        prepare_inductor()
         assert config.cpp.cxx == ("clang++",)
 
 
@@ -192,7 +196,7 @@ def test_sizes_of_another_engine_do_not_become_dynamic(traced_only: None, monkey
 
     monkeypatch.setattr(compiler_module, "compile_fx", record)
     for page_size in (64, 16, 8):
-        region = RegionCompiler(enabled=True)("scaled", partial(scaled, 2.0), rows=(0,))
+        region = RegionCompiler(enabled=True)("scaled", partial(scaled, 2.0), rows=(0,), constants=())
         region(torch.ones(5, 4), torch.ones(4, page_size))
     assert widths == [[4, 64], [4, 16], [4, 8]]
     assert all(type(width) is int for pair in widths for width in pair)

@@ -1,0 +1,210 @@
+"""Packaged regions: built once, the same results as eager, found again, and rebuilt when they are not sound."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from minivllm.worker import region_packages
+from minivllm.worker.compiler import cannot_compile_reason
+from minivllm.worker.region_packages import PackagedRegionCompiler, find_package, package_key
+
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(cannot_compile_reason(CPU) is not None, reason="no C++ compiler")
+
+
+class Pair(NamedTuple):
+    scale: Tensor
+    shift: Tensor
+
+
+def transform(factor: float, x: Tensor, pair: Pair, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Takes a nested argument, writes into another one, returns two tensors."""
+    y = torch.tanh(x * pair.scale + pair.shift) * factor
+    cache[: x.shape[0]].copy_(y)
+    return y, y.sum(-1)
+
+
+def arguments(rows: int, pages: int = 70, seed: int = 0) -> tuple[Tensor, Pair, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    pair = Pair(torch.randn(16, generator=generator), torch.randn(16, generator=generator))
+    return torch.randn(rows, 16, generator=generator), pair, torch.zeros(pages, 16)
+
+
+def make(compiler: PackagedRegionCompiler, factor: float = 2.0) -> Callable:
+    return compiler("transform", partial(transform, factor), rows=(0,), caches=(2,), constants=factor)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the package of ``transform`` by 2."""
+    if cannot_compile_reason(CPU) is not None:
+        pytest.skip("no C++ compiler")
+    directory = tmp_path_factory.mktemp("packages") / "regions"
+    compiler = PackagedRegionCompiler(CPU, directory)
+    region = make(compiler)
+    with torch.inference_mode():
+        y, total = region(*arguments(5))
+    assert y.shape == (5, 16) and total.shape == (5,) and not y.any(), "zeros of the right shapes until it is built"
+    assert compiler.finish_builds()
+    assert not compiler.finish_builds(), "there is nothing more to wait for"
+    assert len(list(directory.iterdir())) == 1, "nothing half-written is left behind"
+    return directory
+
+
+@pytest.fixture
+def no_build(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collects what would be built, without building it."""
+    started: list[str] = []
+    monkeypatch.setattr(region_packages.PackageBuilds, "start", lambda self, name, build: started.append(name))
+    return started
+
+
+def test_a_package_computes_what_the_function_computes_for_every_number_of_rows(
+    built: Path, no_build: list[str]
+) -> None:
+    region = make(PackagedRegionCompiler(CPU, built))
+    for seed, rows in enumerate((5, 2, 3, 64)):
+        with torch.inference_mode():
+            x, pair, cache = arguments(rows, pages=65 + rows, seed=seed)
+            y, total = region(x, pair, cache)
+            expected_cache = torch.zeros_like(cache)
+            expected, expected_total = transform(2.0, x, pair, expected_cache)
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(total, expected_total)
+        torch.testing.assert_close(cache, expected_cache)
+    assert not no_build
+
+
+def test_a_start_that_finds_its_packages_imports_neither_dynamo_nor_inductor(built: Path) -> None:
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
+from pathlib import Path
+from test_region_packages import CPU, arguments, make
+from minivllm.worker.region_packages import PackagedRegionCompiler
+torch.set_num_threads({torch.get_num_threads()})
+with torch.inference_mode():
+    y, _ = make(PackagedRegionCompiler(CPU, Path({str(built)!r})))(*arguments(7))
+assert y.any()
+print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+@pytest.mark.parametrize("damage", ["truncated", "one bit", "empty"])
+def test_a_damaged_package_is_deleted_and_built_again(
+    built: Path, tmp_path: Path, damage: str, no_build: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (package,) = built.iterdir()
+    data = bytearray(package.read_bytes())
+    if damage == "one bit":
+        data[len(data) // 2] ^= 1
+    copy = tmp_path / package.name
+    copy.write_bytes({"truncated": data[: len(data) // 2], "one bit": data, "empty": b""}[damage])
+    with caplog.at_level(logging.WARNING), torch.inference_mode():
+        y, _ = make(PackagedRegionCompiler(CPU, tmp_path))(*arguments(5))
+    assert no_build == ["transform"] and not y.any()
+    assert "damaged" in caplog.text and not copy.exists()
+
+
+def test_a_sound_file_that_is_no_package_is_built_again(built: Path, tmp_path: Path, no_build: list[str]) -> None:
+    (package,) = built.iterdir()
+    key = package.stem.rpartition("-")[0]
+    impostor = tmp_path / f"{key}-{region_packages._hash_of(b'text')}.pt2"
+    impostor.write_bytes(b"text")
+    assert find_package(tmp_path, key) == impostor
+    with torch.inference_mode():
+        make(PackagedRegionCompiler(CPU, tmp_path))(*arguments(5))
+    assert no_build == ["transform"] and not impostor.exists()
+
+
+def test_other_constants_shapes_sources_and_settings_are_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {package_key("a", 1, ["x"]), package_key("b", 1, ["x"]), package_key("a", 2, ["x"])}
+    keys |= {package_key("a", 1, ["y"]), package_key("a", 1, ["x", "x"])}
+    assert package_key("a", 1, ["x"]) in keys
+    monkeypatch.setattr(region_packages, "_environment", lambda: ("another source",))
+    keys.add(package_key("a", 1, ["x"]))
+    assert len(keys) == 6
+
+
+def test_a_package_is_not_used_for_other_constants_or_other_fixed_sizes(built: Path, no_build: list[str]) -> None:
+    with torch.inference_mode():
+        make(PackagedRegionCompiler(CPU, built), factor=3.0)(*arguments(5))
+        x, pair, cache = arguments(5)
+        make(PackagedRegionCompiler(CPU, built))(x.double(), pair, cache)
+        make(PackagedRegionCompiler(CPU, built))(torch.cat([x, x], 1)[:, ::2], pair, cache)
+    assert no_build == ["transform"] * 3
+
+
+@needs_compiler
+def test_code_that_would_only_serve_some_sizes_is_not_packaged(
+    tmp_path: Path, no_build: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def branches(x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] > 3 else x * 3
+
+    compiler = PackagedRegionCompiler(CPU, tmp_path)
+    region = compiler("branches", branches, rows=(0,), constants=())
+    with caplog.at_level(logging.WARNING), torch.inference_mode(), pytest.raises(Exception, match="Constraint"):
+        region(torch.ones(5, 4))  # torch.compile, which takes over, refuses it as well
+    assert not no_build and "restricted dimension 0" in caplog.text and "torch.compile takes over" in caplog.text
+
+
+@needs_compiler
+def test_a_failed_build_leaves_the_region_to_torch_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no space left")
+
+    monkeypatch.setattr(region_packages, "build_package", fail)
+    compiler = PackagedRegionCompiler(CPU, tmp_path)
+    region = make(compiler)
+    with caplog.at_level(logging.WARNING), torch.inference_mode():
+        region(*arguments(5))
+        assert compiler.finish_builds()
+        x, pair, cache = arguments(6)
+        y, _ = region(x, pair, cache)
+        expected, _ = transform(2.0, x, pair, cache.clone())
+    torch.testing.assert_close(y, expected)
+    assert "torch.compile takes over" in caplog.text
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_processes_that_build_the_same_package_at_once_leave_sound_ones(tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
+from pathlib import Path
+from test_region_packages import CPU, arguments, make
+from minivllm.worker.region_packages import PackagedRegionCompiler
+compiler = PackagedRegionCompiler(CPU, Path({str(tmp_path)!r}))
+region = make(compiler)
+with torch.inference_mode():
+    region(*arguments(5))
+    compiler.finish_builds()
+    print(region(*arguments(7))[0].abs().sum().item())
+"""
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    results = [process.communicate(timeout=300) for process in processes]
+    assert len({out for out, _ in results}) == 1 and float(results[0][0]) > 0, results
+    assert all(process.returncode == 0 for process in processes)
+    for path in tmp_path.iterdir():
+        assert path.stem.rpartition("-")[2] == region_packages._hash_of(path.read_bytes())
