@@ -132,7 +132,7 @@ def transformer_float64(config: DecoderConfig, weights: dict[str, Tensor], token
     return norm(x, w["model.norm.weight"]) @ head_weight.T
 
 
-def eager(name: str, function: Callable, rows: Sequence[int], **dynamic: Sequence[int]) -> Callable:
+def eager(name: str, function: Callable, rows: Sequence[int], **declared: object) -> Callable:
     return function
 
 
@@ -247,7 +247,7 @@ def test_a_region_of_one_layer_serves_another_one_by_its_arguments_alone() -> No
 def test_layers_that_compute_the_same_share_one_region() -> None:
     names: list[str] = []
 
-    def count(name: str, function: Callable, rows: Sequence[int], **dynamic: Sequence[int]) -> Callable:
+    def count(name: str, function: Callable, rows: Sequence[int], **declared: object) -> Callable:
         names.append(name)
         return function
 
