@@ -245,7 +245,7 @@ class Decoder:
             partial(self._first_region, rotary[0], layers[0]),
             rows=(0, 1),
             caches=(3,),
-            constants=(common, rotary[0], layers[0].methods.qkv),
+            constants=(common, rotary[0], layers[0].methods.qkv, self.embedding_method),
         )
         # What tells two regions apart: does the next layer rotate, and how are the products of both computed. The first
         # layers of a kind stand for all of it.
