@@ -45,9 +45,10 @@ def next_token(token_ids: list[int]) -> int:
         page = torch.zeros(1, dtype=torch.int64)
         return gathered_sdpa_attention(q, *notes[layer], page, 0, scale=decoder.config.softmax_scale)
 
-    o, residual = decoder.forward(torch.tensor(token_ids), TokenInputs(places, places), notes, attend)
+    tokens = TokenInputs(places, places)
+    o, residual = decoder.forward(torch.tensor(token_ids), tokens, notes, attend)
     last = torch.tensor([len(token_ids) - 1])
-    return int(decoder.logits(o, residual, last).argmax())
+    return int(decoder.logits(o, residual, last, tokens).argmax())
 
 
 # %% [markdown]

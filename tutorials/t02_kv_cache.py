@@ -43,8 +43,9 @@ def step(token_ids: list[int], start: int, notes: list[LayerCache]) -> Tensor:
         page = torch.zeros(1, dtype=torch.int64)
         return gathered_sdpa_attention(q, *notes[layer], page, start, scale=decoder.config.softmax_scale)
 
-    o, residual = decoder.forward(torch.tensor(token_ids[start:]), TokenInputs(places, places), notes, attend)
-    return decoder.logits(o, residual, torch.tensor([len(token_ids) - start - 1]))[0]
+    tokens = TokenInputs(places, places)
+    o, residual = decoder.forward(torch.tensor(token_ids[start:]), tokens, notes, attend)
+    return decoder.logits(o, residual, torch.tensor([len(token_ids) - start - 1]), tokens)[0]
 
 
 def generate(prompt: list[int], num_tokens: int, keep_notes: bool) -> list[int]:

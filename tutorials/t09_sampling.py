@@ -156,8 +156,9 @@ lesson.check(entries[0].logprobs[1:] == entries[1].logprobs[1:], "the same at T 
 # %% [markdown]
 # ## Grammar masks, and the surprise
 # A grammar forbids tokens: their logits become minus infinity, and what remains is scaled up. That is a stage of the
-# sampler like any other (``LogitsProcessor``). Let the rule be "AB or CD", and let the model like A first (90 %), but
-# hate B after it (1 %); after C it is nearly sure of D (99 %). What will a masked model write?
+# sampler like any other (``PositionMask``; the engine's own masks come from llguidance, see ``structured_output/``).
+# Let the rule be "AB or CD", and let the model like A first (90 %), but hate B after it (1 %); after C it is nearly
+# sure of D (99 %). What will a masked model write?
 #
 # Asking until an answer fits gives P(AB) = 0.9 · 0.01 / (0.9 · 0.01 + 0.1 · 0.99) = 8 %. A mask does not ask again.
 # When A is written there is no way back, and B is forced, however unlikely: P(AB) = 90 %.
@@ -179,7 +180,7 @@ class Grammar:
     def touches(self, slots: np.ndarray) -> np.ndarray:
         return np.ones(len(slots), dtype=np.bool_)
 
-    def apply(self, logits: Tensor, slots: np.ndarray) -> None:
+    def apply(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> None:
         for row, slot in enumerate(slots.tolist()):
             allowed = ALLOWED[self.written[slot]]
             kept = logits[row, allowed].clone()
