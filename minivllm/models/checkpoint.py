@@ -11,7 +11,10 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +24,7 @@ from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.gguf_file import ROPE_FACTORS, GGUFFile, GGUFTensor, Treatment, find_gguf, hugging_face_name
 from minivllm.models.gguf_quants import GROUPED_BITS
 from minivllm.models.hf_config import read_json_object
+from minivllm.models.packed_weights import PackedWeights
 from minivllm.models.quantized_weight import QuantizedWeight, RestoredWeight, StoredWeight
 from minivllm.models.registry import FAMILIES, find_gguf_family
 
@@ -93,7 +97,8 @@ def iterate_weights(
             gguf_path, decoder_config, expected, dtype, kept_bits
         )
     else:
-        weights = _safetensors_weights(Path(model_path), expected, dtype)
+        packed = None if decoder_config.quantization is None else PackedWeights(decoder_config.quantization)
+        weights = _safetensors_weights(Path(model_path), expected, dtype, packed)
     rewrite = FAMILIES[decoder_config.architecture].rewrite_weight
     if rewrite is None:
         return weights
@@ -190,32 +195,63 @@ def _treatment(type_name: str, kept_bits: frozenset[int]) -> Treatment:
     return "dequantize" if type_name in FLOAT_TYPES or 4 not in kept_bits else "restore"
 
 
+@dataclass(frozen=True)
+class _StoredTensor:
+    """Where a tensor lies: its name in the file, the file, and its shape."""
+
+    name: str
+    path: Path
+    shape: Shape
+
+
 def _safetensors_weights(
-    directory: Path, expected: Mapping[str, Shape], dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
+    directory: Path, expected: Mapping[str, Shape], dtype: torch.dtype, packed: PackedWeights | None
+) -> Iterator[tuple[str, StoredWeight]]:
     files, listed = _safetensors_files(directory)
-    found: dict[str, Shape] = {}
-    stored_names: dict[str, str] = {}
-    file_of: dict[str, Path] = {}
+    stored_in: dict[str, Path] = {}
+    # weight -> its parts; a tensor that is a weight by itself is the part without a name
+    parts_of: dict[str, dict[str, _StoredTensor]] = {}
     for path in files:
-        for stored, shape in _read_header(path).items():
+        for stored, shape in _read_header(path, packed).items():
             name = _full_name(stored)
-            if _is_ignored(name, expected):
+            if _is_ignored(name, expected) or (packed is not None and packed.is_unused(name)):
                 continue
-            if name in found:
-                raise ModelError(f"{path}: tensor {name!r} is also in {file_of[name]}.")
-            found[name], stored_names[name], file_of[name] = shape, stored, path
+            if name in stored_in:
+                raise ModelError(f"{path}: tensor {name!r} is also in {stored_in[name]}.")
+            stored_in[name] = path
+            weight, part = (packed.place(name) if packed is not None else None) or (name, "")
+            parts_of.setdefault(weight, {})[part] = _StoredTensor(stored, path, shape)
     for stored, path in listed.items():
         name = _full_name(stored)
-        if not _is_ignored(name, expected) and file_of.get(name) != path:
+        unused = _is_ignored(name, expected) or (packed is not None and packed.is_unused(name))
+        if not unused and stored_in.get(name) != path:
             raise ModelError(
                 f"{directory / INDEX_NAME} places tensor {stored!r} in {path.name}, which does not hold it."
             )
-    _check(found, expected, file_of, directory)
-    for path in files:
-        with _open(path) as file:
-            for name in (name for name, holder in file_of.items() if holder == path):
-                yield name, file.get_tensor(stored_names[name]).to(dtype)
+    with ExitStack() as stack:
+        handles: dict[Path, Any] = {path: stack.enter_context(_open(path)) for path in files}
+
+        def read(tensor: _StoredTensor) -> torch.Tensor:
+            result: torch.Tensor = handles[tensor.path].get_tensor(tensor.name)
+            return result
+
+        found: dict[str, Shape] = {}
+        for weight, parts in list(parts_of.items()):
+            if packed is not None and "" not in parts:
+                found[weight] = packed.shape(weight, {part: tensor.shape for part, tensor in parts.items()})
+            elif packed is not None and weight not in expected and weight.endswith("_proj.bias"):
+                # GPTQ writers give every layer a bias, of zeros where the model has none.
+                if bool(read(parts[""]).any()):
+                    raise ModelError(f"{parts[''].path}: {weight!r} is not zero, but the model has no such bias.")
+                del parts_of[weight]
+            else:
+                found[weight] = parts[""].shape
+        _check(found, expected, {name: next(iter(parts.values())).path for name, parts in parts_of.items()}, directory)
+        for weight, parts in parts_of.items():
+            if packed is not None and "" not in parts:
+                yield weight, packed.assemble({part: read(tensor) for part, tensor in parts.items()}, dtype)
+            else:
+                yield weight, read(parts[""]).to(dtype)
 
 
 def _full_name(stored: str) -> str:
@@ -266,17 +302,19 @@ def _open(path: Path) -> safe_open:
         ) from error
 
 
-def _read_header(path: Path) -> dict[str, Shape]:
+def _read_header(path: Path, packed: PackedWeights | None) -> dict[str, Shape]:
     """Names and shapes in one file; safetensors itself checks that the header fits the file's length."""
     shapes: dict[str, Shape] = {}
     with _open(path) as file:
         names: Iterable[str] = file.keys()
         for name in names:
             view = file.get_slice(name)
-            if view.get_dtype() not in FLOAT_TYPES and not _IGNORED.fullmatch(name):
+            place = packed.place(name) if packed is not None else None
+            own_type = packed.stored_type(place[1]) if packed is not None and place is not None else ""
+            if view.get_dtype() not in (*FLOAT_TYPES, own_type) and not _IGNORED.fullmatch(name):
                 raise ModelError(
                     f"{path}: tensor {name!r} is stored as {view.get_dtype()}, but must be one of "
-                    f"{', '.join(FLOAT_TYPES)}."
+                    f"{', '.join(filter(None, (*FLOAT_TYPES, own_type)))}."
                 )
             shapes[name] = tuple(view.get_shape())
     return shapes

@@ -32,12 +32,27 @@ class RotaryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredQuantization:
+    """How a checkpoint's linear layers are quantised, as its quantization_config says.
+
+    group_size: inputs that share a scale (AWQ, GPTQ); 0 is a whole row. zeros_minus_one: GPTQ's first format stores
+    each zero point less one. block: outputs and inputs that share a scale (fp8), if it has blocks.
+    """
+
+    method: Literal["awq", "gptq", "fp8"]
+    group_size: int = 0
+    zeros_minus_one: bool = False
+    block: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Shape and options of a pre-norm decoder with rotary grouped-query attention and a gated MLP.
 
     layer_rotary: which layers rotate (SmolLM3 leaves some out). layer_windows: sliding window of each layer in tokens,
     None for full attention. qkv_bias, o_bias, mlp_bias: which projections carry a bias. qk_norm: RMSNorm over each
     head of q and k before rotary (Qwen3). dtype: what the checkpoint was saved in ("float32", "bfloat16", "float16").
+    quantization: how its linear layers are stored, if not in that type.
     """
 
     architecture: str
@@ -60,6 +75,7 @@ class DecoderConfig:
     qk_norm: bool = False
     hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh"] = "silu"
     dtype: str = "bfloat16"
+    quantization: StoredQuantization | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -17,6 +17,7 @@ from minivllm.errors import ModelError
 from minivllm.models.decoder_config import DecoderConfig, RotaryConfig, RotaryType
 from minivllm.models.gguf_config import read_gguf_config
 from minivllm.models.gguf_file import find_gguf
+from minivllm.models.packed_weights import read_quantization
 from minivllm.models.registry import BiasRule, Family, find_family
 
 MAX_CONFIG_BYTES = 64 * 1024 * 1024
@@ -77,11 +78,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def build_decoder_config(entries: Mapping[str, Any], generation: Mapping[str, Any], source: str) -> DecoderConfig:
     """Normalise config.json's entries (and generation_config.json's); ``source`` is the file named in errors."""
-    if entries.get("quantization_config"):
-        raise ModelError(
-            f"{source} describes a quantised checkpoint (quantization_config), which is not supported; "
-            f"use the unquantised model or a GGUF file of it."
-        )
     architectures = entries.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ModelError(f"{source}: architectures is {architectures!r}, but must be a list of names.")
@@ -125,6 +121,7 @@ def build_decoder_config(entries: Mapping[str, Any], generation: Mapping[str, An
         qk_norm=family.qk_norm,
         hidden_act=_activation(fields),
         dtype=_dtype(entries, source),
+        quantization=read_quantization(entries.get("quantization_config"), source),
         bos_token_id=_bos_token_id(fields, generation, vocab_size),
         eos_token_ids=_eos_token_ids(fields, generation, vocab_size),
     )

@@ -60,7 +60,9 @@ class Worker:
         """Load this worker's weights. Raises ModelError, or ConfigError for a quantisation that cannot be had."""
         started = time.perf_counter()
         dtype = getattr(torch, self.config.dtype)
-        chooser = MethodChooser(self.config.quantization, None, dtype, DeviceTraits.of(self.device))
+        stored = self.decoder_config.quantization
+        method = None if stored is None else stored.method
+        chooser = MethodChooser(self.config.quantization, method, dtype, DeviceTraits.of(self.device))
         self._decoder = Decoder(
             self.decoder_config,
             dtype=dtype,

@@ -252,7 +252,7 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_supported_ones() ->
         ("eos_token_id", 128),
         ("eos_token_id", ["<eos>"]),
         ("bos_token_id", -1),
-        ("quantization_config", {"quant_method": "fp8"}),
+        ("quantization_config", {"quant_method": "bitsandbytes"}),
         ("architectures", "LlamaForCausalLM"),
     ],
 )
