@@ -68,7 +68,7 @@ class FlexAttentionBackend(AttentionBackend):
             )
             if verifies:
                 self._verify[window] = compile_region(
-                    "verify attention", in_place, rows=(0, 3), widths=widths, caches=(1, 2)
+                    "verify attention", in_place, rows=(0, 3), widths=widths, caches=(1, 2), constants=constants
                 )
             if device.type == "cpu":
                 gathered = partial(gathered_flex_attention, scale=scale, window=window, kernel_options=options)
