@@ -87,7 +87,7 @@ def attention(
     device, dtype = torch.device(config.device), getattr(torch, config.cache.dtype)
     heads = decode_attention.Heads(decoder.num_kv_heads, decoder.query_group, decoder.head_dim, dtype)
     copy = copy_bandwidth(device, (probe_mib or (4096 if device.type == "cuda" else 512)) * 2**20)
-    measurements = [_row("copy", "GB/s", "GB/s", "neither", [copy / 1e9])]
+    measurements = [_row("machine", "copy", "GB/s", "neither", [copy / 1e9])]
     entries = []
 
     def attend(case: DecodeCase, options: Mapping[str, int]) -> Callable[[], Any]:
