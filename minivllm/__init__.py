@@ -16,6 +16,7 @@ __all__ = [
     "LoRARequest",
     "OutputKind",
     "PoolingParams",
+    "RepetitionDetection",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
@@ -28,7 +29,13 @@ if TYPE_CHECKING:
     from minivllm.frontend.llm import LLM
     from minivllm.frontend.outputs import CompletionOutput, RequestOutput
     from minivllm.messages import LoRARequest
-    from minivllm.sampling_params import OutputKind, PoolingParams, SamplingParams, StructuredOutputs
+    from minivllm.sampling_params import (
+        OutputKind,
+        PoolingParams,
+        RepetitionDetection,
+        SamplingParams,
+        StructuredOutputs,
+    )
 
 _HOMES = {
     "LLM": "minivllm.frontend.llm",
@@ -39,6 +46,7 @@ _HOMES = {
     "LoRARequest": "minivllm.messages",
     "OutputKind": "minivllm.sampling_params",
     "PoolingParams": "minivllm.sampling_params",
+    "RepetitionDetection": "minivllm.sampling_params",
     "SamplingParams": "minivllm.sampling_params",
     "StructuredOutputs": "minivllm.sampling_params",
 }

@@ -91,6 +91,7 @@ class Request:
         self.max_tokens = engine_request.max_tokens
         self.eos_token_ids = engine_request.eos_token_ids
         self.bad_words_token_ids = engine_request.bad_words_token_ids
+        self.thinking_token_ids = engine_request.thinking_token_ids
         self.priority = engine_request.priority
         self.arrival_time = engine_request.arrival_time
         self.cache_salt = engine_request.cache_salt

@@ -16,6 +16,7 @@ MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_CHOICES = 1000
+MAX_PATTERN_SIZE = 256
 
 
 class OutputKind(StrEnum):
@@ -26,7 +27,10 @@ class OutputKind(StrEnum):
     FINAL_ONLY = "final_only"
 
 
-_WHAT_FIELDS_ARE = {"StructuredOutputs": "an option of structured outputs"}
+_WHAT_FIELDS_ARE = {
+    "StructuredOutputs": "an option of structured outputs",
+    "RepetitionDetection": "an option of repetition detection",
+}
 
 
 class _NamesUnknownFields(msgspec.StructMeta):
@@ -143,6 +147,24 @@ def _dump_json(value: Any) -> str:
         raise RequestError(f"structured_outputs cannot be written as JSON: {error}.") from None
 
 
+class RepetitionDetection(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesUnknownFields
+):
+    """The output ends where its last tokens are one pattern min_count times in a row, with stop_reason "repetition".
+
+    Patterns of min_pattern_size to max_pattern_size tokens count. Raises RequestError naming the field and its range.
+    """
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 3
+
+    def __post_init__(self) -> None:
+        _integer("max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN_SIZE)
+        _integer("min_pattern_size", self.min_pattern_size, 1, self.max_pattern_size)
+        _integer("min_count", self.min_count, 2)
+
+
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesUnknownFields
 ):
@@ -163,6 +185,11 @@ class SamplingParams(
     logit_bias: token id -> value added to its logit, in [-100, 100].
     allowed_token_ids: nothing else can be sampled. bad_words: strings that cannot appear.
     skip_special_tokens: leave special tokens out of the text.
+    best_of: completions that are generated, of which the n with the highest cumulative_logprob come back, best first;
+        not in streams. None: as many as n.
+    repetition_detection: see RepetitionDetection; None is off.
+    thinking_budget: most tokens between <think> and </think>, the tags of the model's chat template; the closing tag
+        is forced after them. None is no limit.
     structured_outputs: see StructuredOutputs. The end of sequence is possible only where the structure may end; where
         it must end and other constraints leave no token, the structure has the last word.
     output_kind: see OutputKind.
@@ -189,6 +216,9 @@ class SamplingParams(
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = msgspec.field(default_factory=list)
     skip_special_tokens: bool = True
+    best_of: int | None = None
+    repetition_detection: RepetitionDetection | None = None
+    thinking_budget: int | None = None
     structured_outputs: StructuredOutputs | None = None
     output_kind: OutputKind = OutputKind.CUMULATIVE
 
@@ -229,6 +259,19 @@ class SamplingParams(
         for token, bias in (self.logit_bias or {}).items():
             _number(f"logit_bias[{token}]", bias)
             _check(-100 <= bias <= 100, f"logit_bias[{token}]", bias, "from -100 to 100")
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, self.n, MAX_N)
+        if isinstance(self.repetition_detection, dict):
+            detection = RepetitionDetection(**self.repetition_detection)
+            msgspec.structs.force_setattr(self, "repetition_detection", detection)
+        is_detection = self.repetition_detection is None or isinstance(self.repetition_detection, RepetitionDetection)
+        _check(is_detection, "repetition_detection", self.repetition_detection, "a RepetitionDetection")
+        if self.thinking_budget is not None:
+            _integer("thinking_budget", self.thinking_budget, 0)
+            if self.structured_outputs is not None:
+                raise RequestError(
+                    "thinking_budget and structured_outputs contradict each other: a structure leaves no room."
+                )
         if isinstance(self.structured_outputs, dict):
             msgspec.structs.force_setattr(self, "structured_outputs", StructuredOutputs(**self.structured_outputs))
         if self.structured_outputs is not None:
@@ -236,6 +279,11 @@ class SamplingParams(
             _check(is_valid, "structured_outputs", self.structured_outputs, "StructuredOutputs")
             if self.ignore_eos:
                 raise RequestError("ignore_eos and structured_outputs contradict each other: a structure has an end.")
+
+    @property
+    def num_sequences(self) -> int:
+        """Completions that are generated."""
+        return self.best_of or self.n
 
     @property
     def is_greedy(self) -> bool:

@@ -12,6 +12,7 @@ from minivllm.lora.registry import AdapterAdmission, AdapterRegistry
 from minivllm.messages import EngineOutput, EngineRequest, LoRARequest, SchedulerStats
 from minivllm.profiling import TraceRecorder
 from minivllm.request import Request
+from minivllm.scheduler.repetition import RepetitionDetector
 from minivllm.scheduler.scheduler import Scheduler
 from minivllm.structured_output.manager import StructuredOutputManager
 
@@ -63,6 +64,9 @@ class EngineCore:
     def make_request(self, engine_request: EngineRequest) -> Request:
         """The scheduler's state of a request, its prompt hashed. Touches nothing else: any thread may call it."""
         request = Request(engine_request)
+        detection = request.sampling_params.repetition_detection
+        if detection is not None:
+            request.stop_conditions.append(RepetitionDetector(detection, request.sampling_params.min_tokens))
         # What an adapter holds is part of the hashes, and known once it is loaded.
         if self.config.cache.enable_prefix_caching and not request.skips_prefix_cache and request.lora is None:
             extend_block_hashes(request, self.config.cache.block_size)

@@ -21,7 +21,7 @@ from minivllm.config import EngineConfig
 from minivllm.errors import ContextLengthError, RequestError
 from minivllm.frontend.beam_search import BeamSearchParams
 from minivllm.messages import EngineRequest, LoRARequest
-from minivllm.sampling_params import PoolingParams, SamplingParams, StructuredOutputs
+from minivllm.sampling_params import OutputKind, PoolingParams, SamplingParams, StructuredOutputs
 from minivllm.structured_output.json_schema import check_json_schema
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ Prompt = str | Mapping[str, Any]
 ids and text the ids count and the text is only echoed."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+THINKING_TAGS = ("<think>", "</think>")
 MAX_STOP_STRING_LENGTH = 1024
 MAX_BAD_WORD_LENGTH = 1024
 MAX_ADAPTER_TEXT_LENGTH = 4096
@@ -94,6 +95,7 @@ class InputProcessor:
             raise RequestError(f"The pooling parameters are {_shown(pooling)}, but must be a PoolingParams.")
         max_tokens = self._resolve_max_tokens(len(token_ids), params)
         bad_words = self._bad_words_token_ids(params.bad_words)
+        thinking = None if params.thinking_budget is None else self._thinking_token_ids()
         if request_id is not None:
             _check_text("request_id", request_id)
 
@@ -102,7 +104,7 @@ class InputProcessor:
         seed = self._derive_seed(number) if params.seed is None else params.seed
         sequences = [
             EngineRequest(
-                request_id=internal_id if params.n == 1 else f"{internal_id}-{index}",
+                request_id=internal_id if params.num_sequences == 1 else f"{internal_id}-{index}",
                 prompt_token_ids=token_ids,
                 sampling_params=_sequence_params(params, index),
                 max_tokens=max_tokens,
@@ -110,12 +112,13 @@ class InputProcessor:
                 arrival_time=arrival_time,
                 eos_token_ids=self._eos_token_ids,
                 bad_words_token_ids=bad_words,
+                thinking_token_ids=thinking,
                 priority=priority,
                 cache_salt=cache_salt,
                 lora=lora,
                 pooling=pooling,
             )
-            for index in range(params.n)
+            for index in range(params.num_sequences)
         ]
         return PreparedRequest(
             request_id=internal_id if request_id is None else request_id,
@@ -244,12 +247,22 @@ class InputProcessor:
             self._require_tokenizer("stop with strings")
         for index, stop in enumerate(params.stop):
             _check_text(f"stop[{index}]", stop, MAX_STOP_STRING_LENGTH)
+        if params.num_sequences > params.n and params.output_kind is not OutputKind.FINAL_ONLY:
+            raise RequestError(
+                f"best_of is {params.best_of} and n is {params.n}, but which ones are best is known at the end only: "
+                'use output_kind="final_only", or leave best_of out of a stream.'
+            )
         if params.structured_outputs is not None:
             self._check_structured_outputs(params.structured_outputs)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self._vocab_size:
                 raise RequestError(f"{name} is {count}, but the model's vocabulary has only {self._vocab_size} tokens.")
+
+    def _thinking_token_ids(self) -> tuple[list[int], list[int]]:
+        tokenizer = self._require_tokenizer("thinking_budget")
+        start, end = (tokenizer.encode(tag, add_special_tokens=False) for tag in THINKING_TAGS)
+        return start, end
 
     def _check_structured_outputs(self, structured: StructuredOutputs) -> None:
         """What can be told without compiling: a tokenizer and an end are there, and the schema is one to be kept to."""
@@ -308,10 +321,12 @@ class InputProcessor:
 def _sequence_params(params: SamplingParams, index: int) -> SamplingParams:
     """Parameters of one sequence. Only the first one computes prompt logprobs: they are the same for all, and whoever
     computes them cannot use the prefix cache."""
-    if params.n == 1:
+    if params.num_sequences == 1:
         return params
     prompt_logprobs = params.prompt_logprobs if index == 0 else None
-    return msgspec.structs.replace(params, n=1, prompt_logprobs=prompt_logprobs)
+    # The best ones are told by the log-probabilities of their tokens.
+    logprobs = 0 if params.num_sequences > params.n and params.logprobs is None else params.logprobs
+    return msgspec.structs.replace(params, n=1, best_of=None, prompt_logprobs=prompt_logprobs, logprobs=logprobs)
 
 
 def _wrap_int64(value: int) -> int:

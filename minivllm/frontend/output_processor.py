@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minivllm.frontend.detokenizer import Detokenizer, TokenDecoder
 from minivllm.frontend.input_processor import PreparedRequest
@@ -147,6 +147,7 @@ class _Sequence:
         self._token_ids: list[int] = []
         self._logprobs: list[PositionLogprobMap] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
+        self._has_logprobs = params.logprobs is not None or params.num_sequences > params.n
 
     def take_in(self, output: EngineOutput) -> int:
         """Add the new tokens up to a stop string; how many of them count."""
@@ -160,10 +161,10 @@ class _Sequence:
                     num_kept = position + 1
                     break
         self._token_ids.extend(new_ids[:num_kept])
-        if self._logprobs is not None and output.logprobs is not None:
-            for position_logprobs in output.logprobs[:num_kept]:
+        for position_logprobs in (output.logprobs or ())[:num_kept]:
+            self._cumulative_logprob += position_logprobs.logprobs[0]
+            if self._logprobs is not None:
                 self._logprobs.append(logprob_map(position_logprobs, self._decoder))
-                self._cumulative_logprob += position_logprobs.logprobs[0]
         stop_string = self._detokenizer.stop_string if self._detokenizer is not None else None
         if stop_string is not None:
             self.finish(FinishReason.STOP, stop_string)
@@ -198,7 +199,7 @@ class _Sequence:
             index=self.index,
             text=text,
             token_ids=token_ids,
-            cumulative_logprob=None if logprobs is None else self._cumulative_logprob,
+            cumulative_logprob=self._cumulative_logprob if self._has_logprobs else None,
             logprobs=logprobs,
             finish_reason=None if self.finish_reason is None else self.finish_reason.value,
             stop_reason=self.stop_reason,
@@ -223,7 +224,7 @@ class RequestState:
         self.metrics = RequestMetrics(
             arrival_time=prepared.arrival_time,
             num_prompt_tokens=len(prepared.prompt_token_ids),
-            num_sequences=params.n,
+            num_sequences=params.num_sequences,
         )
         self._prompt = prepared.prompt
         self._prompt_token_ids = prepared.prompt_token_ids
@@ -231,7 +232,7 @@ class RequestState:
         self._prompt_logprobs: list[PositionLogprobMap | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
-        self.num_unfinished = params.n
+        self.num_unfinished = params.num_sequences
         self._finished_outputs: dict[int, CompletionOutput] = {}
         stops = StopAutomaton(params.stop) if params.stop else None
         self.sequences = [
@@ -268,7 +269,7 @@ class RequestState:
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=[self._completion(sequence) for sequence in sequences],
+            outputs=self._best([self._completion(sequence) for sequence in sequences]),
             finished=self.finished,
             prompt_logprobs=self._take_prompt_logprobs(),
             num_cached_tokens=self.metrics.num_cached_tokens,
@@ -276,6 +277,13 @@ class RequestState:
             error=self.error,
             embedding=self._embedding,
         )
+
+    def _best(self, completions: list[CompletionOutput]) -> list[CompletionOutput]:
+        """With best_of above n the n likeliest ones, best first; else all as they are."""
+        if self.params.num_sequences == self.params.n:
+            return completions
+        ranked = sorted(completions, key=lambda completion: -(completion.cumulative_logprob or 0.0))[: self.params.n]
+        return [replace(completion, index=index) for index, completion in enumerate(ranked)]
 
     def _completion(self, sequence: _Sequence) -> CompletionOutput:
         """A finished completion no longer changes, so it is made once."""

@@ -23,6 +23,7 @@ from minivllm.sampling_params import StructuredOutputs
 from minivllm.structured_output.cache import GrammarCache
 from minivllm.structured_output.compiler import GrammarCompiler
 from minivllm.structured_output.grammar import ALL_TOKENS, Grammar
+from minivllm.structured_output.thinking import ThinkingBudget
 
 COMPILE_SECONDS = 30.0
 """A request whose grammar takes longer is given up; reading the vocabulary, once, counts as well."""
@@ -58,13 +59,18 @@ class StructuredOutputManager:
         self._mask_pool = ThreadPoolExecutor(1, thread_name_prefix="token-masks")
 
     def prepare(self, request: Request) -> None:
-        """Give a new request its grammar, or block it until the grammar is compiled."""
-        structured = request.sampling_params.structured_outputs
+        """Give a new request what guides it, or block it until its grammar is compiled."""
+        params = request.sampling_params
+        if params.thinking_budget is not None and request.thinking_token_ids is not None:
+            _attach(
+                request, ThinkingBudget(params.thinking_budget, *request.thinking_token_ids, request.prompt_token_ids)
+            )
+        structured = params.structured_outputs
         if structured is None or request.is_finished:
             return
         compiled = self.cache.get(structured)
         if compiled is not None and not isinstance(compiled, str):
-            _follow(request, compiled)
+            _attach(request, compiled.copy())
             return
         request.status = RequestStatus.BLOCKED
         self._blocked.append(_Blocked(request, structured, time.monotonic() + self._seconds))
@@ -102,7 +108,7 @@ class StructuredOutputManager:
             elif isinstance(compiled, str):
                 yield request, compiled
             else:
-                _follow(request, compiled)
+                _attach(request, compiled.copy())
                 yield request, None
         self._blocked = still_blocked
 
@@ -142,10 +148,9 @@ class StructuredOutputManager:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _follow(request: Request, compiled: Grammar) -> None:
-    grammar = compiled.copy()
-    request.token_mask = grammar
-    request.stop_conditions.append(grammar)
+def _attach(request: Request, guide: Grammar | ThinkingBudget) -> None:
+    request.token_mask = guide
+    request.stop_conditions.append(guide)
 
 
 def _outcome(future: Future[Grammar]) -> Grammar | str:
