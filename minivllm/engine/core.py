@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EngineConfig
-from minivllm.errors import RequestError
+from minivllm.errors import ModelError, RequestError
+from minivllm.executor.remote_calls import WORKER_METHODS
 from minivllm.kv_cache.hashing import extend_block_hashes
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.lora.registry import AdapterAdmission, AdapterRegistry
@@ -35,6 +36,7 @@ class EngineCore:
         self.adapters = None if config.lora is None else AdapterRegistry(config.lora, executor.collective)
         admission = None if config.lora is None else AdapterAdmission(config.lora.max_loras)
         self.scheduler = Scheduler(config.scheduler, kv_cache, admission=admission)
+        self._is_sleeping = False
         self._trace = None if config.profile is None else TraceRecorder(config.profile, self)
         self.structured_output = StructuredOutputManager(config, executor.vocab_size)
 
@@ -74,6 +76,8 @@ class EngineCore:
 
     def admit_request(self, request: Request) -> None:
         """Queue what make_request returned, its adapter loaded. Raises RequestError."""
+        if self._is_sleeping:
+            raise RequestError("The engine is asleep: wake it up before sending requests.")
         if request.lora is not None:
             request.lora_digest = self._load_adapter(request.lora)
         self.scheduler.add_request(request)
@@ -125,6 +129,74 @@ class EngineCore:
     def _adapters_in_use(self) -> set[str]:
         requests = self.scheduler.requests.values()
         return {request.lora.name for request in requests if request.lora is not None}
+
+    # -- the model as a whole ------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the model: level 1 keeps the weights in host memory, level 2 drops them, to be read again.
+
+        The KV cache and its prefixes are gone in both. Raises RequestError while requests are unfinished.
+        """
+        if level not in (1, 2):
+            raise RequestError(f"The sleep level is {level!r}, but must be 1 (weights to the host) or 2 (drop them).")
+        self._require_idle("sleep")
+        self.executor.collective("sleep", level)
+        self._is_sleeping = True
+
+    def wake_up(self) -> None:
+        """Undo sleep; an engine that is awake stays so. Raises ModelError, and goes on sleeping, if the weights cannot
+        be read again."""
+        if self._is_sleeping:
+            self.executor.collective("wake_up")
+            self._is_sleeping = False
+
+    def is_sleeping(self) -> bool:
+        return self._is_sleeping
+
+    def update_weights(self, directory: str) -> None:
+        """Replace the weights by those of a directory of safetensors files, and forget all cached prefixes.
+
+        Raises RequestError while requests are unfinished, and ModelError for weights that are not those of this
+        architecture; both change nothing.
+        """
+        self._require_idle("update_weights")
+        self.executor.collective("take_weights_from", directory)
+        # Old and new weights may not fit beside each other.
+        self.sleep(level=2)
+        try:
+            self.wake_up()
+        except ModelError:
+            self.executor.collective("take_weights_from", None)
+            self.wake_up()
+            raise
+
+    def start_profile(self, directory: str) -> None:
+        """Let the workers record what PyTorch runs. Raises RequestError."""
+        self.executor.collective("start_profile", directory)
+
+    def stop_profile(self) -> list[str]:
+        """Paths of the traces, one per worker. Raises RequestError if none is being recorded."""
+        return self.executor.collective("stop_profile")
+
+    def collective_rpc(self, method: str, args: list[Any]) -> list[Any]:
+        """Call one of WORKER_METHODS on every worker; their results in order of rank. Raises RequestError."""
+        if method not in WORKER_METHODS:
+            known = ", ".join(sorted(WORKER_METHODS))
+            raise RequestError(f"{method!r} cannot be called on the workers; known are: {known}.")
+        return self.executor.collective(method, *args)
+
+    def _require_idle(self, what: str) -> None:
+        if self._is_sleeping:
+            raise RequestError(f"{what} needs an engine that is awake: wake it up first.")
+        if self.has_unfinished_requests():
+            stats = self.stats()
+            raise RequestError(
+                f"{what} needs an idle engine, but {stats.num_running + stats.num_waiting} requests are unfinished: "
+                "wait for them, or abort them."
+            )
+        while self.has_work():  # the workers have not heard yet of everybody who finished
+            self.step()
+        self.reset_prefix_cache()
 
     def shutdown(self) -> None:
         if self._trace is not None:

@@ -30,6 +30,11 @@ class ProcessClient:
         self._poller.register(connection.pull, zmq.POLLIN)
         self._poller.register(connection.life_fd, zmq.POLLIN)
 
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._connection.process.pid
+
     def add_request(self, request: EngineRequest) -> None:
         self._connection.add_request(request)
         self._unfinished.add(request.request_id)

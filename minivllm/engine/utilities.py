@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import RequestError
+from minivllm.executor.remote_calls import check_arguments
 
 if TYPE_CHECKING:
     from minivllm.engine.core import EngineCore
@@ -15,11 +15,18 @@ UTILITIES = frozenset(
     {
         "add_lora",
         "check_integrity",
+        "collective_rpc",
+        "is_sleeping",
         "list_loras",
         "num_recompilations",
         "remove_lora",
         "reset_prefix_cache",
+        "sleep",
+        "start_profile",
         "stats",
+        "stop_profile",
+        "update_weights",
+        "wake_up",
     }
 )
 """Names of methods of EngineCore. Their arguments and results are plain values that msgpack can write."""
@@ -30,14 +37,4 @@ def call_utility(core: EngineCore, method: str, args: Sequence[Any]) -> Any:
     if method not in UTILITIES:
         raise RequestError(f"{method!r} cannot be called on the engine; known are: {', '.join(sorted(UTILITIES))}.")
     function = getattr(core, method)
-    check_arguments(method, function, args)
-    return function(*args)
-
-
-def check_arguments(method: str, function: Any, args: Sequence[Any]) -> None:
-    """Raises RequestError, with the signature, if ``function`` cannot be called with ``args``."""
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*args)
-    except TypeError as error:
-        raise RequestError(f"{method} cannot be called so: {error}. Its signature is {method}{signature}.") from None
+    return function(*check_arguments(function, args))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from minivllm.config import EngineConfig
+from minivllm.executor.remote_calls import check_arguments
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.worker.worker import Worker
@@ -27,7 +28,7 @@ class Executor(Protocol):
         """
 
     def collective(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker; their results in order of rank."""
+        """Call a method of every worker; their results in order of rank. Raises RequestError if args do not fit."""
 
     def num_recompilations(self) -> int:
         """Regions that were compiled after warm-up."""
@@ -58,7 +59,8 @@ class UniProcExecutor:
         return self.worker.execute(step, token_masks)
 
     def collective(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(self.worker, method)(*args)]
+        function = getattr(self.worker, method)
+        return [function(*check_arguments(function, args))]
 
     def num_recompilations(self) -> int:
         return self.worker.num_recompilations

@@ -156,6 +156,40 @@ class AsyncLLM(TextFrontend):
     async def resume(self) -> None:
         await self._call("resume")
 
+    async def sleep(self, level: int = 1) -> None:
+        """Free the memory of the model: level 1 keeps the weights in host memory, level 2 drops them.
+
+        The KV cache goes in both, and requests are refused until ``wake_up``. Raises RequestError while some are
+        unfinished.
+        """
+        await self._call("sleep", level)
+
+    async def wake_up(self) -> None:
+        """Undo ``sleep``. Raises ModelError, and goes on sleeping, if dropped weights cannot be read again."""
+        await self._call("wake_up")
+
+    async def is_sleeping(self) -> bool:
+        return bool(await self._call("is_sleeping"))
+
+    async def update_weights(self, path: str) -> None:
+        """Replace the weights by those of a directory of safetensors files, and forget all cached prefixes.
+
+        Raises RequestError while requests are unfinished, ModelError for weights of another architecture.
+        """
+        await self._call("update_weights", path)
+
+    async def start_profile(self, directory: str) -> None:
+        """Let the workers record what PyTorch runs, until ``stop_profile``. Raises RequestError."""
+        await self._call("start_profile", directory)
+
+    async def stop_profile(self) -> list[str]:
+        """Paths of the traces, one per worker; ui.perfetto.dev opens them."""
+        return list(await self._call("stop_profile"))
+
+    async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker (one of a list: memory_bytes, weight_checksums); their results."""
+        return list(await self._call("collective_rpc", method, list(args)))
+
     async def num_recompilations(self) -> int:
         """Regions compiled after warm-up, which should stay at 0."""
         return int(await self._call("num_recompilations"))

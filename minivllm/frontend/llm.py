@@ -212,6 +212,36 @@ class LLM:
         """All known adapters, least recently used first."""
         return self.llm_engine.list_loras()
 
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the model: level 1 keeps the weights in host memory, level 2 drops them.
+
+        The KV cache goes in both, and requests are refused until ``wake_up``.
+        """
+        self.llm_engine.client.call("sleep", level)
+
+    def wake_up(self) -> None:
+        """Undo ``sleep``. Raises ModelError, and goes on sleeping, if dropped weights cannot be read again."""
+        self.llm_engine.client.call("wake_up")
+
+    def update_weights(self, path: str) -> None:
+        """Replace the weights by those of a directory of safetensors files, and forget all cached prefixes.
+
+        Raises ModelError, and changes nothing, for weights of another architecture.
+        """
+        self.llm_engine.client.call("update_weights", path)
+
+    def start_profile(self, directory: str) -> None:
+        """Let the workers record what PyTorch runs, until ``stop_profile``. Raises RequestError."""
+        self.llm_engine.client.call("start_profile", directory)
+
+    def stop_profile(self) -> list[str]:
+        """Paths of the traces, one per worker; ui.perfetto.dev opens them."""
+        return list(self.llm_engine.client.call("stop_profile"))
+
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        """Call a method of every worker (one of a list: memory_bytes, weight_checksums); their results."""
+        return list(self.llm_engine.client.call("collective_rpc", method, list(args)))
+
     def close(self) -> None:
         self.llm_engine.close()
 

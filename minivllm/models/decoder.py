@@ -134,8 +134,8 @@ class DecoderLayer:
         self.gate_up = make({"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias, "column")
         self.down = make({"down_proj": hidden}, inner, config.mlp_bias, "row")
         self.norms: dict[str, Tensor] = {}
-        linears = (self.qkv, self.o, self.gate_up, self.down)
-        self._linear_of = {part: linear for linear in linears for part in linear.sizes}
+        self.linears = (self.qkv, self.o, self.gate_up, self.down)
+        self._linear_of = {part: linear for linear in self.linears for part in linear.sizes}
 
     def load(self, name: str, tensor: StoredWeight, device: torch.device) -> None:
         """Take ``self_attn.q_proj.weight``, ``input_layernorm.weight``, … of this layer."""
@@ -234,6 +234,37 @@ class Decoder:
                 return
         values = weight.restore(self.dtype) if isinstance(weight, QuantizedWeight) else weight
         self.embedding = (values.to(self.device),)
+
+    def map_weights(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace every weight by ``change(weight)``. Regions take the weights as arguments, so they stay valid."""
+        is_tied = self.embedding is self.head.tensors
+        for layer in self.layers:
+            for linear in layer.linears:
+                linear.tensors = tuple(map(change, linear.tensors))
+            layer.norms = {name: change(tensor) for name, tensor in layer.norms.items()}
+        self.head.tensors = tuple(map(change, self.head.tensors))
+        self.embedding = self.head.tensors if is_tied else tuple(map(change, self.embedding))
+        self.final_norm = change(self.final_norm)
+        self._weights = [(layer.before, layer.after) for layer in self.layers]
+
+    def take_weights(self, other: Decoder) -> None:
+        """Take over the weights of another decoder of the same configuration; adapters stay.
+
+        Raises ModelError if they are quantised differently: the regions are made for the methods there are.
+        """
+        if self._methods() != other._methods():
+            raise ModelError(
+                "The weights are quantised otherwise than those they replace: start a new engine with them."
+            )
+        for layer, others in zip(self.layers, other.layers):
+            layer.norms = others.norms
+            for linear, theirs in zip(layer.linears, others.linears):
+                linear.tensors = theirs.tensors
+        self.head.tensors, self.embedding, self.final_norm = other.head.tensors, other.embedding, other.final_norm
+        self._weights = [(layer.before, layer.after) for layer in self.layers]
+
+    def _methods(self) -> list[object]:
+        return [self.embedding_method, *(layer.methods for layer in self.layers), self.head.method]
 
     def build_regions(self, compile_region: CompileRegion) -> None:
         """Make the callables of all regions; layers that compute the same thing share one."""

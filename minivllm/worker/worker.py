@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import torch
+from torch import Tensor
 
 from minivllm.config import EngineConfig, SpeculativeConfig
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, RequestError
 from minivllm.lora.manager import AdapterManager
 from minivllm.messages import LoRARequest, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenMasks
 from minivllm.models.checkpoint import iterate_weights
@@ -23,7 +27,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.worker.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.worker.device_buffers import rounded_capacity
 from minivllm.worker.memory import cache_memory, return_freed_memory
-from minivllm.worker.model_runner import ModelRunner, RunnerLimits, page_bytes
+from minivllm.worker.model_runner import ModelRunner, RunnerLimits, allocate_caches, page_bytes
 from minivllm.worker.region_packages import PackagedRegionCompiler
 from minivllm.worker.speculation import Speculation, make_speculation, measured_step_cost
 
@@ -44,6 +48,9 @@ class Worker:
         self._decoder: Decoder
         self._adapters: AdapterManager | None = None
         self.runner: ModelRunner
+        self._previous_config = config
+        self._sleep_level = 0
+        self._profile: tuple[torch.profiler.profile, Path] | None = None
 
     def _make_compiler(self) -> RegionCompiler:
         if self.config.enforce_eager:
@@ -205,6 +212,99 @@ class Worker:
     def unload_adapter(self, name: str) -> None:
         """Forget a LoRA adapter that no request uses."""
         self.adapters.unload(name)
+
+    # -- calls through Executor.collective ---- -------------------------------------------------------------------
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Device memory of weights and KV cache [bytes]; nothing of what a sleeping worker keeps elsewhere."""
+        weights = sum(tensor.nbytes for tensor in self._weights() if tensor.device.type == self.device.type)
+        return {"weights": weights, "kv_cache": sum(t.nbytes for cache in self.runner.caches for t in cache)}
+
+    def weight_checksums(self) -> list[float]:
+        """The sum of every weight tensor, in float64: equal lists mean equal weights, but for sheer coincidence."""
+        return [float(tensor.to_dense().double().sum()) for tensor in self._weights()]
+
+    def sleep(self, level: int) -> None:
+        """Free the KV cache, and the weights: level 1 moves them to host memory (where they are on a CPU), level 2
+        drops them. LoRA adapters stay. No request may be unfinished."""
+        self.runner.caches.clear()
+        if level == 2:
+            self._decoder.map_weights(lambda tensor: torch.empty(0))
+        elif self.device.type != "cpu":
+            self._decoder.map_weights(lambda tensor: tensor.to("cpu"))
+        self._sleep_level = level
+        gc.collect()
+        return_freed_memory()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def wake_up(self) -> None:
+        """Bring weights and an empty KV cache back. Raises ModelError, and goes on sleeping, if the weights cannot be
+        read again."""
+        if self._sleep_level == 2:
+            decoder, adapters = self._decoder, self._adapters
+            try:
+                self.load_model()
+                decoder.take_weights(self._decoder)
+            finally:
+                self._decoder, self._adapters = decoder, adapters
+        elif self.device.type != "cpu":
+            self._decoder.map_weights(lambda tensor: tensor.to(self.device))
+        limits = self.runner.limits
+        self.runner.caches.extend(allocate_caches(self._decoder, limits.num_pages, limits.page_size))
+        self._sleep_level = 0
+
+    def take_weights_from(self, directory: str | None) -> None:
+        """Load the weights from a directory of safetensors files from now on; those that are loaded stay.
+
+        None goes back to where they came from before. Raises ModelError, and changes nothing, if the directory does not
+        hold the weights of this architecture.
+        """
+        if directory is None:
+            self.config = self._previous_config
+            return
+        # Names and shapes are checked before the first tensor comes.
+        next(iterate_weights(directory, "safetensors", self.decoder_config, getattr(torch, self.config.dtype)))
+        self._previous_config = self.config
+        self.config = replace(self.config, model_path=directory, load_format="safetensors")
+
+    def _weights(self) -> list[Tensor]:
+        weights: list[Tensor] = []
+
+        def collect(tensor: Tensor) -> Tensor:
+            weights.append(tensor)
+            return tensor
+
+        self._decoder.map_weights(collect)
+        return weights
+
+    def start_profile(self, directory: str) -> None:
+        """Record what PyTorch runs, until stop_profile. Raises RequestError if it is recording, or cannot write."""
+        if self._profile is not None or self.config.profile is not None:
+            raise RequestError("A profile is being recorded already, and there can be only one.")
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(
+                f"The profile cannot go to {directory!r} ({error.strerror}): name a directory."
+            ) from None
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profile = torch.profiler.profile(activities=activities)
+        profile.start()
+        self._profile = (profile, Path(directory))
+
+    def stop_profile(self) -> str:
+        """Write what was recorded as a Chrome trace (ui.perfetto.dev opens it); its path. Raises RequestError."""
+        if self._profile is None:
+            raise RequestError("No profile is being recorded: start one first.")
+        (profile, directory), self._profile = self._profile, None
+        profile.stop()
+        path = directory / f"minivllm-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
+        profile.export_chrome_trace(str(path))
+        return str(path)
 
 
 def run_on_null_page(runner: ModelRunner, counts: list[int]) -> None:
