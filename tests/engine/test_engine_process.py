@@ -360,7 +360,7 @@ def test_asynchronous_client_tells_of_a_death_once_and_fails_every_call() -> Non
             pass
 
         client.start(ignore, deaths.append)
-        client.add_request(request("a", [HANG]))
+        os.kill(connection.process.pid, signal.SIGSTOP)
         calls = [asyncio.ensure_future(client.call("stats")) for _ in range(3)]
         await asyncio.sleep(0.1)
         os.kill(connection.process.pid, signal.SIGKILL)
