@@ -213,7 +213,7 @@ class Worker:
         """Forget a LoRA adapter that no request uses."""
         self.adapters.unload(name)
 
-    # -- calls through Executor.collective ---- -------------------------------------------------------------------
+    # -- calls through Executor.collective -----------------------------------------------------------------------
 
     def memory_bytes(self) -> dict[str, int]:
         """Device memory of weights and KV cache [bytes]; nothing of what a sleeping worker keeps elsewhere."""
