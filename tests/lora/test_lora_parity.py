@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lora_adapters import TinyModel, merged_logprobs, merged_tokens, random_adapter
-from parity_reference import assert_pool_unused, random_prompts, tiny_llm, tokens_of
+from lora_adapters import TinyModel, merged_logprobs, merged_model, merged_tokens, random_adapter
+from parity_reference import assert_pool_unused, random_prompts, runner_of, tiny_llm, tokens_of
 
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.frontend.outputs import RequestOutput
@@ -108,3 +109,33 @@ def test_completions_of_one_prompt_share_its_adapter(tiny_model: TinyModel, tmp_
         [output] = run_mixed(llm, random_prompts((20,)), [adapter], n=3, logprobs=0)
     expected = merged_tokens(model, adapter, output.prompt_token_ids, MAX_TOKENS)
     assert [completion.token_ids for completion in output.outputs] == [expected] * 3
+
+
+def test_adapters_work_over_quantised_weights(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The judge is transformers with the weights that the quantised layers amount to, and the update on top. The
+    tolerance is that of int8 products, whose activations are rounded to bfloat16; the update moves far more.
+    """
+    model = tiny_model("llama")
+    adapters: Adapters = [None, random_adapter(tmp_path / "all-8", model, rank=8, seed=1)]
+    prompts = random_prompts((17, 9))
+    with lora_llm(model, quantization="int8") as llm:
+        outputs = run_mixed(llm, prompts, adapters, logprobs=0)
+        restored = {}
+        for index, layer in enumerate(runner_of(llm).decoder.layers):
+            for block, linears in (("self_attn", (layer.qkv, layer.o)), ("mlp", (layer.gate_up, layer.down))):
+                for linear in linears:
+                    weight = linear.method.apply(torch.eye(linear.in_features), linear.tensors).T
+                    for part, own in zip(linear.sizes, weight.split(list(linear.sizes.values()))):
+                        restored[f"model.layers.{index}.{block}.{part}.weight"] = own
+    for output, prompt, adapter in zip(outputs, prompts, adapters):
+        reference = copy.deepcopy(merged_model(model, adapter))
+        plain = dict(merged_model(model, None).named_parameters())
+        with torch.no_grad():
+            for name, parameter in reference.named_parameters():
+                if name in restored:
+                    parameter += restored[name] - plain[name]
+            tokens = output.outputs[0].token_ids
+            expected = reference(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+        assert output.outputs[0].logprobs is not None
+        for place, (token, entries) in enumerate(zip(tokens, output.outputs[0].logprobs), len(prompt) - 1):
+            assert entries[token].logprob == pytest.approx(float(expected[place, token]), abs=0.1)
