@@ -25,6 +25,7 @@ POLICIES = ("fcfs", "priority")
 _SPECULATIVE_KEYS: dict[Any, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("suffix_max_cached_tokens",),
+    "early_exit": ("num_layers",),
 }
 SPECULATIVE_METHODS: tuple[str, ...] = tuple(_SPECULATIVE_KEYS)
 MAX_SPECULATIVE_TOKENS = 31
@@ -48,10 +49,12 @@ def _at_least(name: str, value: int | None, low: int) -> None:
 class SpeculativeConfig:
     """How tokens are guessed ahead, under vLLM's names. Raises ConfigError naming the key and what it may be.
 
-    method: "ngram" copies what followed the same tokens before, "suffix" also looks at earlier outputs.
+    method: "ngram" copies what followed the same tokens before, "suffix" also looks at earlier outputs;
+        "early_exit" asks the model's own first layers.
     num_speculative_tokens: most tokens guessed at once; how many are worth it is found out per request.
     prompt_lookup_min, prompt_lookup_max: ngram: tokens that must match, and beyond which longer matches do not count.
     suffix_max_cached_tokens: suffix: how many tokens of earlier outputs are remembered.
+    num_layers: early_exit: how many layers guess, fewer than the model has; None takes a third of them.
     verification_cost: cost of verifying one more token, as a share of a step with a single one; None measures it
         when the engine starts (uncompiled engines assume 0.05).
     """
@@ -61,6 +64,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
     suffix_max_cached_tokens: int = 65536
+    num_layers: int | None = None
     verification_cost: float | None = None
 
     @classmethod
@@ -79,6 +83,7 @@ class SpeculativeConfig:
         config = cls(**{key: value for key, value in values.items() if value is not None})
         for key in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "suffix_max_cached_tokens"):
             _at_least(f"speculative_config[{key!r}]", getattr(config, key), 1)
+        _at_least("speculative_config['num_layers']", config.num_layers, 1)
         if config.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
                 f"speculative_config['num_speculative_tokens'] is {config.num_speculative_tokens}, but must be at most "
@@ -93,6 +98,11 @@ class SpeculativeConfig:
         if cost is not None and (isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 <= cost <= 1):
             raise ConfigError(f"speculative_config['verification_cost'] is {cost!r}, but must be from 0 to 1.")
         return config
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Places in the KV cache that the drafter wants behind the scheduled tokens."""
+        return self.num_speculative_tokens if self.method == "early_exit" else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,13 +231,17 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one step and of one request."""
+    """Limits of one step and of one request.
+
+    num_lookahead_tokens: room behind the scheduled tokens, into which a drafter with a KV cache writes its guesses.
+    """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int = 8192
     long_prefill_token_threshold: int = 0
     policy: SchedulingPolicy = "fcfs"
+    num_lookahead_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

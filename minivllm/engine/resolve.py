@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -67,7 +68,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
             f"max_model_len is {max_model_len}, but {args.model} was made for at most "
             f"{decoder.max_position_embeddings} tokens."
         )
-    speculative = None if args.speculative_config is None else SpeculativeConfig.from_dict(args.speculative_config)
+    speculative = resolve_speculation(args.speculative_config, decoder)
     config = EngineConfig(
         model=args.model,
         model_path=str(path),
@@ -90,6 +91,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
             max_model_len=max_model_len,
             long_prefill_token_threshold=args.long_prefill_token_threshold,
             policy=args.scheduling_policy,  # type: ignore[arg-type]
+            num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
         ),
         tokenizer=args.tokenizer,
         quantization=args.quantization,
@@ -114,6 +116,22 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
         cache_dtype,
     )
     return config, decoder
+
+
+def resolve_speculation(values: dict[str, Any] | None, decoder: DecoderConfig) -> SpeculativeConfig | None:
+    """What speculative_config means for this model. Raises ConfigError."""
+    if values is None:
+        return None
+    config = SpeculativeConfig.from_dict(values)
+    if config.method != "early_exit":
+        return config
+    num_layers = max(1, decoder.num_layers // 3) if config.num_layers is None else config.num_layers
+    if num_layers >= decoder.num_layers:
+        raise ConfigError(
+            f"speculative_config asks for the first {num_layers} layers as a drafter, but the model has "
+            f"{decoder.num_layers}: num_layers must be fewer."
+        )
+    return replace(config, num_layers=num_layers)
 
 
 def resolve_device(device: str) -> Device:

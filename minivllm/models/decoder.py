@@ -12,6 +12,7 @@ A region is a pure function of tensors (it writes the KV cache it is given, and 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -298,6 +299,17 @@ class Decoder:
             rows=(0, 1, 2, 3),
             constants=(common, layers[-1].methods, self.head.method),
         )
+
+    def first_layers(self, count: int, compile_region: CompileRegion) -> Decoder:
+        """The decoder of the first ``count`` layers with this one's final norm and head; all weights and, where they
+        compute the same, all regions are shared. ``build_regions`` comes first."""
+        shortened = copy.copy(self)
+        shortened.layers, shortened._weights = self.layers[:count], self._weights[:count]
+        shortened._between = self._between[: count - 1]
+        if shortened.layers[-1].methods != self.layers[-1].methods:
+            last = partial(self._last_region, shortened.layers[-1])
+            shortened._last = compile_region("last", last, rows=(0, 1, 2, 3))
+        return shortened
 
     def forward(
         self, token_ids: Tensor, tokens: TokenInputs, caches: list[LayerCache], attend: Attend

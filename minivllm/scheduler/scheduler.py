@@ -248,7 +248,7 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan) -> None:
         running = self.running
-        threshold = self.config.long_prefill_token_threshold
+        threshold, lookahead = self.config.long_prefill_token_threshold, self.config.num_lookahead_tokens
         allocate_slots = self.kv_cache_manager.allocate_slots
         no_block_ids = self.kv_cache_manager.no_block_ids
         rolled_back = self._rolled_back
@@ -267,12 +267,14 @@ class Scheduler:
                 if 0 < threshold < num_new:
                     num_new = threshold
             # The last token of a sequence is never computed, so neither drafts nor placeholders may reach it.
-            num_new = min(num_new, request.num_prompt_tokens + request.max_tokens - 1 - num_computed)
+            num_left = request.num_prompt_tokens + request.max_tokens - 1 - num_computed
+            num_new = min(num_new, num_left)
             if num_new <= 0:  # its next token is in flight
                 index += 1
                 continue
 
-            new_block_ids = allocate_slots(request, num_new)
+            num_ahead = min(lookahead, num_left - num_new) if lookahead else 0
+            new_block_ids = allocate_slots(request, num_new, num_lookahead_tokens=num_ahead)
             while new_block_ids is None:
                 victim, position = self._preemption_victim()
                 self._preempt(victim, position, plan)
@@ -280,7 +282,7 @@ class Scheduler:
                     break
                 if position < index:
                     index -= 1
-                new_block_ids = allocate_slots(request, num_new)
+                new_block_ids = allocate_slots(request, num_new, num_lookahead_tokens=num_ahead)
             if new_block_ids is None:
                 continue  # the request itself had to go, and the next one took its place
 

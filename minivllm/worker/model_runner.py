@@ -69,7 +69,7 @@ class ModelRunner:
         limits: RunnerLimits,
         adapters: AdapterManager | None = None,
     ) -> None:
-        self.decoder, self._compiler, self.limits = decoder, compiler, limits
+        self.decoder, self.compiler, self.limits = decoder, compiler, limits
         config, device = decoder.config, decoder.device
         self.caches = allocate_caches(decoder, limits.num_pages, limits.page_size)
         self.batch = PersistentBatch(
@@ -125,7 +125,7 @@ class ModelRunner:
             return ModelRunnerOutput()
         rows = self._rows(step)
         inputs = self.builder.build(rows)
-        o, residual = self._forward(inputs)
+        o, residual = self.forward(inputs, self.decoder)
         output = ModelRunnerOutput()
         output.pooled = self._pooler.pool(inputs, o, residual)
         self._prompt_logprobs(inputs, o, residual, output)
@@ -153,13 +153,14 @@ class ModelRunner:
             rows.append(Row(request, request.num_computed_tokens, count, drafts))
         return single + few + several
 
-    def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: StepInputs, decoder: Decoder) -> tuple[Tensor, Tensor]:
+        """Run the model, or its first layers, over one step; see Decoder.forward."""
         caches, windows = self.caches, self.decoder.config.layer_windows
 
         def attend(layer: int, q: Tensor) -> Tensor:
             return self._attention.attend(inputs, caches[layer], windows[layer], q)
 
-        return self.decoder.forward(inputs.token_ids, inputs.tokens, caches, attend)
+        return decoder.forward(inputs.token_ids, inputs.tokens, caches, attend)
 
     def _sample(self, inputs: StepInputs, o: Tensor, residual: Tensor, output: ModelRunnerOutput) -> None:
         last_tokens: list[int] = []

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from minivllm.config import SpeculativeConfig
 from minivllm.spec_decode.adaptive import DraftLengths, StepCost
+from minivllm.spec_decode.autoregressive import AutoregressiveDrafter
 from minivllm.spec_decode.drafter import Drafter, DraftTask
 from minivllm.spec_decode.ngram import NgramDrafter
 from minivllm.spec_decode.speculator import Speculator
 from minivllm.spec_decode.suffix import SuffixDrafter
+from minivllm.worker.early_exit import EarlyExit, share_of_a_pass
 from minivllm.worker.persistent_batch import PersistentBatch, WorkerRequest
+
+if TYPE_CHECKING:
+    from minivllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -21,20 +27,24 @@ DEFAULT_VERIFICATION_COST = 0.05
 """Where it is not measured: a step that reads all weights for one token computes a few more almost for free."""
 
 
-def make_drafter(config: SpeculativeConfig) -> Drafter:
+def make_drafter(config: SpeculativeConfig, runner: ModelRunner) -> Drafter:
     """The drafter of config.method."""
+    if config.method == "early_exit":
+        assert config.num_layers is not None
+        share = share_of_a_pass(runner.decoder.config, config.num_layers)
+        return AutoregressiveDrafter(EarlyExit(runner, config.num_layers), share)
     if config.method == "ngram":
         return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
     return SuffixDrafter(config.suffix_max_cached_tokens)
 
 
-def make_speculation(config: SpeculativeConfig, batch: PersistentBatch) -> Speculation:
+def make_speculation(config: SpeculativeConfig, runner: ModelRunner) -> Speculation:
     """Everything that config asks for. Verification costs what the user said, or the default until it is measured."""
     cost = DEFAULT_VERIFICATION_COST if config.verification_cost is None else config.verification_cost
-    drafter = make_drafter(config)
+    drafter = make_drafter(config, runner)
     lengths = DraftLengths(config.num_speculative_tokens, StepCost(0.0, cost, drafter.cost_per_token))
     logger.info("Speculative decoding: %s, at most %d tokens.", config.method, config.num_speculative_tokens)
-    return Speculation(Speculator(drafter, lengths), batch)
+    return Speculation(Speculator(drafter, lengths), runner.batch)
 
 
 def measured_step_cost(seconds_to_verify: Callable[[int], float], k: int) -> tuple[float, float]:

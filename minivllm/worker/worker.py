@@ -156,7 +156,7 @@ class Worker:
             self._adapters,
         )
         if speculative is not None:
-            self.runner.speculation = make_speculation(speculative, self.runner.batch)
+            self.runner.speculation = make_speculation(speculative, self.runner)
         started = time.perf_counter()
         self._warm_up(warm_up)
         if self._compiler.enabled:

@@ -22,9 +22,10 @@ TinyModel = Callable[..., Path]
 
 FAMILY = "qwen3"
 MAX_TOKENS = 24
-LOOKUPS: tuple[dict[str, Any], ...] = (
+DRAFTERS: tuple[dict[str, Any], ...] = (
     {"method": "ngram", "prompt_lookup_min": 1, "verification_cost": 0.0},
     {"method": "suffix", "verification_cost": 0.0},
+    {"method": "early_exit", "num_layers": 2, "num_speculative_tokens": 3, "verification_cost": 0.0},
 )
 # Repeated beginnings give the lookups something to find; one prompt is longer than the smaller budgets.
 _WORDS = random_prompts((6, 9, 7), seed=21)
@@ -83,18 +84,19 @@ def assert_same(outputs: list[RequestOutput], plain: list[RequestOutput]) -> Non
                     assert entry[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("config", LOOKUPS, ids=lambda config: config["method"])
+@pytest.mark.parametrize("config", DRAFTERS, ids=lambda config: config["method"])
 def test_greedy_tokens_equal_transformers(model: Path, config: dict[str, Any]) -> None:
     with tiny_llm(model, speculative_config=config) as llm:
         for _ in range(2):  # the second time from the prefix cache, with earlier outputs to look at
             assert greedy(llm, PROMPTS) == reference_tokens(model, PROMPTS)
         metrics = llm.get_metrics()
-        assert metrics.num_drafts > 0 and metrics.num_accepted_tokens > 0
+        assert metrics.num_drafts > 0
+        assert metrics.num_accepted_tokens > 0 or config["method"] == "early_exit"  # random layers rarely agree
         assert_pool_unused(llm)
 
 
 @pytest.mark.parametrize("budget", [None, 7, 1])
-@pytest.mark.parametrize("config", LOOKUPS, ids=lambda config: config["method"])
+@pytest.mark.parametrize("config", DRAFTERS, ids=lambda config: config["method"])
 def test_everything_equals_the_engine_without_speculation(
     model: Path, plain: list[RequestOutput], config: dict[str, Any], budget: int | None
 ) -> None:

@@ -33,6 +33,8 @@ def test_keys_keep_the_names_of_vllm() -> None:
         ({"method": "ngram", "num_speculative_tokens": 2.5}, "is 2.5, but must be a whole number of at least 1."),
         ({"method": "ngram", "num_speculative_tokens": 99}, "is 99, but must be at most 31."),
         ({"method": "ngram", "prompt_lookup_min": 9}, "is 9, but must be at most prompt_lookup_max, which is 5."),
+        ({"method": "early_exit", "num_layers": 0}, "['num_layers'] is 0, but must be at least 1."),
+        ({"method": "ngram", "num_layers": 2}, "has a key 'num_layers', but with method 'ngram' it may have: method, "),
         ({"method": "ngram", "verification_cost": -1}, "['verification_cost'] is -1, but must be from 0 to 1."),
         ({"method": "ngram", "verification_cost": "low"}, "['verification_cost'] is 'low', but must be from 0 to 1."),
     ],

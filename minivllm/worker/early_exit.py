@@ -1,0 +1,55 @@
+"""The model's own first layers as a drafter: nothing to download, and no KV cache but the model's own.
+
+What the first layers compute for a drafted token is what verification will compute for it again, so their keys and
+values go where they belong anyway. (After Zhang et al. 2023, "Draft & Verify", and Elhoushi et al. 2024, "LayerSkip".)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from minivllm.models.decoder_config import DecoderConfig
+from minivllm.worker.sampler import Sampler
+from minivllm.worker.step_inputs import Row
+
+if TYPE_CHECKING:
+    from minivllm.worker.model_runner import ModelRunner
+
+
+class EarlyExit:
+    """Guesses with the first layers, the final norm and the head. Implements DraftModel."""
+
+    def __init__(self, runner: ModelRunner, num_layers: int) -> None:
+        self._runner = runner
+        self._decoder = runner.decoder.first_layers(num_layers, runner.compiler)
+        # Masks are those of the step that was verified; what a grammar allows next is not known yet.
+        self._sampler = Sampler(runner.sampling_state)
+
+    def num_places(self, slot: int) -> int:
+        batch = self._runner.batch
+        return int(batch.num_blocks[slot]) * batch.page_size
+
+    def next_tokens(self, slots: np.ndarray, positions: np.ndarray) -> list[int]:
+        batch = self._runner.batch
+        owners = {request.slot: request for request in batch.requests.values() if request.slot >= 0}
+        rows = [Row(owners[slot], position, 1) for slot, position in zip(slots.tolist(), positions.tolist())]
+        inputs = self._runner.builder.build(rows)
+        o, residual = self._runner.forward(inputs, self._decoder)
+        # Compiled regions rely on two rows at least; the second one is padding.
+        index = torch.arange(max(2, len(rows)), dtype=torch.int32).to(o.device, non_blocking=True)
+        logits = self._decoder.logits(o, residual, index, inputs.tokens)[: len(rows)]
+        token_ids: list[int] = self._sampler(logits, slots, positions + 1).token_ids.tolist()
+        for slot, position, token_id in zip(slots.tolist(), positions.tolist(), token_ids):
+            batch.token_ids.write(slot, position + 1, [token_id])
+        return token_ids
+
+
+def share_of_a_pass(config: DecoderConfig, num_layers: int) -> float:
+    """Weights that the first layers and the head read for a token, as a share of what the whole model reads."""
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
+    head = config.hidden_size * config.vocab_size
+    return (num_layers * layer + head) / (config.num_layers * layer + head)
