@@ -271,7 +271,7 @@ class Decoder:
         """Make the callables of all regions; layers that compute the same thing share one."""
         self._weights = [(layer.before, layer.after) for layer in self.layers]
         rotary, layers = self.config.layer_rotary, self.layers
-        common = (self.config, self.num_heads, self.num_kv_heads, self.dtype, self.attention_dtype)
+        common = self._region_constants
         self._first = compile_region(
             "first",
             partial(self._first_region, rotary[0], layers[0]),
@@ -293,12 +293,16 @@ class Decoder:
                     "between", between, rows=(0, 1, 2), caches=(4,), constants=(common, kind)
                 )
         self._between = [regions[kind] for kind in kinds]
-        self._last = compile_region(
-            "last",
-            partial(self._last_region, layers[-1]),
-            rows=(0, 1, 2, 3),
-            constants=(common, layers[-1].methods, self.head.method),
-        )
+        self._last = self._compile_last(compile_region)
+
+    @property
+    def _region_constants(self) -> tuple[object, ...]:
+        return self.config, self.num_heads, self.num_kv_heads, self.dtype, self.attention_dtype
+
+    def _compile_last(self, compile_region: CompileRegion) -> Callable:
+        layer = self.layers[-1]
+        constants = (self._region_constants, layer.methods, self.head.method)
+        return compile_region("last", partial(self._last_region, layer), rows=(0, 1, 2, 3), constants=constants)
 
     def first_layers(self, count: int, compile_region: CompileRegion) -> Decoder:
         """The decoder of the first ``count`` layers with this one's final norm and head; all weights and, where they
@@ -307,8 +311,7 @@ class Decoder:
         shortened.layers, shortened._weights = self.layers[:count], self._weights[:count]
         shortened._between = self._between[: count - 1]
         if shortened.layers[-1].methods != self.layers[-1].methods:
-            last = partial(self._last_region, shortened.layers[-1])
-            shortened._last = compile_region("last", last, rows=(0, 1, 2, 3))
+            shortened._last = shortened._compile_last(compile_region)
         return shortened
 
     def forward(
