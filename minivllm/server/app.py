@@ -64,7 +64,8 @@ READING = _errors(400, 401, 404, 413)
 
 def _streamable(model: Any) -> Responses:
     """200 is JSON, or with ``stream: true`` a stream of events."""
-    content = {"text/event-stream": {"schema": {"type": "string"}}}
+    event = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
+    content = {"text/event-stream": {"schema": {**event, "required": ["data"]}}}
     return {200: {"model": model, "content": content, "description": "The answer, or a stream of its pieces."}}
 
 

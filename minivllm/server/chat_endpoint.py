@@ -14,8 +14,10 @@ from minivllm.frontend.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.chat_answer import ChatAnswer
 from minivllm.server.chat_messages import template_messages, template_names, template_tools
+from minivllm.server.constraints import forced_parser, structured_outputs
 from minivllm.server.errors import ApiError, unsupported
 from minivllm.server.logprobs import chat_logprobs
+from minivllm.server.parsers.events import PlainText
 from minivllm.server.protocol.chat import (
     ChatChoice,
     ChatCompletion,
@@ -119,8 +121,13 @@ class ChatRun:
         return [engine.prepare(self._id, prompt, self.params, priority=request.priority or 0)]
 
     def answer(self, index: int) -> ChatAnswer:
+        """The answer of this number, begun if it is new. A forced form leaves no room for reasoning."""
         if index not in self._answers:
-            parser = self._service.answer_format.parser(self._prompt_text, has_tools=self._has_tools)
+            parser = forced_parser(self._request) if self._has_tools else None
+            if parser is None and self.params.structured_outputs is not None:
+                parser = PlainText()
+            if parser is None:
+                parser = self._service.answer_format.parser(self._prompt_text, has_tools=self._has_tools)
             self._answers[index] = ChatAnswer(parser, single_call=self._request.parallel_tool_calls is False)
         return self._answers[index]
 
@@ -191,11 +198,6 @@ def _check_combinations(request: ChatCompletionRequest) -> None:
             param="max_tokens",
             code="invalid_value",
         )
-    if request.response_format is not None and request.response_format.type != "text":
-        raise unsupported("response_format", "must be of type text: this server does not constrain its answers.")
-    if request.tool_choice in (None, "none", "auto"):
-        return
-    raise unsupported("tool_choice", "must be auto or none: this server does not force the model to call a tool.")
 
 
 def _sampling_params(service: Service, request: ChatCompletionRequest) -> SamplingParams:
@@ -207,4 +209,5 @@ def _sampling_params(service: Service, request: ChatCompletionRequest) -> Sampli
         max_tokens=request.max_tokens if max_tokens is None else max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         output_kind=request.output_kind,
+        structured_outputs=structured_outputs(request),
     )

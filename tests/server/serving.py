@@ -164,12 +164,11 @@ def _logprobs(token: int, num_alternatives: int) -> PositionLogprobs:
     return PositionLogprobs([token, *alternatives], [-2.0, *values], 2)
 
 
-class ServedCore:
-    """A running server and the scripted core below it. Calls into its event loop go through ``call``."""
+class Served:
+    """A running server. Calls into its event loop go through ``call``."""
 
-    def __init__(self, run: ServerRun, core: ScriptedCore, loop: asyncio.AbstractEventLoop, port: int) -> None:
-        self.run, self.core, self.port = run, core, port
-        self.loop = loop
+    def __init__(self, run: ServerRun, loop: asyncio.AbstractEventLoop, port: int) -> None:
+        self.run, self.loop, self.port = run, loop, port
         self.url = f"http://127.0.0.1:{port}"
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -183,8 +182,14 @@ class ServedCore:
             time.sleep(0.005)
 
 
+class ServedCore(Served):
+    """A running server with a scripted core below it."""
+
+    core: ScriptedCore
+
+
 @contextmanager
-def served(core: ScriptedCore, tokenizer: Tokenizer | None, **settings: Any) -> Iterator[ServedCore]:
+def serve_in_thread(make_engine: Callable[[], AsyncLLM], **settings: Any) -> Iterator[ServedCore]:
     """Run a server in a thread for the length of the block."""
     options = ServerSettings(**{"port": 0, "stats_interval": 0.0, "request_timeout": 60.0, **settings})
     listener = listen(options)
@@ -192,7 +197,7 @@ def served(core: ScriptedCore, tokenizer: Tokenizer | None, **settings: Any) -> 
     box: dict[str, Any] = {}
 
     async def main() -> None:
-        engine = AsyncLLM(core, tokenizer)  # type: ignore[arg-type]
+        engine = make_engine()
         run = ServerRun(engine, options, handle_signals=False)
         box["run"], box["loop"] = run, asyncio.get_running_loop()
         started.set()
@@ -203,8 +208,8 @@ def served(core: ScriptedCore, tokenizer: Tokenizer | None, **settings: Any) -> 
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), name="server")
     thread.start()
-    assert started.wait(60)
-    server = ServedCore(box["run"], core, box["loop"], listener.getsockname()[1])
+    assert started.wait(120)
+    server = ServedCore(box["run"], box["loop"], listener.getsockname()[1])
     try:
         server.wait_until(lambda: server.run.has_started)
         yield server
@@ -213,6 +218,14 @@ def served(core: ScriptedCore, tokenizer: Tokenizer | None, **settings: Any) -> 
         thread.join(30)
         listener.close()
         assert not thread.is_alive()
+
+
+@contextmanager
+def served(core: ScriptedCore, tokenizer: Tokenizer | None, **settings: Any) -> Iterator[ServedCore]:
+    """A server in front of a scripted core."""
+    with serve_in_thread(lambda: AsyncLLM(core, tokenizer), **settings) as server:  # type: ignore[arg-type]
+        server.core = core
+        yield server
 
 
 class Scripts:

@@ -1,7 +1,7 @@
 """schemathesis reads the server's own OpenAPI schema and tries everything on it: no 5xx, no hang, no other form.
 
 The judge is schemathesis with all its checks; expected is what the schema says. One is told what to accept: bodies that
-follow the schema may still be refused with 400, because whether a prompt fits depends on the model.
+follow the schema may still be refused, because whether a prompt fits depends on the model, and large ones with 413.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ KEY = "schema-key"
 CONFIGURATION = """
 [checks.positive_data_acceptance]
 expected-statuses = ["2xx", "400", "404", "413", "429"]
+
+[checks.negative_data_rejection]
+expected-statuses = ["400", "401", "404", "405", "413"]
 """
 GOOD = {"messages": [{"role": "user", "content": "say:fine"}]}
 
@@ -46,7 +49,8 @@ def run_schemathesis(server: ServedCore, directory: Path, *flags: str) -> tuple[
         text=True,
         timeout=560,
     )
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    shown = "\n".join(line[:300] for line in result.stdout.splitlines()[-150:])
+    assert result.returncode == 0, shown + result.stderr[-2000:]
     num_cases = 0
     for line in report.read_text().splitlines():
         event = json.loads(line).get("ScenarioFinished")
@@ -65,5 +69,5 @@ def test_every_endpoint_keeps_to_its_own_schema(keyed: ServedCore, tmp_path: Pat
 
 @pytest.mark.slow
 def test_thousands_of_cases_find_no_failure_of_the_server(keyed: ServedCore, tmp_path: Path) -> None:
-    num_cases, _ = run_schemathesis(keyed, tmp_path, "--max-examples", "160")
+    num_cases, _ = run_schemathesis(keyed, tmp_path, "--max-examples", "60")
     assert num_cases >= 2000

@@ -1,0 +1,204 @@
+"""Tool calls, reasoning and structured answers through the official client, with a template that knows tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+from serving import ScriptedCore, Scripts, ServedCore, served
+
+TEMPLATE = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool.function | tojson }}{% endfor %} Answer with <tool_call></tool_call> or <think>.<|im_end|>
+{% endif -%}
+{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments.city }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+class City(BaseModel):
+    name: str
+    people: int
+
+
+@pytest.fixture(scope="module")
+def server(word_tokenizer: Path) -> Iterator[ServedCore]:
+    scripts = Scripts(word_tokenizer)
+    scripts.tokenizer._fast.chat_template = TEMPLATE
+    with served(ScriptedCore(scripts), scripts.tokenizer) as running:
+        yield running
+
+
+def ask(client: openai.OpenAI, text: str, **others: Any) -> Any:
+    messages = [{"role": "user", "content": f"say:{text}"}]
+    return client.chat.completions.create(model="scripted", messages=messages, **others)  # type: ignore[call-overload]
+
+
+def test_a_tool_loop_goes_round(client: openai.OpenAI, server: ServedCore) -> None:
+    messages: list[Any] = [{"role": "user", "content": f"say:I look. {CALL}{CALL}"}]
+    answer = client.chat.completions.create(model="scripted", messages=messages, tools=[WEATHER])
+    [choice] = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    calls: Any = choice.message.tool_calls
+    assert [call.function.name for call in calls] == ["get_weather"] * 2
+    assert [json.loads(call.function.arguments) for call in calls] == [{"city": "Paris"}] * 2
+    assert len({call.id for call in calls}) == 2
+    messages.append(choice.message)
+    messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in calls]
+    messages.append({"role": "user", "content": "say:It is sunny."})
+    answer = client.chat.completions.create(model="scripted", messages=messages, tools=[WEATHER])
+    assert answer.choices[0].message.content == "It is sunny."
+    assert answer.choices[0].finish_reason == "stop"
+    prompt = server.run.service.engine.tokenizer.decode(server.core.admitted[-1].prompt_token_ids, False)
+    assert "The weather in a city." in prompt and "<tool_call>Paris</tool_call>" in prompt and "sunny" in prompt
+
+
+def test_streamed_calls_add_up_to_the_same(client: openai.OpenAI) -> None:
+    calls: dict[int, list[str]] = {}
+    num_argument_deltas = 0
+    reasons = []
+    for chunk in ask(client, CALL + CALL, tools=[WEATHER], stream=True):
+        [choice] = chunk.choices
+        reasons += [choice.finish_reason] if choice.finish_reason else []
+        for delta in choice.delta.tool_calls or []:
+            if delta.id is not None:
+                calls[delta.index] = [delta.function.name, ""]
+            calls[delta.index][1] += delta.function.arguments
+            num_argument_deltas += bool(delta.function.arguments)
+    assert calls == {0: ["get_weather", '{"city": "Paris"}'], 1: ["get_weather", '{"city": "Paris"}']}
+    assert num_argument_deltas > 4
+    assert reasons == ["tool_calls"]
+
+
+def test_one_call_at_a_time_ends_the_answer_with_the_first(client: openai.OpenAI, server: ServedCore) -> None:
+    for stream in (False, True):
+        answer = ask(client, CALL + CALL, tools=[WEATHER], parallel_tool_calls=False, stream=stream)
+        if stream:
+            deltas = [delta for chunk in answer for delta in chunk.choices[0].delta.tool_calls or []]
+            assert {delta.index for delta in deltas} == {0}
+            server.wait_until(lambda: not server.core.running)
+        else:
+            assert len(answer.choices[0].message.tool_calls) == 1
+
+
+def test_without_tools_or_with_none_a_call_is_text(client: openai.OpenAI) -> None:
+    for others in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        message = ask(client, CALL, **others).choices[0].message
+        assert (message.content, message.tool_calls) == (CALL, None)
+
+
+def test_reasoning_is_kept_apart(client: openai.OpenAI) -> None:
+    message = ask(client, "<think>\nHm.</think>\n\nYes.").choices[0].message
+    assert (message.content, message.reasoning_content) == ("Yes.", "Hm.")
+    response = client.responses.create(model="scripted", input="say:<think>Hm.</think>Yes.")
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.output_text == "Yes."
+    assert response.usage is not None and response.usage.output_tokens_details.reasoning_tokens > 0
+
+
+def test_responses_tell_calls_as_items(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", **WEATHER["function"], "strict": None}
+    with client.responses.stream(model="scripted", input=f"say:{CALL}", tools=[tool]) as stream:
+        kinds = [event.type for event in stream]
+        [item] = stream.get_final_response().output
+    assert "response.function_call_arguments.delta" in kinds
+    assert item.type == "function_call"
+    assert (item.name, item.arguments) == ("get_weather", '{"city": "Paris"}')
+    back: Any = [
+        {"role": "user", "content": "say:x"},
+        item.model_dump(exclude_unset=True),
+        {"type": "function_call_output", "call_id": item.call_id, "output": "sunny"},
+        {"role": "user", "content": "say:done"},
+    ]
+    for entry in back:
+        entry.pop("parsed_arguments", None)
+    assert client.responses.create(model="scripted", input=back, tools=[tool]).output_text == "done"
+
+
+def test_a_named_tool_forces_its_arguments(client: openai.OpenAI, server: ServedCore) -> None:
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    [call] = ask(client, '{"city": "Rome"}', tools=[WEATHER], tool_choice=choice).choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Rome"}')
+    structured = server.core.admitted[-1].sampling_params.structured_outputs
+    assert structured is not None and json.loads(structured.json) == WEATHER["function"]["parameters"]
+    with pytest.raises(openai.BadRequestError, match="tools has only get_weather"):
+        ask(client, "x", tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "other"}})
+    with pytest.raises(openai.BadRequestError, match="tools is empty"):
+        ask(client, "x", tool_choice="required")
+
+
+def test_required_tools_force_a_list_of_calls(client: openai.OpenAI, server: ServedCore) -> None:
+    import jsonschema
+
+    written = (
+        '[{"name": "get_weather", "parameters": {"city": "Rome"}}, {"name": "nested", "parameters": {"at": {"x": 1}}}]'
+    )
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    nested = {"$defs": {"Point": point}, "type": "object", "properties": {"at": {"$ref": "#/$defs/Point"}}}
+    tools = [WEATHER, {"type": "function", "function": {"name": "nested", "parameters": nested}}]
+    for stream in (False, True):
+        answer = ask(client, written, tools=tools, tool_choice="required", stream=stream)
+        if not stream:
+            calls = answer.choices[0].message.tool_calls
+            assert [call.function.arguments for call in calls] == ['{"city": "Rome"}', '{"at": {"x": 1}}']
+        else:
+            deltas = [delta for chunk in answer for delta in chunk.choices[0].delta.tool_calls or []]
+            assert "".join(delta.function.arguments for delta in deltas) == '{"city": "Rome"}{"at": {"x": 1}}'
+    structured = server.core.admitted[-1].sampling_params.structured_outputs
+    assert structured is not None
+    schema = json.loads(structured.json)
+    jsonschema.validate(json.loads(written), schema)
+    for wrong in ("[]", '[{"name": "x", "parameters": {}}]', written.replace('"x": 1', '"x": "1"')):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(json.loads(wrong), schema)
+
+
+def test_a_real_engine_writes_what_the_clients_parse_helper_reads(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Random weights, so only the grammar can have made it valid."""
+    import asyncio
+
+    from serving import serve_in_thread
+
+    from minivllm.config import EngineArgs
+    from minivllm.frontend.async_llm import AsyncLLM
+
+    args = EngineArgs(model=str(tiny_model("llama")), enforce_eager=True, max_model_len=512, num_gpu_blocks_override=40)
+    with serve_in_thread(lambda: AsyncLLM.from_args(args)) as running:
+
+        async def main() -> list[City | None]:
+            async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0) as client:
+
+                async def one(seed: int) -> City | None:
+                    answer = await client.chat.completions.parse(
+                        model=args.model,
+                        messages=[{"role": "user", "content": "A city."}],
+                        response_format=City,
+                        seed=seed,
+                        max_tokens=400,
+                        extra_body={"bad_words": ["\n", " ", "\t"]},
+                    )
+                    if answer.choices[0].finish_reason == "length":
+                        return City(name="", people=0)
+                    return answer.choices[0].message.parsed
+
+                return await asyncio.gather(*(one(seed) for seed in range(3)))
+
+        assert all(isinstance(city, City) for city in asyncio.run(main()))
