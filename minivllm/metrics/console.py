@@ -15,8 +15,8 @@ class StatusLine:
         """The line for the last ``seconds``; None if nothing happened in them."""
         stats = metrics.engine_stats
         now = (
-            metrics.prompt_tokens._value.get(),
-            metrics.generation_tokens._value.get(),
+            metrics.registry.get_sample_value("minivllm_prompt_tokens_total") or 0.0,
+            metrics.registry.get_sample_value("minivllm_generation_tokens_total") or 0.0,
             float(stats.prefix_cache_queried_tokens),
             float(stats.prefix_cache_hit_tokens),
             float(stats.num_preemptions),

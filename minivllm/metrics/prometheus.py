@@ -125,7 +125,7 @@ class RequestRecorder:
         metrics.generation_tokens.inc(timings.num_generation_tokens - self._num_counted)
         self._num_counted = timings.num_generation_tokens
         for completion in output.outputs:
-            if timings.last_token_time is not None and not output.finished:
+            if timings.last_token_time is not None and not (output.finished and not self._last_times):
                 self._record_gap(completion, timings.last_token_time)
             if completion.finish_reason in FINISH_REASONS and completion.index not in self._ended:
                 self._ended.add(completion.index)

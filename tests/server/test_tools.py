@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from serving import ScriptedCore, Scripts, ServedCore, served
 
 TEMPLATE = """{%- if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool.function | tojson }}{% endfor %} Answer with <tool_call></tool_call> or <think>.<|im_end|>
+{% for tool in tools %}{{ tool.function | tojson }}{% endfor %} <tool_call></tool_call> <think><|im_end|>
 {% endif -%}
 {% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments.city }}</tool_call>
@@ -31,9 +31,9 @@ WEATHER: Any = {
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
-class City(BaseModel):
-    name: str
-    people: int
+class Verdict(BaseModel):
+    answer: Literal["yes", "no"]
+    sure: bool
 
 
 @pytest.fixture(scope="module")
@@ -183,22 +183,20 @@ def test_a_real_engine_writes_what_the_clients_parse_helper_reads(
     args = EngineArgs(model=str(tiny_model("llama")), enforce_eager=True, max_model_len=512, num_gpu_blocks_override=40)
     with serve_in_thread(lambda: AsyncLLM.from_args(args)) as running:
 
-        async def main() -> list[City | None]:
+        async def main() -> list[Verdict | None]:
             async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0) as client:
 
-                async def one(seed: int) -> City | None:
+                async def one(seed: int) -> Verdict | None:
                     answer = await client.chat.completions.parse(
                         model=args.model,
-                        messages=[{"role": "user", "content": "A city."}],
-                        response_format=City,
+                        messages=[{"role": "user", "content": "Is it?"}],
+                        response_format=Verdict,
                         seed=seed,
-                        max_tokens=400,
-                        extra_body={"bad_words": ["\n", " ", "\t"]},
+                        # Whitespace between the tokens of JSON has no end of its own.
+                        extra_body={"bad_words": ["\n", " ", "\t", "\r"]},
                     )
-                    if answer.choices[0].finish_reason == "length":
-                        return City(name="", people=0)
                     return answer.choices[0].message.parsed
 
-                return await asyncio.gather(*(one(seed) for seed in range(3)))
+                return await asyncio.gather(*(one(seed) for seed in range(4)))
 
-        assert all(isinstance(city, City) for city in asyncio.run(main()))
+        assert all(isinstance(verdict, Verdict) for verdict in asyncio.run(main()))

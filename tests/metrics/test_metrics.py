@@ -1,0 +1,112 @@
+"""What is counted adds up with what happened, under labels nobody outside can choose; the dashboard shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.resources import files
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from minivllm.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minivllm.messages import SchedulerStats
+from minivllm.metrics.console import StatusLine
+from minivllm.metrics.prometheus import ServerMetrics
+
+
+def values_of(metrics: ServerMetrics) -> dict[str, float]:
+    """Sample name with its labels -> value, as Prometheus itself reads the exposition."""
+    samples = {}
+    for family in text_string_to_metric_families(metrics.exposition().decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            samples[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
+    return samples
+
+
+def record_stream(metrics: ServerMetrics) -> None:
+    """A request of 5 prompt tokens with two completions: arrival 10, scheduled 11, tokens at 12, 12.5, 13.5."""
+    timings = RequestMetrics(arrival_time=10.0, num_prompt_tokens=5, num_sequences=2)
+    timings.queued_time, timings.first_scheduled_time = 10.5, 11.0
+    recorder = metrics.recorder()
+
+    def step(now: float, outputs: list[CompletionOutput], finished: bool = False) -> None:
+        timings.record_tokens(sum(len(output.token_ids) for output in outputs), now)
+        timings.finished_time = now if finished else None
+        recorder.record(RequestOutput("r", None, [1] * 5, outputs, finished, metrics=timings))
+
+    step(12.0, [CompletionOutput(0, "a", [1]), CompletionOutput(1, "b", [2])])
+    step(12.5, [CompletionOutput(0, "c", [3, 4]), CompletionOutput(1, "", [9], finish_reason="stop")])
+    step(13.5, [CompletionOutput(0, "d", [5], finish_reason="length")], finished=True)
+
+
+def test_a_requests_times_and_tokens_are_recorded_once() -> None:
+    metrics = ServerMetrics()
+    record_stream(metrics)
+    values = values_of(metrics)
+    assert values["minivllm_prompt_tokens_total"] == 5
+    assert values["minivllm_generation_tokens_total"] == 6
+    for name, seconds in {
+        "time_to_first_token": 2.0,
+        "request_queue_time": 1.0,
+        "request_prefill_time": 1.0,
+        "request_decode_time": 1.5,
+        "e2e_request_latency": 3.5,
+    }.items():
+        assert values[f"minivllm_{name}_seconds_count"] == 1
+        assert values[f"minivllm_{name}_seconds_sum"] == pytest.approx(seconds)
+    assert values["minivllm_request_success_total{finished_reason=stop}"] == 1
+    assert values["minivllm_request_success_total{finished_reason=length}"] == 1
+
+
+def test_tokens_that_come_together_share_the_time_between_outputs() -> None:
+    metrics = ServerMetrics()
+    record_stream(metrics)
+    values = values_of(metrics)
+    # Completion 0: two tokens in half a second, one after another second; completion 1: one token in half a second.
+    assert values["minivllm_inter_token_latency_seconds_count"] == 4
+    assert values["minivllm_inter_token_latency_seconds_sum"] == pytest.approx(2.0)
+    assert values["minivllm_inter_token_latency_seconds_bucket{le=0.3}"] == 2
+
+
+def test_the_cores_own_counters_are_passed_on() -> None:
+    metrics = ServerMetrics()
+    metrics.engine_stats = SchedulerStats(
+        num_running=3, num_waiting=4, kv_cache_usage=0.5, prefix_cache_queried_tokens=100, prefix_cache_hit_tokens=40
+    )
+    values = values_of(metrics)
+    assert values["minivllm_num_requests_running"] == 3
+    assert values["minivllm_num_requests_waiting"] == 4
+    assert values["minivllm_kv_cache_usage_ratio"] == 0.5
+    assert values["minivllm_prefix_cache_hits_total"] / values["minivllm_prefix_cache_queries_total"] == 0.4
+
+
+def test_two_servers_in_one_process_count_apart() -> None:
+    first, second = ServerMetrics(), ServerMetrics()
+    record_stream(first)
+    assert values_of(second)["minivllm_generation_tokens_total"] == 0
+
+
+def test_the_dashboard_asks_only_for_metrics_that_exist() -> None:
+    metrics = ServerMetrics()
+    metrics.errors.labels("internal")
+    exposed = {name.split("{")[0] for name in values_of(metrics)}
+    dashboard = json.loads(files("minivllm.metrics").joinpath("grafana_dashboard.json").read_text())
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"]) >= 12
+    asked = set()
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            asked |= set(re.findall(r"minivllm_\w+", target["expr"]))
+    assert asked and asked <= exposed
+
+
+def test_the_status_line_tells_rates_and_is_silent_when_nothing_happens() -> None:
+    metrics, line = ServerMetrics(), StatusLine()
+    assert line.next(metrics, 2.0) is None
+    record_stream(metrics)
+    metrics.engine_stats = SchedulerStats(num_running=1, prefix_cache_queried_tokens=10, prefix_cache_hit_tokens=5)
+    text = line.next(metrics, 2.0)
+    assert text == ("running 1 · waiting 0 · KV 0% · prompt 2 tok/s · generation 3 tok/s · prefix hits 50%")
+    metrics.engine_stats = SchedulerStats(prefix_cache_queried_tokens=10, prefix_cache_hit_tokens=5)
+    assert line.next(metrics, 2.0) is None
