@@ -10,6 +10,7 @@ that keys and values are read once per KV head and any G works.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,6 +22,12 @@ from kernels_triton_free.paged_cache import gather_pages
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
+
+
+Visibility = Callable[[Tensor, Tensor], Tensor]
+"""(position of a query, position of a key) -> whether the query sees the key; int32 and bool scalars of a kernel."""
+ScoreChange = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(scaled score, query head, position of the query, position of the key) -> score."""
 
 
 class TileLists(NamedTuple):
@@ -48,6 +55,8 @@ def paged_flex_attention(
     *,
     scale: float,
     window: int | None = None,
+    visibility: Visibility | None = None,
+    score_change: ScoreChange | None = None,
     kernel_options: FlexKernelOptions | None = None,
 ) -> Tensor:
     """Attention of query tiles over pages. To be compiled: uncompiled FlexAttention computes the whole square.
@@ -57,6 +66,8 @@ def paged_flex_attention(
     q_position int32 [capacity, QT]: position of each query in its sequence, -1 for padding; capacity >= tiles is fixed.
     kv_position int32 [>= pages * page_size]: position in its sequence of what each cache slot holds.
     window: how many positions back a query sees, itself included; None for all.
+    visibility: replaces "no key after its query", and window; pages it does not show whole must be listed as partial.
+    score_change: a change of the scores before the softmax, such as a bias by distance.
     Returns a tensor like q; padding rows hold arbitrary finite values.
     """
     pages, page_size, kv_heads, head_dim = k_cache.shape
@@ -66,9 +77,15 @@ def paged_flex_attention(
     def visible(tile: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
         query = q_position[tile, row // group]
         key = kv_position[slot]
+        if visibility is not None:
+            return visibility(query, key)
         if window is None:
             return key <= query
         return (key <= query) & (key > query - window)
+
+    def changed(score: Tensor, tile: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
+        assert score_change is not None
+        return score_change(score, head * group + row % group, q_position[tile, row // group], kv_position[slot])
 
     block_mask = BlockMask(
         seq_lengths=(rows, pages * page_size),
@@ -85,7 +102,10 @@ def paged_flex_attention(
     )
     k = k_cache.view(1, pages * page_size, kv_heads, head_dim).transpose(1, 2)
     v = v_cache.view(1, pages * page_size, kv_heads, head_dim).transpose(1, 2)
-    return flex_attention(q, k, v, block_mask=block_mask, scale=scale, kernel_options=kernel_options)
+    score_mod = None if score_change is None else changed
+    return flex_attention(
+        q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, kernel_options=kernel_options
+    )
 
 
 def gathered_flex_attention(
