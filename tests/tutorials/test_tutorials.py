@@ -15,20 +15,10 @@ import pytest
 from tutorials.__main__ import FOLDER, Chapter, chapters
 
 CHAPTERS = chapters()
-COMPILING = {"10"}
-"""Chapters that compile: many seconds where no compiled code is kept."""
+ISOLATED = {"10", "11", "14", "A"}
+"""Run in processes of their own: they start processes, add to the table of families, or Dynamo looks into __main__."""
 
-ISOLATED = {"11", "14"}
-"""Chapters that start processes, or that add to the table of families: they run in a process of their own."""
-
-each_chapter = pytest.mark.parametrize(
-    "chapter",
-    [
-        pytest.param(chapter, id=chapter.path.stem, marks=[pytest.mark.slow] if chapter.number in COMPILING else [])
-        for chapter in CHAPTERS
-    ],
-)
-every_text = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.path.stem)
+each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.path.stem)
 
 
 def run(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
@@ -126,7 +116,7 @@ def test_a_chapter_carries_its_number_in_its_file_name() -> None:
             assert chapter.path.name.startswith(f"e{ord(chapter.number) - ord('A') + 1:02d}_")
 
 
-@every_text
+@each_chapter
 def test_a_chapter_reads_as_prose_in_cells(chapter: Chapter) -> None:
     text = chapter.path.read_text(encoding="utf-8")
     doc = ast.get_docstring(ast.parse(text))
@@ -142,7 +132,7 @@ def test_a_chapter_reads_as_prose_in_cells(chapter: Chapter) -> None:
     assert re.search(r"lesson\.(cells|bars|curves)\(", text), "a chapter has a picture"
 
 
-@every_text
+@each_chapter
 def test_a_chapter_uses_the_engine_itself(chapter: Chapter) -> None:
     tree = ast.parse(chapter.path.read_text(encoding="utf-8"))
     imported = {

@@ -1,0 +1,253 @@
+"""10 · Compiled regions: how many graphs a model is, and what makes it one more.
+
+torch.compile turns Python into fast kernels, seconds at a time. A serving engine sees a new batch size every few
+milliseconds; if each is compiled anew, it never serves. So the question of this chapter is not how fast, but how
+*often*.
+"""
+
+# %% [markdown]
+# ## Counting graphs
+# The engine's ``Decoder`` is cut at attention: a first region, one between every two attentions, and a last one. Each
+# goes through a ``compile_region``; in the engine that is ``RegionCompiler``. Here it is a subclass whose backend
+# counts the graphs that Dynamo hands over and runs them as they are, so that counting takes no seconds.
+
+# %%
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels_triton_free.attention import gathered_sdpa_attention
+from kernels_triton_free.norm import rms_norm
+from minivllm.models.decoder import Decoder, TokenInputs
+from minivllm.worker.compiler import RegionCompiler, mark_dynamic
+from minivllm.worker.model_runner import allocate_caches
+from tutorials.lesson import Cell, Lesson
+from tutorials.small_model import small_decoder
+
+lesson = Lesson(__doc__)
+CPU = torch.device("cpu")
+
+
+class CountingCompiler(RegionCompiler):
+    """Compiles nothing, but notes how many graphs there would be to compile."""
+
+    graphs = 0
+
+    def _compile_graph(self, graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        self.graphs += 1
+        return graph.forward
+
+
+@torch.inference_mode()
+def run(decoder: Decoder, num_tokens: int, num_rows: int = 2) -> Tensor:
+    """A step of ``num_tokens`` tokens of one request; logits of its last rows."""
+    caches = allocate_caches(decoder, num_pages=64, page_size=16)
+    positions = torch.arange(num_tokens, dtype=torch.int32)
+    tokens = TokenInputs(positions, positions + 16)  # page 0 is the null page
+
+    def attend(layer: int, q: Tensor) -> Tensor:
+        pages = torch.arange(1, 2 + num_tokens // 16)
+        return gathered_sdpa_attention(q, *caches[layer], pages, 0, scale=decoder.config.softmax_scale)
+
+    o, residual = decoder.forward(positions, tokens, caches, attend)
+    return decoder.logits(o, residual, torch.arange(num_tokens - num_rows, num_tokens), tokens)
+
+
+def graphs_of(num_layers: int, sizes: Sequence[int]) -> int:
+    """Graphs of a model of ``num_layers`` layers after steps of these sizes."""
+    decoder, compiler = small_decoder.__wrapped__(num_hidden_layers=num_layers), CountingCompiler(True, CPU)
+    decoder.build_regions(compiler)
+    for size in sizes:
+        run(decoder, size)
+    return compiler.graphs
+
+
+# %% [markdown]
+# ## Predict
+# Three regions. One "between" serves all layers, since a region is a function of tensors: the weights are arguments,
+# and a layer is nothing else than its weights. And the number of tokens is *dynamic*: declared once, compiled once.
+
+# %%
+lesson.heading("Graphs of a model")
+lesson.predict("graphs of 2, 4, 8 layers", [3, 3, 3], "first, between, last, however many layers")
+lesson.measure("graphs of 2, 4, 8 layers", [graphs_of(layers, [5]) for layers in (2, 4, 8)])
+sizes = [5, 2, 17, 64, 3, 200, 31, 128]
+lesson.predict(f"graphs after steps of {sizes} tokens", 3, "the number of tokens is declared dynamic")
+lesson.measure(f"graphs after steps of {sizes} tokens", graphs_of(4, sizes))
+eager = run(small_decoder(num_hidden_layers=4), 17)
+compiled = small_decoder.__wrapped__(num_hidden_layers=4)
+compiled.build_regions(CountingCompiler(True, CPU))
+lesson.check(torch.allclose(run(compiled, 17), eager, atol=1e-6), "the logits are those of the uncompiled decoder")
+
+# %% [markdown]
+# ## The surprise: a number is a constant
+# Dynamo burns Python values into the graph and guards them. So one innocent ``self.layer`` read in a layer's code means
+# a graph per layer, and a batch size that was not declared dynamic a graph per size. Both are invisible until a server
+# stutters. Here are the two mistakes and the cures, on a toy.
+
+# %%
+lesson.heading("Two ways to compile too often")
+
+
+class Layer:
+    """A norm that knows which layer it is."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.weight = index, torch.ones(8)
+
+
+def count(calls: Callable[[Callable], None], function: Callable) -> int:
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Callable:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64):
+        calls(torch.compile(function, backend=backend, fullgraph=True))
+    return graphs
+
+
+def reads_its_number(x: Tensor, layer: Layer) -> Tensor:
+    return rms_norm(x, layer.weight, 1e-6) * (layer.index + 1)
+
+
+def takes_tensors(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return rms_norm(x, weight, 1e-6) * scale
+
+
+def for_all_layers(compiled: Callable) -> None:
+    for index in range(12):
+        compiled(torch.ones(4, 8), Layer(index))
+
+
+def for_all_layers_as_tensors(compiled: Callable) -> None:
+    for index in range(12):
+        compiled(torch.ones(4, 8), Layer(index).weight, torch.tensor(index + 1.0))
+
+
+def for_sizes(compiled: Callable) -> None:
+    for size in range(2, 12):
+        compiled(torch.ones(size, 8), torch.ones(8), torch.tensor(1.0))
+
+
+def for_marked_sizes(compiled: Callable) -> None:
+    for size in range(2, 12):
+        x = torch.ones(size, 8)
+        mark_dynamic([x], [])
+        compiled(x, torch.ones(8), torch.tensor(1.0))
+
+
+ways = {
+    "12 layers, number read": (12, for_all_layers, reads_its_number),
+    "12 layers, tensors only": (1, for_all_layers_as_tensors, takes_tensors),
+    "10 sizes, as they come": (10, for_sizes, takes_tensors),
+    "10 sizes, declared": (1, for_marked_sizes, takes_tensors),
+}
+lesson.predict(
+    "graphs", {name: expected for name, (expected, _, _) in ways.items()}, "one per value of what is a constant"
+)
+found = {name: count(calls, function) for name, (_, calls, function) in ways.items()}
+lesson.measure("graphs", found)
+lesson.bars("t10_graphs", "Graphs to compile, several seconds each", found, "graphs")
+
+# %% [markdown]
+# ## Padding: the price of a CUDA graph
+# A CUDA graph replays the launches of a step without Python, but for one fixed shape. So a batch of 13 runs in the
+# graph of the next larger size that was captured, and its empty rows are computed for nothing. Capturing every size
+# wastes none, and takes memory and minutes; capturing powers of two wastes up to half. The usual compromise is 1, 2, 4,
+# and then every eighth.
+
+# %%
+lesson.heading("Padding waste for batches of 1 to 64")
+buckets = {
+    "powers of two": [1, 2, 4, 8, 16, 32, 64],
+    "1, 2, 4, every eighth": [1, 2, 4, *range(8, 65, 8)],
+    "all": list(range(1, 65)),
+}
+
+
+def padded(batch: int, sizes: list[int]) -> int:
+    return next(size for size in sizes if size >= batch)
+
+
+def formula(sizes: list[int]) -> int:
+    """Empty rows over all batches: in a bucket of size b after one of size a, 0 + 1 + … + (b - a - 1)."""
+    return sum((b - a) * (b - a - 1) // 2 for a, b in zip([0, *sizes], sizes))
+
+
+lesson.predict("empty rows over all batches", [formula(sizes) for sizes in buckets.values()], "a triangle per bucket")
+waste = {name: sum(padded(batch, sizes) - batch for batch in range(1, 65)) for name, sizes in buckets.items()}
+lesson.measure("empty rows over all batches", list(waste.values()))
+rows: dict[str, list[Cell]] = {}
+for name, sizes in buckets.items():
+    shares = [(padded(batch, sizes) - batch) / padded(batch, sizes) for batch in range(1, 65)]
+    kinds = ["cached" if share == 0 else "decode" if share < 0.25 else "wasted" for share in shares]
+    rows[f"{name} ({len(sizes)})"] = [
+        ("·" if kind == "cached" else "+" if kind == "decode" else "#", kind) for kind in kinds
+    ]
+legend = {"cached": "fits", "decode": "less than a quarter empty", "wasted": "a quarter or more"}
+lesson.cells("t10_padding", "Batches of 1 to 64, by captured sizes (how many)", rows, legend=legend, narrow=True)
+
+# %% [markdown]
+# ## Exercises
+
+
+# %%
+@lesson.exercise("SmolLM3 leaves out the rotary embedding in every fourth layer. How many graphs is such a model?")
+def two_kinds() -> str:
+    from minivllm.models.hf_config import build_decoder_config
+    from tutorials.small_model import SHAPE
+
+    entries = {**SHAPE, "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 8, "no_rope_layer_interval": 4}
+    config = build_decoder_config({**entries, "tie_word_embeddings": False}, {}, "this exercise")
+    assert len(set(config.layer_rotary[1:])) == 2
+    return "four: first, last, and a between for each of the two kinds of layer; six more layers would change nothing"
+
+
+@lesson.exercise("Why must a step of a single token be padded to two? Declare a size dynamic and compile it with 1.")
+def one_is_special() -> str:
+    logging.getLogger("torch._guards").setLevel(logging.CRITICAL)  # the error is expected here
+    x = torch.ones(1, 8)
+    torch._dynamo.reset()
+    mark_dynamic([x], [])
+    try:
+        torch.compile(takes_tensors, backend="eager", fullgraph=True)(x, torch.ones(8), torch.tensor(1.0))
+    except Exception as error:
+        return f"{type(error).__name__}: 0 and 1 are always constants, since a size of 1 broadcasts"
+    raise AssertionError("a size of 1 was accepted as dynamic")
+
+
+@lesson.exercise(
+    "Which 12 sizes waste least for batches of 1 to 64, if all batches are equally likely? Search, and compare."
+)
+def best_sizes() -> str:
+    best: dict[tuple[int, int], tuple[int, list[int]]] = {(0, 0): (0, [])}
+    for number in range(1, 13):
+        for last in range(number, 65):
+            options = [
+                (
+                    best[number - 1, before][0] + (last - before) * (last - before - 1) // 2,
+                    best[number - 1, before][1] + [last],
+                )
+                for before in range(last)
+                if (number - 1, before) in best
+            ]
+            best[number, last] = min(options)
+    rows, sizes = best[12, 64]
+    assert rows < formula(buckets["1, 2, 4, every eighth"])
+    return f"{sizes}: {rows} empty rows; small batches are what a server mostly has, hence 1, 2, 4"
+
+
+lesson.passed(
+    "a model is three graphs between its attentions, whatever its depth and the size of a step",
+    "a number read in a layer costs a graph per layer, an undeclared size one per size",
+    f"empty rows by captured sizes: {waste}",
+)
