@@ -155,10 +155,9 @@ lesson.say(
 
 # %% [markdown]
 # ## Where the time of a step goes
-# A profile says which part takes the time. The bench wraps methods of the engine while one looks (``timed``); the parts
-# must add up to nearly the whole, or something was forgotten. On a tiny model nearly all of it is Python: that is what
-# the persistent batch, compiled regions and CUDA graphs are for. Times are shown; what is checked is how often each
-# part ran.
+# A profile says which part takes the time. The bench wraps methods of the engine while one looks (``timed``).
+# Uncompiled, as here, attention goes request by request, and that is where the time is; the compiled engine does a
+# whole batch in one kernel. Times are shown; what is checked is how often each part ran.
 
 # %%
 lesson.heading("Twenty decode steps of 16 requests, by part")
