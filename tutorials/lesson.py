@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -118,7 +119,7 @@ class Lesson:
     def bars(self, name: str, title: str, values: Mapping[str, float], unit: str) -> None:
         """A picture of horizontal bars."""
         most = max(values.values()) or 1
-        table = Table(title=f"{title} [{unit}]".replace("[", "\\["), title_justify="left", box=None, show_header=False)
+        table = Table(title=escape(f"{title} [{unit}]"), title_justify="left", box=None, show_header=False)
         for label, value in values.items():
             table.add_row(label, Text("█" * round(_BAR_WIDTH * value / most), COLOURS["prompt"]), _shown(value))
         self.console.print(table)
@@ -135,7 +136,7 @@ class Lesson:
         """A picture of curves over the same x. axes: "name of x, name of y". In the terminal, bars of some x."""
         x_name, y_name = axes.split(", ", 1)
         most = max(max(values) for values in series.values()) or 1
-        table = Table(title=f"{title}: {y_name}", title_justify="left", box=None, header_style="dim")
+        table = Table(title=escape(f"{title}: {y_name}"), title_justify="left", box=None, header_style="dim")
         table.add_column(x_name, justify="right")
         width = max(8, 60 // len(series) - 10)
         for label in series:
