@@ -14,6 +14,7 @@ from minivllm.errors import ConfigError
 
 Device = Literal["cpu", "cuda"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+CudaGraphMode = Literal["none", "piecewise", "full_decode", "full_and_piecewise"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = DTYPES

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_triton_free.attention import (
@@ -52,20 +53,27 @@ class FlexAttentionBackend(AttentionBackend):
         compute_dtype: torch.dtype,
         device: torch.device,
         verifies: bool = False,
+        decode_batches: Sequence[int] = (),
     ) -> None:
         self._compute_dtype = compute_dtype
         # Without it the CPU template picks a flash-decoding variant that does not compile without full pages.
         options = cast("FlexKernelOptions", {"PARTITION_SIZE": 1}) if device.type == "cpu" else None
-        self._decode: dict[int | None, Callable] = {}
+        self._decode: dict[tuple[int | None, int | None], Callable] = {}
+        self._has_fixed_batches = bool(decode_batches)
         self._verify: dict[int | None, Callable] = {}
         self._prefill: dict[int | None, Callable] = {}
         for window in windows:
             in_place = partial(paged_flex_attention, scale=scale, window=window, kernel_options=options)
             widths = (3,) if device.type == "cpu" else ()
             constants = (scale, window, options)
-            self._decode[window] = compile_region(
-                "decode attention", in_place, rows=(0, 3), widths=widths, caches=(1, 2), constants=constants
-            )
+            for batch in decode_batches:
+                self._decode[window, batch] = compile_region(
+                    f"decode attention of {batch}", in_place, rows=(), constants=constants
+                )
+            if not decode_batches:
+                self._decode[window, None] = compile_region(
+                    "decode attention", in_place, rows=(0, 3), widths=widths, caches=(1, 2), constants=constants
+                )
             if verifies:
                 self._verify[window] = compile_region(
                     "verify attention", in_place, rows=(0, 3), widths=widths, caches=(1, 2), constants=constants
@@ -80,7 +88,7 @@ class FlexAttentionBackend(AttentionBackend):
 
     def attend(self, inputs: StepInputs, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:
         decode, verify, prefill = inputs.decode, inputs.verify, inputs.prefill
-        if decode is not None and verify is None and prefill is None:
+        if decode is not None and verify is None and prefill is None and decode.padded >= len(q):
             return self._attend_decode(decode, cache, window, q)
         o = torch.empty_like(q)
         end = 0
@@ -95,9 +103,10 @@ class FlexAttentionBackend(AttentionBackend):
         return o
 
     def _attend_decode(self, tiles: DecodeTiles, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:
-        return self._decode[window](
-            q[: tiles.padded], cache.k, cache.v, tiles.lists[window], tiles.q_position, tiles.kv_position
-        )
+        decode = self._decode[window, tiles.padded if self._has_fixed_batches else None]
+        rows = min(len(q), tiles.padded)
+        q = q[:rows] if rows == tiles.padded else F.pad(q, (0, 0, 0, 0, 0, 0, 0, tiles.padded - rows))
+        return decode(q, cache.k, cache.v, tiles.lists[window], tiles.q_position, tiles.kv_position)[:rows]
 
     def _attend_verify(self, tiles: PrefillTiles, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:
         packed = pack_tiles(q, tiles.tile_tokens, tiles.tile_size)

@@ -10,18 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.config import CudaGraphMode
 from minivllm.lora.manager import AdapterManager, BatchAdapters
 from minivllm.messages import ModelRunnerOutput, NewRequestData, PositionLogprobs, SchedulerOutput, TokenMasks
 from minivllm.models.decoder import Decoder, LayerCache
 from minivllm.spec_decode.verification import Verified, verify
 from minivllm.worker.attention_backend import AttentionBackend, FlexAttentionBackend, GatherSdpaBackend
 from minivllm.worker.compiler import RegionCompiler
+from minivllm.worker.graph_capture import GraphBackend
 from minivllm.worker.memory import lazily_zeroed
 from minivllm.worker.persistent_batch import PersistentBatch
 from minivllm.worker.pooling import Pooler
 from minivllm.worker.sampler import Sampler, prompt_logprobs
 from minivllm.worker.sampling_state import SamplingState
 from minivllm.worker.speculation import Speculation
+from minivllm.worker.step_graphs import StepGraphs, StepHidden, attention_buckets
 from minivllm.worker.step_inputs import Row, StepInputBuilder, StepInputs
 from minivllm.worker.token_masks import TokenMaskStage
 
@@ -86,6 +89,8 @@ class ModelRunner:
             self._slot_states.append(batch_adapters)
             lora_slots = batch_adapters.lora_slots
         windows = list(dict.fromkeys(config.layer_windows))
+        # The kernel that CUDA has for decode wants a fixed batch size; on a CPU one graph serves them all.
+        decode_batches = attention_buckets(limits.max_num_seqs) if device.type == "cuda" else []
         self.builder = StepInputBuilder(
             self.batch,
             max_num_seqs=limits.max_num_seqs,
@@ -97,13 +102,21 @@ class ModelRunner:
             device=device,
             lora_slots=lora_slots,
             verify_size=limits.verify_size,
+            decode_batches=decode_batches,
         )
         self.speculation: Speculation | None = None
+        self.graphs: StepGraphs | None = None
         decoder.build_regions(compiler)
         self._attention: AttentionBackend
         if compiler.enabled:
             self._attention = FlexAttentionBackend(
-                compiler, windows, config.softmax_scale, decoder.dtype, device, verifies=limits.verify_size > 0
+                compiler,
+                windows,
+                config.softmax_scale,
+                decoder.dtype,
+                device,
+                verifies=limits.verify_size > 0,
+                decode_batches=decode_batches,
             )
         else:
             self._attention = GatherSdpaBackend(self.batch, config.softmax_scale)
@@ -124,19 +137,38 @@ class ModelRunner:
         if not step.num_scheduled_tokens:
             return ModelRunnerOutput()
         rows = self._rows(step)
-        inputs = self.builder.build(rows)
-        o, residual = self.forward(inputs, self.decoder)
+        graph = None if self.graphs is None else self.graphs.choose([row.count for row in rows])
+        inputs = self.builder.build(rows, 2 if graph is None else graph.num_tokens)
+        if graph is None or self.graphs is None:
+            hidden = StepHidden(*self.forward(inputs, self.decoder))
+        else:
+            hidden = self.graphs.forward(inputs, graph)
         output = ModelRunnerOutput()
-        output.pooled = self._pooler.pool(inputs, o, residual)
-        self._prompt_logprobs(inputs, o, residual, output)
+        output.pooled = self._pooler.pool(inputs, hidden.o, hidden.residual)
+        self._prompt_logprobs(inputs, hidden, output)
         self.token_masks.load(None if token_masks is None else token_masks(), self.batch.requests)
-        self._sample(inputs, o, residual, output)
+        self._sample(inputs, hidden, output)
         for row in rows:
             # Rejected drafts were computed for nothing: the last known token is yet to be computed, always.
             row.request.num_computed_tokens = min(row.start + row.count, row.request.num_tokens - 1)
         if self.speculation is not None:
             output.draft_token_ids = self.speculation.propose(step.draft_token_ids, output.sampled_token_ids)
         return output
+
+    def capture_graphs(self, mode: CudaGraphMode, backend: GraphBackend) -> None:
+        """Capture the steps of all buckets. Everything must be compiled, and the cache's null page free to write."""
+        limits = self.limits
+        graphs = StepGraphs(
+            mode,
+            self.decoder,
+            self.caches,
+            self._attention,
+            backend,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+        graphs.capture(lambda num_tokens: self.builder.build([], num_tokens))
+        self.graphs = graphs
 
     def _rows(self, step: SchedulerOutput) -> list[Row]:
         """Rows with a single token first, then those with few: their attention is one tile each."""
@@ -162,7 +194,7 @@ class ModelRunner:
 
         return decoder.forward(inputs.token_ids, inputs.tokens, caches, attend)
 
-    def _sample(self, inputs: StepInputs, o: Tensor, residual: Tensor, output: ModelRunnerOutput) -> None:
+    def _sample(self, inputs: StepInputs, hidden: StepHidden, output: ModelRunnerOutput) -> None:
         last_tokens: list[int] = []
         sampled: list[Row] = []
         token = 0
@@ -174,7 +206,7 @@ class ModelRunner:
                 sampled.append(row)
         if not sampled:
             return
-        logits = self._logits(inputs, o, residual, np.asarray(last_tokens, dtype=np.int32))
+        logits = self._logits(inputs, hidden, np.asarray(last_tokens, dtype=np.int32))
         slots = np.fromiter((row.request.slot for row in sampled), np.int64, len(sampled))
         positions = np.fromiter((row.request.num_tokens for row in sampled), np.int64, len(sampled))
         for row, (token_ids, logprobs) in zip(sampled, self._verified(logits, slots, positions, sampled)):
@@ -194,7 +226,7 @@ class ModelRunner:
         self.sampling_state.append(slots, token_ids)
         return [([token], [] if entry is None else [entry]) for token, entry in zip(token_ids, result.logprobs)]
 
-    def _prompt_logprobs(self, inputs: StepInputs, o: Tensor, residual: Tensor, output: ModelRunnerOutput) -> None:
+    def _prompt_logprobs(self, inputs: StepInputs, hidden: StepHidden, output: ModelRunnerOutput) -> None:
         first_token = 0
         for row in inputs.rows:
             k = row.request.data.sampling_params.prompt_logprobs
@@ -206,18 +238,22 @@ class ModelRunner:
                 for begin in range(0, count, PROMPT_LOGPROB_ROWS):
                     end = min(begin + PROMPT_LOGPROB_ROWS, count)
                     tokens = np.arange(first_token + begin, first_token + end, dtype=np.int32)
-                    targets = torch.tensor(prompt[row.start + begin + 1 : row.start + end + 1], device=o.device)
-                    entries += prompt_logprobs(self._logits(inputs, o, residual, tokens), targets, k)
+                    targets = torch.tensor(prompt[row.start + begin + 1 : row.start + end + 1], device=hidden.o.device)
+                    entries += prompt_logprobs(self._logits(inputs, hidden, tokens), targets, k)
                 output.prompt_logprobs[row.request.data.request_id] = entries
             first_token += row.count
 
-    def _logits(self, inputs: StepInputs, o: Tensor, residual: Tensor, tokens: np.ndarray) -> Tensor:
+    def _logits(self, inputs: StepInputs, hidden: StepHidden, tokens: np.ndarray) -> Tensor:
         """Logits [len(tokens), vocab] of the picked tokens of the step."""
+        if hidden.logits is not None:
+            if len(tokens) == inputs.num_tokens:
+                return hidden.logits[: len(tokens)]
+            return hidden.logits[torch.from_numpy(tokens).to(hidden.o.device, non_blocking=True)]
         count = len(tokens)
         if count == 1:
             tokens = np.repeat(tokens, 2)
-        rows = torch.from_numpy(tokens).to(o.device, non_blocking=True)
-        return self.decoder.logits(o, residual, rows, inputs.tokens)[:count]
+        rows = torch.from_numpy(tokens).to(hidden.o.device, non_blocking=True)
+        return self.decoder.logits(hidden.o, hidden.residual, rows, inputs.tokens)[:count]
 
 
 def page_bytes(decoder: Decoder, page_size: int) -> int:

@@ -78,7 +78,8 @@ class StepInputBuilder:
     Decode lists are then as wide as the cache has pages, which FlexAttention's CPU template asserts; else as wide as a
     request can have, and without full pages. lora_slots int [max_num_seqs]: adapter of the request in each slot of the
     batch, kept up to date by its owner; None without adapters. verify_size: rows of 2 to this many tokens are one tile
-    each, which reads the cache in place as decode does; 0: there are no such tiles.
+    each, which reads the cache in place as decode does; 0: there are no such tiles. decode_batches: numbers of tiles
+    that rows with a single token are padded to, ascending; empty: any number from 2.
     """
 
     def __init__(
@@ -94,10 +95,11 @@ class StepInputBuilder:
         device: torch.device,
         lora_slots: np.ndarray | None = None,
         verify_size: int = 0,
+        decode_batches: Sequence[int] = (),
     ) -> None:
         self._batch, self._windows, self._tile_size, self._device = batch, windows, tile_size, device
         self._gathers_pages, self.verify_size = gathers_pages, verify_size
-        self._lora_slots = lora_slots
+        self._lora_slots, self._decode_batches = lora_slots, decode_batches
         max_blocks = batch.block_table.host.shape[1]
         width = num_pages if self._gathers_pages else max_blocks + 1
         tokens = rounded_capacity(max_num_batched_tokens)
@@ -129,12 +131,18 @@ class StepInputBuilder:
                     f"{kind}_full.{index}": (sequences, 1, 1, width),
                 }
         self._buffer = StagingBuffer(fields, device)
+        self._max_decodes = max(2, max_num_seqs)
         self._step_kv_position = np.zeros(batch.kv_position.host.size, dtype=np.int32)
         self._step_kv_position_tensor = torch.from_numpy(self._step_kv_position)
         self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
 
-    def build(self, rows: list[Row]) -> StepInputs:
-        """rows: in the order of StepInputs. Returns views of the persistent buffers, valid until the next call."""
+    def build(self, rows: list[Row], padded: int = 2) -> StepInputs:
+        """Returns views of the persistent buffers, valid until the next call.
+
+        rows: in the order of StepInputs. padded: the number of tokens to pad to, at least; if all rows have a single
+        token, their tiles follow it, so that their number depends on nothing else. No rows and some padding make a step
+        of decodes that touches nothing but the null page.
+        """
         self._buffer.begin()
         host = self._buffer.host
         page = self._batch.page_size
@@ -149,7 +157,7 @@ class StepInputBuilder:
         starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
         counts = np.fromiter((row.count for row in rows), np.int64, len(rows))
         total = int(counts.sum())
-        padded = max(total, 2)
+        padded = max(total, padded)
 
         row_of_token = np.repeat(np.arange(len(rows)), counts)
         first_token = np.cumsum(counts) - counts
@@ -164,7 +172,11 @@ class StepInputBuilder:
         if self._lora_slots is not None:
             host["lora_slots"][:total] = self._lora_slots[token_slots]
             host["lora_slots"][total:padded] = 0
-        decode = self._decode_tiles(slots[:num_decode], starts[:num_decode]) if num_decode else None
+        decode = None
+        if num_decode or not rows:
+            tiles = min(padded, self._max_decodes) if num_decode == len(rows) else num_decode
+            tiles = self._padded_tiles(tiles)
+            decode = self._decode_tiles(slots[:num_decode], starts[:num_decode], tiles)
         verify = None
         if num_short > num_decode:
             short = slice(num_decode, num_short)
@@ -179,12 +191,15 @@ class StepInputBuilder:
         inputs = TokenInputs(device["positions"][:padded], device["slot_mapping"][:padded], lora_slots)
         return StepInputs(rows, total, token_ids, inputs, decode, verify, prefill)
 
-    def _decode_tiles(self, slots: np.ndarray, positions: np.ndarray) -> DecodeTiles:
-        rows, padded = len(slots), max(len(slots), 2)
+    def _padded_tiles(self, rows: int) -> int:
+        return next((batch for batch in self._decode_batches if batch >= rows), max(rows, 2))
+
+    def _decode_tiles(self, slots: np.ndarray, positions: np.ndarray, padded: int) -> DecodeTiles:
+        rows = len(slots)
         host, device = self._buffer.host, self._buffer.device
         host["decode_position"][:rows, 0] = positions
         host["decode_position"][rows:padded] = -1
-        lists = self._in_place_lists("decode", slots, positions, positions)
+        lists = self._in_place_lists("decode", slots, positions, positions, padded)
         return DecodeTiles(rows, padded, lists, device["decode_position"], self._batch.kv_position.device.view(-1))
 
     def _verify_tiles(
@@ -206,17 +221,17 @@ class StepInputBuilder:
             size,
             device["verify_tokens"][: padded * size],
             device["verify_places"][: len(places)],
-            self._in_place_lists("verify", slots, starts, starts + counts - 1),
+            self._in_place_lists("verify", slots, starts, starts + counts - 1, padded),
             device["verify_position"],
             self._batch.kv_position.device.view(-1),
             step_pages=None,
         )
 
     def _in_place_lists(
-        self, kind: str, slots: np.ndarray, first: np.ndarray, last: np.ndarray
+        self, kind: str, slots: np.ndarray, first: np.ndarray, last: np.ndarray, padded: int
     ) -> dict[int | None, TileLists]:
         """Pages, in the cache itself, of tiles with one row each: queries at positions first to last [rows]."""
-        rows, padded, page = len(slots), max(len(slots), 2), self._batch.page_size
+        rows, page = len(slots), self._batch.page_size
         host, device = self._buffer.host, self._buffer.device
         table = self._batch.block_table.host
         last_page = last // page
@@ -227,13 +242,13 @@ class StepInputBuilder:
             partial = host[f"{kind}_partial.{index}"][:, 0, 0]
             full = host[f"{kind}_full.{index}"][:, 0, 0]
             partial_count[rows:padded] = full_count[rows:padded] = 0
-            if self._gathers_pages and (window is None or int(last.max()) < window):
+            if self._gathers_pages and (window is None or int(last.max(initial=0)) < window):
                 full_pages = (first + 1) // page
-                width = int(full_pages.max())
+                width = int(full_pages.max(initial=0))
                 full[:rows, :width] = table[slots, :width]
                 full_count[:rows] = full_pages
                 partial_count[:rows] = last_page + 1 - full_pages
-                for place in range(int(partial_count[:rows].max())):
+                for place in range(int(partial_count[:rows].max(initial=0))):
                     partial[:rows, place] = table[slots, np.minimum(full_pages + place, last_page)]
             else:
                 full_count[:rows] = 0

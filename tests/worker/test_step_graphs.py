@@ -1,0 +1,159 @@
+"""Graphs on a CPU: the recorder replays what CUDA would over the same static buffers, and tokens must not change."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import CudaGraphMode
+from minivllm.worker.attention_backend import FlexAttentionBackend
+from minivllm.worker.graph_capture import GraphCapture, RecordedGraphs
+from minivllm.worker.step_graphs import attention_buckets, bucket_for, decode_buckets, token_buckets
+
+MODES = [mode for mode in get_args(CudaGraphMode) if mode != "none"]
+
+
+def test_a_replay_computes_anew_from_what_the_same_buffers_hold_now() -> None:
+    x, weight = torch.randn(3, 4), torch.randn(4, 5)
+    with torch.inference_mode(), GraphCapture(RecordedGraphs()) as capture:
+        y = torch.relu(x @ weight).sum(-1)
+    for _ in range(3):
+        x.copy_(torch.randn(3, 4))
+        with torch.inference_mode():
+            capture.replay()
+        torch.testing.assert_close(y, torch.relu(x @ weight).sum(-1))
+
+
+def test_a_tensor_that_was_replaced_is_not_seen_as_with_cuda() -> None:
+    x = torch.ones(3)
+    with torch.inference_mode(), GraphCapture(RecordedGraphs()) as capture:
+        y = x * 2
+    x = torch.full((3,), 5.0)
+    capture.replay()
+    assert y.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_writes_in_place_are_replayed() -> None:
+    cache, x = torch.zeros(6), torch.ones(2)
+    with torch.inference_mode(), GraphCapture(RecordedGraphs()) as capture:
+        cache[1:3].copy_(x * 3)
+    cache.zero_()
+    x.fill_(4)
+    capture.replay()
+    assert cache.tolist() == [0, 12, 12, 0, 0, 0]
+
+
+@given(st.lists(st.integers(-5, 5), min_size=0, max_size=6))
+def test_what_runs_between_segments_runs_anew_in_its_place(factors: list[int]) -> None:
+    """A chain of captured and eager multiplications equals the plain chain, whatever the eager ones multiply by now."""
+    now = list(factors)
+    x, middle = torch.ones(2), [torch.zeros(2) for _ in factors]
+    with torch.inference_mode(), GraphCapture(RecordedGraphs()) as capture:
+        y = x + 1
+        for index, out in enumerate(middle):
+
+            def multiply(y: Tensor = y, out: Tensor = out, index: int = index) -> None:
+                out.copy_(y * now[index])
+
+            capture.run_between(multiply)
+            y = out + 1
+    assert capture.num_graphs == len(factors) + 1
+    now[:] = [factor + 1 for factor in factors]
+    x.fill_(3)
+    capture.replay()
+    expected = 4.0
+    for factor in now:
+        expected = expected * factor + 1
+    assert y.tolist() == [expected, expected]
+
+
+@given(st.integers(1, 600), st.integers(1, 4096))
+def test_buckets_hold_every_batch_and_waste_little(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    decodes, attention = decode_buckets(max_num_seqs), attention_buckets(max_num_seqs)
+    tokens = token_buckets(max_num_batched_tokens)
+    for buckets in (decodes, attention, tokens):
+        assert buckets == sorted(set(buckets)) and buckets[0] == 2
+    assert decodes[-1] == attention[-1] == max(2, max_num_seqs)
+    assert tokens[-1] == max(2, min(512, max_num_batched_tokens))
+    for size in range(1, max_num_seqs + 1):
+        bucket = bucket_for(size, decodes)
+        assert (
+            bucket is not None and bucket <= max(2, 2 * size, size + 32) and bucket_for(bucket, attention) is not None
+        )
+    assert bucket_for(max(2, max_num_seqs) + 1, decodes) is None
+
+
+@pytest.fixture
+def with_flex(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """An uncompiled engine whose attention is FlexAttention, which graphs need: the reference loops over requests."""
+    # Otherwise even an uncompiled call goes through Dynamo, which a recorder cannot look into.
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+    def make(mode: str | None, **arguments: Any) -> LLM:
+        llm = LLM(
+            str(tiny_model("llama")),
+            dtype="float32",
+            enforce_eager=True,
+            num_gpu_blocks_override=24,
+            block_size=16,
+            **arguments,
+        )
+        runner = llm.llm_engine.client.core.executor.worker.runner
+        config = runner.decoder.config
+        windows = list(dict.fromkeys(config.layer_windows))
+
+        def eager(name: str, function: Callable, rows: object, *args: object, **kwargs: object) -> Callable:
+            return function
+
+        runner._attention = FlexAttentionBackend(
+            eager, windows, config.softmax_scale, torch.float32, torch.device("cpu")
+        )
+        if mode is not None:
+            with torch.inference_mode():
+                runner.capture_graphs(mode, RecordedGraphs())
+        return llm
+
+    return make
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_the_same_with_graphs_and_every_step_takes_the_graph_it_should(
+    with_flex: Callable[..., LLM], mode: str
+) -> None:
+    choose = random.Random(0)
+    prompts = [{"prompt_token_ids": [choose.randrange(3, 200) for _ in range(choose.randint(1, 40))]} for _ in range(7)]
+    params = [
+        SamplingParams(temperature=temperature, seed=index, max_tokens=3 + index, ignore_eos=True)
+        for index, temperature in zip(range(7), itertools.cycle((0.0, 0.8)))
+    ]
+    limits = {"max_model_len": 64, "max_num_seqs": 5, "max_num_batched_tokens": 24}
+    with with_flex(None, **limits) as plain:
+        expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
+    with with_flex(mode, **limits) as llm:
+        runner = llm.llm_engine.client.core.executor.worker.runner
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
+        replays = runner.graphs.num_replays
+        assert {choice.kind for choice in replays} == (
+            {"full"} if mode == "full_decode" else {"piecewise"} if mode == "piecewise" else {"full", "piecewise"}
+        )
+        assert all(choice.num_tokens in runner.graphs.full_buckets for choice in replays if choice.kind == "full")
+        if mode != "full_decode":
+            assert sum(replays.values()) == llm.get_metrics().num_steps
+
+
+def test_inputs_that_moved_are_refused(with_flex: Callable[..., LLM]) -> None:
+    with with_flex("full_decode", max_model_len=64, max_num_seqs=4) as llm:
+        runner = llm.llm_engine.client.core.executor.worker.runner
+        runner.builder._token_ids = runner.builder._token_ids.clone()
+        with pytest.raises(RuntimeError, match="moved since it was captured"):
+            llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0.0, max_tokens=4))
