@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from minivllm.errors import ConfigError
 
@@ -22,6 +22,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 QUANTIZATIONS = ("int8", "int4", "fp8")
 POLICIES = ("fcfs", "priority")
+CUDA_GRAPH_MODES = get_args(CudaGraphMode)
 # Method of speculative decoding -> the keys of speculative_config that it has for itself.
 _SPECULATIVE_KEYS: dict[Any, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
@@ -128,6 +129,9 @@ class EngineArgs:
         GGUF file are kept where they have those bits already. None multiplies AWQ, GPTQ and fp8 checkpoints as they
         are, and a GGUF file dequantised to ``dtype``.
     enforce_eager: run the same code uncompiled.
+    cudagraph_mode: which steps replay CUDA graphs: "none", "piecewise" (all steps up to a few hundred tokens, attention
+        between the graphs), "full_decode" (steps of decodes alone, in one graph) or "full_and_piecewise"; None takes
+        the last on a GPU.
     hf_overrides: values that replace entries of the model's config.json.
     profile: directory that gets a trace of the first steps, with named ranges (see minivllm/profiling.py).
     multiprocess: run the engine core in a process of its own. In one process, which is the default, a debugger steps
@@ -159,6 +163,7 @@ class EngineArgs:
     quantization: str | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    cudagraph_mode: str | None = None
     scheduling_policy: str = "fcfs"
     hf_overrides: dict[str, Any] | None = None
     profile: str | None = None
@@ -178,6 +183,12 @@ class EngineArgs:
         if self.quantization is not None:
             _choice("quantization", self.quantization, QUANTIZATIONS)
         _choice("scheduling_policy", self.scheduling_policy, POLICIES)
+        if self.cudagraph_mode is not None:
+            _choice("cudagraph_mode", self.cudagraph_mode, CUDA_GRAPH_MODES)
+            if self.enforce_eager and self.cudagraph_mode != "none":
+                raise ConfigError(
+                    f"cudagraph_mode is {self.cudagraph_mode!r}, but enforce_eager asks for no graphs: set one of them."
+                )
         _at_least("max_model_len", self.max_model_len, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
@@ -266,6 +277,7 @@ class EngineConfig:
     device: Device
     seed: int
     enforce_eager: bool
+    cudagraph_mode: CudaGraphMode = "none"
     cache: CacheConfig
     scheduler: SchedulerConfig
     tokenizer: str | None = None

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from minivllm.config import (
+    CUDA_GRAPH_MODES,
     DEVICES,
     DTYPES,
     KV_CACHE_DTYPES,
@@ -76,6 +77,9 @@ class EngineOptions:
             "--enforce-eager/--no-enforce-eager",
         ),
     ] = False
+    cudagraph_mode: Annotated[
+        str | None, _option(f"Steps that replay CUDA graphs: {', '.join(CUDA_GRAPH_MODES)}. On a GPU the last one.")
+    ] = None
     scheduling_policy: Annotated[str, _option(f"{' or '.join(POLICIES)}.")] = "fcfs"
     hf_overrides: Annotated[
         str | None, _option("JSON object whose entries replace those of the model's config.json.", metavar="JSON")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from minivllm.config import (
     CacheConfig,
+    CudaGraphMode,
     Device,
     EngineArgs,
     EngineConfig,
@@ -77,6 +78,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
         device=device,
         seed=args.seed,
         enforce_eager=args.enforce_eager,
+        cudagraph_mode=resolve_graph_mode(args.cudagraph_mode, device, args.enforce_eager),
         cache=CacheConfig(
             block_size=args.block_size or DEFAULT_BLOCK_SIZE,
             num_blocks=args.num_gpu_blocks_override,
@@ -116,6 +118,19 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
         cache_dtype,
     )
     return config, decoder
+
+
+def resolve_graph_mode(mode: str | None, device: str, enforce_eager: bool) -> CudaGraphMode:
+    """What cudagraph_mode means on this device. Raises ConfigError."""
+    if device != "cuda":
+        if mode not in (None, "none"):
+            raise ConfigError(
+                f"cudagraph_mode is {mode!r}, but graphs need a CUDA device and this engine runs on a {device}."
+            )
+        return "none"
+    if mode is None:
+        return "none" if enforce_eager else "full_and_piecewise"
+    return cast(CudaGraphMode, mode)
 
 
 def resolve_speculation(values: dict[str, Any] | None, decoder: DecoderConfig) -> SpeculativeConfig | None:

@@ -31,7 +31,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(self, inputs: StepInputs, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:
-        """q [tokens, kv_heads, G, D] -> o of the same shape and dtype; rows past inputs.num_tokens are arbitrary.
+        """q [tokens, kv_heads, G, D] -> o of the same shape and dtype; rows past inputs.num_tokens are finite.
 
         The keys and values of this step are in the cache already. window: sliding window of the layer, if any.
         """
@@ -100,6 +100,8 @@ class FlexAttentionBackend(AttentionBackend):
             o[start:end] = self._attend_verify(verify, cache, window, q)
         if prefill is not None:
             o[end : inputs.num_tokens] = self._attend_prefill(prefill, cache, window, q)
+        # Padding tokens write to the null page, which must stay finite: 0 * NaN is NaN where a kernel only masks it.
+        o[inputs.num_tokens :] = 0
         return o
 
     def _attend_decode(self, tiles: DecodeTiles, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class ModelRunner:
             lora_slots = batch_adapters.lora_slots
         windows = list(dict.fromkeys(config.layer_windows))
         # The kernel that CUDA has for decode wants a fixed batch size; on a CPU one graph serves them all.
-        decode_batches = attention_buckets(limits.max_num_seqs) if device.type == "cuda" else []
+        self.decode_batches = attention_buckets(limits.max_num_seqs) if device.type == "cuda" else []
         self.builder = StepInputBuilder(
             self.batch,
             max_num_seqs=limits.max_num_seqs,
@@ -102,7 +102,7 @@ class ModelRunner:
             device=device,
             lora_slots=lora_slots,
             verify_size=limits.verify_size,
-            decode_batches=decode_batches,
+            decode_batches=self.decode_batches,
         )
         self.speculation: Speculation | None = None
         self.graphs: StepGraphs | None = None
@@ -116,7 +116,7 @@ class ModelRunner:
                 decoder.dtype,
                 device,
                 verifies=limits.verify_size > 0,
-                decode_batches=decode_batches,
+                decode_batches=self.decode_batches,
             )
         else:
             self._attention = GatherSdpaBackend(self.batch, config.softmax_scale)

@@ -16,7 +16,9 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +195,7 @@ class _PackagedRegion:
         for tensor, dynamic in self._tensors(args):
             tensors.append(tensor)
             shapes.append({dim: Dim.AUTO(min=2, max=MAX_ROWS) for dim in dynamic} or None)
-        with torch.inference_mode(False), torch.no_grad(), only_marked_sizes_are_dynamic():
+        with _tracing(), only_marked_sizes_are_dynamic():
             program = export(Region(), tuple(tensors), dynamic_shapes=(tuple(shapes),), strict=False)
         inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
         for node, shape in zip(inputs, shapes, strict=True):
@@ -278,10 +280,19 @@ def build_package(program: torch.export.ExportedProgram, directory: Path, key: s
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         path = Path(scratch) / "region.pt2"
-        with torch.inference_mode(False), torch.no_grad():
+        with _tracing():
             aoti_compile_and_package(program, package_path=str(path))
         # Several processes may build the same package: each replaces the other's by an equally good one.
         os.replace(path, directory / f"{key}-{_hash_of(path.read_bytes())}.pt2")
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    """Export and Inductor want ordinary tensors, and warn of what PyTorch does to itself."""
+    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 def find_package(directory: Path, key: str) -> Path | None:

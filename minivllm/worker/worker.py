@@ -26,6 +26,7 @@ from minivllm.quantization.choose import DeviceTraits, MethodChooser
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.worker.device_buffers import rounded_capacity
+from minivllm.worker.graph_capture import CudaGraphs
 from minivllm.worker.memory import cache_memory, return_freed_memory
 from minivllm.worker.model_runner import ModelRunner, RunnerLimits, allocate_caches, page_bytes
 from minivllm.worker.region_packages import PackagedRegionCompiler
@@ -163,6 +164,7 @@ class Worker:
             logger.info("Warmed up in %.1f s.", time.perf_counter() - started)
             if self.runner.speculation is not None and speculative is not None:
                 self._measure_verification(self.runner.speculation, speculative)
+        self.capture_graphs()
         if self.config.profile is not None:
             record_runner(self.runner)
 
@@ -173,7 +175,16 @@ class Worker:
             if self._compiler.finish_builds():
                 run_on_null_page(self.runner, counts)
             run_on_null_page(self.runner, [1])
+            for batch in self.runner.decode_batches:
+                run_on_null_page(self.runner, [1] * batch)
             self._compiler.freeze()
+
+    def capture_graphs(self) -> None:
+        """Capture what steps replay. To be called again whenever weights or caches have moved."""
+        mode = self.config.cudagraph_mode
+        if mode != "none":
+            self.runner.graphs = None
+            self.runner.capture_graphs(mode, CudaGraphs())
 
     def _measure_verification(self, speculation: Speculation, config: SpeculativeConfig) -> None:
         """Replace the assumed cost of verifying drafts by a measured one, unless the user gave it."""
@@ -254,6 +265,7 @@ class Worker:
         limits = self.runner.limits
         self.runner.caches.extend(allocate_caches(self._decoder, limits.num_pages, limits.page_size))
         self._sleep_level = 0
+        self.capture_graphs()
 
     def take_weights_from(self, directory: str | None) -> None:
         """Load the weights from a directory of safetensors files from now on; those that are loaded stay.

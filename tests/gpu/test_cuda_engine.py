@@ -77,6 +77,31 @@ def test_compiled_equals_uncompiled_in_float32(config_directory: Path) -> None:
         assert greedy(llm, prompts) == expected, "chunked and preempted"
 
 
+@pytest.mark.parametrize("mode", ["none", "piecewise", "full_decode", "full_and_piecewise"])
+def test_every_graph_mode_gives_the_tokens_of_uncompiled(config_directory: Path, mode: str) -> None:
+    torch.set_float32_matmul_precision("highest")
+    prompts = random_prompts(9)
+    with make_llm(config_directory, dtype="float32", enforce_eager=True) as llm:
+        expected = greedy(llm, prompts)
+    limits = {"max_num_seqs": 9, "max_num_batched_tokens": 200}
+    with make_llm(config_directory, dtype="float32", cudagraph_mode=mode, **limits) as llm:
+        assert greedy(llm, prompts) == expected
+        graphs = llm.llm_engine.client.core.executor.worker.runner.graphs
+        kinds = set() if graphs is None else {choice.kind for choice in graphs.num_replays}
+        assert kinds == {name for name in ("full", "piecewise") if name in mode}
+        assert llm.llm_engine.client.core.num_recompilations() == 0
+
+
+def test_graphs_are_captured_anew_after_a_sleep(config_directory: Path) -> None:
+    torch.set_float32_matmul_precision("highest")
+    prompts = random_prompts(5)
+    with make_llm(config_directory, dtype="float32", max_num_seqs=8) as llm:
+        expected = greedy(llm, prompts)
+        llm.sleep(1)
+        llm.wake_up()
+        assert greedy(llm, prompts) == expected
+
+
 def test_compiled_bfloat16_stays_close_to_uncompiled(config_directory: Path) -> None:
     """Rounding may turn a near tie, after which texts differ: most first tokens must be the same."""
     prompts = random_prompts(16)
