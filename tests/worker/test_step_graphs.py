@@ -14,6 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import kernels_triton_free.attention
+import minivllm.worker.attention_backend
+from kernels_triton_free.attention import TileLists
 from minivllm import LLM, SamplingParams
 from minivllm.config import CudaGraphMode
 from minivllm.worker.attention_backend import FlexAttentionBackend
@@ -93,21 +96,45 @@ def test_buckets_hold_every_batch_and_waste_little(max_num_seqs: int, max_num_ba
     assert bucket_for(max(2, max_num_seqs) + 1, decodes) is None
 
 
-@pytest.fixture
-def with_flex(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    """An uncompiled engine whose attention is FlexAttention, which graphs need: the reference loops over requests."""
-    # Otherwise even an uncompiled call goes through Dynamo, which a recorder cannot look into.
-    monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+def listed_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lists: TileLists,
+    q_position: Tensor,
+    kv_position: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    **unused: object,
+) -> Tensor:
+    """What compiled FlexAttention computes, in plain operations: the listed pages, masked by position. (Uncompiled
+    FlexAttention asks the mask alone and would look into the pages of other requests.)"""
+    assert window is None
+    tiles, heads, rows, _ = q.shape
+    pages, page_size = k_cache.shape[:2]
+    listed = torch.zeros(tiles, pages, dtype=torch.int32)
+    for count, indices in ((lists.partial_count, lists.partial_pages), (lists.full_count, lists.full_pages)):
+        assert count is not None and indices is not None
+        is_used = torch.arange(indices.shape[-1]) < count[:, :, 0]
+        listed.scatter_add_(1, indices[:, 0, 0].long(), is_used.int())
+    group = rows // q_position.shape[1]
+    position = q_position[:tiles].repeat_interleave(group, 1)[:, :, None]
+    visible = (listed > 0).repeat_interleave(page_size, 1)[:, None] & (kv_position[: pages * page_size] <= position)
+    k, v = (cache.reshape(-1, heads, q.shape[-1]).transpose(0, 1) for cache in (k_cache, v_cache))
+    scores = (q @ k.transpose(1, 2) * scale).masked_fill(~visible[:, None], -torch.inf)
+    return torch.nan_to_num(scores.softmax(-1)) @ v
 
-    def make(mode: str | None, **arguments: Any) -> LLM:
-        llm = LLM(
-            str(tiny_model("llama")),
-            dtype="float32",
-            enforce_eager=True,
-            num_gpu_blocks_override=24,
-            block_size=16,
-            **arguments,
-        )
+
+@pytest.fixture
+def with_graphs(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """An uncompiled engine with graphs. Its attention reads the lists of pages as on a GPU: the usual reference loops
+    over requests in Python, which no graph can repeat."""
+    for module in (kernels_triton_free.attention, minivllm.worker.attention_backend):
+        monkeypatch.setattr(module, "paged_flex_attention", listed_attention)
+
+    def make(mode: str, **arguments: Any) -> LLM:
+        llm = tiny_llm(tiny_model("llama"), **arguments)
         runner = llm.llm_engine.client.core.executor.worker.runner
         config = runner.decoder.config
         windows = list(dict.fromkeys(config.layer_windows))
@@ -118,17 +145,20 @@ def with_flex(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) 
         runner._attention = FlexAttentionBackend(
             eager, windows, config.softmax_scale, torch.float32, torch.device("cpu")
         )
-        if mode is not None:
-            with torch.inference_mode():
-                runner.capture_graphs(mode, RecordedGraphs())
+        with torch.inference_mode():
+            runner.capture_graphs(mode, RecordedGraphs())
         return llm
 
     return make
 
 
+def tiny_llm(model: Path, **arguments: Any) -> LLM:
+    return LLM(str(model), dtype="float32", enforce_eager=True, num_gpu_blocks_override=24, block_size=16, **arguments)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_are_the_same_with_graphs_and_every_step_takes_the_graph_it_should(
-    with_flex: Callable[..., LLM], mode: str
+    with_graphs: Callable[..., LLM], tiny_model: Callable[..., Path], mode: str
 ) -> None:
     choose = random.Random(0)
     prompts = [{"prompt_token_ids": [choose.randrange(3, 200) for _ in range(choose.randint(1, 40))]} for _ in range(7)]
@@ -137,9 +167,9 @@ def test_tokens_are_the_same_with_graphs_and_every_step_takes_the_graph_it_shoul
         for index, temperature in zip(range(7), itertools.cycle((0.0, 0.8)))
     ]
     limits = {"max_model_len": 64, "max_num_seqs": 5, "max_num_batched_tokens": 24}
-    with with_flex(None, **limits) as plain:
+    with tiny_llm(tiny_model("llama"), **limits) as plain:
         expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
-    with with_flex(mode, **limits) as llm:
+    with with_graphs(mode, **limits) as llm:
         runner = llm.llm_engine.client.core.executor.worker.runner
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
         replays = runner.graphs.num_replays
@@ -151,8 +181,8 @@ def test_tokens_are_the_same_with_graphs_and_every_step_takes_the_graph_it_shoul
             assert sum(replays.values()) == llm.get_metrics().num_steps
 
 
-def test_inputs_that_moved_are_refused(with_flex: Callable[..., LLM]) -> None:
-    with with_flex("full_decode", max_model_len=64, max_num_seqs=4) as llm:
+def test_inputs_that_moved_are_refused(with_graphs: Callable[..., LLM]) -> None:
+    with with_graphs("full_decode", max_model_len=64, max_num_seqs=4) as llm:
         runner = llm.llm_engine.client.core.executor.worker.runner
         runner.builder._token_ids = runner.builder._token_ids.clone()
         with pytest.raises(RuntimeError, match="moved since it was captured"):
