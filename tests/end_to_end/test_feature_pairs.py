@@ -1,0 +1,321 @@
+"""Any two features together give what they should: every pair, generated from the list of features.
+
+Some features change the answer (a structure, an adapter, penalties, …), others must not (guessing ahead, chunks,
+preemption, …). Both of a pair are switched on, and the answer is compared with that of an engine which has only the
+former ones, token for token, and its log-probabilities within rounding. A feature that was not at work in its case
+proves nothing, so each brings evidence, which is checked too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "lora"))
+
+from lora_adapters import random_adapter
+from parity_reference import BLOCK_SIZE, random_prompts, tiny_llm
+
+from minivllm import LLM, LoRARequest, RequestOutput, SamplingParams
+from minivllm.errors import RequestError
+from minivllm.messages import SchedulerStats
+
+TinyModel = Callable[..., Path]
+
+MAX_TOKENS = 16
+_WORDS = random_prompts((7, 9, 6), seed=21)
+# Repeated beginnings give lookups something to find; all are longer than the small budget, none ends with a block.
+PROMPTS = [_WORDS[0] * 3, _WORDS[1] * 2, _WORDS[2] * 2 + _WORDS[0], _WORDS[0] * 2 + _WORDS[1]]
+PRIORITIES = [3, 0, 2, 1]
+ADAPTED = [True, False, True, False]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an engine made of the requests. before, after: its counters."""
+
+    outputs: list[RequestOutput]
+    before: SchedulerStats
+    after: SchedulerStats
+
+    def counted(self, name: str) -> int:
+        """By how much a counter grew."""
+        return int(getattr(self.after, name) - getattr(self.before, name))
+
+    @property
+    def completions(self) -> list[Any]:
+        return [completion for output in self.outputs for completion in output.outputs]
+
+    @property
+    def texts(self) -> list[str]:
+        return [completion.text for completion in self.completions]
+
+
+def always(run: Run) -> bool:
+    """Evidence of features that the engine cannot leave out: that they change the answer has a test of its own."""
+    return True
+
+
+@dataclass(frozen=True)
+class Feature:
+    """engine, params: settings that switch it on. changes_answer: if so, the reference has it too. is_at_work:
+    evidence of it in a run. uses_adapters, uses_priorities: the requests bring them. is_seen_before: they run twice,
+    and the second time counts."""
+
+    name: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
+    changes_answer: bool = False
+    is_at_work: Callable[[Run], bool] = always
+    uses_adapters: bool = False
+    uses_priorities: bool = False
+    is_seen_before: bool = False
+
+
+def speculation(method: str, is_seen_before: bool = False, **settings: Any) -> Feature:
+    """A drafter that is always asked."""
+    config = {"method": method, "verification_cost": 0.0, **settings}
+    return Feature(
+        method,
+        {"speculative_config": config},
+        is_at_work=lambda run: run.counted("num_draft_tokens") > 0,
+        is_seen_before=is_seen_before,
+    )
+
+
+PERFORMANCE = (
+    speculation("ngram", prompt_lookup_min=1),
+    speculation("suffix", is_seen_before=True),
+    speculation("early_exit", num_layers=2, num_speculative_tokens=3),
+    Feature("chunks", {"max_num_batched_tokens": 7}, is_at_work=lambda run: run.counted("num_steps") > MAX_TOKENS),
+    Feature(
+        "prefix cache",
+        {"enable_prefix_caching": True},
+        # Whoever wants log-probabilities of the prompt has to compute it.
+        is_at_work=lambda run: (
+            run.counted("prefix_cache_hit_tokens") >= BLOCK_SIZE or run.outputs[0].prompt_logprobs is not None
+        ),
+        is_seen_before=True,
+    ),
+    Feature("priority", {"scheduling_policy": "priority", "max_num_seqs": 2}, uses_priorities=True),
+    Feature(
+        "preemption", {"num_gpu_blocks_override": 1 + 8}, is_at_work=lambda run: run.counted("num_preemptions") > 0
+    ),
+    Feature("process", {"multiprocess": True}),
+)
+ANSWERS = (
+    Feature("quantised", {"quantization": "int8"}, changes_answer=True),
+    Feature("adapter", {"enable_lora": True, "max_loras": 2}, uses_adapters=True, changes_answer=True),
+    Feature(
+        "structure",
+        params={"structured_outputs": {"regex": r"\((one two|[a-z]+[0-9]) three [a-z ]{30}\)"}},
+        changes_answer=True,
+        is_at_work=lambda run: all(text.startswith("(") for text in run.texts),
+    ),
+    Feature(
+        "n",
+        params={"n": 3, "temperature": 0.9, "seed": 5},
+        changes_answer=True,
+        is_at_work=lambda run: len({tuple(c.token_ids) for c in run.completions}) > len(PROMPTS),
+    ),
+    Feature(
+        "top-p",
+        params={"temperature": 1.1, "seed": 6, "top_p": 0.9, "top_k": 60, "min_p": 0.001},
+        changes_answer=True,
+    ),
+    Feature(
+        "penalties",
+        params={"repetition_penalty": 1.1, "presence_penalty": 0.3, "frequency_penalty": 0.2},
+        changes_answer=True,
+    ),
+    Feature(
+        "constraints",
+        params={"logit_bias": {40: 3.0, 41: -50.0}, "bad_words": ["requ", "en", "a b"], "min_tokens": 6},
+        changes_answer=True,
+    ),
+    Feature(
+        "logprobs",
+        params={"logprobs": 3},
+        changes_answer=True,
+        is_at_work=lambda run: all(len(c.logprobs) == len(c.token_ids) for c in run.completions),
+    ),
+    Feature(
+        "prompt logprobs",
+        params={"prompt_logprobs": 2},
+        changes_answer=True,
+        is_at_work=lambda run: all(len(o.prompt_logprobs or []) == len(o.prompt_token_ids) for o in run.outputs),
+    ),
+    Feature(
+        "thinking budget",
+        params={"thinking_budget": 4},
+        changes_answer=True,
+        is_at_work=lambda run: any("</think>" in text for text in run.texts),
+    ),
+)
+FEATURES = (*PERFORMANCE, *ANSWERS)
+
+CONTRADICTIONS = {frozenset({"structure", "thinking budget"}): "thinking_budget and structured_outputs contradict"}
+"""Pairs that are refused, and with which words."""
+
+Pair = tuple[Feature, Feature]
+
+
+def is_one_choice(pair: Pair) -> bool:
+    """True for two values of one engine setting, of which an engine has one: those are no pair."""
+    first, second = pair
+    return any(second.engine.get(name, value) != value for name, value in first.engine.items())
+
+
+def names(pair: Pair) -> frozenset[str]:
+    return frozenset(feature.name for feature in pair)
+
+
+def engine_settings(features: Sequence[Feature]) -> dict[str, Any]:
+    merged: dict[str, Any] = {"enable_prefix_caching": False}
+    for feature in features:
+        merged.update(feature.engine)
+    return merged
+
+
+ALL_PAIRS: list[Pair] = [pair for pair in itertools.combinations(FEATURES, 2) if not is_one_choice(pair)]
+
+
+def cases() -> list[Any]:
+    """Every pair; a third of them runs by default. Those that share an engine stand side by side."""
+    served = [pair for pair in ALL_PAIRS if names(pair) not in CONTRADICTIONS]
+    marked = [(pair, [] if index % 3 == 0 else [pytest.mark.slow]) for index, pair in enumerate(served)]
+    marked.sort(key=lambda entry: json.dumps(engine_settings(entry[0]), sort_keys=True))
+    return [pytest.param(pair, marks=marks, id=" with ".join(f.name for f in pair)) for pair, marks in marked]
+
+
+class Engines:
+    """Engines by their settings; few are open at a time."""
+
+    def __init__(self, model: Path, adapter: LoRARequest, capacity: int) -> None:
+        self._model, self._adapter, self._capacity = model, adapter, capacity
+        self._open: dict[str, LLM] = {}
+
+    def run(self, features: Sequence[Feature]) -> Run:
+        """Run all requests with these features on."""
+        llm = self._engine(engine_settings(features))
+        params: dict[str, Any] = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
+        for feature in features:
+            params.update(feature.params)
+        adapters = [self._adapter if adapted else None for adapted in ADAPTED]
+        asked: dict[str, Any] = {"sampling_params": SamplingParams(**params), "use_tqdm": False}
+        if any(feature.uses_adapters for feature in features):
+            asked["lora_request"] = adapters
+        if any(feature.uses_priorities for feature in features):
+            asked["priority"] = PRIORITIES
+        thinking = llm.get_tokenizer().encode("<think>", add_special_tokens=False)
+        prompts = [{"prompt_token_ids": [*prompt, *thinking]} for prompt in PROMPTS]
+        assert llm.reset_prefix_cache()
+        if any(feature.is_seen_before for feature in features):
+            llm.generate(prompts, **asked)
+        before = llm.get_metrics()
+        outputs = llm.generate(prompts, **asked)
+        assert llm.reset_prefix_cache(), "a request left blocks behind"
+        return Run(outputs, before, llm.get_metrics())
+
+    def close(self) -> None:
+        for llm in self._open.values():
+            llm.close()
+
+    def _engine(self, settings: dict[str, Any]) -> LLM:
+        key = json.dumps(settings, sort_keys=True)
+        if key not in self._open:
+            if len(self._open) == self._capacity:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[key] = tiny_llm(self._model, **{"max_model_len": 64, "num_gpu_blocks_override": 65, **settings})
+        return self._open[key]
+
+
+class Reference:
+    """What engines without the features that must not change the answer say; every answer is computed once."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+        self._answers: dict[frozenset[str], list[RequestOutput]] = {}
+
+    def answer(self, features: Sequence[Feature]) -> list[RequestOutput]:
+        wanted = [feature for feature in features if feature.changes_answer]
+        key = frozenset(feature.name for feature in wanted)
+        if key not in self._answers:
+            self._answers[key] = self._engines.run(wanted).outputs
+        return self._answers[key]
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
+    return random_adapter(tmp_path_factory.mktemp("adapters") / "adapter", tiny_model("llama"), rank=8)
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_model: TinyModel, adapter: LoRARequest) -> Iterator[Engines]:
+    opened = Engines(tiny_model("llama"), adapter, capacity=1)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: TinyModel, adapter: LoRARequest) -> Iterator[Reference]:
+    opened = Engines(tiny_model("llama"), adapter, capacity=4)
+    yield Reference(opened)
+    opened.close()
+
+
+def shown(outputs: list[RequestOutput]) -> list[Any]:
+    """Everything that is equal in equal answers, but for the values of log-probabilities."""
+    return [
+        (
+            [(list(c.token_ids), c.text, c.finish_reason, c.stop_reason) for c in output.outputs],
+            [[entry and list(entry) for entry in entries or []] for entries in logprob_maps(output)],
+            output.error,
+        )
+        for output in outputs
+    ]
+
+
+def logprob_maps(output: RequestOutput) -> list[Any]:
+    return [output.prompt_logprobs, *(completion.logprobs for completion in output.outputs)]
+
+
+def logprob_values(outputs: list[RequestOutput]) -> list[float]:
+    entries = [entry for o in outputs for entries in logprob_maps(o) for entry in entries or [] if entry is not None]
+    return [value.logprob for entry in entries for value in entry.values()]
+
+
+@pytest.mark.parametrize("pair", cases())
+def test_a_pair_of_features_gives_the_answer_of_the_plain_engine(
+    engines: Engines, reference: Reference, pair: Pair
+) -> None:
+    run, expected = engines.run(pair), reference.answer(pair)
+    assert shown(run.outputs) == shown(expected)
+    assert logprob_values(run.outputs) == pytest.approx(logprob_values(expected), abs=1e-4)
+    for feature in pair:
+        assert feature.is_at_work(run), f"{feature.name} was not at work"
+
+
+@pytest.mark.parametrize("feature", ANSWERS, ids=lambda feature: feature.name)
+def test_a_feature_that_changes_answers_changes_this_one(reference: Reference, feature: Feature) -> None:
+    assert shown(reference.answer([feature])) != shown(reference.answer([]))
+
+
+@pytest.mark.parametrize("pair", [pair for pair in ALL_PAIRS if names(pair) in CONTRADICTIONS], ids=str)
+def test_a_pair_that_contradicts_itself_is_refused_with_a_sentence(engines: Engines, pair: Pair) -> None:
+    with pytest.raises(RequestError, match=CONTRADICTIONS[names(pair)]):
+        engines.run(pair)
+
+
+def test_every_two_features_are_a_pair_a_contradiction_or_one_choice() -> None:
+    left_out = [names(pair) for pair in itertools.combinations(FEATURES, 2) if is_one_choice(pair)]
+    drafters = {feature.name for feature in FEATURES if "speculative_config" in feature.engine}
+    assert {*left_out} == {frozenset(pair) for pair in itertools.combinations(drafters, 2)}
+    assert {*map(names, ALL_PAIRS)} >= set(CONTRADICTIONS)
