@@ -150,7 +150,9 @@ class ServerRun:
 def listen(settings: ServerSettings) -> socket.socket:
     """The listening socket, bound before a model is loaded for nothing. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # The event loop sends small frames at once (TCP_NODELAY) only on sockets that say they are TCP; without that, every
+    # token of a stream may wait 40 ms for the acknowledgement of the one before.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))

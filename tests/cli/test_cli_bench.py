@@ -194,7 +194,9 @@ def test_timed_arrivals_follow_one_another_on_a_real_side(tiny_model: Callable[.
         first, second, refused, late = answer.records
         assert first.token_ids == second.token_ids and len(first.times) == 4
         assert second.arrival >= first.times[-1] + 0.01
-        assert refused.error is not None and refused.error.startswith("RequestError: ") and refused.token_ids == []
+        assert (
+            refused.error is not None and refused.error.startswith("ContextLengthError: ") and refused.token_ids == []
+        )
         assert late.arrival == 0.02 and late.times[0] >= 0.02 and len(late.token_ids) == 1
         assert set(answer.counters) == {"kv_peak", "cache_hit_rate", "preemptions"}
         assert side.run([Task([5, 6, 7], 4)]).records[0].token_ids == first.token_ids

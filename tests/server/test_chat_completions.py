@@ -17,9 +17,7 @@ def test_the_answer_is_the_models_text_and_tokens_are_counted(client: openai.Ope
     answer = client.chat.completions.create(model="scripted", messages=say("Hello, you."))
     [choice] = answer.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Hello, you.", "stop")
-    [request] = [
-        request for request in server.core.admitted if request.request_id == server.core.admitted[-1].request_id
-    ]
+    request = server.core.admitted[-1]
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(request.prompt_token_ids)
     assert answer.usage.completion_tokens == len(server.core.script(request))

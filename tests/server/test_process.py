@@ -84,6 +84,7 @@ def test_greedy_answers_equal_the_offline_engine_and_sigterm_ends_it_with_0(
     assert command.process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_sigterm_aborts_what_does_not_finish_with_an_error_chunk(start: Callable[..., Command]) -> None:
     command = start("--drain-timeout", "0")
     with command.client() as client:

@@ -55,7 +55,7 @@ def run_schemathesis(server: ServedCore, directory: Path, *flags: str) -> tuple[
     for line in report.read_text().splitlines():
         event = json.loads(line).get("ScenarioFinished")
         if event is not None:
-            num_cases += len(event["recorder"]["cases"])
+            num_cases += len(event["recorder"].get("cases", ()))  # an operation without examples has none
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=GOOD, headers={"authorization": f"Bearer {KEY}"})
     assert answer.json()["choices"][0]["message"]["content"] == "fine"
     assert not server.core.running

@@ -192,3 +192,13 @@ def test_what_does_not_finish_in_time_ends_with_an_error_frame(slow: ServedCore)
     error = json.loads(body.split(b"\n\n")[-3][6:])["error"]
     assert error["code"] == "shutting_down"
     slow.wait_until(lambda: not slow.core.running)
+
+
+def test_every_frame_is_sent_at_once(server: ServedCore) -> None:
+    """Without TCP_NODELAY, frames wait for the acknowledgement of the one before, 40 ms on most systems."""
+    with post(server, "/v1/chat/completions", chat(LONG, stream=True)):
+        state = server.run._server.server_state
+        server.wait_until(lambda: bool(state.connections))
+        for connection in list(state.connections):
+            accepted = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

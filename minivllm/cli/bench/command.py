@@ -9,6 +9,7 @@ from minivllm.cli.bench.compare import compare
 from minivllm.cli.bench.model import model
 from minivllm.cli.bench.overhead import overhead
 from minivllm.cli.bench.roofline import roofline
+from minivllm.cli.bench.serve import serve
 from minivllm.cli.bench.startup import startup
 from minivllm.cli.bench.workload_commands import latency, sweep, throughput
 
@@ -17,5 +18,5 @@ bench = typer.Typer(
     rich_markup_mode=None,
     help="Measure speed: medians of repetitions, engines in turn, same token ids.",
 )
-for command in (model, latency, throughput, sweep, startup, roofline, attention, overhead, compare):
+for command in (model, latency, throughput, sweep, serve, startup, roofline, attention, overhead, compare):
     bench.command(command.__name__)(command)

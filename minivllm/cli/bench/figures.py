@@ -87,9 +87,12 @@ def resource_figures(answers: Sequence[Answer]) -> list[Figure]:
         samples = [answer.counters[name] for answer in answers if name in answer.counters]
         if samples:
             figures.append(Figure(metric, unit, "neither", samples))
-    errors = Counter(
-        record.error.partition(":")[0] for answer in answers for record in answer.records if record.error is not None
-    )
-    figures.append(Figure("errors", "count", "lower", [float(sum(errors.values()))]))
+    return figures + error_figures([record for answer in answers for record in answer.records])
+
+
+def error_figures(records: Sequence[Record]) -> list[Figure]:
+    """How many requests failed, and how many of each class."""
+    errors = Counter(record.error.partition(":")[0] for record in records if record.error is not None)
+    figures = [Figure("errors", "count", "lower", [float(sum(errors.values()))])]
     figures += [Figure(f"errors: {name}", "count", "lower", [float(count)]) for name, count in errors.items()]
     return figures

@@ -1,0 +1,219 @@
+"""``minivllm bench serve``: what clients of an OpenAI-compatible server experience under load."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, cast
+
+import typer
+
+from minivllm.cli.bench.arrivals import FORMS as ARRIVAL_FORMS
+from minivllm.cli.bench.arrivals import arrive
+from minivllm.cli.bench.figures import (
+    Figure,
+    error_figures,
+    latency_figures,
+    time_per_output_token,
+    time_to_first_token,
+)
+from minivllm.cli.bench.report import Measurement, OutputOptions, make_report, publish
+from minivllm.cli.bench.served_requests import Endpoint, LoadGenerator, ServedRecord, Target
+from minivllm.cli.bench.workload_commands import WORKLOAD_HELP
+from minivllm.cli.bench.workloads import make_workload
+from minivllm.cli.option_groups import with_option_groups
+from minivllm.errors import ConfigError, ModelError
+
+NUM_WARMUP_REQUESTS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What is sent, and when."""
+
+    workload: Annotated[str, typer.Option(help=WORKLOAD_HELP)] = "random:64:32:256"
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="Closed loop: requests at a time; the next is sent when one ends. [default: 8]"),
+    ] = None
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            help="Open loop, in place of --concurrency: " + "; ".join(f"{a} ({b})" for a, b in ARRIVAL_FORMS.items())
+        ),
+    ] = None
+    slo: Annotated[
+        str | None,
+        typer.Option(help="Limits in ms that a request must keep to count for goodput, such as ttft:500,tpot:50."),
+    ] = None
+    cancel_rate: Annotated[float, typer.Option(min=0, max=1, help="Share of requests whose client leaves early.")] = 0.0
+    vocab_size: Annotated[int, typer.Option(min=1, help="Prompts are random token ids below this.")] = 1000
+    seed: Annotated[int, typer.Option(help="Of lengths, contents, arrivals and cancellations.")] = 0
+
+
+@with_option_groups
+def serve(
+    load: LoadOptions,
+    output: OutputOptions,
+    url: Annotated[str, typer.Option(help="Where the server's /v1 is.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Name to ask for. [default: the first of /v1/models]")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Bearer key.", envvar="MINIVLLM_API_KEY")] = None,
+    endpoint: Annotated[
+        str, typer.Option(help="completions sends token ids; chat sends a word for each, for servers without ids.")
+    ] = "completions",
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for full lengths; not every server knows ignore_eos.")] = True,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds without a byte that end a request.")] = 600.0,
+) -> None:
+    """Measure an OpenAI-compatible server under load: TTFT, TPOT, ITL, E2E, rates, goodput, errors by class.
+
+    TTFT counts from the moment a request was due, not from when it could be sent. Tokens are counted by the server's
+    own usage, for a chunk is not a token. A request that failed counts as failed, and for nothing else.
+
+    Example: minivllm bench serve --url http://127.0.0.1:8000 --arrivals poisson:2 --slo ttft:500,tpot:50
+    """
+    if importlib.util.find_spec("httpx") is None:
+        raise ConfigError("bench serve needs httpx: pip install 'minivllm[bench]'.")
+    if endpoint not in ("completions", "chat"):
+        raise ConfigError(f"--endpoint is {endpoint!r}, but must be completions or chat.")
+    if load.concurrency is not None and load.arrivals is not None:
+        raise ConfigError(
+            "--concurrency (closed loop) and --arrivals (open loop) exclude each other: give one of them."
+        )
+    slo = parse_slo(load.slo)
+    target = Target(
+        url=server_root(url),
+        endpoint=cast(Endpoint, endpoint),
+        model=model,
+        api_key=api_key,
+        ignore_eos=ignore_eos,
+        timeout=timeout,
+    )
+    concurrency = None if load.arrivals is not None else load.concurrency or 8
+    workload = make_workload(load.workload, load.vocab_size, load.seed)
+    if load.arrivals is not None:
+        workload = arrive(workload, load.arrivals, load.seed)
+    target = replace(target, model=find_model(target))
+    warmup = make_workload(load.workload, load.vocab_size, load.seed, repetition=-1).tasks[:NUM_WARMUP_REQUESTS]
+    warmup = [replace(task, arrival=0.0, after=None) for task in warmup]
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(f"{len(workload.tasks)} requests", total=len(workload.tasks))
+        generator = LoadGenerator(
+            target,
+            concurrency=concurrency,
+            cancel_rate=load.cancel_rate,
+            seed=load.seed,
+            on_end=lambda: progress.advance(bar),
+        )
+        asyncio.run(LoadGenerator(target, concurrency=1).run(warmup))
+        records, seconds = asyncio.run(generator.run(workload.tasks))
+    case = f"{load.workload}, {load.arrivals or f'{concurrency} at a time'}"
+    measurements = [
+        Measurement(
+            case=case, side=target.model or "server", metric=one.metric, unit=one.unit, better=one.better,
+            samples=one.samples,
+        )
+        for one in served_figures(records, seconds, slo)
+    ]  # fmt: skip
+    configuration = {
+        **asdict(load),
+        "concurrency": concurrency,
+        "target": {name: value for name, value in asdict(target).items() if name != "api_key"},
+        "num_requests": len(records),
+        "seconds": seconds,
+    }
+    publish(make_report("serve", configuration, measurements, notes=notes_on(records)), output)
+
+
+def parse_slo(text: str | None) -> dict[str, float]:
+    """ "ttft:500,tpot:50" -> limits [ms]. Raises ConfigError."""
+    limits: dict[str, float] = {}
+    for part in text.split(",") if text else ():
+        name, _, value = part.partition(":")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            limits[name] = 0.0
+        if name not in ("ttft", "tpot", "e2e") or not 0 < limits[name] < float("inf"):
+            raise ConfigError(f"--slo is {text!r}, but must be limits in ms of ttft, tpot or e2e: ttft:500,tpot:50.")
+    return limits
+
+
+def server_root(url: str) -> str:
+    """The URL without a /v1 that many people put behind it. Raises ConfigError for what is no http URL."""
+    root = url.rstrip("/").removesuffix("/v1")
+    if not root.startswith(("http://", "https://")):
+        raise ConfigError(f"--url is {url!r}, but must be like http://127.0.0.1:8000.")
+    return root
+
+
+def find_model(target: Target) -> str:
+    """The name to ask for: the given one, or the first that the server lists. Raises ModelError without an answer."""
+    if target.model is not None:
+        return target.model
+    import httpx
+
+    try:
+        answer = httpx.get(f"{target.url}/v1/models", headers=target.headers(), timeout=30, trust_env=False)
+        answer.raise_for_status()
+        return str(answer.json()["data"][0]["id"])
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        advice = "give its key with --api-key" if status == 401 else "name the model with --model"
+        raise ModelError(f"{target.url}/v1/models answers {status}: {advice}.") from None
+    except httpx.HTTPError as error:
+        raise ModelError(f"There is no server at {target.url} ({type(error).__name__}): start one first.") from None
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise ModelError(f"{target.url}/v1/models is no list of models: name one with --model.") from None
+
+
+def served_figures(records: Sequence[ServedRecord], seconds: float, slo: dict[str, float]) -> list[Figure]:
+    """Latencies and rates of the requests that succeeded, goodput under ``slo`` [ms], errors by class.
+
+    Requests that were cancelled on purpose are counted, and stand for nothing else.
+    """
+    asked = [record for record in records if not record.cancelled]
+    good = [record for record in asked if record.error is None]
+    num_output, num_prompt = sum(len(r.times) for r in good), sum(r.num_prompt_tokens for r in good)
+    figures = [
+        *latency_figures(good),
+        Figure("requests", "req/s", "higher", [len(good) / seconds]),
+        Figure("output", "tok/s", "higher", [num_output / seconds]),
+        Figure("prompt and output", "tok/s", "higher", [(num_prompt + num_output) / seconds]),
+    ]
+    if slo:
+        kept = sum(keeps(record, slo) for record in good)
+        figures.append(Figure("goodput", "req/s", "higher", [kept / seconds]))
+        figures.append(Figure("within the SLO", "share", "higher", [kept / len(asked)] if asked else []))
+    if len(asked) < len(records):
+        figures.append(Figure("cancelled", "count", "neither", [float(len(records) - len(asked))]))
+    return figures + error_figures(records)
+
+
+def keeps(record: ServedRecord, slo: dict[str, float]) -> bool:
+    """True if a request that succeeded stayed within every limit [ms]."""
+    if not record.times:
+        return False
+    found = {"ttft": time_to_first_token(record), "e2e": record.times[-1] - record.arrival}
+    found["tpot"] = time_per_output_token(record) if len(record.times) > 1 else 0.0
+    return all(1e3 * found[name] <= limit for name, limit in slo.items())
+
+
+def notes_on(records: Sequence[ServedRecord]) -> list[str]:
+    """What the figures do not say: a sentence of every class of error, and chunks that are not tokens."""
+    notes = []
+    examples = {record.error.partition(":")[0]: record.error for record in records if record.error is not None}
+    counts = Counter(record.error.partition(":")[0] for record in records if record.error is not None)
+    notes += [f"{counts[name]} × {error}" for name, error in examples.items()]
+    good = [record for record in records if record.error is None and not record.cancelled]
+    num_tokens, num_chunks = sum(len(r.times) for r in good), sum(r.num_chunks for r in good)
+    if num_chunks and num_tokens != num_chunks:
+        notes.append(f"{num_tokens:,} tokens came in {num_chunks:,} chunks: ITL shares each gap among its tokens.")
+    return notes
