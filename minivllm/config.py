@@ -129,6 +129,8 @@ class EngineArgs:
         GGUF file are kept where they have those bits already. None multiplies AWQ, GPTQ and fp8 checkpoints as they
         are, and a GGUF file dequantised to ``dtype``.
     enforce_eager: run the same code uncompiled.
+    compile_in_background: on a CPU, start to answer uncompiled, and change over when everything is compiled. The
+        tokens are the same but for rounding: float32 gives the same ones. None means that only ``minivllm chat`` does.
     cudagraph_mode: which steps replay CUDA graphs: "none", "piecewise" (all steps up to a few hundred tokens, attention
         between the graphs), "full_decode" (steps of decodes alone, in one graph) or "full_and_piecewise"; None takes
         the last on a GPU.
@@ -163,6 +165,7 @@ class EngineArgs:
     quantization: str | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    compile_in_background: bool | None = None
     cudagraph_mode: str | None = None
     scheduling_policy: str = "fcfs"
     hf_overrides: dict[str, Any] | None = None
@@ -218,6 +221,8 @@ class EngineArgs:
             )
         if self.speculative_config is not None:
             SpeculativeConfig.from_dict(self.speculative_config)
+            if self.compile_in_background:
+                raise ConfigError("compile_in_background does not go with speculative_config: set only one of them.")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
@@ -277,6 +282,7 @@ class EngineConfig:
     device: Device
     seed: int
     enforce_eager: bool
+    compile_in_background: bool = False
     cudagraph_mode: CudaGraphMode = "none"
     cache: CacheConfig
     scheduler: SchedulerConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -38,6 +39,8 @@ def chat(
     Example: minivllm chat -p "Why is the sky blue?" --temperature 0
     """
     args = engine.engine_args(model)
+    if args.compile_in_background is None and args.speculative_config is None:
+        args = replace(args, compile_in_background=True)
     sampling.params({"max_tokens": None, **FALLBACK})  # wrong values are reported before a model is loaded
     interactive = prompt is None and sys.stdin.isatty()
     if interactive and as_json:

@@ -77,6 +77,13 @@ class EngineOptions:
             "--enforce-eager/--no-enforce-eager",
         ),
     ] = False
+    compile_in_background: Annotated[
+        bool | None,
+        _option(
+            "Answer uncompiled until the model is compiled, on a CPU. chat does.",
+            "--compile-in-background/--no-compile-in-background",
+        ),
+    ] = None
     cudagraph_mode: Annotated[
         str | None, _option(f"Steps that replay CUDA graphs: {', '.join(CUDA_GRAPH_MODES)}. On a GPU the last one.")
     ] = None

@@ -78,6 +78,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
         device=device,
         seed=args.seed,
         enforce_eager=args.enforce_eager,
+        compile_in_background=bool(args.compile_in_background),
         cudagraph_mode=resolve_graph_mode(args.cudagraph_mode, device, args.enforce_eager),
         cache=CacheConfig(
             block_size=args.block_size or DEFAULT_BLOCK_SIZE,

@@ -66,4 +66,6 @@ class UniProcExecutor:
         return self.worker.num_recompilations
 
     def shutdown(self) -> None:
-        self._worker = None
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.wait_for_builds()

@@ -97,6 +97,11 @@ class RegionCompiler:
 
         return region
 
+    @property
+    def is_building(self) -> bool:
+        """True while regions are being built aside."""
+        return False
+
     def finish_builds(self) -> bool:
         """Wait for regions that are being built aside; True if there were any, whose results so far were made up."""
         return False

@@ -72,7 +72,7 @@ class ModelRunner:
         limits: RunnerLimits,
         adapters: AdapterManager | None = None,
     ) -> None:
-        self.decoder, self.compiler, self.limits = decoder, compiler, limits
+        self.decoder, self.limits = decoder, limits
         config, device = decoder.config, decoder.device
         self.caches = allocate_caches(decoder, limits.num_pages, limits.page_size)
         self.batch = PersistentBatch(
@@ -106,16 +106,23 @@ class ModelRunner:
         )
         self.speculation: Speculation | None = None
         self.graphs: StepGraphs | None = None
-        decoder.build_regions(compiler)
+        self._windows = windows
         self._attention: AttentionBackend
+        self.use_regions(compiler)
+
+    def use_regions(self, compiler: RegionCompiler) -> None:
+        """Run the model by the regions of this compiler from now on, with the attention that goes with them."""
+        self.compiler = compiler
+        config, decoder = self.decoder.config, self.decoder
+        decoder.build_regions(compiler)
         if compiler.enabled:
             self._attention = FlexAttentionBackend(
                 compiler,
-                windows,
+                self._windows,
                 config.softmax_scale,
                 decoder.dtype,
-                device,
-                verifies=limits.verify_size > 0,
+                decoder.device,
+                verifies=self.limits.verify_size > 0,
                 decode_batches=self.decode_batches,
             )
         else:

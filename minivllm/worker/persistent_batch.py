@@ -50,6 +50,10 @@ class PersistentBatch:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._offsets = np.arange(page_size, dtype=np.int32)
 
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
     def apply(self, step: SchedulerOutput) -> tuple[list[int], list[WorkerRequest]]:
         """Follow the scheduler's differences. Returns (slots that became free, requests that got a slot)."""
         freed = [slot for request_id in step.finished_request_ids if (slot := self._release(request_id)) >= 0]

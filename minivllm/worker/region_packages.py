@@ -37,6 +37,7 @@ from minivllm.worker.compiler import (
 
 logger = logging.getLogger(__name__)
 
+NICENESS = 19
 ROOMS_WITH_REGION_CODE = ("models", "quantization", "lora", "spec_decode")
 
 
@@ -48,10 +49,11 @@ class PackagedRegionCompiler(RegionCompiler):
     runs again. A region that cannot be packaged is compiled by torch.compile, with a warning.
     """
 
-    def __init__(self, device: torch.device, directory: Path | None = None) -> None:
+    def __init__(self, device: torch.device, directory: Path | None = None, *, in_background: bool = False) -> None:
+        """in_background: builds yield to everything else, because requests are served meanwhile by other means."""
         super().__init__(enabled=True, device=device)
         self._directory = directory or cache_directory().parent / "regions"
-        self._builds = PackageBuilds()
+        self._builds = PackageBuilds(NICENESS if in_background else 0)
         self._regions: list[_PackagedRegion] = []
 
     def __call__(
@@ -74,6 +76,10 @@ class PackagedRegionCompiler(RegionCompiler):
         )
         self._regions.append(region)
         return region
+
+    @property
+    def is_building(self) -> bool:
+        return self._builds.are_running()
 
     def finish_builds(self) -> bool:
         self._builds.wait()
@@ -215,7 +221,9 @@ class PackageBuilds:
     only generates code and waits for the C++ compiler. Where forking is not safe, builds run one after another.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, niceness: int = 0) -> None:
+        """niceness: by how much the builds' priority is lowered."""
+        self._niceness = niceness
         self._waiting: list[tuple[str, Callable[[], None]]] = []
         self._running: dict[int, tuple[str, float]] = {}
         self._forks = sys.platform == "linux"
@@ -224,27 +232,37 @@ class PackageBuilds:
         self._waiting.append((name, build))
         self._start_waiting()
 
+    def are_running(self) -> bool:
+        """True while a build is not over."""
+        for pid in list(self._running):
+            self._take_end(pid, os.WNOHANG)
+        self._start_waiting()
+        return bool(self._running)
+
     def wait(self) -> None:
         """Return when all builds are over, whether or not they succeeded."""
         while self._waiting or self._running:
             self._start_waiting()
             if self._running:
-                pid = next(iter(self._running))
-                _, status = os.waitpid(pid, 0)
-                name, started = self._running.pop(pid)
-                if status == 0:
-                    logger.info("Compiled %s in %.1f s.", name, time.perf_counter() - started)
+                self._take_end(next(iter(self._running)))
+
+    def _take_end(self, pid: int, options: int = 0) -> None:
+        ended, status = os.waitpid(pid, options)
+        if ended:
+            name, started = self._running.pop(pid)
+            if status == 0:
+                logger.info("Compiled %s in %.1f s.", name, time.perf_counter() - started)
 
     def _start_waiting(self) -> None:
         while self._waiting and len(self._running) < (os.cpu_count() or 1):
             name, build = self._waiting.pop(0)
             if self._forks:
-                self._running[_fork(build)] = (name, time.perf_counter())
+                self._running[_fork(build, self._niceness)] = (name, time.perf_counter())
             else:
                 _report_failure(build)
 
 
-def _fork(build: Callable[[], None]) -> int:
+def _fork(build: Callable[[], None], niceness: int) -> int:
     """Run build in a child process; its exit status tells success."""
     threads = torch.get_num_threads()
     pid = os.fork()
@@ -254,6 +272,7 @@ def _fork(build: Callable[[], None]) -> int:
     try:
         from torch._inductor import config
 
+        os.nice(niceness)
         # OpenMP's threads do not survive a fork, so the child may not start a parallel region; the code that it
         # generates is for as many threads as the parent has.
         torch.set_num_threads(1)
@@ -281,7 +300,12 @@ def build_package(program: torch.export.ExportedProgram, directory: Path, key: s
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         path = Path(scratch) / "region.pt2"
         with _tracing():
-            aoti_compile_and_package(program, package_path=str(path))
+            aoti_compile_and_package(
+                program,
+                package_path=str(path),
+                # A precompiled header takes longer than it saves: all builds would wait for it, one core at work.
+                inductor_configs={"aot_inductor.precompile_headers": False},
+            )
         # Several processes may build the same package: each replaces the other's by an equally good one.
         os.replace(path, directory / f"{key}-{_hash_of(path.read_bytes())}.pt2")
 

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,7 @@ class Worker:
         self.config, self.decoder_config = config, decoder_config
         self.device = torch.device(config.device)
         self._compiler = self._make_compiler()
+        self._unfinished_warm_up: list[int] = []
         self._decoder: Decoder
         self._adapters: AdapterManager | None = None
         self.runner: ModelRunner
@@ -61,7 +63,9 @@ class Worker:
             logger.warning("Running uncompiled, which is several times slower: %s.", reason)
             return RegionCompiler(enabled=False)
         # On CUDA graphs hide what a call costs; on a CPU nothing does.
-        return PackagedRegionCompiler(self.device) if self.device.type == "cpu" else RegionCompiler(True, self.device)
+        if self.device.type == "cpu":
+            return PackagedRegionCompiler(self.device, in_background=self.config.compile_in_background)
+        return RegionCompiler(True, self.device)
 
     @torch.inference_mode()
     def load_model(self) -> None:
@@ -169,15 +173,42 @@ class Worker:
             record_runner(self.runner)
 
     def _warm_up(self, counts: list[int]) -> None:
-        """Compile by running one step of decodes and chunks together, then a single decode."""
-        if self._compiler.enabled:
+        """Compile by running one step of decodes and chunks together, then a single decode.
+
+        With compile_in_background, what is not compiled yet is built while requests are served uncompiled.
+        """
+        if not self._compiler.enabled:
+            return
+        run_on_null_page(self.runner, counts)
+        if self.config.compile_in_background and self._compiler.is_building:
+            logger.info("Serving uncompiled while the model is compiled in the background.")
+            self.runner.use_regions(RegionCompiler(enabled=False))
+            self._unfinished_warm_up = counts
+            return
+        if self._compiler.finish_builds():
             run_on_null_page(self.runner, counts)
-            if self._compiler.finish_builds():
-                run_on_null_page(self.runner, counts)
-            run_on_null_page(self.runner, [1])
-            for batch in self.runner.decode_batches:
-                run_on_null_page(self.runner, [1] * batch)
-            self._compiler.freeze()
+        run_on_null_page(self.runner, [1])
+        for batch in self.runner.decode_batches:
+            run_on_null_page(self.runner, [1] * batch)
+        self._compiler.freeze()
+
+    def _finish_warm_up(self) -> None:
+        """Between two steps: change over to compiled regions if they are all there, and slots to warm up with."""
+        counts = self._unfinished_warm_up
+        if self._compiler.is_building or len(counts) > self.runner.batch.num_free_slots:
+            return
+        self._unfinished_warm_up = []
+        self._compiler.finish_builds()
+        self.runner.use_regions(self._compiler)
+        self._warm_up(counts)
+        logger.info("The model is compiled.")
+
+    def wait_for_builds(self) -> None:
+        """Let what is being compiled in the background be finished, for the next start; Ctrl-C leaves it."""
+        if self._compiler.is_building:
+            logger.info("Compiling for the next start … (Ctrl-C leaves it for then)")
+            with suppress(KeyboardInterrupt):
+                self._compiler.finish_builds()
 
     def capture_graphs(self) -> None:
         """Capture what steps replay. To be called again whenever weights or caches have moved."""
@@ -207,6 +238,8 @@ class Worker:
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> ModelRunnerOutput:
         """Run one step; see ModelRunner.execute."""
+        if self._unfinished_warm_up:
+            self._finish_warm_up()
         return self.runner.execute(step, token_masks)
 
     @property

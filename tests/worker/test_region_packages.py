@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from minivllm import LLM, SamplingParams
 from minivllm.worker import region_packages
+from minivllm.worker.attention_backend import FlexAttentionBackend, GatherSdpaBackend
 from minivllm.worker.compiler import cannot_compile_reason
 from minivllm.worker.region_packages import PackagedRegionCompiler, find_package, package_key
 
@@ -208,3 +210,35 @@ with torch.inference_mode():
     assert all(process.returncode == 0 for process in processes)
     for path in tmp_path.iterdir():
         assert path.stem.rpartition("-")[2] == region_packages._hash_of(path.read_bytes())
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_an_engine_that_compiles_in_the_background_changes_over_without_changing_a_token(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    prompts = [{"prompt_token_ids": [5 + index, 6, 7, 8]} for index in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    settings = {"dtype": "float32", "num_gpu_blocks_override": 24, "max_model_len": 128}
+    with LLM(str(tiny_model("llama")), enforce_eager=True, **settings) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    with LLM(str(tiny_model("llama")), compile_in_background=True, **settings) as llm:
+        engine = llm.llm_engine
+        worker = engine.client.core.executor.worker
+        kinds = [type(worker.runner._attention)]
+        requests = [engine.add_request(str(index), prompt, params) for index, prompt in enumerate(prompts)]
+        tokens: dict[str, list[int]] = {}
+        steps = 0
+        while engine.has_unfinished_requests():
+            steps += 1
+            if steps == 20:
+                worker._compiler._builds.wait()
+            for output in engine.step():
+                tokens[output.request_id] = output.outputs[0].token_ids
+            kinds.append(type(worker.runner._attention))
+        assert [tokens[request] for request in requests] == expected
+        assert kinds[0] is GatherSdpaBackend and kinds[-1] is FlexAttentionBackend
+        assert worker.num_recompilations == 0
+    assert len(list((tmp_path / "regions").glob("*.pt2"))) == 5
