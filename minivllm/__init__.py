@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BatchUpdate",
     "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
     "LoRARequest",
+    "LogitsProcessor",
     "OutputKind",
     "PoolingParams",
     "RepetitionDetection",
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from minivllm.frontend.beam_search import BeamSearchParams
     from minivllm.frontend.llm import LLM
     from minivllm.frontend.outputs import CompletionOutput, RequestOutput
+    from minivllm.logits_processors import BatchUpdate, LogitsProcessor
     from minivllm.messages import LoRARequest
     from minivllm.sampling_params import (
         OutputKind,
@@ -39,11 +42,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "LLM": "minivllm.frontend.llm",
+    "BatchUpdate": "minivllm.logits_processors",
     "BeamSearchParams": "minivllm.frontend.beam_search",
     "CompletionOutput": "minivllm.frontend.outputs",
     "RequestOutput": "minivllm.frontend.outputs",
     "EngineArgs": "minivllm.config",
     "LoRARequest": "minivllm.messages",
+    "LogitsProcessor": "minivllm.logits_processors",
     "OutputKind": "minivllm.sampling_params",
     "PoolingParams": "minivllm.sampling_params",
     "RepetitionDetection": "minivllm.sampling_params",

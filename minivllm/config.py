@@ -144,6 +144,8 @@ class EngineArgs:
     enable_lora: serve LoRA adapters. max_loras: adapters used by the requests that run at the same time.
     max_lora_rank: the largest rank there is room for; together they decide what every token costs.
     max_cpu_loras: adapters kept in host memory (None: as many as max_loras); more only while requests use more.
+    logits_processors: custom ones, in order: subclasses of minivllm.LogitsProcessor, or "package.module:Class", which
+        is what an engine in a process of its own needs.
     """
 
     model: str = "smollm2"
@@ -177,6 +179,7 @@ class EngineArgs:
     max_loras: int = 1
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
+    logits_processors: list[Any] | None = None
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
@@ -219,6 +222,8 @@ class EngineArgs:
             raise ConfigError(
                 "kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: set only one of them."
             )
+        if self.logits_processors is not None and not isinstance(self.logits_processors, (list, tuple)):
+            raise ConfigError(f"logits_processors is {self.logits_processors!r}, but must be a list.")
         if self.speculative_config is not None:
             SpeculativeConfig.from_dict(self.speculative_config)
             if self.compile_in_background:
@@ -273,7 +278,8 @@ class LoRAConfig:
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything the engine runs with, after resolution. ``model_path`` is local: a directory or a ``.gguf`` file.
-    ``lora`` is None where no adapters are served. tokenizer: where the tokenizer comes from, if not from the model."""
+    ``lora`` is None where no adapters are served. tokenizer: where the tokenizer comes from, if not from the model.
+    logits_processors: see EngineArgs."""
 
     model: str
     model_path: str
@@ -292,3 +298,4 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     profile: str | None = None
     lora: LoRAConfig | None = None
+    logits_processors: tuple[Any, ...] = ()

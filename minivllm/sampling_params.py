@@ -16,6 +16,7 @@ MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_CHOICES = 1000
+MAX_EXTRA_ARGS_BYTES = 1024 * 1024
 MAX_PATTERN_SIZE = 256
 
 
@@ -192,6 +193,7 @@ class SamplingParams(
         is forced after them. None is no limit.
     structured_outputs: see StructuredOutputs. The end of sequence is possible only where the structure may end; where
         it must end and other constraints leave no token, the structure has the last word.
+    extra_args: plain values by name for custom logits processors (see minivllm.LogitsProcessor).
     output_kind: see OutputKind.
     """
 
@@ -220,6 +222,7 @@ class SamplingParams(
     repetition_detection: RepetitionDetection | None = None
     thinking_budget: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    extra_args: dict[str, Any] | None = None
     output_kind: OutputKind = OutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -272,6 +275,8 @@ class SamplingParams(
                 raise RequestError(
                     "thinking_budget and structured_outputs contradict each other: a structure leaves no room."
                 )
+        if self.extra_args is not None:
+            _check_extra_args(self.extra_args)
         if isinstance(self.structured_outputs, dict):
             msgspec.structs.force_setattr(self, "structured_outputs", StructuredOutputs(**self.structured_outputs))
         if self.structured_outputs is not None:
@@ -312,6 +317,17 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         _check(self.pooling in ("last", "mean"), "pooling", self.pooling, "'last' or 'mean'")
         _check(isinstance(self.normalize, bool), "normalize", self.normalize, "True or False")
+
+
+def _check_extra_args(values: Any) -> None:
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise RequestError(f"extra_args is {values!r}, but must be a dictionary with names as keys.")
+    try:
+        size = len(msgspec.msgpack.encode(values))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"extra_args must hold plain values (numbers, texts, lists, …): {error}.") from None
+    if size > MAX_EXTRA_ARGS_BYTES:
+        raise RequestError(f"extra_args has {size} bytes, but may have at most {MAX_EXTRA_ARGS_BYTES}.")
 
 
 def _check(holds: bool, name: str, value: Any, allowed: str) -> None:

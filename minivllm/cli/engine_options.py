@@ -103,6 +103,10 @@ class EngineOptions:
     max_loras: Annotated[int, _option("LoRA adapters that may be in use at the same time.")] = 1
     max_lora_rank: Annotated[int, _option("Largest rank of a LoRA adapter.")] = 16
     max_cpu_loras: Annotated[int | None, _option("LoRA adapters kept in host memory.")] = None
+    logits_processors: Annotated[
+        list[str] | None,
+        _option("Custom logits processor, as package.module:Class (may be repeated).", metavar="MODULE:CLASS"),
+    ] = None
 
     multiprocess: Annotated[
         bool, _option("Run the engine core in a process of its own.", "--multiprocess/--no-multiprocess")
@@ -122,6 +126,7 @@ class EngineOptions:
         values["speculative_config"] = _json_object(
             "speculative_config", self.speculative_config, '{"method": "ngram"}'
         )
+        values["logits_processors"] = self.logits_processors or None
         return EngineArgs(model=model, **values)
 
 

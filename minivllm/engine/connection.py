@@ -25,7 +25,7 @@ import zmq
 
 from minivllm.config import EngineArgs
 from minivllm.engine import wire
-from minivllm.errors import EngineDeadError
+from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.messages import EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,12 @@ class EngineConnection:
     """
 
     def __init__(self, args: EngineArgs, command: Sequence[str] = ENGINE_COMMAND) -> None:
+        for processor in args.logits_processors or ():
+            if not isinstance(processor, str):
+                raise ConfigError(
+                    f"The logits processor {processor!r} cannot be sent to an engine in a process of its own: name it "
+                    "as 'package.module:Class'."
+                )
         self.args = args
         self.dead_error: EngineDeadError | None = None
         self._identity = secrets.token_bytes(16)

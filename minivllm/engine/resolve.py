@@ -20,6 +20,7 @@ from minivllm.config import (
     SpeculativeConfig,
 )
 from minivllm.errors import ConfigError
+from minivllm.logits_processors import load_logits_processors
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.fetch import resolve_model
 from minivllm.models.hf_config import read_decoder_config
@@ -70,6 +71,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
             f"{decoder.max_position_embeddings} tokens."
         )
     speculative = resolve_speculation(args.speculative_config, decoder)
+    load_logits_processors(args.logits_processors or ())  # what is wrong with them is said before the model is loaded
     config = EngineConfig(
         model=args.model,
         model_path=str(path),
@@ -108,6 +110,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
         )
         if args.enable_lora
         else None,
+        logits_processors=tuple(args.logits_processors or ()),
     )
     logger.info("Model %s: %s, weights in %s (%s).", args.model, decoder.architecture, dtype, dtype_reason)
     logger.info(

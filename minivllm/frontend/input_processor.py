@@ -20,6 +20,7 @@ import msgspec
 from minivllm.config import EngineConfig
 from minivllm.errors import ContextLengthError, RequestError
 from minivllm.frontend.beam_search import BeamSearchParams
+from minivllm.logits_processors import load_logits_processors
 from minivllm.messages import EngineRequest, LoRARequest
 from minivllm.sampling_params import OutputKind, PoolingParams, SamplingParams, StructuredOutputs
 from minivllm.structured_output.json_schema import check_json_schema
@@ -68,6 +69,7 @@ class InputProcessor:
         self._max_model_len = config.scheduler.max_model_len
         self._has_priorities = config.scheduler.policy == "priority"
         self._serves_adapters = config.lora is not None
+        self._logits_processors = load_logits_processors(config.logits_processors)
         self._seed = config.seed
         self._tokenizer = tokenizer
         self._vocab_size = model_vocab_size
@@ -254,10 +256,23 @@ class InputProcessor:
             )
         if params.structured_outputs is not None:
             self._check_structured_outputs(params.structured_outputs)
+        self._check_processors(params)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self._vocab_size:
                 raise RequestError(f"{name} is {count}, but the model's vocabulary has only {self._vocab_size} tokens.")
+
+    def _check_processors(self, params: SamplingParams) -> None:
+        """extra_args are for somebody, and nobody objects to them."""
+        if params.extra_args and not self._logits_processors:
+            raise RequestError(
+                "extra_args are for custom logits processors, but the engine was started without logits_processors."
+            )
+        for processor in self._logits_processors:
+            try:
+                processor.validate_params(params)
+            except ValueError as error:
+                raise RequestError(f"{processor.__name__}: {error}") from None
 
     def _thinking_token_ids(self) -> tuple[list[int], list[int]]:
         tokenizer = self._require_tokenizer("thinking_budget")

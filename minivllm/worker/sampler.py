@@ -1,7 +1,8 @@
 """From the logits of a step to its tokens.
 
-grammar masks -> allowed ids, bad words, min_tokens, logit bias -> penalties -> temperature -> min-p -> top-k -> top-p
--> Gumbel-max with stateless noise. Greedy rows take the argmax of what the stages before temperature left.
+grammar masks -> allowed ids, bad words, min_tokens, logit bias -> custom processors -> penalties -> temperature ->
+custom processors that are argmax-invariant -> min-p -> top-k -> top-p -> Gumbel-max with stateless noise. Greedy rows
+take the argmax of what the stages before temperature left.
 Log-probabilities are those of the raw logits.
 
 Which stages a row goes through is decided on the host, row by row: a row's token never depends on its neighbours, and
@@ -26,7 +27,7 @@ from kernels_triton_free.sampling import (
     top_candidates,
 )
 from minivllm.messages import PositionLogprobs
-from minivllm.worker.sampling_state import LogitsProcessor, PositionMask, SamplingState
+from minivllm.worker.sampling_state import PositionMask, SamplingState
 
 # How many of the likeliest tokens are sorted, in turn, before the whole vocabulary is.
 _NUM_CANDIDATES = (256, 4096)
@@ -49,7 +50,6 @@ class Sampler:
         """masks: come before all other stages."""
         self._state = state
         self._masks = tuple(masks)
-        self._edits: tuple[LogitsProcessor, ...] = (state.constraints, state.penalties)
 
     def __call__(self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray) -> SampledTokens:
         """logits [R, V] any float dtype, left as they are; slots [R] int: the slot of each row, several rows may share
@@ -83,7 +83,10 @@ class Sampler:
         """slots [R] int -> bool [R]: rows whose next token may depend on the tokens before it in other ways than
         through their logits. Masks do not count: they are there for every position in advance."""
         depends = np.zeros(len(slots), dtype=np.bool_)
-        for stage in self._edits:
+        for stage in self._state.draw_edits:
+            depends |= stage.touches(slots)
+        depends &= self._state.temperature.host[slots] > 0.0
+        for stage in self._state.edits:
             depends |= stage.touches(slots)
         return depends
 
@@ -96,7 +99,7 @@ class Sampler:
             is_masked |= mask.touches(slots)
             if mask.touches(slots).any():
                 mask.apply(logits, slots, positions.cpu().numpy() if isinstance(positions, Tensor) else positions)
-        edits = [stage for stage in self._edits if stage.touches(slots).any()]
+        edits = [stage for stage in self._state.edits if stage.touches(slots).any()]
         masked = logits.clone() if edits and is_masked.any() else None
         for stage in edits:
             stage.apply(logits, slots)
@@ -119,6 +122,9 @@ class Sampler:
             positions = torch.from_numpy(np.asarray(positions))
         positions = positions.to(device=device, dtype=torch.int64)
         scaled = scale_by_temperature(logits, state.temperature.device[index])
+        for stage in state.draw_edits:
+            if stage.touches(slots).any():
+                stage.apply(scaled, slots)
         min_p, seeds = state.min_p.device[index], state.seed.device[index]
 
         top_k = state.top_k.host[slots]

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.penalties import apply_penalties
+from minivllm.logits_processors import LogitsProcessor
 from minivllm.messages import NewRequestData
+from minivllm.worker.custom_processors import ProcessorStage
 
 
 class SlotColumn:
@@ -34,7 +36,7 @@ class SlotColumn:
             self.device[slot] = value
 
 
-class LogitsProcessor(Protocol):
+class LogitsStage(Protocol):
     """A stage that edits logits before temperature. The sampler runs its stages in order, on float32 rows."""
 
     def touches(self, slots: np.ndarray) -> np.ndarray:
@@ -93,7 +95,7 @@ class _Constraint:
 
 
 class TokenConstraints:
-    """allowed_token_ids, bad_words, min_tokens and logit_bias. Implements LogitsProcessor."""
+    """allowed_token_ids, bad_words, min_tokens and logit_bias. Implements LogitsStage."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
@@ -165,7 +167,7 @@ class TokenConstraints:
 
 
 class Penalties:
-    """presence, frequency and repetition penalties. Implements LogitsProcessor.
+    """presence, frequency and repetition penalties. Implements LogitsStage.
 
     Two tensors [V] exist for each slot that uses any of them: which tokens the prompt has, and how often each was
     generated.
@@ -228,7 +230,10 @@ class Penalties:
 
 
 class SamplingState:
-    """The sampling parameters of every slot, and the stages that need memory of their own."""
+    """The sampling parameters of every slot, and the stages that need memory of their own.
+
+    edits: stages before temperature, in order. draw_edits: stages behind it, which greedy rows do without.
+    """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str) -> None:
         """vocab_size: width of the logits."""
@@ -244,6 +249,18 @@ class SamplingState:
         """Alternatives to report per token, on the host only; -1: no log-probabilities at all."""
         self.constraints = TokenConstraints(num_slots, vocab_size, device)
         self.penalties = Penalties(num_slots, vocab_size, device)
+        self.edits: tuple[LogitsStage, ...] = (self.constraints, self.penalties)
+        self.draw_edits: tuple[LogitsStage, ...] = ()
+        self._processors: list[ProcessorStage] = []
+
+    def add_processor(self, processor: LogitsProcessor) -> None:
+        """Give a custom processor its turn, for requests that come from here on; several of them in this order."""
+        stage = ProcessorStage(processor, len(self.num_logprobs))
+        self._processors.append(stage)
+        if processor.is_argmax_invariant():
+            self.draw_edits += (stage,)
+        else:
+            self.edits = (*self.edits[:-1], stage, self.penalties)
 
     def add(self, slot: int, request: NewRequestData, output_token_ids: list[int]) -> None:
         """A request enters a free slot; after a preemption it brings the tokens it generated before."""
@@ -258,18 +275,24 @@ class SamplingState:
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.constraints.add(slot, request, output_token_ids)
         self.penalties.add(slot, request, output_token_ids)
+        for processor in self._processors:
+            processor.add(slot, request, output_token_ids)
 
     def remove(self, slot: int) -> None:
         """The request left; removing an empty slot does nothing."""
         self.num_logprobs[slot] = -1
         self.constraints.remove(slot)
         self.penalties.remove(slot)
+        for processor in self._processors:
+            processor.remove(slot)
 
     def append(self, slots: np.ndarray | list[int], token_ids: np.ndarray | list[int]) -> None:
         """Record generated tokens, one per entry; a slot may occur several times, in the order of its tokens."""
         for slot, token_id in zip(_as_ints(slots), _as_ints(token_ids), strict=True):
             self.constraints.append(slot, token_id)
             self.penalties.append(slot, token_id)
+            for processor in self._processors:
+                processor.append(slot, token_id)
 
 
 def _within(token_ids: Iterable[int], vocab_size: int) -> list[int]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minivllm.config import EngineConfig, SpeculativeConfig
 from minivllm.errors import ConfigError, RequestError
+from minivllm.logits_processors import load_logits_processors
 from minivllm.lora.manager import AdapterManager
 from minivllm.messages import LoRARequest, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenMasks
 from minivllm.models.checkpoint import iterate_weights
@@ -169,6 +170,9 @@ class Worker:
             if self.runner.speculation is not None and speculative is not None:
                 self._measure_verification(self.runner.speculation, speculative)
         self.capture_graphs()
+        for processor in load_logits_processors(self.config.logits_processors):
+            # Not earlier: the made-up requests of the warm-up are none of theirs.
+            self.runner.sampling_state.add_processor(processor(self.decoder_config.vocab_size, self.device))
         if self.config.profile is not None:
             record_runner(self.runner)
 

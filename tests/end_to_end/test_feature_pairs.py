@@ -141,6 +141,12 @@ ANSWERS = (
         changes_answer=True,
     ),
     Feature(
+        "own processor",
+        {"logits_processors": ["custom_processors:NoRepeats"]},
+        {"extra_args": {"no_repeats": True}},
+        changes_answer=True,
+    ),
+    Feature(
         "logprobs",
         params={"logprobs": 3},
         changes_answer=True,

@@ -39,16 +39,32 @@ ROOMS: dict[str, set[str]] = {
     "spec_decode": {"models", "kernels"},
     "structured_output": {"kernels"},
     "profiling": set(),
-    "worker": {"profiling", "models", "kernels", "quantization", "lora", "spec_decode"},
+    "logits_processors": set(),
+    "worker": {"profiling", "logits_processors", "models", "kernels", "quantization", "lora", "spec_decode"},
     "executor": {"worker", "models"},
-    "engine": {"profiling", "scheduler", "kv_cache", "executor", "models", "structured_output", "lora"},
+    "engine": {
+        "profiling",
+        "logits_processors",
+        "scheduler",
+        "kv_cache",
+        "executor",
+        "models",
+        "structured_output",
+        "lora",
+    },
     "metrics": set(),
-    "frontend": {"engine", "metrics", "structured_output"},
+    "frontend": {"engine", "metrics", "structured_output", "logits_processors"},
     "server": {"frontend", "metrics"},
     "cli": {"frontend", "server"},
-    "package": {"frontend"},
+    "package": {"frontend", "logits_processors"},
 }
-VOCABULARY = {"minivllm.errors", "minivllm.config", "minivllm.sampling_params", "minivllm.messages", "minivllm.request"}
+VOCABULARY = {
+    "minivllm.errors",
+    "minivllm.config",
+    "minivllm.sampling_params",
+    "minivllm.messages",
+    "minivllm.request",
+}
 
 # Imports that the rooms would not allow, each with its reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {
