@@ -7,10 +7,10 @@ the batch notices.
 
 # %% [markdown]
 # ## The processor
-# ``LogitsProcessor`` is the protocol. One object serves all requests: ``update_state`` tells it which of them came, left
-# or changed places, ``apply`` gets the logits of all of them at once, request i in row i. ``concerns`` keeps it away
-# from requests that it has nothing to do with, which then cost nothing. It may look at what a request has said so far,
-# and at nothing else: then its answers are the same with guesses that are verified together (chapter 12).
+# ``LogitsProcessor`` is the protocol. One object serves all requests: ``update_state`` tells it which of them came,
+# left or changed places, ``apply`` gets the logits of all of them at once, request i in row i. ``concerns`` keeps it
+# away from requests that it has nothing to do with, which then cost nothing. It may look at what a request has said so
+# far, and at nothing else: then its answers are the same with guesses that are verified together (chapter 12).
 
 # %%
 from __future__ import annotations
@@ -60,8 +60,9 @@ class ForcedBeginning(LogitsProcessor):
 
 # %% [markdown]
 # ## Plug it in
-# ``LLM(logits_processors=[ForcedBeginning])``, and each request says in ``extra_args`` what it wants of it. An engine in
-# a process of its own cannot be handed a class; it takes ``"package.module:ForcedBeginning"``, as does the command line.
+# ``LLM(logits_processors=[ForcedBeginning])``, and each request says in ``extra_args`` what it wants of it. An engine
+# in a process of its own cannot be handed a class; it takes ``"package.module:ForcedBeginning"``, as does the command
+# line.
 
 
 # %%
