@@ -195,3 +195,16 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_position: list[int] = msgspec.field(default_factory=list)
+
+
+class RecentStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler decided in a step, for people to look at. step: its number, from 1.
+
+    num_scheduled_tokens: per request. unfinished_prompts: those that sampled nothing, because known tokens remained to
+    be computed. preempted: those that lost their place.
+    """
+
+    step: int
+    num_scheduled_tokens: dict[str, int]
+    unfinished_prompts: set[str]
+    preempted: list[str]

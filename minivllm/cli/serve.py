@@ -86,8 +86,9 @@ def serve(server: ServerOptions, engine: EngineOptions, model: ModelArgument = "
     """Serve a model to OpenAI clients: chat and text completions, streams, tool calls, metrics.
 
     Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize, /detokenize, /health,
-    /ready, /version, /metrics; /openapi.json describes them. SIGTERM lets running requests finish; a second one does
-    not. The exit code is 1 if the engine died.
+    /ready, /version, /metrics, /live; /openapi.json describes them. A browser that opens / gets a page to chat and to
+    watch the engine. SIGTERM lets running requests finish; a second one does not. The exit code is 1 if the engine
+    died.
 
     Example: minivllm serve smollm2 --port 8000 --api-key secret
 

@@ -10,7 +10,7 @@ from minivllm.executor.remote_calls import WORKER_METHODS
 from minivllm.kv_cache.hashing import extend_block_hashes
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.lora.registry import AdapterAdmission, AdapterRegistry
-from minivllm.messages import EngineOutput, EngineRequest, LoRARequest, SchedulerStats
+from minivllm.messages import EngineOutput, EngineRequest, LoRARequest, RecentStep, SchedulerStats
 from minivllm.profiling import TraceRecorder
 from minivllm.request import Request
 from minivllm.scheduler.repetition import RepetitionDetector
@@ -96,6 +96,10 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
+
+    def recent_steps(self, after: int) -> list[RecentStep]:
+        """What the scheduler decided in the last steps, those with numbers above ``after``."""
+        return self.scheduler.recent_steps(after)
 
     def num_recompilations(self) -> int:
         return self.executor.num_recompilations()

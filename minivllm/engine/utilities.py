@@ -19,6 +19,7 @@ UTILITIES = frozenset(
         "is_sleeping",
         "list_loras",
         "num_recompilations",
+        "recent_steps",
         "remove_lora",
         "reset_prefix_cache",
         "sleep",

@@ -20,7 +20,7 @@ from minivllm.frontend.input_processor import PreparedRequest, Prompt
 from minivllm.frontend.output_processor import RequestState
 from minivllm.frontend.outputs import RequestOutput
 from minivllm.frontend.text_frontend import TextFrontend, load_model_tokenizer
-from minivllm.messages import EngineOutput, FinishReason, LoRARequest, SchedulerStats
+from minivllm.messages import EngineOutput, FinishReason, LoRARequest, RecentStep, SchedulerStats
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -131,6 +131,10 @@ class AsyncLLM(TextFrontend):
 
     async def stats(self) -> SchedulerStats:
         return msgspec.convert(await self._call("stats"), SchedulerStats)
+
+    async def recent_steps(self, after: int = 0) -> list[RecentStep]:
+        """What the scheduler decided in the last few hundred steps, those with numbers above ``after``."""
+        return msgspec.convert(await self._call("recent_steps", after), list[RecentStep])
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False if requests are still using the cache."""

@@ -20,6 +20,7 @@ from minivllm.messages import (
     ModelRunnerOutput,
     NewRequestData,
     PositionLogprobs,
+    RecentStep,
     SchedulerOutput,
     SchedulerStats,
 )
@@ -30,6 +31,9 @@ from minivllm.scheduler.drafting_stats import DraftingStats
 from minivllm.scheduler.queues import make_queue
 from minivllm.scheduler.step_plan import InFlightStep, StepPlan
 from minivllm.scheduler.stopping import append_until_stop
+
+NUM_RECENT_STEPS = 256
+"""How many decisions are remembered for people to look at."""
 
 
 class Scheduler:
@@ -68,6 +72,7 @@ class Scheduler:
         self._num_steps = 0
         self._num_computed_tokens = 0
         self._drafting = DraftingStats()
+        self._recent_steps: deque[RecentStep] = deque(maxlen=NUM_RECENT_STEPS)
 
     def add_request(self, request: Request) -> None:
         """Queue a request; one with status BLOCKED waits for unblock_request besides.
@@ -233,6 +238,10 @@ class Scheduler:
             num_accepted_tokens=sum(self._drafting.num_accepted_per_position),
             num_accepted_tokens_per_position=list(self._drafting.num_accepted_per_position),
         )
+
+    def recent_steps(self, after: int) -> list[RecentStep]:
+        """The decisions with numbers above ``after``, as far back as they are remembered."""
+        return [step for step in self._recent_steps if step.step > after]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing happens, while a request holds blocks."""
@@ -417,6 +426,14 @@ class Scheduler:
             self._num_steps += 1
             self._num_computed_tokens += self.config.max_num_batched_tokens - plan.budget
             self._in_flight.append(InFlightStep(output, plan.requests, unfinished_prompts, prompt_logprob_starts))
+            self._recent_steps.append(
+                RecentStep(
+                    step=self._num_steps,
+                    num_scheduled_tokens=output.num_scheduled_tokens,
+                    unfinished_prompts=unfinished_prompts,
+                    preempted=output.preempted_request_ids,
+                )
+            )
         return output
 
     # -- results and ends ----------------------------------------------------------------------------------------

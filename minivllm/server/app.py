@@ -22,6 +22,7 @@ from minivllm.server.errors import (
     shutting_down,
 )
 from minivllm.server.middleware import OPEN_PATHS, AccessLog, BodyLimit, RequireKey
+from minivllm.server.page import add_page
 from minivllm.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from minivllm.server.protocol.completions import Completion, CompletionRequest
 from minivllm.server.protocol.responses import ResponseObject, ResponseRequest
@@ -87,6 +88,7 @@ def build_app(service: Service) -> ASGIApp:
     _add_tokenization(app, service)
     _add_models(app, service)
     _add_operation(app, service)
+    add_page(app, service)
     _declare_keys(app)
 
     async def on_client_left(_: Request, __: Exception) -> Response:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from minivllm.config import EngineConfig
 from minivllm.frontend.input_processor import PreparedRequest, Prompt
 from minivllm.frontend.outputs import RequestOutput
-from minivllm.messages import SchedulerStats
+from minivllm.messages import RecentStep, SchedulerStats
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -66,6 +66,10 @@ class AsyncEngine(Protocol):
     async def abort(self, request_id: str) -> None: ...
 
     async def stats(self) -> SchedulerStats: ...
+
+    async def recent_steps(self, after: int = 0) -> list[RecentStep]:
+        """The scheduler's last decisions, those with step numbers above ``after``. Raises EngineDeadError."""
+        ...
 
     async def check_health(self) -> None:
         """Return if the engine core's loop answers. Raises EngineDeadError if it does not."""

@@ -184,6 +184,8 @@ def _path(problem: Mapping[str, Any], body: Any) -> str:
     """``messages.0.content``, as the caller wrote it: pydantic's own names for the members of a union are left out."""
     if problem["type"] == "json_invalid":
         return ""
+    if problem["loc"][:1] in (("query",), ["query"]):
+        return _shortened(str(problem["loc"][-1]))
     location = [part for part in problem["loc"] if part not in ("body", "path", "query")]
     names: list[str] = []
     for place, part in enumerate(location):

@@ -17,8 +17,8 @@ from minivllm.server.errors import ApiError, error_response
 
 access_logger = logging.getLogger("minivllm.server.access")
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Answered without a key. Everything else needs one, paths that do not exist too."""
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+"""Answered without a key; "/" is a page without data. Everything else needs one, paths that do not exist too."""
 _ECHOED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 

@@ -18,7 +18,7 @@ from minivllm.messages import (
     SchedulerOutput,
 )
 from minivllm.request import Request, RequestStatus
-from minivllm.scheduler.scheduler import Scheduler
+from minivllm.scheduler.scheduler import NUM_RECENT_STEPS, Scheduler
 
 
 class Engine:
@@ -130,6 +130,28 @@ def test_fcfs_preempts_the_last_one_which_comes_back_first() -> None:
     assert engine.scheduler.stats().num_preemptions == 1
     events = [event.type for output in received["R1"] for event in output.events]
     assert events == [EventType.PREEMPTED, EventType.SCHEDULED, EventType.FINISHED]
+
+
+def test_recent_steps_are_the_decisions_as_they_were_sent_and_not_more_than_a_fixed_number() -> None:
+    engine = Engine(num_blocks=5, block_size=2, max_num_batched_tokens=6)
+    for number in range(2):
+        engine.add(f"R{number}", distinct(4, 10 * number), max_tokens=4)
+    sent = []
+    while engine.scheduler.has_requests():
+        planned, outputs = engine.step()
+        if planned.num_scheduled_tokens:
+            sampled = {request_id for request_id, output in outputs.items() if output.new_token_ids}
+            unfinished = set(planned.num_scheduled_tokens) - sampled
+            sent.append((planned.num_scheduled_tokens, unfinished, planned.preempted_request_ids))
+    steps = engine.scheduler.recent_steps(after=0)
+    assert [(step.num_scheduled_tokens, step.unfinished_prompts, step.preempted) for step in steps] == sent
+    assert [step.step for step in steps] == list(range(1, len(sent) + 1))
+    assert any(step.unfinished_prompts for step in steps) and any(step.preempted for step in steps)
+    assert engine.scheduler.recent_steps(after=3) == steps[3:]
+    while (num_steps := engine.scheduler.stats().num_steps) < 2 * NUM_RECENT_STEPS:
+        engine.add(f"after step {num_steps}", distinct(2), max_tokens=4)
+        engine.finish()
+    assert len(engine.scheduler.recent_steps(after=0)) == NUM_RECENT_STEPS
 
 
 def engine_about_to_preempt() -> tuple[Engine, Request]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from minivllm.messages import (
     EventType,
     FinishReason,
     PositionLogprobs,
+    RecentStep,
     SchedulerStats,
 )
 from minivllm.server.run import ServerRun, listen
@@ -66,6 +68,7 @@ class ScriptedCore:
         self.dead_error: EngineDeadError | None = None
         self._given: dict[str, int] = {}
         self._num_steps = 0
+        self._recent_steps: deque[RecentStep] = deque(maxlen=50)
         self._task: asyncio.Task[None] | None = None
         self._on_death: Callable[[EngineDeadError], None] = lambda error: None
 
@@ -90,6 +93,8 @@ class ScriptedCore:
     async def call(self, method: str, *args: Any) -> Any:
         if self.dead_error is not None:
             raise self.dead_error
+        if method == "recent_steps":
+            return [msgspec.to_builtins(step) for step in self._recent_steps if step.step > args[0]]
         assert method == "stats"
         limit = self.config.scheduler.max_num_seqs
         num_running = min(limit, len(self.running))
@@ -124,6 +129,17 @@ class ScriptedCore:
             if not requests:
                 continue
             self._num_steps += 1
+            self._recent_steps.append(
+                RecentStep(
+                    step=self._num_steps,
+                    num_scheduled_tokens={
+                        one.request_id: 1 if self._given[one.request_id] else len(one.prompt_token_ids)
+                        for one in requests
+                    },
+                    unfinished_prompts=set(),
+                    preempted=[],
+                )
+            )
             outputs = [self._advance(request) for request in requests]
             for output in outputs:
                 if output.finish_reason is not None:

@@ -205,15 +205,17 @@ def test_the_context_limit_is_exact(http: httpx.Client, scripts: Scripts, length
         assert_is_error(response, 400, "4096 tokens", "max_tokens is 1", "max_model_len is 4096")
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/tokenize", "/metrics", "/openapi.json", "/version", "/nothing", "/"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/tokenize", "/metrics", "/openapi.json", "/version", "/nothing", "/live"]
+)
 @pytest.mark.parametrize(
     "authorization", [None, "Bearer wrong", "Bearer", "secret-1", "Basic secret-1", "Bearer secret-1 x", "Bearer é"]
 )
-def test_nothing_but_health_and_readiness_is_open(keyed: ServedCore, path: str, authorization: str | None) -> None:
+def test_nothing_but_page_health_and_readiness_is_open(keyed: ServedCore, path: str, authorization: str | None) -> None:
     headers = {} if authorization is None else {"authorization": authorization.encode()}
     with httpx.Client(base_url=keyed.url, headers=headers) as http:
         assert_is_error(http.get(path), 401, "Bearer")
-        assert http.get("/health").status_code == http.get("/ready").status_code == 200
+        assert [http.get(path).status_code for path in ("/", "/health", "/ready")] == [200] * 3
 
 
 @pytest.fixture(scope="module")
