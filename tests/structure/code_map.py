@@ -23,7 +23,7 @@ ROOMS = {
     "minivllm/server": "the OpenAI-compatible server: wire format, admission, streams, tool calls",
     "minivllm/metrics": "Prometheus metrics, a dashboard for them, the console's status line",
     "minivllm/cli": "`chat`, `generate`, `serve`, `bench`, `pull`, `env`, `trace` and their terminal",
-    "kernels_triton_free": "functions of tensors: paged FlexAttention, quantised products, LoRA, norm, rotary, sampling",
+    "kernels_triton_free": "functions of tensors: paged FlexAttention, quantised products, LoRA, sampling, …",
 }
 
 
