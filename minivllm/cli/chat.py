@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from minivllm.cli.chat_session import ChatSession
 from minivllm.cli.engine_options import EngineOptions, ModelArgument
-from minivllm.cli.engine_start import ProgressHandler, engine_log, running_engine
+from minivllm.cli.engine_start import EngineHost, ProgressHandler, engine_log
 from minivllm.cli.option_groups import with_option_groups
 from minivllm.cli.prompts import prompt_text, read_standard_input
 from minivllm.cli.sampling_options import FALLBACK, SamplingOptions, model_defaults
 from minivllm.errors import RequestError
 from minivllm.messages import FinishReason
+
+if TYPE_CHECKING:
+    from minivllm.frontend.llm_engine import LLMEngine
+    from minivllm.sampling_params import SamplingParams
 
 
 @with_option_groups
@@ -28,6 +32,9 @@ def chat(
         str | None, typer.Option("--prompt", "-p", help="Answer this one prompt and exit; - reads it from stdin.")
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Print answers as they are instead of rendering Markdown.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With -p or a pipe: print one JSON object.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show everything the engine logs.")] = False,
 ) -> None:
@@ -46,16 +53,19 @@ def chat(
     if interactive and as_json:
         raise RequestError("--json answers one prompt: give it with -p, or pipe it in.")
     question = None if interactive else read_standard_input() if prompt is None else prompt_text(prompt)
-    with engine_log(verbose) as log, running_engine(args, log) as running:
-        params = sampling.params({"max_tokens": None, **model_defaults(running)})
-        session = ChatSession(running, model, params, system)
+
+    def params(started: LLMEngine) -> SamplingParams:
+        return sampling.params({"max_tokens": None, **model_defaults(started)})
+
+    with engine_log(verbose) as log, EngineHost(args, log, params) as host:
+        session = ChatSession(host.engine, model, host.params(), system, host)
         if question is None:
-            _talk(session, log)
+            _talk(session, raw, log)
         else:
-            _answer_once(session, question, as_json, log)
+            _answer_once(session, question, raw, as_json, log)
 
 
-def _talk(session: ChatSession, log: ProgressHandler) -> None:
+def _talk(session: ChatSession, raw: bool, log: ProgressHandler) -> None:
     from minivllm import __version__
     from minivllm.cli.chat_terminal import ChatTerminal, default_history_path, notice
 
@@ -65,10 +75,10 @@ def _talk(session: ChatSession, log: ProgressHandler) -> None:
         f"context {session.max_model_len:,} tokens · /help lists the commands"
     )
     _mention_missing_template(session)
-    ChatTerminal(session, log, default_history_path()).run()
+    ChatTerminal(session, log, default_history_path(), raw=raw).run()
 
 
-def _answer_once(session: ChatSession, question: str, as_json: bool, log: ProgressHandler) -> None:
+def _answer_once(session: ChatSession, question: str, raw: bool, as_json: bool, log: ProgressHandler) -> None:
     """Answer ``question`` on stdout, statistics on stderr. Ctrl-C exits with 130 after what was said so far."""
     from minivllm.cli.chat_terminal import InterruptFlag, notice, stream_answer
 
@@ -79,7 +89,10 @@ def _answer_once(session: ChatSession, question: str, as_json: bool, log: Progre
         print(json.dumps(generation.record()), flush=True)
     else:
         generation = stream_answer(
-            lambda on_text, is_interrupted: session.ask(question, on_text, is_interrupted), log, waiting="Answering"
+            lambda on_text, is_interrupted: session.ask(question, on_text, is_interrupted),
+            log,
+            waiting="Answering",
+            raw=raw,
         )
         notice(generation.statistics_line(session.max_model_len))
         if generation.finish_reason == FinishReason.LENGTH and generation.num_context_tokens >= session.max_model_len:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
+from minivllm.cli.engine_insight import EngineInsight
 from minivllm.cli.generation import Generation
 from minivllm.errors import RequestError
 from minivllm.sampling_params import OutputKind, SamplingParams
+from minivllm.server.parsers.reasoning import OPEN
+
+SUMMARY_REQUEST = (
+    "Summarize our conversation so far in a few sentences. Keep names, numbers, decisions and open questions."
+)
+SUMMARY_SHARE = 8
+"""A summary may take one part in so many of the context."""
+EXPORT_TITLE = "# Chat with "
 
 if TYPE_CHECKING:
     from minivllm.frontend.llm_engine import LLMEngine
@@ -23,6 +33,21 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: Literal["user", "assistant"]
     content: str
     interrupted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attachment:
+    """A text file that goes with the next message. num_tokens: of its text alone."""
+
+    name: str
+    text: str
+    num_tokens: int
+
+    def as_markdown(self) -> str:
+        fence = "```"
+        while fence in self.text:
+            fence += "`"
+        return f"{self.name}:\n{fence}\n{self.text.rstrip()}\n{fence}"
 
 
 class SavedChat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,22 +65,72 @@ class SavedChat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError("user and assistant messages do not alternate")
 
 
+class ModelHost(Protocol):
+    """Who owns the engine. switch: start ``model`` in its place and return it; a failure leaves ``engine`` running.
+
+    params: the sampling settings that the running model starts with.
+    """
+
+    @property
+    def engine(self) -> LLMEngine: ...
+
+    def switch(self, model: str) -> LLMEngine: ...
+
+    def params(self) -> SamplingParams: ...
+
+
 class ChatSession:
     """Messages so far, and the engine that continues them.
 
     The whole conversation is sent again with every turn; the engine's prefix cache makes the repeated part free.
 
-    model: name to show. system: system prompt; None leaves it to the chat template.
+    model: name to show. system: system prompt; None leaves it to the chat template. thinking: what the template's
+    enable_thinking is set to; None leaves it alone. attachments: files that go with the next message. host: who can
+    start another model; None if nobody can.
     """
 
-    def __init__(self, engine: LLMEngine, model: str, params: SamplingParams, system: str | None = None) -> None:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        model: str,
+        params: SamplingParams,
+        system: str | None = None,
+        host: ModelHost | None = None,
+    ) -> None:
         self.engine = engine
         self.model = model
         self.params = params
         self.system = system
         self.messages: list[Message] = []
         self.last_generation: Generation | None = None
+        self.thinking: bool | None = None
+        self.attachments: list[Attachment] = []
+        self.insight = EngineInsight(engine)
+        self._host = host
         self._num_requests = 0
+
+    def switch_model(self, model: str) -> None:
+        """Talk to another model; the messages stay, settings become the new model's.
+
+        Raises MinivllmError if that is not possible; then the old model goes on.
+        """
+        if self._host is None:
+            raise RequestError("This engine was not started by the chat, so its model cannot be switched.")
+        before = self.engine
+        try:
+            self.engine = self._host.switch(model)
+        except BaseException:
+            if self._host.engine is not before:  # the old one had to be loaded again
+                self._follow(self._host.engine)
+            raise
+        self.model, self.params = model, self._host.params()
+        self.thinking = None
+        self._follow(self.engine)
+
+    def _follow(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self.insight = EngineInsight(engine)
+        self.last_generation = None
 
     @property
     def max_model_len(self) -> int:
@@ -76,7 +151,13 @@ class ChatSession:
             return list(self.engine.tokenizer.encode("\n".join([*texts, *(message.content for message in messages)])))
         conversation = [] if self.system is None else [{"role": "system", "content": self.system}]
         conversation += [{"role": message.role, "content": message.content} for message in messages]
-        return list(self.engine.tokenizer.apply_chat_template(conversation, add_generation_prompt=True))
+        names: dict[str, Any] = {} if self.thinking is None else {"enable_thinking": self.thinking}
+        return list(self.engine.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, **names))
+
+    @property
+    def can_switch_thinking(self) -> bool:
+        """True if the chat template knows enable_thinking."""
+        return self.has_chat_template and "enable_thinking" in str(self.engine.tokenizer.chat_template)
 
     def ask(self, text: str, on_text: Callable[[str], None], is_interrupted: Callable[[], bool]) -> Generation:
         """Send a user message and stream the answer.
@@ -85,23 +166,61 @@ class ChatSession:
         the request and keeps what was said so far. Raises RequestError if the message cannot be sent; then the
         conversation is as it was.
         """
+        text = "\n\n".join([*(attachment.as_markdown() for attachment in self.attachments), text])
         generation = self._generate([*self.messages, Message(role="user", content=text)], on_text, is_interrupted)
         answer = Message(role="assistant", content=generation.text, interrupted=generation.interrupted)
         self.messages += [Message(role="user", content=text), answer]
-        self.last_generation = generation
+        self.attachments = []
+        self._note(generation)
         return generation
+
+    def _note(self, generation: Generation) -> None:
+        generation.bandwidth_share = self.insight.bandwidth_share(generation)
+        self.last_generation = generation
 
     def regenerate(self, on_text: Callable[[str], None], is_interrupted: Callable[[], bool]) -> Generation:
         """Answer the last user message again, in place of its old answer. Raises RequestError if there is none."""
         if not self.messages:
             raise RequestError("Nothing was asked yet, so there is no answer to generate again.")
-        before = list(self.messages)
-        self.undo()
-        try:
-            return self.ask(before[-2].content, on_text, is_interrupted)
-        except RequestError:
-            self.messages = before
-            raise
+        *earlier, question, _ = self.messages
+        generation = self._generate([*earlier, question], on_text, is_interrupted)
+        answer = Message(role="assistant", content=generation.text, interrupted=generation.interrupted)
+        self.messages = [*earlier, question, answer]
+        self._note(generation)
+        return generation
+
+    def compact(self, on_text: Callable[[str], None], is_interrupted: Callable[[], bool]) -> Generation:
+        """Put a summary by the model in place of the older exchanges, all but the last if there are several.
+
+        Of a conversation that is too long to be summarized at once, the oldest part is. Changes nothing if it is
+        interrupted. Raises RequestError if there is nothing to gain.
+        """
+        exchanges = len(self.messages) // 2
+        if exchanges == 0:
+            raise RequestError("The conversation is empty: there is nothing to compact.")
+        request = Message(role="user", content=SUMMARY_REQUEST)
+        before = self.num_context_tokens()
+        room = max(1, self.max_model_len // SUMMARY_SHARE)
+        for count in range(max(1, exchanges - 1), 0, -1):
+            old = self.messages[: 2 * count]
+            if len(self.prompt_token_ids([*old, request])) + room <= self.max_model_len:
+                break
+        else:
+            raise RequestError(
+                f"Not even the oldest exchange leaves the {room:,} tokens that a summary takes: /drop forgets it."
+            )
+        generation = self._generate([*old, request], on_text, is_interrupted, max_tokens=room)
+        if generation.interrupted:
+            return generation
+        if not generation.text.strip():
+            raise RequestError("The model's summary is empty, so the conversation stays as it is; /drop forgets more.")
+        kept = self.messages
+        self.messages = [request, Message(role="assistant", content=generation.text), *self.messages[2 * count :]]
+        if self.num_context_tokens() >= before:
+            self.messages = kept
+            raise RequestError("The summary is no shorter than what it stands for, so the conversation stays as it is.")
+        self._note(generation)
+        return generation
 
     def undo(self) -> None:
         """Forget the last exchange (a user message and its answer)."""
@@ -119,6 +238,7 @@ class ChatSession:
     def clear(self) -> None:
         """Forget all messages; the system prompt stays."""
         self.messages.clear()
+        self.attachments.clear()
         self.last_generation = None
 
     def num_context_tokens(self) -> int:
@@ -136,12 +256,41 @@ class ChatSession:
             sampling=self.params,
             messages=self.messages,
         )
-        unfinished = path.with_name(path.name + ".part")
+        _write_whole(path, msgspec.json.format(msgspec.json.encode(saved), indent=2) + b"\n")
+
+    def export(self, path: Path) -> None:
+        """Write the conversation as Markdown. Raises RequestError if ``path`` cannot be written or is another file."""
+        beginning = EXPORT_TITLE.encode()
+        if path.exists() and not (path.is_file() and path.read_bytes().startswith(beginning)):
+            raise RequestError(f"{path} exists and is not an exported chat, so it is left alone; choose another name.")
+        parts = [f"{EXPORT_TITLE}{self.model}"]
+        if self.system is not None:
+            parts.append(f"**System:** {self.system}")
+        for message in self.messages:
+            mark = " (interrupted)" if message.interrupted else ""
+            parts.append(f"## {'You' if message.role == 'user' else self.model}{mark}\n\n{message.content.strip()}")
+        _write_whole(path, ("\n\n".join(parts) + "\n").encode())
+
+    def attach(self, path: Path) -> Attachment:
+        """Have a text file go with the next message. Raises RequestError if it is none or cannot fit."""
         try:
-            unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(saved), indent=2) + b"\n")
-            os.replace(unfinished, path)
+            content = path.read_bytes()
         except OSError as error:
-            raise RequestError(f"Cannot write {path}: {error.strerror or error}.") from None
+            raise RequestError(f"Cannot read {path}: {error.strerror or error}.") from None
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError:
+            raise RequestError(f"{path} is not UTF-8 text, so it cannot go into a message.") from None
+        tokens = len(self.engine.tokenizer.encode(text, add_special_tokens=False))
+        attachment = Attachment(name=path.name, text=text, num_tokens=tokens)
+        used = self.num_context_tokens() + sum(other.num_tokens for other in self.attachments)
+        if used + tokens >= self.max_model_len:
+            raise RequestError(
+                f"{path} has {tokens:,} tokens, but of the context's {self.max_model_len:,} only "
+                f"{max(0, self.max_model_len - used):,} are free: /drop or /compact make room, or take a smaller file."
+            )
+        self.attachments.append(attachment)
+        return attachment
 
     def load(self, path: Path) -> None:
         """Replace messages, system prompt and sampling by a saved chat's. Raises RequestError, changing nothing."""
@@ -157,14 +306,23 @@ class ChatSession:
         self.last_generation = None
 
     def _generate(
-        self, messages: list[Message], on_text: Callable[[str], None], is_interrupted: Callable[[], bool]
+        self,
+        messages: list[Message],
+        on_text: Callable[[str], None],
+        is_interrupted: Callable[[], bool],
+        max_tokens: int | None = None,
     ) -> Generation:
         prompt_token_ids = self.prompt_token_ids(messages)
         request_id = f"chat-{self._num_requests}"
         self._num_requests += 1
         params = self._params_for(prompt_token_ids, first=len(messages) == 1)
+        if max_tokens is not None:
+            params = msgspec.structs.replace(params, max_tokens=max_tokens, min_tokens=0)
+        self.insight.start()
         generation = Generation(num_prompt_tokens=len(prompt_token_ids))
         self.engine.add_request(request_id, {"prompt_token_ids": prompt_token_ids}, params)
+        if self.has_chat_template and self.engine.tokenizer.decode(prompt_token_ids[-8:]).rstrip().endswith(OPEN):
+            on_text(OPEN)  # the template began the model's thoughts; whoever shows them must know
         while generation.finish_reason is None:
             if is_interrupted():
                 for output in self.engine.abort_request([request_id]):
@@ -183,7 +341,7 @@ class ChatSession:
             advice = (
                 "shorten it, or start with a larger --max-model-len"
                 if first
-                else "/drop forgets the oldest exchange, /clear all of them"
+                else "/drop forgets the oldest exchange, /compact puts a summary in place of all but the last"
             )
             raise RequestError(
                 f"The {'message' if first else 'conversation'} takes {len(prompt_token_ids):,} of the context's "
@@ -194,6 +352,16 @@ class ChatSession:
         if self.params.min_tokens > max_tokens:
             changes["min_tokens"] = max_tokens
         return msgspec.structs.replace(self.params, **changes)
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """The whole file or none. Raises RequestError."""
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise RequestError(f"Cannot write {path}: {error.strerror or error}.") from None
 
 
 def _is_saved_chat(path: Path) -> bool:

@@ -11,13 +11,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from minivllm.cli.answer_view import answer_view
 from minivllm.cli.chat_session import ChatSession
 from minivllm.cli.engine_start import ProgressHandler
 from minivllm.cli.generation import Generation
 from minivllm.cli.prompts import check_text
-from minivllm.cli.slash_commands import COMMANDS, SETTINGS, Next, is_command, run_command
-from minivllm.cli.terminal_text import ControlCharacterFilter, dim, printable
-from minivllm.errors import RequestError
+from minivllm.cli.slash_commands import COMMANDS, FILE_COMMANDS, SETTINGS, Next, is_command, run_command
+from minivllm.cli.terminal_text import dim, printable, styles
+from minivllm.cli.trace import folded, heat_strip
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError
 from minivllm.messages import FinishReason
 
 if TYPE_CHECKING:
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
     from prompt_toolkit.document import Document
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+
+QUOTES = '"""'
+NEARLY_FULL = 0.9
+"""Part of the context from which on the user is told."""
 
 
 class InterruptFlag:
@@ -58,66 +65,79 @@ def notice(text: str) -> None:
         print(dim(printable(text), sys.stderr), file=sys.stderr, flush=True)
 
 
-def stream_answer(
-    generate: Callable[[Callable[[str], None], Callable[[], bool]], Generation], log: ProgressHandler, waiting: str = ""
-) -> Generation:
-    """Print an answer as it comes, control characters removed. Ctrl-C ends it and keeps what was said.
+Generate = Callable[[Callable[[str], None], Callable[[], bool]], Generation]
+"""Takes the callback for new text and the question whether to stop."""
 
-    generate: takes the callback for new text and the question whether to stop. waiting: shown until the first text.
-    """
-    clean = ControlCharacterFilter()
-    ends_line = True
+
+def stream_answer(generate: Generate, log: ProgressHandler, waiting: str, raw: bool) -> Generation:
+    """Print an answer as it comes. Ctrl-C ends it and keeps what was said. waiting: shown until the first text."""
+    view = answer_view(sys.stdout, raw)
     with InterruptFlag() as interrupt, ExitStack() as until_first_text:
-        if waiting:
-            until_first_text.enter_context(log.status(waiting))
+        until_first_text.enter_context(log.status(waiting))
 
         def show(text: str) -> None:
-            nonlocal ends_line
-            text = clean.feed(text)
             if text:
                 until_first_text.close()
-                sys.stdout.write(text)
-                sys.stdout.flush()
-                ends_line = text.endswith("\n")
+                view.feed(text)
 
         try:
             return generate(show, lambda: interrupt.is_set)
         finally:
-            if not ends_line:
-                print(flush=True)
+            until_first_text.close()
+            view.finish()
 
 
 def limit_notice(session: ChatSession, generation: Generation) -> str:
-    """What to tell when an answer ended at a limit; empty if it did not."""
-    if generation.finish_reason != FinishReason.LENGTH:
-        return ""
+    """What to tell when an answer ended at a limit or came near the context's; otherwise empty."""
     used, size = generation.num_context_tokens, session.max_model_len
+    if generation.finish_reason != FinishReason.LENGTH:
+        if used < NEARLY_FULL * size:
+            return ""
+        return f"The context is nearly full ({used:,} of {size:,} tokens): /drop or /compact make room."
     if used >= size:
         return (
             f"The context is full ({used:,} of {size:,} tokens) and the answer was cut: /drop forgets the oldest "
-            "exchange, /clear all of them."
+            "exchange, /compact puts a summary in place of all but the last."
         )
     return f"The answer was cut at max_tokens = {session.params.max_tokens}; /set max_tokens=none lifts the limit."
+
+
+def is_open_block(text: str) -> bool:
+    """True for a text that begins with three quotes and does not end with three others."""
+    text = text.strip()
+    return text.startswith(QUOTES) and not (text.endswith(QUOTES) and len(text) >= 2 * len(QUOTES))
+
+
+def without_quotes(text: str) -> str:
+    """The text inside three quotes at either end, or the text itself."""
+    if text.startswith(QUOTES) and not is_open_block(text):
+        return text[len(QUOTES) : -len(QUOTES)].strip("\n")
+    return text
 
 
 class ChatTerminal:
     """The read-answer loop. Notices and statistics go to stderr, answers to stdout."""
 
-    def __init__(self, session: ChatSession, log: ProgressHandler, history_path: Path | None) -> None:
+    def __init__(self, session: ChatSession, log: ProgressHandler, history_path: Path | None, raw: bool) -> None:
         self._session = session
         self._log = log
+        self._raw = raw
         self._cleared_text = False
+        self._draft = ""
+        self._replaces_last = False
         self._prompt = self._prompt_session(history_path)
 
     def run(self) -> None:
         """Talk until /bye, Ctrl-D, or Ctrl-C twice on an empty line."""
         leaving = False
         while True:
+            draft, self._draft = self._draft, ""
             try:
-                line = self._prompt.prompt("> ")
+                line = self._prompt.prompt("> ", default=draft)
             except EOFError:
                 return
             except KeyboardInterrupt:
+                self._replaces_last = False
                 if leaving and not self._cleared_text:
                     return
                 leaving = True
@@ -129,27 +149,68 @@ class ChatTerminal:
             try:
                 if self._handle(line) is Next.LEAVE:
                     return
-            except RequestError as error:
+            except MinivllmError as error:
+                if isinstance(error, EngineDeadError):
+                    raise
                 notice(str(error))
 
     def _handle(self, line: str) -> Next:
         session = self._session
-        if is_command(line):
-            message, following = run_command(session, line)
-            notice(message)
-            if following is Next.REGENERATE:
-                self._answer(session.regenerate)
-            return following
-        text = check_text(line.strip(), "The message")
-        self._answer(lambda on_text, is_interrupted: session.ask(text, on_text, is_interrupted))
-        return Next.PROMPT
+        if not is_command(line):
+            self._ask(line)
+            return Next.PROMPT
+        self._replaces_last = False
+        message, following = run_command(session, line)
+        notice(message)
+        if following is Next.REGENERATE:
+            self._answer(session.regenerate)
+        elif following is Next.EDIT:
+            self._draft, self._replaces_last = session.messages[-2].content, True
+        elif following is Next.COMPACT:
+            self._compact()
+        elif following is Next.TRACE:
+            self._draw_trace()
+        return following
 
-    def _answer(self, generate: Callable[[Callable[[str], None], Callable[[], bool]], Generation]) -> None:
-        generation = stream_answer(generate, self._log, waiting="Reading the conversation")
+    def _ask(self, line: str) -> None:
+        session, before = self._session, list(self._session.messages)
+        text = check_text(without_quotes(line.strip()), "The message")
+        if self._replaces_last:
+            session.undo()
+        try:
+            self._answer(lambda on_text, is_interrupted: session.ask(text, on_text, is_interrupted))
+        except RequestError:
+            # Nothing is lost: what was typed is there to be changed, and a message that was edited stays.
+            session.messages, self._draft = before, line
+            raise
+        self._replaces_last = False
+
+    def _answer(self, generate: Generate) -> None:
+        generation = stream_answer(generate, self._log, "Reading the conversation", self._raw)
         if generation.interrupted:
             notice("[interrupted; the partial answer is kept, /undo forgets it]")
         notice(generation.statistics_line(self._session.max_model_len))
         notice(limit_notice(self._session, generation))
+
+    def _compact(self) -> None:
+        session, before = self._session, self._session.num_context_tokens()
+        generation = stream_answer(session.compact, self._log, "Summarizing", self._raw)
+        if generation.interrupted:
+            notice("[interrupted; the conversation stays as it was]")
+            return
+        if generation.finish_reason == FinishReason.LENGTH:
+            notice(f"The summary was cut at {len(generation.token_ids):,} tokens.")
+        after, size = session.num_context_tokens(), session.max_model_len
+        notice(f"The older exchanges became this summary: from {before:,} to {after:,} of {size:,} tokens.")
+
+    def _draw_trace(self) -> None:
+        from rich.console import Console
+
+        generation = self._session.last_generation
+        if generation is not None:
+            console = Console(stderr=True, highlight=False, color_system="auto" if styles(sys.stderr) else None)
+            strip = heat_strip(folded(self._session.insight.steps(generation)), 1, console.width)
+            console.print(strip, no_wrap=True, crop=False, overflow="ignore")
 
     def _prompt_session(self, history_path: Path | None) -> PromptSession[str]:
         from prompt_toolkit import PromptSession
@@ -173,7 +234,14 @@ class ChatTerminal:
 
         @bindings.add("enter")
         def send(event: KeyPressEvent) -> None:
-            event.current_buffer.validate_and_handle()
+            if is_open_block(event.current_buffer.text):
+                event.current_buffer.insert_text("\n")
+            else:
+                event.current_buffer.validate_and_handle()
+
+        @bindings.add("c-g")
+        def edit(event: KeyPressEvent) -> None:
+            event.current_buffer.open_in_editor()
 
         @bindings.add("escape", "enter")
         def new_line(event: KeyPressEvent) -> None:
@@ -215,7 +283,7 @@ def _completer() -> Any:
     from prompt_toolkit.document import Document
 
     class CommandCompleter(Completer):
-        """Completes slash commands, the settings of /set, and the files of /save and /load."""
+        """Completes slash commands, the settings of /set, and paths."""
 
         def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
             line = document.text_before_cursor
@@ -228,7 +296,9 @@ def _completer() -> Any:
                         yield Completion(command.name, start_position=-len(name), display_meta=command.purpose)
             elif name == "/set" and "=" not in argument:
                 yield from _starting_with(argument, (f"{setting}=" for setting in SETTINGS))
-            elif name in ("/save", "/load"):
+            elif name == "/think":
+                yield from _starting_with(argument, ("on", "off"))
+            elif name in FILE_COMMANDS:
                 yield from PathCompleter(expanduser=True).get_completions(Document(argument), complete_event)
 
     def _starting_with(beginning: str, words: Iterable[str]) -> Iterator[Completion]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm.cli.terminal_text import dim, printable, styles
 from minivllm.config import EngineArgs
+from minivllm.errors import EngineDeadError, MinivllmError, ModelError
 
 if TYPE_CHECKING:
     from minivllm.frontend.llm_engine import LLMEngine
+    from minivllm.sampling_params import SamplingParams
 
 
 class ProgressHandler(logging.Handler):
@@ -27,11 +31,15 @@ class ProgressHandler(logging.Handler):
         try:
             message = printable(record.getMessage())
             if record.levelno >= logging.WARNING or self._verbose:
-                print(dim(message, sys.stderr), file=sys.stderr, flush=True)
+                self.note(message)
             elif self._status is not None:
                 self._show(message)
         except Exception:
             self.handleError(record)
+
+    def note(self, message: str) -> None:
+        """Tell the user something that stays on the screen."""
+        print(dim(printable(message), sys.stderr), file=sys.stderr, flush=True)
 
     @contextmanager
     def status(self, message: str) -> Iterator[None]:
@@ -98,3 +106,62 @@ def running_engine(args: EngineArgs, log: ProgressHandler) -> Iterator[LLMEngine
         yield engine
     finally:
         engine.close()
+
+
+class EngineHost:
+    """An engine whose model can be replaced. As a context it starts the first one and closes the last one."""
+
+    def __init__(self, args: EngineArgs, log: ProgressHandler, params: Callable[[LLMEngine], SamplingParams]) -> None:
+        """params: the sampling settings to begin with, given an engine."""
+        self._args, self._log, self._params = args, log, params
+        self._engine: LLMEngine | None = None
+
+    def __enter__(self) -> EngineHost:
+        fetch_model(self._args)
+        self._start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop()
+
+    @property
+    def engine(self) -> LLMEngine:
+        """The running engine. Raises EngineDeadError if there is none."""
+        if self._engine is None:
+            raise EngineDeadError("No model is loaded: start the chat again.")
+        return self._engine
+
+    def params(self) -> SamplingParams:
+        return self._params(self.engine)
+
+    def switch(self, model: str) -> LLMEngine:
+        """Start ``model`` with the same options; what belongs to one model alone (tokenizer, revision, hf_overrides) is
+        left out.
+
+        Whatever can be told of a wrong name is told while the old engine runs. Then it has to go, because two models
+        may not fit beside each other; if the new one fails, the old one is loaded again. Raises MinivllmError.
+        """
+        before, after = self._args, replace(self._args, model=model, tokenizer=None, revision=None, hf_overrides=None)
+        fetch_model(after)
+        self._stop()
+        self._args = after
+        try:
+            self._start()
+        except BaseException as error:
+            self._args = before
+            self._log.note(f"{model} could not be started; loading {before.model} again.")
+            self._start()
+            if isinstance(error, MinivllmError | KeyboardInterrupt):
+                raise
+            raise ModelError(f"{model} could not be started: {error}") from error
+        return self.engine
+
+    def _start(self) -> None:
+        with self._log.status(f"Loading {self._args.model}"):
+            self._engine = create_engine(self._args)
+
+    def _stop(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            gc.collect()

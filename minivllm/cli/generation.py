@@ -25,7 +25,10 @@ _METRICS = (
 
 @dataclass(kw_only=True)
 class Generation:
-    """What has arrived of one request so far; token_ids includes the token that ended it, text does not."""
+    """What has arrived of one request so far; token_ids includes the token that ended it, text does not.
+
+    bandwidth_share: part of the memory bandwidth that decoding used; None if it is not known.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -34,6 +37,7 @@ class Generation:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None
+    bandwidth_share: float | None = None
 
     def add(self, output: RequestOutput) -> str:
         """Take in one output of a DELTA stream and return its text. Raises RequestError if the engine gave up on it."""
@@ -76,6 +80,7 @@ class Generation:
             "num_cached_tokens": self.num_cached_tokens,
             "num_output_tokens": len(self.token_ids),
             "metrics": {name: getattr(self.metrics, name, None) for name in _METRICS},
+            "bandwidth_share": self.bandwidth_share,
         }
 
     def statistics_line(self, max_model_len: int) -> str:
@@ -90,6 +95,8 @@ class Generation:
                 parts.append(f"prefill {format_rate(prefill)} ({self.num_cached_tokens:,} cached)")
             if decode is not None:
                 parts.append(f"decode {format_rate(decode)}")
+                if self.bandwidth_share is not None:
+                    parts.append(f"{100 * self.bandwidth_share:.0f} % of bandwidth bound")
         parts.append(f"ctx {self.num_context_tokens:,}/{max_model_len:,}")
         parts.append(f"stop: {self._stop_description()}")
         return " · ".join(parts)

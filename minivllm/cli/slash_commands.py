@@ -44,6 +44,9 @@ class Next(Enum):
 
     PROMPT = auto()
     REGENERATE = auto()
+    EDIT = auto()
+    COMPACT = auto()
+    TRACE = auto()
     LEAVE = auto()
 
 
@@ -83,10 +86,11 @@ def _no_argument(name: str, argument: str) -> None:
 
 
 def _help(session: ChatSession, argument: str) -> tuple[str, Next]:
-    lines = [f"{command.usage:<14} {command.purpose}" for command in COMMANDS.values()]
+    lines = [f"{command.usage:<15} {command.purpose}" for command in COMMANDS.values()]
     lines += [
         "",
-        "Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer, Ctrl-D leaves.",
+        'Enter sends, Alt-Enter starts a new line, """ begins and ends a text of several lines,',
+        "Ctrl-G opens your editor, Ctrl-C stops an answer, Ctrl-D leaves.",
         "A message that should begin with a slash is sent with a space before it.",
     ]
     return "\n".join(lines), Next.PROMPT
@@ -143,8 +147,7 @@ def _show(session: ChatSession, argument: str) -> tuple[str, Next]:
     config = session.engine.client.config
     lines = [
         f"model        {session.model} ({config.device}, {config.dtype})",
-        f"context      {session.num_context_tokens():,} of {session.max_model_len:,} tokens, "
-        f"{len(session.messages) // 2} exchanges",
+        f"context      {_context(session)}, {len(session.messages) // 2} exchanges",
         f"system       {'(chat template)' if session.system is None else session.system}",
     ]
     for name in SETTINGS:
@@ -157,6 +160,18 @@ def _show(session: ChatSession, argument: str) -> tuple[str, Next]:
 def _regenerate(session: ChatSession, argument: str) -> tuple[str, Next]:
     _no_argument("/regen", argument)
     return "", Next.REGENERATE
+
+
+def _edit(session: ChatSession, argument: str) -> tuple[str, Next]:
+    _no_argument("/edit", argument)
+    if not session.messages:
+        raise RequestError("Nothing was asked yet, so there is no message to edit.")
+    return "Change your last message and send it: it is answered in place of the old one.", Next.EDIT
+
+
+def _compact(session: ChatSession, argument: str) -> tuple[str, Next]:
+    _no_argument("/compact", argument)
+    return "", Next.COMPACT
 
 
 def _undo(session: ChatSession, argument: str) -> tuple[str, Next]:
@@ -179,7 +194,14 @@ def _drop(session: ChatSession, argument: str) -> tuple[str, Next]:
 
 
 def _context(session: ChatSession) -> str:
-    return f"{session.num_context_tokens():,} of {session.max_model_len:,} tokens are in use"
+    used, size = session.num_context_tokens(), session.max_model_len
+    return f"{used:,} of {size:,} tokens are in use {meter(used, size)}"
+
+
+def meter(used: int, size: int, width: int = 20) -> str:
+    """A bar of ``width`` cells, filled as far as the context is; not empty while anything is in it."""
+    filled = min(width, -(-used * width // size))
+    return "█" * filled + "░" * (width - filled)
 
 
 def _path(name: str, argument: str) -> Path:
@@ -198,6 +220,58 @@ def _load(session: ChatSession, argument: str) -> tuple[str, Next]:
     path = _path("/load", argument)
     session.load(path)
     return f"{len(session.messages)} messages loaded with their settings; {_context(session)}.", Next.PROMPT
+
+
+def _export(session: ChatSession, argument: str) -> tuple[str, Next]:
+    if not argument:
+        raise RequestError("/export needs a file name, for example /export chat.md.")
+    path = Path(argument).expanduser()
+    session.export(path)
+    return f"{len(session.messages)} messages exported to {path}.", Next.PROMPT
+
+
+def _read(session: ChatSession, argument: str) -> tuple[str, Next]:
+    if not argument:
+        raise RequestError("/read needs a file name, for example /read notes.txt.")
+    attachment = session.attach(Path(argument).expanduser())
+    return f"{attachment.name} ({attachment.num_tokens:,} tokens) goes with your next message.", Next.PROMPT
+
+
+def _image(session: ChatSession, argument: str) -> tuple[str, Next]:
+    raise RequestError(
+        f"{session.model} takes no images: the models this engine runs read text only; /read sends text."
+    )
+
+
+def _model(session: ChatSession, argument: str) -> tuple[str, Next]:
+    if not argument:
+        return f"The model is {session.model}; /model NAME talks to another one.", Next.PROMPT
+    before = session.model
+    session.switch_model(argument)
+    size = f"context {session.max_model_len:,} tokens"
+    if not session.has_chat_template:
+        size += "; it has no chat template: it continues your text instead of answering it"
+    return f"{session.model} takes over from {before}; {size}. Settings are the new model's.", Next.PROMPT
+
+
+def _think(session: ChatSession, argument: str) -> tuple[str, Next]:
+    if argument not in ("on", "off", ""):
+        raise RequestError(f"/think is followed by on or off, but got {argument!r}.")
+    if not session.can_switch_thinking:
+        raise RequestError(f"{session.model} cannot switch thinking on or off: its chat template has no such switch.")
+    if argument:
+        session.thinking = argument == "on"
+    state = {None: "left to the chat template", True: "on", False: "off"}[session.thinking]
+    return f"Thinking is {state}.", Next.PROMPT
+
+
+def _trace(session: ChatSession, argument: str) -> tuple[str, Next]:
+    _no_argument("/trace", argument)
+    if not session.insight.is_possible:
+        raise RequestError("The engine runs in another process, where its steps cannot be seen from here.")
+    if session.last_generation is None:
+        raise RequestError("Nothing was asked yet, so there are no steps to draw.")
+    return "", Next.TRACE
 
 
 def _stats(session: ChatSession, argument: str) -> tuple[str, Next]:
@@ -219,7 +293,8 @@ def _stats(session: ChatSession, argument: str) -> tuple[str, Next]:
 
 def _tokens(session: ChatSession, argument: str) -> tuple[str, Next]:
     _no_argument("/tokens", argument)
-    lines = [f"Of the context's tokens, {_context(session)}."]
+    lines = [f"Of the context, {_context(session)}."]
+    lines += [f"{file.num_tokens:>7,}  next       file {file.name}" for file in session.attachments]
     for message in session.messages:
         count = len(session.engine.tokenizer.encode(message.content, add_special_tokens=False))
         beginning = " ".join(message.content.split())
@@ -241,14 +316,24 @@ COMMANDS: dict[str, Command] = {
         Command("/set k=v", "change a sampling parameter, for example /set temperature=0.2", _set),
         Command("/show", "show model, context and settings", _show),
         Command("/regen", "generate the last answer again", _regenerate),
+        Command("/edit", "change your last message and have it answered again", _edit),
         Command("/undo", "forget the last exchange", _undo),
         Command("/clear", "forget the whole conversation", _clear),
         Command("/drop N", "forget the N oldest exchanges (1 if not given)", _drop),
+        Command("/compact", "put a summary in place of the older exchanges", _compact),
+        Command("/read FILE", "send a text file along with the next message", _read),
+        Command("/image FILE", "send an image, to a model that takes any", _image),
         Command("/save FILE", "save the conversation as JSON", _save),
         Command("/load FILE", "continue a saved conversation", _load),
+        Command("/export FILE", "write the conversation as Markdown", _export),
+        Command("/model NAME", "talk to another model; alone names the present one", _model),
+        Command("/think on|off", "let the model think before it answers, or not", _think),
+        Command("/trace", "draw how the scheduler cut the last answer into steps", _trace),
         Command("/stats", "show what the engine did so far", _stats),
         Command("/tokens", "show how many tokens each message takes", _tokens),
         Command("/bye", "leave", _leave),
     )
 }
 ALIASES = {"/exit": "/bye", "/quit": "/bye", "/?": "/help"}
+FILE_COMMANDS = ("/save", "/load", "/export", "/read", "/image", "/model")
+"""Commands that a path can follow."""

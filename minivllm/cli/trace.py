@@ -24,7 +24,7 @@ MICROSECONDS_PER_STEP = 1000
 
 _PROMPT_COLOURS = ("#bee9e8", "#8cc7e3", "#5fa8d3", "#2f6f97")
 _DECODE_COLOUR = "#f4a259"
-_PREEMPTED_COLOUR = "#e5383b"
+PREEMPTED_COLOUR = "#e5383b"
 
 
 @dataclass(frozen=True)
@@ -155,36 +155,74 @@ def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
         step += 1
 
 
-def heat_strip(steps: Sequence[TraceStep], num_requests: int) -> Text:
+def heat_strip(steps: Sequence[TraceStep], num_requests: int, columns: int | None = None) -> Text:
     """A picture of the steps: a row per request, a column per step, in each cell the number of tokens.
 
-    Blue cells compute prompts, or again what a preemption lost (darker is more); orange ones decode.
+    Blue cells compute prompts, or again what a preemption lost (darker is more); orange ones decode. "…" stands for
+    steps that were left out. columns: width of the window [cells], into which long strips are broken.
     """
     from rich.text import Text
 
     most = max((count for step in steps for count in step.num_scheduled_tokens.values()), default=1)
-    width = 1 + max(len(str(most)), len(str(len(steps))))
+    width = 1 + max(len(str(most)), len(str(max((step.step for step in steps), default=0))))
     label_width = max(len(f"R{num_requests}"), len("step")) + 1
-    strip = Text("step".ljust(label_width) + "".join(str(step.step).rjust(width) for step in steps), style="bold")
-    strip = Text().append_text(strip)
-    for number in range(1, num_requests + 1):
-        request_id = f"R{number}"
-        strip.append("\n" + request_id.ljust(label_width))
-        for step in steps:
-            count = step.num_scheduled_tokens.get(request_id)
-            if request_id in step.preempted:
-                strip.append("x".rjust(width), style=f"black on {_PREEMPTED_COLOUR}")
-            elif count is None:
-                strip.append("·".rjust(width), style="dim")
-            elif request_id in step.decoding:
-                strip.append(str(count).rjust(width), style=f"black on {_DECODE_COLOUR}")
-            else:
-                colour = _PROMPT_COLOURS[(count - 1) * len(_PROMPT_COLOURS) // most]
-                strip.append(str(count).rjust(width), style=f"black on {colour}")
+    cells: list[TraceStep | None] = []
+    for step, before in zip(steps, [None, *steps]):
+        cells += [None, step] if before is not None and before.step + 1 < step.step else [step]
+    fitting = len(cells) if columns is None else max(1, (columns - label_width) // width)
+    strip = Text()
+    for start in range(0, len(cells), max(1, fitting)):
+        part = cells[start : start + fitting]
+        strip.append("\n\n" if start else "")
+        numbers = "".join(("…" if step is None else str(step.step)).rjust(width) for step in part)
+        strip.append("step".ljust(label_width) + numbers, style="bold")
+        for number in range(1, num_requests + 1):
+            strip.append("\n" + f"R{number}".ljust(label_width))
+            for shown in part:
+                strip.append(*_cell(shown, f"R{number}", most, width))
     strip.append("\n\n" + " " * label_width)
-    for name, colour in (("prompt", _PROMPT_COLOURS[1]), ("decode", _DECODE_COLOUR), ("preempted", _PREEMPTED_COLOUR)):
+    for name, colour in (("prompt", _PROMPT_COLOURS[1]), ("decode", _DECODE_COLOUR), ("preempted", PREEMPTED_COLOUR)):
         strip.append(f" {name} ", style=f"black on {colour}").append(" ")
     return strip
+
+
+def _cell(step: TraceStep | None, request_id: str, most: int, width: int) -> tuple[str, str]:
+    """Text and style of one request in one step; None is steps left out."""
+    count = None if step is None else step.num_scheduled_tokens.get(request_id)
+    if step is None:
+        return "…".rjust(width), "dim"
+    if request_id in step.preempted:
+        return "x".rjust(width), f"black on {PREEMPTED_COLOUR}"
+    if count is None:
+        return "·".rjust(width), "dim"
+    return str(count).rjust(width), f"black on {cell_colour(step, request_id, most)}"
+
+
+def cell_colour(step: TraceStep, request_id: str, most: int) -> str:
+    """Of a request that is scheduled in this step. most: tokens of the darkest cell."""
+    if request_id in step.decoding:
+        return _DECODE_COLOUR
+    count = step.num_scheduled_tokens[request_id]
+    return _PROMPT_COLOURS[(count - 1) * len(_PROMPT_COLOURS) // most]
+
+
+def folded(steps: Sequence[TraceStep], run: int = 8) -> list[TraceStep]:
+    """``steps`` without the middle of long runs in which the same requests just decode; their numbers tell the gap."""
+
+    def is_alike(one: TraceStep, other: TraceStep) -> bool:
+        ids = set(one.num_scheduled_tokens)
+        alike = one.num_scheduled_tokens == other.num_scheduled_tokens and ids == one.decoding == other.decoding
+        return alike and not (one.preempted or other.preempted or one.finished)
+
+    kept: list[TraceStep] = []
+    start = 0
+    for index in range(1, len(steps) + 1):
+        if index < len(steps) and is_alike(steps[start], steps[index]) and not steps[index].finished:
+            continue
+        group = steps[start:index]
+        kept += group if len(group) <= run else [*group[: run - 2], group[-1]]
+        start = index
+    return kept
 
 
 def perfetto_trace(steps: Sequence[TraceStep]) -> dict[str, Any]:
@@ -232,6 +270,7 @@ def trace(
         int, typer.Option(help="Most tokens of one request per step (long_prefill_token_threshold); 0 is no cap.")
     ] = 0,
     perfetto: Annotated[Path | None, typer.Option(help="Also write a file for ui.perfetto.dev.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Also save the heat strip as a PNG.")] = None,
 ) -> None:
     """Show what the scheduler decides, step by step, without a model.
 
@@ -251,17 +290,28 @@ def trace(
     )
     steps = list(simulated_steps(workload))
     if perfetto is not None:
-        try:
-            perfetto.write_text(json.dumps(perfetto_trace(steps)), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--perfetto: {perfetto} cannot be written ({error.strerror}); name a file.") from None
+        _write("--perfetto", perfetto, json.dumps(perfetto_trace(steps)).encode())
+    if save is not None:
+        from minivllm.cli.trace_picture import draw_heat_strip
+
+        _write("--save", save, draw_heat_strip(steps, len(workload.prompt_lens)))
     if plot:
         from rich.console import Console
 
-        Console().print(heat_strip(steps, len(workload.prompt_lens)), no_wrap=True, crop=False, overflow="ignore")
+        console = Console()
+        columns = console.width if console.is_terminal else None
+        strip = heat_strip(steps, len(workload.prompt_lens), columns)
+        console.print(strip, no_wrap=True, crop=False, overflow="ignore")
     else:
         for step in steps:
             print(json.dumps(step.as_dict()))
+
+
+def _write(option: str, path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be written ({error.strerror}); name a file.") from None
 
 
 def _numbers(name: str, text: str) -> list[int]:

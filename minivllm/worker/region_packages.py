@@ -226,6 +226,7 @@ class PackageBuilds:
         self._niceness = niceness
         self._waiting: list[tuple[str, Callable[[], None]]] = []
         self._running: dict[int, tuple[str, float]] = {}
+        self._num_over = 0
         self._forks = sys.platform == "linux"
 
     def start(self, name: str, build: Callable[[], None]) -> None:
@@ -241,6 +242,8 @@ class PackageBuilds:
 
     def wait(self) -> None:
         """Return when all builds are over, whether or not they succeeded."""
+        if self._num_unfinished:
+            logger.info("Compiling %d regions: %d done …", self._num_over + self._num_unfinished, self._num_over)
         while self._waiting or self._running:
             self._start_waiting()
             if self._running:
@@ -250,8 +253,14 @@ class PackageBuilds:
         ended, status = os.waitpid(pid, options)
         if ended:
             name, started = self._running.pop(pid)
+            self._num_over += 1
             if status == 0:
-                logger.info("Compiled %s in %.1f s.", name, time.perf_counter() - started)
+                seconds, num_regions = time.perf_counter() - started, self._num_over + self._num_unfinished
+                logger.info("Compiled %s in %.1f s: %d of %d.", name, seconds, self._num_over, num_regions)
+
+    @property
+    def _num_unfinished(self) -> int:
+        return len(self._waiting) + len(self._running)
 
     def _start_waiting(self) -> None:
         while self._waiting and len(self._running) < (os.cpu_count() or 1):
@@ -259,6 +268,7 @@ class PackageBuilds:
             if self._forks:
                 self._running[_fork(build, self._niceness)] = (name, time.perf_counter())
             else:
+                self._num_over += 1
                 _report_failure(build)
 
 

@@ -23,8 +23,9 @@ PAGE = 8
 class CharacterTokenizer:
     """One token per character; the chat template writes ``<role>text`` and a newline per message."""
 
-    def __init__(self, has_chat_template: bool = True) -> None:
+    def __init__(self, has_chat_template: bool = True, can_think: bool = False) -> None:
         self.has_chat_template = has_chat_template
+        self.chat_template = "{{ enable_thinking }}" if can_think else "a template"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) for character in text]
@@ -32,9 +33,12 @@ class CharacterTokenizer:
     def decode(self, token_ids: list[int]) -> str:
         return "".join(map(chr, token_ids))
 
-    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = True, **names: bool
+    ) -> list[int]:
         text = "".join(f"<{message['role']}>{message['content']}\n" for message in messages)
-        return self.encode(text + ("<assistant>" if add_generation_prompt else ""))
+        thoughts = "<think>" if names.get("enable_thinking") else ""
+        return self.encode(text + ("<assistant>" + thoughts if add_generation_prompt else ""))
 
 
 def echo(prompt: str) -> str:
@@ -69,6 +73,7 @@ class ScriptedEngine:
     max_model_len: int = 512
     answer: Callable[[str], str] = echo
     has_chat_template: bool = True
+    can_think: bool = False
     seconds_per_step: float = 0.0
     num_steps: int = 0
     closed: bool = False
@@ -80,7 +85,7 @@ class ScriptedEngine:
     _seen: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tokenizer = CharacterTokenizer(self.has_chat_template)
+        self.tokenizer = CharacterTokenizer(self.has_chat_template, self.can_think)
         config = EngineConfig(
             model="scripted",
             model_path="/nonexistent",

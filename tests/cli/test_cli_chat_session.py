@@ -73,7 +73,7 @@ def test_a_full_context_is_refused_with_numbers_and_changes_nothing() -> None:
     session = session_with(ScriptedEngine(max_model_len=64))
     ask(session, "forever")
     before = list(session.messages)
-    with pytest.raises(RequestError, match=r"takes \d+ of the context's 64 tokens.*/drop.*/clear"):
+    with pytest.raises(RequestError, match=r"takes \d+ of the context's 64 tokens.*/drop.*/compact"):
         ask(session, "more")
     assert session.messages == before
     run_command(session, "/drop")

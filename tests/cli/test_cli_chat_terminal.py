@@ -230,3 +230,137 @@ def test_a_second_ctrl_c_ends_a_step_that_does_not_come_back(tmp_path: Path) -> 
     time.sleep(0.3)
     terminal.type(CTRL_C)
     assert terminal.exit_code() == 130
+
+
+def test_three_quotes_begin_and_end_a_text_of_several_lines(terminal: Terminal) -> None:
+    terminal.type('"""first\r')
+    terminal.type("/not a command\r")
+    terminal.type('last"""\r')
+    terminal.expect("FIRST\r\n/NOT A COMMAND\r\nLAST\r\n")
+
+
+def test_ctrl_g_opens_the_editor(tmp_path: Path) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\necho " edited" >> "$1"\n')
+    editor.chmod(0o700)
+    terminal = Terminal(tmp_path, EDITOR=str(editor), VISUAL=str(editor))
+    terminal.expect_prompt()
+    terminal.type("typed\x07")
+    terminal.expect("edited")
+    terminal.type("\r")
+    terminal.expect("EDITED\r\n")
+    terminal.process.close(force=True)
+
+
+def test_an_edited_message_is_answered_in_place_of_the_old_one(terminal: Terminal) -> None:
+    terminal.type("wrong\r")
+    terminal.expect("stop: eos")
+    terminal.expect_prompt()
+    terminal.type("/edit\r")
+    terminal.expect("Change your last message")
+    terminal.expect("> wrong")
+    terminal.type(" no right\r")
+    terminal.expect("WRONG NO RIGHT")
+    terminal.expect_prompt()
+    terminal.type("/show\r")
+    terminal.expect("1 exchanges")
+
+
+def test_a_message_that_does_not_fit_is_there_to_be_changed(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, "--max-model-len", "40")
+    terminal.expect_prompt()
+    terminal.type("x" * 50 + "\r")
+    terminal.expect("The message takes 68 of the context's 40 tokens")
+    terminal.expect("> " + "x" * 50)
+    terminal.type("\x7f" * 45 + "\r")
+    terminal.expect("XXXXX\r\n")
+    terminal.process.close(force=True)
+
+
+def test_another_model_takes_over_and_a_missing_one_does_not(terminal: Terminal) -> None:
+    terminal.type("hello\r")
+    terminal.expect("stop: eos")
+    terminal.expect_prompt()
+    terminal.type("/model missing\r")
+    terminal.expect("loading smollm2 again")
+    terminal.expect("There is no model 'missing'")
+    terminal.expect_prompt()
+    terminal.type("/model base\r")
+    terminal.expect("base takes over from smollm2.*it has no chat template")
+    terminal.expect_prompt()
+    terminal.type("again\r")
+    terminal.expect("HELLO\r\nHELLO\r\nAGAIN")
+
+
+def test_files_are_read_and_written_and_images_refused(terminal: Terminal, tmp_path: Path) -> None:
+    note = tmp_path / "note.txt"
+    note.write_text("inside\n")
+    terminal.type(f"/read {note}\r")
+    terminal.expect(r"note.txt \(7 tokens\) goes with your next message")
+    terminal.expect_prompt()
+    terminal.type("what?\r")
+    for part in ("NOTE.TXT:\r\n\r\n", "  INSIDE", "\r\n\r\n", r"WHAT\?\r\n"):
+        terminal.expect(part)
+    terminal.expect_prompt()
+    terminal.type("/image cat.png\r")
+    terminal.expect("smollm2 takes no images")
+    terminal.expect_prompt()
+    terminal.type(f"/export {tmp_path}/out.md\r")
+    terminal.expect("2 messages exported")
+    assert "## You\n\nnote.txt:\n```\ninside\n```\n\nwhat?" in (tmp_path / "out.md").read_text()
+
+
+def test_after_a_resize_answers_take_the_new_width_and_no_line_is_doubled(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, "--max-model-len", "5000", NO_COLOR="1", SCRIPTED_SECONDS_PER_STEP="0.002")
+    terminal.expect_prompt()
+    words = " ".join(f"w{number}" for number in range(100))
+    terminal.type(f"{words} resize\r")
+    terminal.expect("W3 W4")
+    terminal.process.setwinsize(20, 60)
+    terminal.expect("stop: eos")
+    rendered = terminal.process.before.rpartition("\x1b[2K")[2].partition("TTFT")[0]
+    lines = [line for line in rendered.split("\r\n") if line.startswith("W")]
+    assert " ".join(lines).split() == [*words.upper().split(), "RESIZE"]
+    assert 40 < max(map(len, lines)) <= 60
+    terminal.process.close(force=True)
+
+
+def test_raw_prints_the_answer_as_it_is(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, "--raw")
+    terminal.expect_prompt()
+    terminal.type("**bold**\r")
+    terminal.expect(r"\*\*BOLD\*\*\r\n")
+    terminal.process.close(force=True)
+
+
+def test_wide_characters_are_typed_and_answered(terminal: Terminal) -> None:
+    terminal.type("漢字 🎉 é\r")
+    terminal.expect("漢字 🎉 É\r\n")
+
+
+def test_every_command_answers_something_and_the_chat_goes_on(terminal: Terminal) -> None:
+    terminal.type("one\r")
+    terminal.expect("stop: eos")
+    for line, answer in {
+        "/help": "send a text file along",
+        "/system": "the chat template's own",
+        "/set top_q=1": "did you mean top_p",
+        "/show": "exchanges",
+        "/tokens": "2.*user",
+        "/stats": "prefix cache",
+        "/think on": "its chat template has no such switch",
+        "/trace": "in another process",
+        "/drop 9": "the conversation has 1",
+        "/compact": "no shorter than what it stands for",
+        "/model": "The model is smollm2",
+        "/undo": "Last exchange forgotten",
+        "/clear": "Conversation cleared",
+        "/edit": "no message to edit",
+        "/exprot": "did you mean /export",
+    }.items():
+        terminal.expect_prompt()
+        terminal.type(line + "\r")
+        terminal.expect(answer)
+    terminal.expect_prompt()
+    terminal.type("/bye\r")
+    assert terminal.exit_code() == 0

@@ -94,7 +94,10 @@ def test_chat_answers_as_the_readme_shows(smollm2_path: Path) -> None:
     [(command, printed)] = [example for example in console_examples() if "minivllm chat" in example[0]]
     result = run_example(command)
     assert result.stdout.startswith("The capital of France is Paris.")
-    statistics = re.compile(r"TTFT .+ · prefill .+ tok/s \(0 cached\) · decode .+ tok/s · ctx [\d,]+/8,192 · stop: \w+")
+    statistics = re.compile(
+        r"TTFT .+ · prefill .+ tok/s \(0 cached\) · decode .+ tok/s · \d+ % of bandwidth bound · ctx [\d,]+/8,192 · "
+        r"stop: \w+"
+    )
     assert statistics.fullmatch(printed.splitlines()[-1])
     assert statistics.fullmatch(result.stderr.splitlines()[-1])
 

@@ -55,11 +55,11 @@ def copy_bandwidth(device: torch.device, size: int) -> float:
     return 2 * size / min(seconds_per_call(lambda: target.copy_(source), device))
 
 
-def read_bandwidth(device: torch.device, size: int) -> float:
+def read_bandwidth(device: torch.device, size: int, calls: int = PROBES) -> float:
     """Of adding up ``size`` bytes of float32, the best of several."""
     # Ones, not zeros: untouched zero pages of a CPU's memory are all one and the same page.
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
-    return size / min(seconds_per_call(source.sum, device))
+    return size / min(seconds_per_call(source.sum, device, calls))
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, width: int) -> float:
