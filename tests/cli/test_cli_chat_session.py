@@ -247,3 +247,97 @@ def test_a_generation_record_is_plain_json() -> None:
     assert record["stop_reason"] is None
     assert record["num_prompt_tokens"] == len(session.engine.prompts[0])
     assert record["metrics"]["ttft"] >= 0
+
+
+def thinker(prompt: str) -> str:
+    return "so</think>yes" if prompt.endswith("<think>") else "yes"
+
+
+def test_thinking_is_switched_where_the_template_can_and_an_opened_thought_is_shown_as_one() -> None:
+    with pytest.raises(RequestError, match="cannot switch thinking"):
+        run_command(session_with(), "/think on")
+    session = session_with(ScriptedEngine(can_think=True, answer=thinker))
+    assert run_command(session, "/think")[0] == "Thinking is left to the chat template."
+    pieces: list[str] = []
+    run_command(session, "/think on")
+    session.ask("why", pieces.append, lambda: False)
+    assert "".join(pieces) == "<think>so</think>yes"
+    run_command(session, "/think off")
+    assert session.regenerate(lambda text: None, lambda: False).text == "yes"
+    with pytest.raises(RequestError, match="on or off"):
+        run_command(session, "/think perhaps")
+
+
+def summarizing(prompt: str) -> str:
+    question = prompt.rpartition("<user>")[2]
+    if question.startswith("Summarize our conversation"):
+        return "short"
+    return "long " * (120 if "two" in question else 60)
+
+
+def test_compacting_puts_a_summary_in_place_of_all_but_the_last_exchange() -> None:
+    session = session_with(ScriptedEngine(max_model_len=4000, answer=summarizing))
+    for text in ("one", "two", "three"):
+        ask(session, text)
+    before = session.num_context_tokens()
+    session.compact(lambda text: None, lambda: False)
+    assert [message.content.split(" ")[0] for message in session.messages] == ["Summarize", "short", "three", "long"]
+    assert session.num_context_tokens() < before
+    assert session.engine.params[-1].max_tokens == 500
+
+
+def test_of_a_conversation_too_long_to_be_summarized_the_oldest_part_is() -> None:
+    session = session_with(ScriptedEngine(max_model_len=1270, answer=summarizing))
+    for text in ("one", "two", "three"):
+        ask(session, text)
+    session.compact(lambda text: None, lambda: False)
+    assert [message.content.split(" ")[0] for message in session.messages] == [
+        "Summarize", "short", "two", "long", "three", "long",
+    ]  # fmt: skip
+
+
+def test_a_compaction_that_is_interrupted_or_gains_nothing_changes_nothing() -> None:
+    session = session_with(ScriptedEngine(max_model_len=4000, answer=lambda prompt: "long " * 40))
+    with pytest.raises(RequestError, match="nothing to compact"):
+        session.compact(lambda text: None, lambda: False)
+    ask(session, "one")
+    before = list(session.messages)
+    assert session.compact(lambda text: None, lambda: True).interrupted
+    assert session.messages == before
+    with pytest.raises(RequestError, match="no shorter"):
+        session.compact(lambda text: None, lambda: False)
+    assert session.messages == before
+
+
+def test_a_file_goes_with_the_next_message_once_and_only_if_it_can_fit(tmp_path: Path) -> None:
+    session = session_with()
+    path = tmp_path / "a.md"
+    path.write_text("```\ncode\n```\n")
+    run_command(session, f"/read {path}")
+    ask(session, "explain")
+    assert session.messages[0].content == "a.md:\n````\n```\ncode\n```\n````\n\nexplain"
+    assert ask(session, "more").text == "MORE"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RequestError, match="not UTF-8 text"):
+        run_command(session, f"/read {path}")
+    path.write_text("x" * 600)
+    with pytest.raises(RequestError, match=r"has 600 tokens, but of the context's 512 only \d+ are free"):
+        run_command(session, f"/read {path}")
+    with pytest.raises(RequestError, match="Cannot read"):
+        run_command(session, f"/read {tmp_path}")
+
+
+def test_an_export_is_markdown_and_overwrites_only_exports(tmp_path: Path) -> None:
+    session = session_with()
+    session.system = "Be brief."
+    ask(session, "hello")
+    path = tmp_path / "chat.md"
+    for _ in range(2):
+        run_command(session, f"/export {path}")
+    assert path.read_text() == (
+        "# Chat with scripted\n\n**System:** Be brief.\n\n## You\n\nhello\n\n## scripted\n\nHELLO\n"
+    )
+    path.write_text("mine")
+    with pytest.raises(RequestError, match="is not an exported chat, so it is left alone"):
+        run_command(session, f"/export {path}")
+    assert path.read_text() == "mine"

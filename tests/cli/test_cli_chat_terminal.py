@@ -299,7 +299,7 @@ def test_files_are_read_and_written_and_images_refused(terminal: Terminal, tmp_p
     terminal.expect(r"note.txt \(7 tokens\) goes with your next message")
     terminal.expect_prompt()
     terminal.type("what?\r")
-    for part in ("NOTE.TXT:\r\n\r\n", "  INSIDE", "\r\n\r\n", r"WHAT\?\r\n"):
+    for part in ("NOTE.TXT:\r\n", "  .*INSIDE", r"WHAT\?\r\n"):
         terminal.expect(part)
     terminal.expect_prompt()
     terminal.type("/image cat.png\r")

@@ -3,9 +3,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from minivllm.cli.main import app
 from minivllm.cli.trace import Workload, heat_strip, perfetto_trace, simulate, simulated_steps
 from minivllm.errors import ConfigError
 
@@ -117,3 +120,21 @@ def test_the_perfetto_file_holds_every_scheduled_token() -> None:
 def test_too_small_a_pool_is_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="the longest request alone needs 4"):
         simulate(**{**PREEMPTING, "num_blocks": 3})
+
+
+def test_the_heat_strip_is_saved_as_a_picture_and_the_steps_for_perfetto(tmp_path: Path) -> None:
+    picture, events = tmp_path / "steps.png", tmp_path / "steps.json"
+    result = CliRunner().invoke(app, ["trace", "--save", str(picture), "--perfetto", str(events), "--plot"])
+    assert result.exit_code == 0
+    assert "R3" in result.output
+    from matplotlib.image import imread
+
+    height, width, _ = imread(picture).shape
+    assert width > 300 and height > 200
+    assert json.loads(events.read_text())["traceEvents"]
+
+
+def test_a_picture_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["trace", "--save", str(tmp_path / "none" / "steps.png")])
+    assert isinstance(result.exception, ConfigError)
+    assert "--save" in str(result.exception) and "cannot be written" in str(result.exception)
