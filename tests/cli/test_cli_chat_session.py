@@ -287,7 +287,7 @@ def test_compacting_puts_a_summary_in_place_of_all_but_the_last_exchange() -> No
 
 
 def test_of_a_conversation_too_long_to_be_summarized_the_oldest_part_is() -> None:
-    session = session_with(ScriptedEngine(max_model_len=1270, answer=summarizing))
+    session = session_with(ScriptedEngine(max_model_len=1200, answer=summarizing))
     for text in ("one", "two", "three"):
         ask(session, text)
     session.compact(lambda text: None, lambda: False)
