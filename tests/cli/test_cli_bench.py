@@ -161,6 +161,7 @@ def test_wrong_usage_exits_2_with_a_sentence() -> None:
     assert "known are" in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_all_sides_generate_the_same_and_the_figures_are_written(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

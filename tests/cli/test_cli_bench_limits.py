@@ -113,6 +113,7 @@ def test_roofline_prints_the_shares_and_what_is_missing(tiny_model: Callable[...
     assert len(by_metric["time to first token"].samples) == 2
 
 
+@pytest.mark.slow
 def test_a_start_is_measured_part_by_part_in_a_fresh_process(tiny_model: Callable[..., Path]) -> None:
     root = str(Path(__file__).parents[2])
     arguments = {"model": str(tiny_model("llama")), "enforce_eager": True, "max_model_len": 64}

@@ -112,6 +112,7 @@ def test_the_knee_is_where_the_rate_stops_following_the_load() -> None:
     assert "no knee up to batch 4" in knee_note("s", "batch", straight)
 
 
+@pytest.mark.slow
 def test_ablation_prints_what_each_feature_is_worth(measured: Callable[..., tuple[Report, str]]) -> None:
     report, text = measured("model", "--ablate", "--case", "shared:2:130", "--repeats", "1")
     assert "prefix cache: " in text and "chunked prefill: " in text and "compile: " in text

@@ -65,7 +65,8 @@ def drive(llm: LLM, num_steps: int, seed: int, abort_rate: float = 0.02) -> int:
     return submitted
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("mistral-window", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
 def test_nothing_is_compiled_after_warm_up_over_300_random_steps(tiny_model: TinyModel, family: str) -> None:
     with (
         tiny_llm(tiny_model(family), enforce_eager=False, max_num_batched_tokens=48, num_gpu_blocks_override=18) as llm,
