@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class ProgressHandler(logging.Handler):
-    """Shows what the engine logs: the latest line as a status that disappears, warnings (``verbose``: all) to stay."""
+    """Shows what the engine logs: the latest line as a status that disappears, warnings (``verbose``: all) to stay.
+
+    So do records with ``extra={"is_notice": True}``: what a person should know, but is nothing to worry about.
+    """
 
     def __init__(self, verbose: bool) -> None:
         super().__init__(logging.INFO)
@@ -30,7 +33,7 @@ class ProgressHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             message = printable(record.getMessage())
-            if record.levelno >= logging.WARNING or self._verbose:
+            if record.levelno >= logging.WARNING or self._verbose or getattr(record, "is_notice", False):
                 self.note(message)
             elif self._status is not None:
                 self._show(message)
@@ -162,6 +165,8 @@ class EngineHost:
 
     def _stop(self) -> None:
         if self._engine is not None:
-            self._engine.close()
+            # What is still being compiled in the background is finished first, for the next start.
+            with self._log.status(f"Closing {self._args.model}"):
+                self._engine.close()
             self._engine = None
             gc.collect()

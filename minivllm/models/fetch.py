@@ -7,6 +7,7 @@ certificate settings the user already has apply, and no address is written here.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import hashlib
 import importlib.util
@@ -93,9 +94,11 @@ def resolve_model(
     if HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         return _fetch_from_hub(name, revision, weights)
     known = ", ".join(WHEEL_MODELS)
+    near = difflib.get_close_matches(name, WHEEL_MODELS, n=1)
+    advice = f" Did you mean {near[0]}?" if near else ""
     raise ModelError(
         f"There is no model {name!r}: it is no existing directory or .gguf file, no built-in name ({known}) and no "
-        f"Hugging Face id (org/name)."
+        f"Hugging Face id (org/name).{advice}"
     )
 
 

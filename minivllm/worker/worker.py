@@ -185,7 +185,10 @@ class Worker:
             return
         run_on_null_page(self.runner, counts)
         if self.config.compile_in_background and self._compiler.is_building:
-            logger.info("Serving uncompiled while the model is compiled in the background.")
+            logger.info(
+                "Serving uncompiled, which is slower, while the model is compiled in the background.",
+                extra={"is_notice": True},
+            )
             self.runner.use_regions(RegionCompiler(enabled=False))
             self._unfinished_warm_up = counts
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import subprocess
@@ -18,11 +19,14 @@ from typer.testing import CliRunner
 
 from minivllm import __version__
 from minivllm.cli import engine_start
+from minivllm.cli.bench.command import bench
 from minivllm.cli.engine_options import EngineOptions
+from minivllm.cli.engine_start import engine_log
 from minivllm.cli.main import app, main
 from minivllm.cli.sampling_options import FALLBACK, SamplingOptions, model_defaults
 from minivllm.config import EngineArgs
-from minivllm.errors import MinivllmError
+from minivllm.errors import MinivllmError, ModelError
+from minivllm.models.fetch import resolve_model
 from minivllm.sampling_params import SamplingParams
 
 SCRIPT = scripted_engine.__file__
@@ -387,3 +391,29 @@ def test_pull_prints_the_path_and_reports_an_unknown_model(tmp_path: Path, capsy
     assert capsys.readouterr().out == f"{tmp_path}\n"
     assert exit_code("pull", "no-such-model") == 1
     assert capsys.readouterr().err.startswith("minivllm: There is no model 'no-such-model'")
+
+
+COMMAND_PATHS = [
+    [],
+    *([command] for command in ("chat", "generate", "serve", "pull", "env", "trace", "bench")),
+    *(["bench", command.name or ""] for command in bench.registered_commands),
+]
+
+
+@pytest.mark.parametrize("path", COMMAND_PATHS, ids=" ".join)
+def test_every_help_has_an_example_of_that_very_command(path: list[str]) -> None:
+    help_text = CliRunner().invoke(app, [*path, "--help"]).output
+    assert " ".join(["Example: minivllm", *path]) in " ".join(help_text.split())
+
+
+def test_a_mistyped_builtin_model_gets_a_suggestion() -> None:
+    with pytest.raises(ModelError, match="Did you mean smollm2"):
+        resolve_model("smolm2")
+
+
+def test_a_notice_stays_on_the_screen_and_progress_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with engine_log(verbose=False):
+        logger = logging.getLogger("minivllm.worker")
+        logger.info("a step of loading")
+        logger.info("a notice", extra={"is_notice": True})
+    assert capsys.readouterr().err == "a notice\n"

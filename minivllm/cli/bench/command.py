@@ -16,7 +16,10 @@ from minivllm.cli.bench.workload_commands import latency, sweep, throughput
 bench = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Measure speed: medians of repetitions, engines in turn, same token ids.",
+    help=(
+        "Measure speed: medians of repetitions, engines in turn, same token ids.\n\n"
+        "Example: minivllm bench model --vs transformers"
+    ),
 )
 for command in (model, latency, throughput, sweep, serve, startup, roofline, attention, overhead, compare):
     bench.command(command.__name__)(command)
