@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from minivllm.frontend.llm_engine import LLMEngine
     from minivllm.sampling_params import SamplingParams
 
+DEFAULT_MODEL = "smollm2"
+
 
 @with_option_groups
 def chat(
     sampling: SamplingOptions,
     engine: EngineOptions,
-    model: ModelArgument = "smollm2",
+    model: ModelArgument = DEFAULT_MODEL,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="Answer this one prompt and exit; - reads it from stdin.")
     ] = None,
@@ -36,15 +38,23 @@ def chat(
         bool, typer.Option("--raw", help="Print answers as they are instead of rendering Markdown.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With -p or a pipe: print one JSON object.")] = False,
+    url: Annotated[
+        str | None, typer.Option("--url", help="Talk to the model of a server, such as http://127.0.0.1:8000.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key of that server.", envvar="MINIVLLM_API_KEY")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show everything the engine logs.")] = False,
 ) -> None:
     """Talk with a model, or have one prompt answered.
 
     Without MODEL it fetches a small default model the first time. Type /help inside for the commands. A prompt given
-    by -p or a pipe is answered once.
+    by -p or a pipe is answered once. With --url the model is one that a server runs, by default its first.
 
     Example: minivllm chat -p "Why is the sky blue?" --temperature 0
     """
+    if url is not None:
+        from minivllm.cli.chat_remote import check_engine_options
+
+        check_engine_options(engine)
     args = engine.engine_args(model)
     if args.compile_in_background is None and args.speculative_config is None:
         args = replace(args, compile_in_background=True)
@@ -57,21 +67,35 @@ def chat(
     def params(started: LLMEngine) -> SamplingParams:
         return sampling.params({"max_tokens": None, **model_defaults(started)})
 
+    if url is not None:
+        from minivllm.cli.chat_remote import RemoteSession
+
+        with engine_log(verbose) as log:
+            wanted = "" if model == DEFAULT_MODEL else model
+            fixed = sampling.params({"max_tokens": None, **FALLBACK})
+            session: ChatSession = RemoteSession(
+                url, wanted, fixed, system, api_key=api_key, context_size=engine.max_model_len
+            )
+            _converse(session, question, raw, as_json, log)
+        return
     with engine_log(verbose) as log, EngineHost(args, log, params) as host:
         session = ChatSession(host.engine, model, host.params(), system, host)
-        if question is None:
-            _talk(session, raw, log)
-        else:
-            _answer_once(session, question, raw, as_json, log)
+        _converse(session, question, raw, as_json, log)
+
+
+def _converse(session: ChatSession, question: str | None, raw: bool, as_json: bool, log: ProgressHandler) -> None:
+    if question is None:
+        _talk(session, raw, log)
+    else:
+        _answer_once(session, question, raw, as_json, log)
 
 
 def _talk(session: ChatSession, raw: bool, log: ProgressHandler) -> None:
     from minivllm import __version__
     from minivllm.cli.chat_terminal import ChatTerminal, default_history_path, notice
 
-    config = session.engine.client.config
     notice(
-        f"minivllm {__version__} · {session.model} · {config.device} {config.dtype} · "
+        f"minivllm {__version__} · {session.model} · {session.description} · "
         f"context {session.max_model_len:,} tokens · /help lists the commands"
     )
     _mention_missing_template(session)

@@ -138,6 +138,16 @@ class ChatSession:
         return self.engine.client.config.scheduler.max_model_len
 
     @property
+    def description(self) -> str:
+        """Where the model runs, in a few words."""
+        config = self.engine.client.config
+        return f"{config.device} {config.dtype}"
+
+    def num_text_tokens(self, text: str) -> int:
+        """Tokens of a text by itself."""
+        return len(self.engine.tokenizer.encode(text, add_special_tokens=False))
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self.engine.tokenizer.has_chat_template)
 
@@ -281,7 +291,7 @@ class ChatSession:
             text = content.decode("utf-8")
         except UnicodeDecodeError:
             raise RequestError(f"{path} is not UTF-8 text, so it cannot go into a message.") from None
-        tokens = len(self.engine.tokenizer.encode(text, add_special_tokens=False))
+        tokens = self.num_text_tokens(text)
         attachment = Attachment(name=path.name, text=text, num_tokens=tokens)
         used = self.num_context_tokens() + sum(other.num_tokens for other in self.attachments)
         if used + tokens >= self.max_model_len:

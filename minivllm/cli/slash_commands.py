@@ -144,9 +144,8 @@ def _shown(name: str, value: Any) -> str:
 def _show(session: ChatSession, argument: str) -> tuple[str, Next]:
     _no_argument("/show", argument)
     plain = SamplingParams(max_tokens=None)
-    config = session.engine.client.config
     lines = [
-        f"model        {session.model} ({config.device}, {config.dtype})",
+        f"model        {session.model} ({session.description})",
         f"context      {_context(session)}, {len(session.messages) // 2} exchanges",
         f"system       {'(chat template)' if session.system is None else session.system}",
     ]
@@ -296,7 +295,7 @@ def _tokens(session: ChatSession, argument: str) -> tuple[str, Next]:
     lines = [f"Of the context, {_context(session)}."]
     lines += [f"{file.num_tokens:>7,}  next       file {file.name}" for file in session.attachments]
     for message in session.messages:
-        count = len(session.engine.tokenizer.encode(message.content, add_special_tokens=False))
+        count = session.num_text_tokens(message.content)
         beginning = " ".join(message.content.split())
         beginning = beginning if len(beginning) <= 50 else beginning[:49] + "…"
         mark = " [interrupted]" if message.interrupted else ""

@@ -88,8 +88,7 @@ class Soak:
         shared = tokens(20)
         self._cases = [
             Case(
-                shared * (number % 2)
-                + [self._random.randrange(vocab_size) for _ in range(self._random.randint(1, 50))],
+                shared * (number % 2) + tokens(self._random.randint(1, 50)),
                 self._random.randint(1, 50),
             )
             for number in range(NUM_CASES)
@@ -163,6 +162,9 @@ class Soak:
                 self._findings.wrong.append(f"{answer.status_code} for a bad request")
         elif kind in ("whole", "pair"):
             answer = await client.post("/v1/completions", json=case.body(n=2 if kind == "pair" else 1))
+            if answer.status_code != 200:
+                self._findings.wrong.append(f"case {number}, {kind}: {answer.status_code} {answer.text[:300]}")
+                return
             texts = {choice["text"] for choice in answer.json()["choices"]}
             if texts != {expected}:
                 self._findings.wrong.append(f"case {number}, {kind}: {texts} instead of {expected!r}")

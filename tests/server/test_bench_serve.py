@@ -22,9 +22,10 @@ from minivllm.cli.bench.arrivals import arrive
 from minivllm.cli.bench.command import bench
 from minivllm.cli.bench.drive import Task
 from minivllm.cli.bench.report import Report, read_report
-from minivllm.cli.bench.serve import keeps, parse_slo, server_root
+from minivllm.cli.bench.serve import keeps, parse_slo
 from minivllm.cli.bench.served_requests import LoadGenerator, ServedRecord, Target, token_times
 from minivllm.cli.bench.workloads import make_workload
+from minivllm.cli.openai_server import server_root
 from minivllm.errors import ConfigError
 from minivllm.messages import EngineRequest
 
@@ -65,6 +66,8 @@ def test_a_closed_loop_keeps_its_places_full_and_never_more(endless: ServedCore,
         nonlocal most
         add(request)
         most = max(most, len(endless.core.running))
+        # After the two that warm up, nothing moves until all places are taken.
+        endless.core.held = len(endless.core.admitted) > 2 and most < 3
 
     endless.core.add_request = counted  # type: ignore[method-assign]
     try:

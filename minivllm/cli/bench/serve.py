@@ -24,8 +24,9 @@ from minivllm.cli.bench.report import Measurement, OutputOptions, make_report, p
 from minivllm.cli.bench.served_requests import Endpoint, LoadGenerator, ServedRecord, Target
 from minivllm.cli.bench.workload_commands import WORKLOAD_HELP
 from minivllm.cli.bench.workloads import make_workload
+from minivllm.cli.openai_server import key_header, served_models, server_root
 from minivllm.cli.option_groups import with_option_groups
-from minivllm.errors import ConfigError, ModelError
+from minivllm.errors import ConfigError
 
 NUM_WARMUP_REQUESTS = 2
 
@@ -95,7 +96,8 @@ def serve(
     workload = make_workload(load.workload, load.vocab_size, load.seed)
     if load.arrivals is not None:
         workload = arrive(workload, load.arrivals, load.seed)
-    target = replace(target, model=find_model(target))
+    if target.model is None:
+        target = replace(target, model=served_models(target.url, key_header(api_key))[0]["id"])
     warmup = make_workload(load.workload, load.vocab_size, load.seed, repetition=-1).tasks[:NUM_WARMUP_REQUESTS]
     warmup = [replace(task, arrival=0.0, after=None) for task in warmup]
 
@@ -144,34 +146,6 @@ def parse_slo(text: str | None) -> dict[str, float]:
         if name not in ("ttft", "tpot", "e2e") or not 0 < limits[name] < float("inf"):
             raise ConfigError(f"--slo is {text!r}, but must be limits in ms of ttft, tpot or e2e: ttft:500,tpot:50.")
     return limits
-
-
-def server_root(url: str) -> str:
-    """The URL without a /v1 that many people put behind it. Raises ConfigError for what is no http URL."""
-    root = url.rstrip("/").removesuffix("/v1")
-    if not root.startswith(("http://", "https://")):
-        raise ConfigError(f"--url is {url!r}, but must be like http://127.0.0.1:8000.")
-    return root
-
-
-def find_model(target: Target) -> str:
-    """The name to ask for: the given one, or the first that the server lists. Raises ModelError without an answer."""
-    if target.model is not None:
-        return target.model
-    import httpx
-
-    try:
-        answer = httpx.get(f"{target.url}/v1/models", headers=target.headers(), timeout=30, trust_env=False)
-        answer.raise_for_status()
-        return str(answer.json()["data"][0]["id"])
-    except httpx.HTTPStatusError as error:
-        status = error.response.status_code
-        advice = "give its key with --api-key" if status == 401 else "name the model with --model"
-        raise ModelError(f"{target.url}/v1/models answers {status}: {advice}.") from None
-    except httpx.HTTPError as error:
-        raise ModelError(f"There is no server at {target.url} ({type(error).__name__}): start one first.") from None
-    except (ValueError, KeyError, IndexError, TypeError):
-        raise ModelError(f"{target.url}/v1/models is no list of models: name one with --model.") from None
 
 
 def served_figures(records: Sequence[ServedRecord], seconds: float, slo: dict[str, float]) -> list[Figure]:

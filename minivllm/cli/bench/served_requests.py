@@ -6,12 +6,13 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from minivllm.cli.bench.drive import Record, Task
+from minivllm.cli.openai_server import error_message, key_header, stream_events
 
 if TYPE_CHECKING:
     import httpx
@@ -33,9 +34,6 @@ class Target:
     api_key: str | None = None
     ignore_eos: bool = True
     timeout: float = 600.0
-
-    def headers(self) -> dict[str, str]:
-        return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
 
     def path(self) -> str:
         return "/v1/completions" if self.endpoint == "completions" else "/v1/chat/completions"
@@ -121,7 +119,7 @@ class LoadGenerator:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(
             base_url=self._target.url,
-            headers=self._target.headers(),
+            headers=key_header(self._target.api_key),
             timeout=self._target.timeout,
             limits=limits,
             trust_env=False,
@@ -168,15 +166,15 @@ class LoadGenerator:
             async with client.stream("POST", self._target.path(), json=self._target.body(task)) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
-                    record.error = f"HTTP {response.status_code}: {_error_message(text)}"
+                    record.error = f"HTTP {response.status_code}: {error_message(text)}"
                     return
                 if leave_after == 0:
                     record.cancelled = True
                     return
-                async with aclosing(_events(response)) as events:
+                async with aclosing(stream_events(response)) as events:
                     async for event in events:
                         if event.get("error"):
-                            record.error = f"stream error: {_error_message(json.dumps(event))}"
+                            record.error = f"stream error: {error_message(json.dumps(event))}"
                             return
                         usage = event.get("usage") or usage
                         if any(_has_text(choice) for choice in event.get("choices") or ()):
@@ -200,25 +198,6 @@ class LoadGenerator:
         record.times = token_times(chunk_times, int(usage.get("completion_tokens") or 0))
 
 
-async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any], None]:
-    """The JSON of every ``data:`` line, until ``[DONE]``. Raises ValueError for a stream that ends before it."""
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line[len("data:") :].strip()
-        if data == "[DONE]":
-            return
-        yield json.loads(data)
-    raise ValueError("it ended before [DONE]")
-
-
 def _has_text(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta") or choice
     return any(delta.get(name) for name in ("text", "content", "reasoning_content", "reasoning", "tool_calls"))
-
-
-def _error_message(text: str) -> str:
-    try:
-        return str(json.loads(text)["error"]["message"])[:300]
-    except (ValueError, KeyError, TypeError):
-        return text[:300]

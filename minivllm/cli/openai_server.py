@@ -1,0 +1,68 @@
+"""What commands that talk to an OpenAI-compatible server share: its address, its models, its streams, its errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    import httpx
+
+
+def server_root(url: str) -> str:
+    """The URL without a /v1 that many people put behind it. Raises ConfigError for what is no http URL."""
+    root = url.rstrip("/").removesuffix("/v1")
+    if not root.startswith(("http://", "https://")):
+        raise ConfigError(f"--url is {url!r}, but must be like http://127.0.0.1:8000.")
+    return root
+
+
+def key_header(api_key: str | None) -> dict[str, str]:
+    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+
+
+def served_models(root: str, headers: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The entries of /v1/models, at least one, each with an "id". Raises ModelError that says what to do."""
+    import httpx
+
+    try:
+        answer = httpx.get(f"{root}/v1/models", headers=headers, timeout=30, trust_env=False)
+        answer.raise_for_status()
+        models = [dict(model) for model in answer.json()["data"]]
+        if not models or not all(isinstance(model["id"], str) for model in models):
+            raise ValueError
+        return models
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        advice = "give its key with --api-key" if status == 401 else "is it an OpenAI-compatible server?"
+        raise ModelError(f"{root}/v1/models answers {status}: {advice}") from None
+    except httpx.HTTPError as error:
+        raise ModelError(f"There is no server at {root} ({type(error).__name__}): start one first.") from None
+    except (ValueError, KeyError, TypeError):
+        raise ModelError(f"{root}/v1/models is no list of models: is it an OpenAI-compatible server?") from None
+
+
+async def stream_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any], None]:
+    """The JSON of every ``data:`` line, until ``[DONE]``. Raises ValueError for a stream that ends before it."""
+    async for line in response.aiter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line[len("data:") :].strip()
+        if data == "[DONE]":
+            return
+        event = json.loads(data)
+        if not isinstance(event, dict):
+            raise ValueError("an event is no JSON object")
+        yield event
+    raise ValueError("it ended before [DONE]")
+
+
+def error_message(text: str) -> str:
+    """The sentence in an error body, or the beginning of the body."""
+    try:
+        return str(json.loads(text)["error"]["message"])[:1000]
+    except (ValueError, KeyError, TypeError):
+        return text[:300]

@@ -1,0 +1,149 @@
+"""``minivllm chat --url`` against the real server with a scripted core."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import ScriptedCore, Scripts, ServedCore, served
+
+from minivllm.cli.chat_remote import RemoteSession
+from minivllm.cli.slash_commands import run_command
+from minivllm.errors import ModelError, RequestError
+from minivllm.sampling_params import SamplingParams
+
+KEY = "chat-key"
+
+
+@pytest.fixture(scope="module")
+def keyed(scripts: Scripts) -> Iterator[ServedCore]:
+    settings: dict[str, Any] = {"served_model_names": ("first", "second"), "reasoning_parser": "think"}
+    with served(ScriptedCore(scripts), scripts.tokenizer, api_keys=(KEY,), **settings) as running:
+        yield running
+
+
+@pytest.fixture
+def session(keyed: ServedCore) -> RemoteSession:
+    params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=None)
+    return RemoteSession(f"{keyed.url}/v1", "", params, api_key=KEY)
+
+
+def ask(session: RemoteSession, text: str) -> str:
+    """What is shown of the answer."""
+    shown: list[str] = []
+    session.ask(f"say:{text}", shown.append, lambda: False)
+    return "".join(shown)
+
+
+def chat(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "minivllm.cli.main", "chat", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, input=stdin or "")
+
+
+def test_an_answer_streams_and_is_counted_as_the_server_counts(session: RemoteSession, keyed: ServedCore) -> None:
+    pieces: list[str] = []
+    generation = session.ask("say:one two three", pieces.append, lambda: False)
+    request = keyed.core.admitted[-1]
+    assert "".join(pieces) == generation.text == "one two three" and len(pieces) > 2
+    assert generation.finish_reason == "stop"
+    assert generation.num_prompt_tokens == len(request.prompt_token_ids)
+    assert generation.num_context_tokens == len(request.prompt_token_ids) + len(keyed.core.script(request))
+    assert generation.metrics is not None and generation.metrics.ttft is not None
+    assert (request.sampling_params.temperature, request.sampling_params.top_p) == (0.7, 0.95)
+    line = generation.statistics_line(session.max_model_len)
+    assert "TTFT" in line and f"ctx {generation.num_context_tokens}/4,096" in line and "stop: eos" in line
+
+
+def test_every_turn_sends_the_whole_conversation_as_the_template_writes_it(
+    session: RemoteSession, keyed: ServedCore, scripts: Scripts
+) -> None:
+    session.system = "Be brief."
+    ask(session, "yes")
+    ask(session, "no")
+    sent = scripts.tokenizer.decode(keyed.core.admitted[-1].prompt_token_ids, skip_special_tokens=False)
+    order = [sent.index(part) for part in ("Be brief.", "say:yes", "assistant", "say:no")]
+    assert order == sorted(order)
+    assert session.num_context_tokens() == len(session.prompt_token_ids(session.messages))
+
+
+def test_settings_reach_the_engine(session: RemoteSession, keyed: ServedCore) -> None:
+    for setting in ("temperature=0", "seed=5", 'stop=["end"]', 'logit_bias={"7": 2.5}', "max_tokens=3"):
+        run_command(session, f"/set {setting}")
+    assert ask(session, "a b c d e f") != "a b c d e f"
+    request = keyed.core.admitted[-1]
+    params = request.sampling_params
+    assert (params.temperature, params.seed, params.stop, params.logit_bias) == (0.0, 5, ["end"], {7: 2.5})
+    assert request.max_tokens == 3
+    assert session.last_generation is not None and session.last_generation.finish_reason == "length"
+
+
+def test_reasoning_is_shown_between_its_tags_and_not_kept(session: RemoteSession) -> None:
+    assert ask(session, "<think>well, well</think>yes") == "<think>well, well</think>yes"
+    assert session.messages[-1].content == "yes"
+
+
+def test_an_interrupt_keeps_what_was_said_and_frees_the_engine(session: RemoteSession, keyed: ServedCore) -> None:
+    shown: list[str] = []
+    keyed.core.step_seconds = 0.02
+    try:
+        generation = session.ask("say:" + "on and on " * 300, shown.append, lambda: len(shown) > 3)
+    finally:
+        keyed.core.step_seconds = 0.0
+    keyed.wait_until(lambda: not keyed.core.running)
+    assert generation.interrupted and session.messages[-1].interrupted
+    assert "on and on " * 300 > generation.text == "".join(shown) != ""
+    assert generation.num_prompt_tokens == len(keyed.core.admitted[-1].prompt_token_ids)
+
+
+def test_commands_work_or_say_why_not(session: RemoteSession, tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("some notes")
+    assert "notes.txt" in run_command(session, f"/read {notes}")[0]
+    ask(session, "hello")
+    assert "some notes" in session.messages[0].content
+    assert f"first (at {session.url})" in run_command(session, "/show")[0]
+    assert "hello" in run_command(session, "/tokens")[0]
+    assert "second takes over from first" in run_command(session, "/model second")[0]
+    with pytest.raises(RequestError, match="does not serve 'third'; it has: first, second"):
+        run_command(session, "/model third")
+    for command, reason in (("/stats", "the engine itself"), ("/trace", "another process")):
+        with pytest.raises(RequestError, match=reason):
+            run_command(session, command)
+
+
+def test_a_refusal_is_the_servers_sentence_and_changes_nothing(session: RemoteSession) -> None:
+    with pytest.raises(RequestError, match="more blocks than the cache has"):
+        ask(session, "REFUSE")
+    run_command(session, "/set temperature=0.5")
+    with pytest.raises(RequestError, match="max_model_len is 4096"):
+        ask(session, "far too long " * 4096)
+    assert session.messages == []
+    assert ask(session, "fine") == "fine"
+
+
+def test_the_command_answers_once_with_a_key(keyed: ServedCore) -> None:
+    result = chat("second", "--url", keyed.url, "--api-key", KEY, "-p", "say:Hello, you.", "--raw")
+    assert (result.returncode, result.stdout) == (0, "Hello, you.\n"), result.stderr
+    assert "stop: eos" in result.stderr
+    result = chat("--url", keyed.url, "--api-key", KEY, "--json", stdin="say:piped")
+    record = json.loads(result.stdout)
+    assert (record["text"], record["finish_reason"]) == ("piped", "stop") and record["num_output_tokens"] > 1
+
+
+def test_mistakes_get_a_sentence(keyed: ServedCore) -> None:
+    params = SamplingParams()
+    with pytest.raises(ModelError, match="answers 401: give its key with --api-key"):
+        RemoteSession(keyed.url, "", params)
+    with pytest.raises(ModelError, match="There is no server at http"):
+        RemoteSession("http://127.0.0.1:9", "", params)
+    with pytest.raises(RequestError, match="does not serve 'other'"):
+        RemoteSession(keyed.url, "other", params, api_key=KEY)
+    result = chat("--url", keyed.url, "--block-size", "16", "--enforce-eager", "-p", "x")
+    assert result.returncode == 2 and "leave out --enforce-eager, --block-size" in result.stderr.replace(
+        "--block-size, --enforce-eager", "--enforce-eager, --block-size"
+    )
