@@ -25,6 +25,8 @@ from minivllm.frontend.async_llm import AsyncLLM
 
 NUM_CASES = 24
 CONCURRENCY = 32
+PATIENCE = 3600.0
+"""Seconds that a request may take, on a machine that is busy with other things."""
 MAX_MEMORY_GROWTH = 0.02
 """Over the last half of a long run."""
 
@@ -131,7 +133,7 @@ class Soak:
 
     async def _during_connections(self) -> None:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=self._server.url, timeout=120, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=self._server.url, timeout=PATIENCE, limits=limits) as client:
             for number, case in enumerate(self._cases):
                 answer = await client.post("/v1/completions", json=case.body())
                 self._expected[number] = answer.json()["choices"][0]["text"]
@@ -198,7 +200,7 @@ async def _texts(response: httpx.Response) -> AsyncIterator[str]:
 def soak(model: str, num_requests: int, vocab_size: int) -> Findings:
     """A server of its own, the soak, and what is open afterwards compared with before."""
     args = engine_args(model)
-    with serve_in_thread(lambda: AsyncLLM.from_args(args), max_queued_requests=256) as server:
+    with serve_in_thread(lambda: AsyncLLM.from_args(args), max_queued_requests=256, request_timeout=PATIENCE) as server:
         asyncio.run(Soak(server, 40, vocab_size).run())  # whatever is opened once is open from here on
         before = _open_things(server)
         findings = asyncio.run(Soak(server, num_requests, vocab_size, seed=1).run())
