@@ -141,6 +141,10 @@ class EngineArgs:
     heartbeat_timeout: seconds after which an engine process that does not finish its step is taken for hung and killed.
     speculative_config: guess several tokens per step and verify them; see SpeculativeConfig. The tokens of a request
         are the same with and without it.
+    async_scheduling: schedule the next step while the last one runs, before its tokens are known. The tokens of a
+        request are the same with and without it; one that stops may have been computed once more for nothing. None:
+        on a GPU, which would else idle meanwhile; not on a CPU, where model and scheduler share the cores, and not with
+        speculative_config, whose drafts begin with the last token.
     enable_lora: serve LoRA adapters. max_loras: adapters used by the requests that run at the same time.
     max_lora_rank: the largest rank there is room for; together they decide what every token costs.
     max_cpu_loras: adapters kept in host memory (None: as many as max_loras); more only while requests use more.
@@ -175,6 +179,7 @@ class EngineArgs:
     multiprocess: bool = False
     heartbeat_timeout: float = 300.0
     speculative_config: dict[str, Any] | None = None
+    async_scheduling: bool | None = None
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
@@ -228,6 +233,13 @@ class EngineArgs:
             SpeculativeConfig.from_dict(self.speculative_config)
             if self.compile_in_background:
                 raise ConfigError("compile_in_background does not go with speculative_config: set only one of them.")
+        if self.async_scheduling not in (None, True, False):
+            raise ConfigError(f"async_scheduling is {self.async_scheduling!r}, but must be True, False or None.")
+        if self.async_scheduling and self.speculative_config is not None:
+            raise ConfigError(
+                "async_scheduling schedules a step before the last token is known, but speculative_config guesses what "
+                "follows it: set only one of them."
+            )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
@@ -279,7 +291,7 @@ class LoRAConfig:
 class EngineConfig:
     """Everything the engine runs with, after resolution. ``model_path`` is local: a directory or a ``.gguf`` file.
     ``lora`` is None where no adapters are served. tokenizer: where the tokenizer comes from, if not from the model.
-    logits_processors: see EngineArgs."""
+    logits_processors: see EngineArgs. async_scheduling: up to two steps are in flight."""
 
     model: str
     model_path: str
@@ -299,3 +311,4 @@ class EngineConfig:
     profile: str | None = None
     lora: LoRAConfig | None = None
     logits_processors: tuple[Any, ...] = ()
+    async_scheduling: bool = False

@@ -145,6 +145,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     def total_num_scheduled_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
 
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing in it that workers would have to know."""
+        return not (self.num_scheduled_tokens or self.finished_request_ids or self.preempted_request_ids)
+
 
 class TokenMasks(msgspec.Struct, frozen=True, kw_only=True):
     """Which tokens may come next, for the requests of one step that do not take any.

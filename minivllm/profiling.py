@@ -1,7 +1,8 @@
 """``--profile DIR``: a trace of the engine's steps with named ranges, for https://ui.perfetto.dev or chrome://tracing.
 
 Ranges are put around methods of the parts that exist, when a trace is asked for; otherwise nothing is there that could
-cost anything. In a step: schedule, execute (prepare, first, between, last, attention, sample) and output.
+cost anything. In a step: schedule, execute (prepare, first, between, last, attention, sample), wait (for the results)
+and output. With async scheduling on a CPU, execute runs in the worker's thread beside the steps of the core.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def record_method(owner: Any, method: str, name: str) -> None:
 
 
 def record_runner(runner: Any) -> None:
-    """Name what a worker's ModelRunner does in a step: prepare, each region, attention, sample."""
+    """Name what a worker's ModelRunner does in a step: execute, and in it prepare, each region, attention, sample."""
     decoder = runner.decoder
     record_method(runner.builder, "build", "prepare")
     record_method(decoder, "_first", "first")
@@ -48,6 +49,7 @@ def record_runner(runner: Any) -> None:
     record_method(decoder, "_last", "last")
     record_method(runner._attention, "attend", "attention")
     record_method(runner, "_sample", "sample")
+    record_method(runner, "launch", "execute")
 
 
 class TraceRecorder:
@@ -63,13 +65,12 @@ class TraceRecorder:
         self._profiler: Any = None
         self._num_steps = 0
         record_method(core.scheduler, "schedule", "schedule")
-        record_method(core.executor, "execute_model", "execute")
+        record_method(core._in_flight, "take", "wait")
         record_method(core.scheduler, "update_from_output", "output")
         self._step = recorded("step", core.step)
         core.step = self._recorded_step
 
     def _recorded_step(self) -> Any:
-        # The profiler follows the thread that starts it, so that is the one that steps.
         if self._num_steps == 0:
             self._start()
         self._num_steps += 1
@@ -80,10 +81,13 @@ class TraceRecorder:
 
     def _start(self) -> None:
         import torch
+        from torch._C._profiler import _ExperimentalConfig
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        self._profiler = profile(activities=activities)
+        # Left to itself, the profiler follows the thread that starts it and not the worker's.
+        everywhere = _ExperimentalConfig(profile_all_threads=True)
+        self._profiler = profile(activities=activities, experimental_config=everywhere)
         self._profiler.start()
         logger.info("Recording the next %d steps.", MAX_STEPS)
 

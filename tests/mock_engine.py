@@ -40,6 +40,16 @@ class DecoderStandIn:
     eos_token_ids: tuple[int, ...] = (EOS,)
 
 
+@dataclass
+class Finished:
+    """A step that is done."""
+
+    output: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        return self.output
+
+
 class MockExecutor:
     """The token of a request depends on its first token and its length."""
 
@@ -48,9 +58,7 @@ class MockExecutor:
         self._seconds_per_step = seconds_per_step
         self._requests: dict[str, list[int]] = {}
 
-    def execute_model(
-        self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
-    ) -> ModelRunnerOutput:
+    def execute_model(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> Finished:
         if step.num_scheduled_tokens:
             time.sleep(self._seconds_per_step)
         for request_id in step.finished_request_ids:
@@ -74,7 +82,7 @@ class MockExecutor:
             if state[2] == state[1]:
                 output.sampled_token_ids[request_id] = [token_at(state[0], state[1])]
                 state[1] += 1
-        return output
+        return Finished(output)
 
     def num_recompilations(self) -> int:
         return 0

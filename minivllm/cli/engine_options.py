@@ -99,6 +99,13 @@ class EngineOptions:
             metavar="JSON",
         ),
     ] = None
+    async_scheduling: Annotated[
+        bool | None,
+        _option(
+            "Schedule the next step while the last one runs (default: on a GPU).",
+            "--async-scheduling/--no-async-scheduling",
+        ),
+    ] = None
     enable_lora: Annotated[bool, _option("Serve LoRA adapters.", "--enable-lora/--no-enable-lora")] = False
     max_loras: Annotated[int, _option("LoRA adapters that may be in use at the same time.")] = 1
     max_lora_rank: Annotated[int, _option("Largest rank of a LoRA adapter.")] = 16

@@ -5,12 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EngineConfig
+from minivllm.engine.batch_queue import BatchQueue
 from minivllm.errors import ModelError, RequestError
 from minivllm.executor.remote_calls import WORKER_METHODS
 from minivllm.kv_cache.hashing import extend_block_hashes
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.lora.registry import AdapterAdmission, AdapterRegistry
-from minivllm.messages import EngineOutput, EngineRequest, LoRARequest, RecentStep, SchedulerStats
+from minivllm.messages import (
+    EngineOutput,
+    EngineRequest,
+    LoRARequest,
+    ModelRunnerOutput,
+    RecentStep,
+    SchedulerStats,
+)
 from minivllm.profiling import TraceRecorder
 from minivllm.request import Request
 from minivllm.scheduler.repetition import RepetitionDetector
@@ -35,25 +43,36 @@ class EngineCore:
         )
         self.adapters = None if config.lora is None else AdapterRegistry(config.lora, executor.collective)
         admission = None if config.lora is None else AdapterAdmission(config.lora.max_loras)
-        self.scheduler = Scheduler(config.scheduler, kv_cache, admission=admission)
+        self.scheduler = Scheduler(
+            config.scheduler, kv_cache, async_scheduling=config.async_scheduling, admission=admission
+        )
+        self._in_flight = BatchQueue(depth=2 if config.async_scheduling else 1)
         self._is_sleeping = False
         self._trace = None if config.profile is None else TraceRecorder(config.profile, self)
         self.structured_output = StructuredOutputManager(config, executor.vocab_size)
 
     def step(self) -> list[EngineOutput]:
-        """Decide who computes how many tokens, compute them, and take note of the results."""
-        if not self.has_work():
-            return []
+        """Decide who computes how many tokens, have them computed, and take note of the results.
+
+        With async scheduling the results are those of the step before, while the workers run the one decided on now.
+        """
+        outputs: list[EngineOutput] = []
         self._release_blocked_requests()
-        step = self.scheduler.schedule()
-        token_masks = self.structured_output.start_masks(step, self.scheduler.requests)
-        output = self.executor.execute_model(step, token_masks)
-        outputs = self.scheduler.update_from_output(step, output)
+        while self._in_flight.has_room and self.scheduler.has_requests():
+            step = self.scheduler.schedule()
+            if step.is_empty:  # everybody waits: for a token in flight, for a grammar
+                outputs += self.scheduler.update_from_output(step, ModelRunnerOutput())
+                break
+            token_masks = self.structured_output.start_masks(step, self.scheduler.requests)
+            self._in_flight.put(step, self.executor.execute_model(step, token_masks))
+        if self._in_flight:
+            outputs += self.scheduler.update_from_output(*self._in_flight.take())
         self.scheduler.set_draft_token_ids(self.structured_output.jump_ahead(self.scheduler.running))
         return outputs
 
     def _release_blocked_requests(self) -> None:
-        for request, error in self.structured_output.poll(may_wait=not self.scheduler.running):
+        may_wait = not self.scheduler.running and not self._in_flight
+        for request, error in self.structured_output.poll(may_wait):
             if error is None:
                 self.scheduler.unblock_request(request.request_id)
             else:
@@ -91,8 +110,8 @@ class EngineCore:
         return self.scheduler.has_unfinished_requests()
 
     def has_work(self) -> bool:
-        """True while step() has something to do."""
-        return self.scheduler.has_requests()
+        """True while step() has something to do: also for steps in flight whose results nobody wants any more."""
+        return self.scheduler.has_requests() or bool(self._in_flight)
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
@@ -105,7 +124,10 @@ class EngineCore:
         return self.executor.num_recompilations()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes. Returns False, and changes nothing, while requests hold blocks."""
+        """Forget cached prefixes. Returns False, and changes nothing, while requests hold blocks.
+
+        Steps in flight need not be waited for: what they write for requests that have ended is never found again.
+        """
         return self.scheduler.reset_prefix_cache()
 
     def check_integrity(self) -> None:
@@ -198,7 +220,7 @@ class EngineCore:
                 f"{what} needs an idle engine, but {stats.num_running + stats.num_waiting} requests are unfinished: "
                 "wait for them, or abort them."
             )
-        while self.has_work():  # the workers have not heard yet of everybody who finished
+        while self.has_work():  # steps in flight, and the workers have not heard yet of everybody who finished
             self.step()
         self.reset_prefix_cache()
 

@@ -103,6 +103,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
         hf_overrides=args.hf_overrides,
         speculative=speculative,
         profile=args.profile,
+        async_scheduling=resolve_async_scheduling(args, device),
         lora=LoRAConfig(
             max_loras=args.max_loras,
             max_lora_rank=args.max_lora_rank,
@@ -135,6 +136,19 @@ def resolve_graph_mode(mode: str | None, device: str, enforce_eager: bool) -> Cu
     if mode is None:
         return "none" if enforce_eager else "full_and_piecewise"
     return cast(CudaGraphMode, mode)
+
+
+def resolve_async_scheduling(args: EngineArgs, device: Device) -> bool:
+    """As asked for; left open, on a GPU, unless drafts need the last token before anything can be scheduled.
+
+    On a CPU it costs what it hides: the model takes all cores, so a scheduler beside it only takes some of them away.
+    """
+    if args.async_scheduling is not None:
+        return args.async_scheduling
+    chosen = device == "cuda" and args.speculative_config is None
+    if device == "cuda":
+        logger.info("Async scheduling is %s.", "on" if chosen else "off, since drafts need the last token")
+    return chosen
 
 
 def resolve_speculation(values: dict[str, Any] | None, decoder: DecoderConfig) -> SpeculativeConfig | None:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
 
 from minivllm.config import EngineConfig
 from minivllm.executor.remote_calls import check_arguments
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.worker.worker import Worker
+
+Result = TypeVar("Result")
+
+
+class PendingOutput(Protocol):
+    """Results of a step that may still be running."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for them. Raises what the workers raised."""
 
 
 class Executor(Protocol):
@@ -21,14 +31,16 @@ class Executor(Protocol):
 
     def execute_model(
         self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
-    ) -> ModelRunnerOutput:
-        """Run one step on all workers and return the output of the last one.
+    ) -> PendingOutput:
+        """Run one step on all workers; the output is that of the last one. Steps run in the order of these calls, also
+        if the next one comes before the last one's result was asked for.
 
         token_masks: waits for the masks of the step, which are computed while the model runs; called before sampling.
         """
 
     def collective(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker; their results in order of rank. Raises RequestError if args do not fit."""
+        """Call a method of every worker, after the steps that were given to them; the results in order of rank. Raises
+        RequestError if args do not fit."""
 
     def num_recompilations(self) -> int:
         """Regions that were compiled after warm-up."""
@@ -38,14 +50,30 @@ class Executor(Protocol):
 
 
 class UniProcExecutor:
-    """Loads, sizes and warms up one worker."""
+    """Loads, sizes and warms up one worker.
+
+    A GPU computes beside the host anyway: launching a step does not wait for it. On a CPU a step runs beside the engine
+    core only in a thread, which async scheduling gives to the worker: everything that touches the worker then happens
+    there, in order.
+    """
 
     def __init__(self, config: EngineConfig, decoder_config: DecoderConfig) -> None:
-        self._worker: Worker | None = Worker(config, decoder_config)
-        self._worker.load_model()
+        has_thread = config.async_scheduling and config.device == "cpu"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker") if has_thread else None
+        self._worker: Worker | None = None
         self.vocab_size = decoder_config.vocab_size
-        self.num_blocks = self._worker.num_cache_blocks()
-        self._worker.initialize(self.num_blocks)
+        try:
+            self.num_blocks = self._call(self._load, config, decoder_config)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _load(self, config: EngineConfig, decoder_config: DecoderConfig) -> int:
+        self._worker = Worker(config, decoder_config)
+        self._worker.load_model()
+        num_blocks = self._worker.num_cache_blocks()
+        self._worker.initialize(num_blocks)
+        return num_blocks
 
     @property
     def worker(self) -> Worker:
@@ -55,17 +83,27 @@ class UniProcExecutor:
 
     def execute_model(
         self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
-    ) -> ModelRunnerOutput:
-        return self.worker.execute(step, token_masks)
+    ) -> PendingOutput:
+        if self._thread is None:
+            return self.worker.launch(step, token_masks)
+        return self._thread.submit(self.worker.execute, step, token_masks)
 
     def collective(self, method: str, *args: Any) -> list[Any]:
         function = getattr(self.worker, method)
-        return [function(*check_arguments(function, args))]
+        return [self._call(function, *check_arguments(function, args))]
 
     def num_recompilations(self) -> int:
         return self.worker.num_recompilations
 
     def shutdown(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.wait_for_builds()
+
+    def _call(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Call something that touches the worker where the worker lives."""
+        if self._thread is None:
+            return function(*args)
+        return self._thread.submit(function, *args).result()

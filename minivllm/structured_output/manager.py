@@ -139,8 +139,15 @@ class StructuredOutputManager:
         return _submit(self._mask_pool, compute).result
 
     def jump_ahead(self, running: Iterable[Request]) -> dict[str, list[int]]:
-        """Drafts for the requests whose next tokens are bound to come: one step verifies them all."""
-        forced = {r.request_id: r.token_mask.forced_tokens() for r in running if r.token_mask is not None}
+        """Drafts for the requests whose next tokens are bound to come: one step verifies them all.
+
+        Not for those with a token in flight: what follows it is not known, and its mask may be being computed just now.
+        """
+        forced = {
+            request.request_id: request.token_mask.forced_tokens()
+            for request in running
+            if request.token_mask is not None and not request.num_output_placeholders
+        }
         return {request_id: token_ids for request_id, token_ids in forced.items() if token_ids}
 
     def shutdown(self) -> None:

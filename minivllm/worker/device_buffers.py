@@ -5,6 +5,8 @@ On a CPU both sides are the same memory and crossing costs nothing. On another d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,6 +16,14 @@ def rounded_capacity(size: int) -> int:
     """The next power of two, at least 2. Capacities are constants of compiled code: rounded ones let code that is kept
     on disk serve other settings too."""
     return max(2, 1 << (size - 1).bit_length())
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """array on the device, without waiting for what the device is computing."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class StagingBuffer:
@@ -75,6 +85,15 @@ class MirroredTable:
             first = row * self.host.shape[1] + start
             self._changed.append(np.arange(first, first + len(values)))
 
+    def put(self, rows: np.ndarray, columns: np.ndarray, values: Tensor) -> None:
+        """Set [rows[i], columns[i]] on the device to values [n] int64, which are there. The host's side stays behind:
+        whoever learns the values writes them to ``host``."""
+        if not self._separate:
+            self.host[rows, columns] = values.numpy()
+            return
+        index = to_device(rows * self.host.shape[1] + columns, self.device.device)
+        self.device.view(-1).index_copy_(0, index, values.to(torch.int32))
+
     def flush(self) -> None:
         """Send what was written since the last flush: indices and values in one copy each."""
         if not self._changed:
@@ -82,11 +101,33 @@ class MirroredTable:
         index = np.concatenate(self._changed)
         # Read now: where a place was written twice, both entries carry the last value, so their order does not matter.
         values = self.host.reshape(-1)[index]
-        self.device.view(-1).index_copy_(0, self._send(index), self._send(values))
+        device = self.device.device
+        self.device.view(-1).index_copy_(0, to_device(index, device), to_device(values, device))
         self._changed.clear()
 
-    def _send(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.is_cuda:
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device.device, non_blocking=True)
+
+class ReadBack:
+    """Brings small tensors to the host beside the computation: on a stream of their own, into pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, tensor: Tensor) -> Callable[[], list[int]]:
+        """tensor [n] int, not to be overwritten. The returned function waits until it has arrived, and for nothing that
+        was launched after it."""
+        if self._stream is None:
+            return tensor.tolist
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        # Its memory must not serve another tensor before the copy is done.
+        tensor.record_stream(self._stream)
+
+        def wait() -> list[int]:
+            copied.synchronize()
+            return host.tolist()
+
+        return wait

@@ -1,4 +1,4 @@
-"""Runs one step on one device: follow the scheduler's differences, build inputs, run the decoder, sample."""
+"""Runs steps on one device: follow the scheduler's differences, build inputs, run the decoder, sample."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from minivllm.config import CudaGraphMode
 from minivllm.lora.manager import AdapterManager, BatchAdapters
 from minivllm.messages import ModelRunnerOutput, NewRequestData, PositionLogprobs, SchedulerOutput, TokenMasks
 from minivllm.models.decoder import Decoder, LayerCache
-from minivllm.spec_decode.verification import Verified, verify
+from minivllm.spec_decode.verification import verify
 from minivllm.worker.attention_backend import AttentionBackend, FlexAttentionBackend, GatherSdpaBackend
 from minivllm.worker.compiler import RegionCompiler
+from minivllm.worker.device_buffers import ReadBack
 from minivllm.worker.graph_capture import GraphBackend
 from minivllm.worker.memory import lazily_zeroed
+from minivllm.worker.pending_step import PendingStep
 from minivllm.worker.persistent_batch import PersistentBatch
 from minivllm.worker.pooling import Pooler
 from minivllm.worker.sampler import Sampler, prompt_logprobs
@@ -81,6 +83,8 @@ class ModelRunner:
         self.sampling_state = SamplingState(limits.max_num_seqs, config.vocab_size, device)
         self.token_masks = TokenMaskStage(limits.max_num_seqs, config.vocab_size, device)
         self.sampler = Sampler(self.sampling_state, masks=(self.token_masks,))
+        self._read_back = ReadBack(device)
+        self._newest: PendingStep | None = None
         self._pooler = Pooler(decoder)
         self._slot_states: list[SlotState] = [self.sampling_state, self._pooler]
         lora_slots = None
@@ -133,6 +137,15 @@ class ModelRunner:
 
         token_masks: waits for the masks of the step; called when the logits are there.
         """
+        return self.launch(step, token_masks).result()
+
+    def launch(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> PendingStep:
+        """Like execute, but the tokens stay on the device, where a next step may be launched on them at once.
+
+        Waits for the last step's tokens only if what is sampled now depends on them in other ways than through the
+        model, and for its own only if somebody wants more than tokens (log-probabilities, drafts, vectors).
+        """
+        pending = self._newest = PendingStep(self.batch, self.sampling_state, self._newest)
         if self.speculation is not None:
             self.speculation.finish(step.finished_request_ids)
         freed, entered = self.batch.apply(step)
@@ -142,7 +155,7 @@ class ModelRunner:
             for request in entered:
                 state.add(request.slot, request.data, request.output_token_ids)
         if not step.num_scheduled_tokens:
-            return ModelRunnerOutput()
+            return pending
         rows = self._rows(step)
         graph = None if self.graphs is None else self.graphs.choose([row.count for row in rows])
         inputs = self.builder.build(rows, 2 if graph is None else graph.num_tokens)
@@ -150,17 +163,17 @@ class ModelRunner:
             hidden = StepHidden(*self.forward(inputs, self.decoder))
         else:
             hidden = self.graphs.forward(inputs, graph)
-        output = ModelRunnerOutput()
-        output.pooled = self._pooler.pool(inputs, hidden.o, hidden.residual)
-        self._prompt_logprobs(inputs, hidden, output)
+        pending.output.pooled = self._pooler.pool(inputs, hidden.o, hidden.residual)
+        self._prompt_logprobs(inputs, hidden, pending.output)
         self.token_masks.load(None if token_masks is None else token_masks(), self.batch.requests)
-        self._sample(inputs, hidden, output)
+        self._sample(inputs, hidden, pending)
         for row in rows:
             # Rejected drafts were computed for nothing: the last known token is yet to be computed, always.
             row.request.num_computed_tokens = min(row.start + row.count, row.request.num_tokens - 1)
         if self.speculation is not None:
+            output = pending.result()
             output.draft_token_ids = self.speculation.propose(step.draft_token_ids, output.sampled_token_ids)
-        return output
+        return pending
 
     def capture_graphs(self, mode: CudaGraphMode, backend: GraphBackend) -> None:
         """Capture the steps of all buckets. Everything must be compiled, and the cache's null page free to write."""
@@ -201,7 +214,7 @@ class ModelRunner:
 
         return decoder.forward(inputs.token_ids, inputs.tokens, caches, attend)
 
-    def _sample(self, inputs: StepInputs, hidden: StepHidden, output: ModelRunnerOutput) -> None:
+    def _sample(self, inputs: StepInputs, hidden: StepHidden, pending: PendingStep) -> None:
         last_tokens: list[int] = []
         sampled: list[Row] = []
         token = 0
@@ -214,24 +227,36 @@ class ModelRunner:
         if not sampled:
             return
         logits = self._logits(inputs, hidden, np.asarray(last_tokens, dtype=np.int32))
-        slots = np.fromiter((row.request.slot for row in sampled), np.int64, len(sampled))
-        positions = np.fromiter((row.request.num_tokens for row in sampled), np.int64, len(sampled))
-        for row, (token_ids, logprobs) in zip(sampled, self._verified(logits, slots, positions, sampled)):
+        requests = [row.request for row in sampled]
+        slots = np.fromiter((request.slot for request in requests), np.int64, len(requests))
+        positions = np.fromiter((request.num_tokens for request in requests), np.int64, len(requests))
+        has_drafts = any(row.drafts for row in sampled)
+        unknown = slots[[request.num_pending_tokens > 0 for request in requests]]
+        if len(unknown) and (has_drafts or self.sampler.depends_on_output(unknown).any()):
+            pending.finish_previous()
+        if has_drafts:
+            self._verify(logits, slots, positions, sampled, pending.output)
+            return
+        result = self.sampler(logits, slots, positions)
+        self.batch.append_pending(requests, slots, result.token_ids)
+        pending.expect(requests, slots, self._read_back.start(result.token_ids))
+        for request, entry in zip(requests, result.logprobs):
+            if entry is not None:
+                pending.output.logprobs[request.data.request_id] = [entry]
+
+    def _verify(
+        self, logits: Tensor, slots: np.ndarray, positions: np.ndarray, rows: list[Row], output: ModelRunnerOutput
+    ) -> None:
+        """Sample where some rows have drafts: one token each, and one more for every draft that is what the model
+        says."""
+        drafts = [row.drafts for row in rows]
+        verified = verify(self.sampler, self.sampling_state, logits, slots, positions, drafts)
+        for row, (token_ids, logprobs) in zip(rows, verified):
             request_id = row.request.data.request_id
             self.batch.append_tokens(row.request, token_ids)
             output.sampled_token_ids[request_id] = token_ids
             if logprobs:
                 output.logprobs[request_id] = logprobs
-
-    def _verified(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray, rows: list[Row]) -> list[Verified]:
-        """New tokens of each row: one, and one more for every draft that is what the model says."""
-        drafts = [row.drafts for row in rows]
-        if any(drafts):
-            return verify(self.sampler, self.sampling_state, logits, slots, positions, drafts)
-        result = self.sampler(logits, slots, positions)
-        token_ids = result.token_ids.tolist()
-        self.sampling_state.append(slots, token_ids)
-        return [([token], [] if entry is None else [entry]) for token, entry in zip(token_ids, result.logprobs)]
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: StepHidden, output: ModelRunnerOutput) -> None:
         first_token = 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minivllm.messages import NewRequestData, SchedulerOutput
 from minivllm.worker.device_buffers import MirroredTable, rounded_capacity
@@ -17,16 +18,20 @@ from minivllm.worker.device_buffers import MirroredTable, rounded_capacity
 
 @dataclass
 class WorkerRequest:
-    """What the worker keeps of one request, also while it is preempted and owns no slot."""
+    """What the worker keeps of one request, also while it is preempted and owns no slot.
+
+    num_pending_tokens: sampled tokens behind output_token_ids whose values only the device knows yet.
+    """
 
     data: NewRequestData
     num_computed_tokens: int
     output_token_ids: list[int] = field(default_factory=list)
+    num_pending_tokens: int = 0
     slot: int = -1
 
     @property
     def num_tokens(self) -> int:
-        return len(self.data.prompt_token_ids) + len(self.output_token_ids)
+        return len(self.data.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
 
 
 class PersistentBatch:
@@ -80,6 +85,22 @@ class PersistentBatch:
         """Record sampled tokens."""
         self.token_ids.write(request.slot, request.num_tokens, token_ids)
         request.output_token_ids += token_ids
+
+    def append_pending(self, requests: list[WorkerRequest], slots: np.ndarray, token_ids: Tensor) -> None:
+        """Let the next step read one sampled token per request, token_ids [len(requests)] int64 on the device; the host
+        learns them later."""
+        positions = np.fromiter((request.num_tokens for request in requests), np.int64, len(requests))
+        self.token_ids.put(slots, positions, token_ids)
+        for request in requests:
+            request.num_pending_tokens += 1
+
+    def learn_token(self, request: WorkerRequest, token_id: int) -> None:
+        """Record the oldest pending token of a request, which may have left its slot."""
+        position = len(request.data.prompt_token_ids) + len(request.output_token_ids)
+        request.output_token_ids.append(token_id)
+        request.num_pending_tokens -= 1
+        if request.slot >= 0:
+            self.token_ids.host[request.slot, position] = token_id
 
     def write_drafts(self, request: WorkerRequest, token_ids: list[int]) -> None:
         """Put guesses behind the known tokens, to be read by the next step; sampled tokens will take their places."""

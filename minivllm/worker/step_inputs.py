@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels_triton_free.attention import TileLists
 from minivllm.models.decoder import TokenInputs
-from minivllm.worker.device_buffers import StagingBuffer, rounded_capacity
+from minivllm.worker.device_buffers import StagingBuffer, rounded_capacity, to_device
 from minivllm.worker.persistent_batch import PersistentBatch, WorkerRequest
 
 
@@ -319,7 +319,7 @@ class StepInputBuilder:
                 counts[:, tile] = len(partial), len(full)
                 pages[0, tile, : len(partial)] = partial
                 pages[1, tile, : len(full)] = full
-            sent = [torch.from_numpy(array).to(self._device) for array in (counts, pages)]
+            sent = [to_device(array, self._device) for array in (counts, pages)]
             lists[window] = TileLists(
                 sent[0][0].view(tiles, 1, 1),
                 sent[1][0].view(tiles, 1, 1, width),

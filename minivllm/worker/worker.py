@@ -31,6 +31,7 @@ from minivllm.worker.device_buffers import rounded_capacity
 from minivllm.worker.graph_capture import CudaGraphs
 from minivllm.worker.memory import cache_memory, return_freed_memory
 from minivllm.worker.model_runner import ModelRunner, RunnerLimits, allocate_caches, page_bytes
+from minivllm.worker.pending_step import PendingStep
 from minivllm.worker.region_packages import PackagedRegionCompiler
 from minivllm.worker.speculation import Speculation, make_speculation, measured_step_cost
 
@@ -245,9 +246,14 @@ class Worker:
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> ModelRunnerOutput:
         """Run one step; see ModelRunner.execute."""
+        return self.launch(step, token_masks).result()
+
+    @torch.inference_mode()
+    def launch(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> PendingStep:
+        """Start one step; see ModelRunner.launch."""
         if self._unfinished_warm_up:
             self._finish_warm_up()
-        return self.runner.execute(step, token_masks)
+        return self.runner.launch(step, token_masks)
 
     @property
     def adapters(self) -> AdapterManager:

@@ -1,0 +1,54 @@
+"""A step that was launched: the device may still be computing it, and the host does not know its tokens yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from minivllm.messages import ModelRunnerOutput
+from minivllm.worker.persistent_batch import PersistentBatch, WorkerRequest
+from minivllm.worker.sampling_state import SamplingState
+
+
+class PendingStep:
+    """Results of one step, complete once ``result`` was called.
+
+    The next step may be launched before: it reads the tokens on the device. What the host keeps of them (outputs,
+    penalties, bad words) follows with ``result``, in the order of the steps.
+    """
+
+    def __init__(self, batch: PersistentBatch, sampling_state: SamplingState, previous: PendingStep | None) -> None:
+        """previous: the step launched before, whose tokens the host has to learn first."""
+        self.output = ModelRunnerOutput()
+        self._batch, self._sampling_state, self._previous = batch, sampling_state, previous
+        self._requests: list[WorkerRequest] = []
+        self._slots = np.empty(0, dtype=np.int64)
+        self._wait: Callable[[], list[int]] | None = None
+
+    def expect(self, requests: list[WorkerRequest], slots: np.ndarray, wait: Callable[[], list[int]]) -> None:
+        """One token for each request, in these slots [len(requests)]; ``wait`` returns them when they have arrived."""
+        self._requests, self._slots, self._wait = requests, slots, wait
+
+    def finish_previous(self) -> None:
+        """Wait for the tokens of all steps before this one."""
+        if self._previous is not None:
+            self._previous.result()
+            self._previous = None
+
+    @torch.inference_mode()
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the tokens, and take note of them on the host. Calling it again returns the same."""
+        self.finish_previous()
+        if self._wait is None:
+            return self.output
+        token_ids = self._wait()
+        self._wait = None
+        # Who left meanwhile, finished or preempted, has no slot, and the slot may be somebody else's.
+        stays = np.fromiter((r.slot == slot for r, slot in zip(self._requests, self._slots)), np.bool_, len(token_ids))
+        for request, token_id in zip(self._requests, token_ids):
+            self._batch.learn_token(request, token_id)
+            self.output.sampled_token_ids[request.data.request_id] = [token_id]
+        self._sampling_state.append(self._slots[stays], np.asarray(token_ids)[stays])
+        return self.output
