@@ -124,6 +124,34 @@ def test_a_seeded_request_is_the_same_alone_and_in_a_batch(config_directory: Pat
     assert together == alone
 
 
+def test_async_scheduling_changes_no_token(config_directory: Path) -> None:
+    from minivllm import SamplingParams
+
+    torch.set_float32_matmul_precision("highest")
+    prompts = random_prompts(12)
+    common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "stop_token_ids": list(range(5, 512, 16))}
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 1.0, "seed": 2, "top_p": 0.8, "top_k": 40},
+        {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.3, "logprobs": 2},
+    ]
+    params = [SamplingParams(**common, **kinds[index % 4]) for index in range(len(prompts))]
+    found = []
+    for is_async in (False, True):
+        for pages in (200, 12):
+            with make_llm(
+                config_directory,
+                dtype="float32",
+                async_scheduling=is_async,
+                num_gpu_blocks_override=pages,
+                max_num_batched_tokens=64,
+            ) as llm:
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                found.append([(output.outputs[0].token_ids, output.outputs[0].finish_reason) for output in outputs])
+    assert all(one == found[0] for one in found)
+
+
 def test_nothing_compiles_after_warm_up(config_directory: Path) -> None:
     from minivllm import SamplingParams
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
+import torch
 from random_batches import CPU, finish_all, new_request
 
 from minivllm.messages import CachedRequestData, NewRequestData, SchedulerOutput
@@ -165,3 +167,21 @@ def test_a_page_knows_its_position_again_when_it_is_reused_at_another_place_of_a
         for index, page in enumerate(blocks):
             assert batch.kv_position.host[page].tolist() == [index * PAGE_SIZE + i for i in range(PAGE_SIZE)]
         finish_all(batch)
+
+
+def test_a_token_that_comes_after_its_request_left_is_remembered_and_written_over_nobody() -> None:
+    batch = PersistentBatch(1, MAX_LENGTH, PAGE_SIZE, NUM_PAGES, CPU)
+    batch.apply(SchedulerOutput(new_requests=[new_request("a", [1, 2], [1], 0)]))
+    request = batch.requests["a"]
+    batch.append_pending([request], np.array([request.slot]), torch.tensor([5]))
+    assert (request.num_tokens, request.output_token_ids) == (3, [])
+    assert batch.token_ids.device[0, :3].tolist() == [1, 2, 5]
+    new = new_request("b", [7, 8, 9, 10], [2], 0)
+    batch.apply(SchedulerOutput(preempted_request_ids=["a"], new_requests=[new]))
+    batch.learn_token(request, 5)
+    assert (request.num_tokens, request.output_token_ids) == (3, [5])
+    assert batch.token_ids.host[0, :4].tolist() == [7, 8, 9, 10]
+    batch.apply(SchedulerOutput(finished_request_ids=["b"]))
+    resumed = CachedRequestData(request_id="a", new_block_ids=([3],), num_computed_tokens=0, resumed=True)
+    batch.apply(SchedulerOutput(cached_requests=[resumed]))
+    assert batch.token_ids.host[0, :3].tolist() == [1, 2, 5]

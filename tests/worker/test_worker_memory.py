@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from minivllm.worker import memory
+from minivllm.worker import device_buffers, memory
 from minivllm.worker.device_buffers import MirroredTable, StagingBuffer
 from minivllm.worker.memory import MAX_CPU_CACHE_BYTES, cache_memory, free_cpu_memory, lazily_zeroed
 
@@ -100,17 +100,34 @@ def test_a_separate_table_sees_writes_at_the_next_flush_and_only_those() -> None
     assert table.device.sum() == 0, "what crossed once does not cross again"
 
 
-def test_random_overlapping_writes_leave_the_last_value_whatever_the_order_of_the_copy() -> None:
+def test_what_is_put_on_the_device_stays_there_and_the_host_learns_it_later() -> None:
+    table = separate_table(3, 4)
+    table.write(0, 0, [1, 2])
+    table.flush()
+    table.put(np.array([0, 2]), np.array([2, 3]), torch.tensor([7, 8]))
+    assert table.device.tolist() == [[1, 2, 7, 0], [0, 0, 0, 0], [0, 0, 0, 8]]
+    assert table.host.tolist() == [[1, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    table.write(0, 3, [9])
+    table.flush()
+    assert table.device.tolist() == [[1, 2, 7, 9], [0, 0, 0, 0], [0, 0, 0, 8]], "only differences cross"
+    shared = MirroredTable(3, 4, torch.device("cpu"))
+    shared.put(np.array([0, 2]), np.array([2, 3]), torch.tensor([7, 8]))
+    assert shared.device.tolist() == shared.host.tolist() == [[0, 0, 7, 0], [0, 0, 0, 0], [0, 0, 0, 8]]
+
+
+def test_random_overlapping_writes_leave_the_last_value_whatever_the_order_of_the_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rng = np.random.default_rng(0)
     table = separate_table(5, 9)
     sent: list[torch.Tensor] = []
-    original = table._send
+    original = device_buffers.to_device
 
-    def remember(array: np.ndarray) -> torch.Tensor:
-        sent.append(original(array))
+    def remember(array: np.ndarray, device: torch.device) -> torch.Tensor:
+        sent.append(original(array, device))
         return sent[-1]
 
-    table._send = remember  # type: ignore[method-assign]
+    monkeypatch.setattr(device_buffers, "to_device", remember)
     for _ in range(50):
         sent.clear()
         for _ in range(rng.integers(0, 8)):
