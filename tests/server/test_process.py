@@ -61,6 +61,7 @@ def start(tiny_model: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[
             command.process.wait(30)
 
 
+@pytest.mark.slow
 def test_greedy_answers_equal_the_offline_engine_and_sigterm_ends_it_with_0(
     start: Callable[..., Command], tiny_model: Callable[..., Path]
 ) -> None:
