@@ -28,6 +28,7 @@ _SPECULATIVE_KEYS: dict[Any, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("suffix_max_cached_tokens",),
     "early_exit": ("num_layers",),
+    "draft_model": ("model",),
 }
 SPECULATIVE_METHODS: tuple[str, ...] = tuple(_SPECULATIVE_KEYS)
 MAX_SPECULATIVE_TOKENS = 31
@@ -52,11 +53,13 @@ class SpeculativeConfig:
     """How tokens are guessed ahead, under vLLM's names. Raises ConfigError naming the key and what it may be.
 
     method: "ngram" copies what followed the same tokens before, "suffix" also looks at earlier outputs;
-        "early_exit" asks the model's own first layers.
+        "early_exit" asks the model's own first layers, "draft_model" a second model.
     num_speculative_tokens: most tokens guessed at once; how many are worth it is found out per request.
     prompt_lookup_min, prompt_lookup_max: ngram: tokens that must match, and beyond which longer matches do not count.
     suffix_max_cached_tokens: suffix: how many tokens of earlier outputs are remembered.
     num_layers: early_exit: how many layers guess, fewer than the model has; None takes a third of them.
+    model: draft_model: a smaller model with the same vocabulary, named as EngineArgs.model is. model_path: where it
+        lies, filled in when the engine starts.
     verification_cost: cost of verifying one more token, as a share of a step with a single one; None measures it
         when the engine starts (uncompiled engines assume 0.05).
     """
@@ -67,6 +70,8 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 5
     suffix_max_cached_tokens: int = 65536
     num_layers: int | None = None
+    model: str | None = None
+    model_path: str | None = None
     verification_cost: float | None = None
 
     @classmethod
@@ -86,6 +91,11 @@ class SpeculativeConfig:
         for key in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "suffix_max_cached_tokens"):
             _at_least(f"speculative_config[{key!r}]", getattr(config, key), 1)
         _at_least("speculative_config['num_layers']", config.num_layers, 1)
+        if method == "draft_model" and (not isinstance(config.model, str) or not config.model):
+            raise ConfigError(
+                f"speculative_config['model'] is {config.model!r}, but method 'draft_model' needs the name or the path "
+                "of a model."
+            )
         if config.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
                 f"speculative_config['num_speculative_tokens'] is {config.num_speculative_tokens}, but must be at most "
@@ -104,7 +114,7 @@ class SpeculativeConfig:
     @property
     def num_lookahead_tokens(self) -> int:
         """Places in the KV cache that the drafter wants behind the scheduled tokens."""
-        return self.num_speculative_tokens if self.method == "early_exit" else 0
+        return self.num_speculative_tokens if self.method in ("early_exit", "draft_model") else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels_triton_free.attention import gathered_sdpa_attention
 from minivllm import LLM, SamplingParams
 from minivllm.models.decoder import TokenInputs
-from minivllm.worker.model_runner import allocate_caches
+from minivllm.worker.layer_caches import allocate_caches
 from tutorials.lesson import Lesson
 from tutorials.small_model import engine_arguments, small_decoder
 

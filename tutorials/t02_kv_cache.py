@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
 from minivllm.models.decoder import LayerCache, TokenInputs
-from minivllm.worker.model_runner import allocate_caches, page_bytes
+from minivllm.worker.layer_caches import allocate_caches, page_bytes
 from tutorials.lesson import Lesson
 from tutorials.small_model import small_decoder
 

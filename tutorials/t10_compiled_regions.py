@@ -25,7 +25,7 @@ from kernels_triton_free.attention import gathered_sdpa_attention
 from kernels_triton_free.norm import rms_norm
 from minivllm.models.decoder import Decoder, TokenInputs
 from minivllm.worker.compiler import RegionCompiler, mark_dynamic
-from minivllm.worker.model_runner import allocate_caches
+from minivllm.worker.layer_caches import allocate_caches
 from tutorials.lesson import Cell, Lesson
 from tutorials.small_model import small_decoder
 

@@ -19,6 +19,7 @@ from minivllm.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from minivllm.engine.draft_model import resolve_draft_model
 from minivllm.errors import ConfigError
 from minivllm.logits_processors import load_logits_processors
 from minivllm.models.decoder_config import DecoderConfig
@@ -71,6 +72,8 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
             f"{decoder.max_position_embeddings} tokens."
         )
     speculative = resolve_speculation(args.speculative_config, decoder)
+    if speculative is not None and speculative.model is not None:
+        speculative = resolve_draft_model(speculative, path, decoder, max_model_len, args.load_format)
     load_logits_processors(args.logits_processors or ())  # what is wrong with them is said before the model is loaded
     config = EngineConfig(
         model=args.model,

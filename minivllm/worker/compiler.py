@@ -102,6 +102,11 @@ class RegionCompiler:
         """True while regions are being built aside."""
         return False
 
+    @property
+    def makes_up_results(self) -> bool:
+        """True while regions stand in for what is being built aside, always with the shapes of their first call."""
+        return False
+
     def finish_builds(self) -> bool:
         """Wait for regions that are being built aside; True if there were any, whose results so far were made up."""
         return False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from minivllm.models.decoder import LayerCache
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.worker.sampler import Sampler
 from minivllm.worker.step_inputs import Row
@@ -24,9 +25,18 @@ class EarlyExit:
 
     def __init__(self, runner: ModelRunner, num_layers: int) -> None:
         self._runner = runner
-        self._decoder = runner.decoder.first_layers(num_layers, runner.compiler)
+        self._num_layers = num_layers
+        self.caches: list[LayerCache] = []  # it writes into the runner's
+        runner.guessing_models.append(self)
+        self.use_regions()
         # Masks are those of the step that was verified; what a grammar allows next is not known yet.
         self._sampler = Sampler(runner.sampling_state)
+
+    def use_regions(self) -> None:
+        self._decoder = self._runner.decoder.first_layers(self._num_layers, self._runner.compiler)
+
+    def allocate_caches(self) -> None:
+        """There are none of its own."""
 
     def num_places(self, slot: int) -> int:
         batch = self._runner.batch
@@ -47,9 +57,9 @@ class EarlyExit:
         return token_ids
 
 
-def share_of_a_pass(config: DecoderConfig, num_layers: int) -> float:
-    """Weights that the first layers and the head read for a token, as a share of what the whole model reads."""
+def weights_per_token(config: DecoderConfig, num_layers: int) -> int:
+    """Weights that the first layers and the head read for a token."""
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
     head = config.hidden_size * config.vocab_size
-    return (num_layers * layer + head) / (config.num_layers * layer + head)
+    return num_layers * layer + head

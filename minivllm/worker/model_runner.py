@@ -19,7 +19,7 @@ from minivllm.worker.attention_backend import AttentionBackend, FlexAttentionBac
 from minivllm.worker.compiler import RegionCompiler
 from minivllm.worker.device_buffers import ReadBack
 from minivllm.worker.graph_capture import GraphBackend
-from minivllm.worker.memory import lazily_zeroed
+from minivllm.worker.layer_caches import allocate_caches
 from minivllm.worker.pending_step import PendingStep
 from minivllm.worker.persistent_batch import PersistentBatch
 from minivllm.worker.pooling import Pooler
@@ -42,6 +42,18 @@ class SlotState(Protocol):
 
     def remove(self, slot: int) -> None:
         """The request of the slot has left."""
+
+
+class GuessingModel(Protocol):
+    """A model that runs beside the runner's, by the regions of the same compiler. caches: of its own, if it has any."""
+
+    caches: list[LayerCache]
+
+    def use_regions(self) -> None:
+        """The runner has changed to other regions."""
+
+    def allocate_caches(self) -> None:
+        """Have caches again after they were cleared."""
 
 
 @dataclass(frozen=True)
@@ -92,45 +104,54 @@ class ModelRunner:
             batch_adapters = BatchAdapters(adapters, limits.max_num_seqs)
             self._slot_states.append(batch_adapters)
             lora_slots = batch_adapters.lora_slots
-        windows = list(dict.fromkeys(config.layer_windows))
         # The kernel that CUDA has for decode wants a fixed batch size; on a CPU one graph serves them all.
         self.decode_batches = attention_buckets(limits.max_num_seqs) if device.type == "cuda" else []
-        self.builder = StepInputBuilder(
+        self.builder = self.make_builder(decoder, lora_slots)
+        self.speculation: Speculation | None = None
+        self.graphs: StepGraphs | None = None
+        self.guessing_models: list[GuessingModel] = []
+        self._attention: AttentionBackend
+        self.use_regions(compiler)
+
+    def make_builder(self, decoder: Decoder, lora_slots: np.ndarray | None) -> StepInputBuilder:
+        """Builds what a decoder reads of the batch; lora_slots: see StepInputBuilder."""
+        limits, device = self.limits, decoder.device
+        return StepInputBuilder(
             self.batch,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             num_pages=limits.num_pages,
-            tile_size=tile_size_for(config.query_group, device),
-            windows=windows,
+            tile_size=tile_size_for(decoder.config.query_group, device),
+            windows=list(dict.fromkeys(decoder.config.layer_windows)),
             gathers_pages=device.type == "cpu",
             device=device,
             lora_slots=lora_slots,
             verify_size=limits.verify_size,
             decode_batches=self.decode_batches,
         )
-        self.speculation: Speculation | None = None
-        self.graphs: StepGraphs | None = None
-        self._windows = windows
-        self._attention: AttentionBackend
-        self.use_regions(compiler)
+
+    def make_attention(self, decoder: Decoder) -> AttentionBackend:
+        """The attention that goes with the regions in use."""
+        config = decoder.config
+        if not self.compiler.enabled:
+            return GatherSdpaBackend(self.batch, config.softmax_scale)
+        return FlexAttentionBackend(
+            self.compiler,
+            list(dict.fromkeys(config.layer_windows)),
+            config.softmax_scale,
+            decoder.dtype,
+            decoder.device,
+            verifies=self.limits.verify_size > 0,
+            decode_batches=self.decode_batches,
+        )
 
     def use_regions(self, compiler: RegionCompiler) -> None:
         """Run the model by the regions of this compiler from now on, with the attention that goes with them."""
         self.compiler = compiler
-        config, decoder = self.decoder.config, self.decoder
-        decoder.build_regions(compiler)
-        if compiler.enabled:
-            self._attention = FlexAttentionBackend(
-                compiler,
-                self._windows,
-                config.softmax_scale,
-                decoder.dtype,
-                decoder.device,
-                verifies=self.limits.verify_size > 0,
-                decode_batches=self.decode_batches,
-            )
-        else:
-            self._attention = GatherSdpaBackend(self.batch, config.softmax_scale)
+        self.decoder.build_regions(compiler)
+        self._attention = self.make_attention(self.decoder)
+        for model in self.guessing_models:
+            model.use_regions()
 
     def execute(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> ModelRunnerOutput:
         """Compute the scheduled tokens and sample where a request reached its last known token.
@@ -170,7 +191,7 @@ class ModelRunner:
         for row in rows:
             # Rejected drafts were computed for nothing: the last known token is yet to be computed, always.
             row.request.num_computed_tokens = min(row.start + row.count, row.request.num_tokens - 1)
-        if self.speculation is not None:
+        if self.speculation is not None and not self.compiler.makes_up_results:
             output = pending.result()
             output.draft_token_ids = self.speculation.propose(step.draft_token_ids, output.sampled_token_ids)
         return pending
@@ -286,22 +307,3 @@ class ModelRunner:
             tokens = np.repeat(tokens, 2)
         rows = torch.from_numpy(tokens).to(hidden.o.device, non_blocking=True)
         return self.decoder.logits(hidden.o, hidden.residual, rows, inputs.tokens)[:count]
-
-
-def page_bytes(decoder: Decoder, page_size: int) -> int:
-    """Memory of one page over all layers [bytes]."""
-    element = torch.empty(0, dtype=decoder.attention_dtype).element_size()
-    return 2 * decoder.config.num_layers * page_size * decoder.num_kv_heads * decoder.config.head_dim * element
-
-
-def allocate_caches(decoder: Decoder, num_pages: int, page_size: int) -> list[LayerCache]:
-    """Zeroed K and V of every layer, two tensors each."""
-    shape = (num_pages, page_size, decoder.num_kv_heads, decoder.config.head_dim)
-    dtype, device = decoder.attention_dtype, decoder.device
-
-    def zeros() -> Tensor:
-        if device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device)
-        return lazily_zeroed(shape, dtype)
-
-    return [LayerCache(zeros(), zeros()) for _ in range(decoder.config.num_layers)]

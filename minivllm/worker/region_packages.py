@@ -81,6 +81,10 @@ class PackagedRegionCompiler(RegionCompiler):
     def is_building(self) -> bool:
         return self._builds.are_running()
 
+    @property
+    def makes_up_results(self) -> bool:
+        return any(region.is_stand_in for region in self._regions)
+
     def finish_builds(self) -> bool:
         self._builds.wait()
         return sum(region.take_in_build() for region in self._regions) > 0
@@ -119,6 +123,11 @@ class _PackagedRegion:
         if self._run is not None:
             return self._run(*args)
         return self._placeholders[0] if len(self._placeholders) == 1 else tuple(self._placeholders)
+
+    @property
+    def is_stand_in(self) -> bool:
+        """True from its first call until it is built."""
+        return self._run is None and bool(self._key)
 
     def take_in_build(self) -> bool:
         """Load what was built for this region, if anything was; torch.compile takes over if that failed."""

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minivllm.config import SpeculativeConfig
+from minivllm.models.decoder import Decoder
 from minivllm.spec_decode.adaptive import DraftLengths, StepCost
 from minivllm.spec_decode.autoregressive import AutoregressiveDrafter
 from minivllm.spec_decode.drafter import Drafter, DraftTask
 from minivllm.spec_decode.ngram import NgramDrafter
 from minivllm.spec_decode.speculator import Speculator
 from minivllm.spec_decode.suffix import SuffixDrafter
-from minivllm.worker.early_exit import EarlyExit, share_of_a_pass
+from minivllm.worker.draft_model import DraftDecoder
+from minivllm.worker.early_exit import EarlyExit, weights_per_token
 from minivllm.worker.persistent_batch import PersistentBatch, WorkerRequest
 
 if TYPE_CHECKING:
@@ -27,21 +29,29 @@ DEFAULT_VERIFICATION_COST = 0.05
 """Where it is not measured: a step that reads all weights for one token computes a few more almost for free."""
 
 
-def make_drafter(config: SpeculativeConfig, runner: ModelRunner) -> Drafter:
-    """The drafter of config.method."""
+def make_drafter(config: SpeculativeConfig, runner: ModelRunner, draft_decoder: Decoder | None = None) -> Drafter:
+    """The drafter of config.method. draft_decoder: the loaded model of method "draft_model"."""
+    target = runner.decoder.config
+    whole = weights_per_token(target, target.num_layers)
     if config.method == "early_exit":
         assert config.num_layers is not None
-        share = share_of_a_pass(runner.decoder.config, config.num_layers)
+        share = weights_per_token(target, config.num_layers) / whole
         return AutoregressiveDrafter(EarlyExit(runner, config.num_layers), share)
+    if draft_decoder is not None:
+        draft = draft_decoder.config
+        share = weights_per_token(draft, draft.num_layers) / whole
+        return AutoregressiveDrafter(DraftDecoder(runner, draft_decoder), share)
     if config.method == "ngram":
         return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
     return SuffixDrafter(config.suffix_max_cached_tokens)
 
 
-def make_speculation(config: SpeculativeConfig, runner: ModelRunner) -> Speculation:
+def make_speculation(
+    config: SpeculativeConfig, runner: ModelRunner, draft_decoder: Decoder | None = None
+) -> Speculation:
     """Everything that config asks for. Verification costs what the user said, or the default until it is measured."""
     cost = DEFAULT_VERIFICATION_COST if config.verification_cost is None else config.verification_cost
-    drafter = make_drafter(config, runner)
+    drafter = make_drafter(config, runner, draft_decoder)
     lengths = DraftLengths(config.num_speculative_tokens, StepCost(0.0, cost, drafter.cost_per_token))
     logger.info("Speculative decoding: %s, at most %d tokens.", config.method, config.num_speculative_tokens)
     return Speculation(Speculator(drafter, lengths), runner.batch)

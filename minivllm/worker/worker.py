@@ -21,16 +21,18 @@ from minivllm.logits_processors import load_logits_processors
 from minivllm.lora.manager import AdapterManager
 from minivllm.messages import LoRARequest, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenMasks
 from minivllm.models.checkpoint import iterate_weights
-from minivllm.models.decoder import Decoder
+from minivllm.models.decoder import Decoder, LayerCache
 from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.hf_config import read_decoder_config
 from minivllm.profiling import record_runner
 from minivllm.quantization.choose import DeviceTraits, MethodChooser
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.worker.device_buffers import rounded_capacity
 from minivllm.worker.graph_capture import CudaGraphs
+from minivllm.worker.layer_caches import allocate_caches, page_bytes
 from minivllm.worker.memory import cache_memory, return_freed_memory
-from minivllm.worker.model_runner import ModelRunner, RunnerLimits, allocate_caches, page_bytes
+from minivllm.worker.model_runner import ModelRunner, RunnerLimits
 from minivllm.worker.pending_step import PendingStep
 from minivllm.worker.region_packages import PackagedRegionCompiler
 from minivllm.worker.speculation import Speculation, make_speculation, measured_step_cost
@@ -51,6 +53,7 @@ class Worker:
         self._compiler = self._make_compiler()
         self._unfinished_warm_up: list[int] = []
         self._decoder: Decoder
+        self._draft_decoder: Decoder | None = None
         self._adapters: AdapterManager | None = None
         self.runner: ModelRunner
         self._previous_config = config
@@ -94,12 +97,41 @@ class Worker:
             chooser.kept_bits,
         )
         self._decoder.load_weights(weights)
+        self._draft_decoder = self._load_draft_model()
         if self.config.lora is not None:
             self._adapters = AdapterManager(self._decoder, self.config.lora)
         gc.collect()
         return_freed_memory()
         chooser.log_choices()
         logger.info("Loaded %s in %.1f s.", self.config.model, time.perf_counter() - started)
+
+    def _load_draft_model(self) -> Decoder | None:
+        """The drafter's own model, if it has one: stored, computed and quantised as the model itself is."""
+        speculative = self.config.speculative
+        if speculative is None or speculative.model_path is None:
+            return None
+        load_format = "dummy" if self.config.load_format == "dummy" else "auto"
+        config = read_decoder_config(speculative.model_path, load_format)
+        dtype = getattr(torch, self.config.dtype)
+        stored = None if config.quantization is None else config.quantization.method
+        chooser = MethodChooser(self.config.quantization, stored, dtype, DeviceTraits.of(self.device))
+        decoder = Decoder(
+            config,
+            dtype=dtype,
+            attention_dtype=getattr(torch, self.config.cache.dtype),
+            device=self.device,
+            max_model_len=self.config.scheduler.max_model_len,
+            choose_method=chooser,
+        )
+        decoder.load_weights(
+            iterate_weights(speculative.model_path, load_format, config, dtype, self.config.seed, chooser.kept_bits)
+        )
+        return decoder
+
+    @property
+    def _decoders(self) -> list[Decoder]:
+        """The model, and the drafter's."""
+        return [self._decoder] if self._draft_decoder is None else [self._decoder, self._draft_decoder]
 
     def num_cache_blocks(self) -> int:
         """How many pages the KV cache gets, the null page included.
@@ -109,7 +141,7 @@ class Worker:
         max_model_len fits.
         """
         cache, scheduler = self.config.cache, self.config.scheduler
-        size = page_bytes(self._decoder, cache.block_size)
+        size = sum(page_bytes(decoder, cache.block_size) for decoder in self._decoders)
         per_request = -(-scheduler.max_model_len // cache.block_size)
         if cache.num_blocks is not None:
             blocks, origin = cache.num_blocks, "num_gpu_blocks_override"
@@ -163,7 +195,7 @@ class Worker:
             self._adapters,
         )
         if speculative is not None:
-            self.runner.speculation = make_speculation(speculative, self.runner)
+            self.runner.speculation = make_speculation(speculative, self.runner, self._draft_decoder)
         started = time.perf_counter()
         self._warm_up(warm_up)
         if self._compiler.enabled:
@@ -193,7 +225,7 @@ class Worker:
             self.runner.use_regions(RegionCompiler(enabled=False))
             self._unfinished_warm_up = counts
             return
-        if self._compiler.finish_builds():
+        while self._compiler.finish_builds():  # a drafter's model gets its turn when the model itself is there
             run_on_null_page(self.runner, counts)
         run_on_null_page(self.runner, [1])
         for batch in self.runner.decode_batches:
@@ -275,7 +307,10 @@ class Worker:
     def memory_bytes(self) -> dict[str, int]:
         """Device memory of weights and KV cache [bytes]; nothing of what a sleeping worker keeps elsewhere."""
         weights = sum(tensor.nbytes for tensor in self._weights() if tensor.device.type == self.device.type)
-        return {"weights": weights, "kv_cache": sum(t.nbytes for cache in self.runner.caches for t in cache)}
+        return {
+            "weights": weights,
+            "kv_cache": sum(t.nbytes for caches in self._caches for cache in caches for t in cache),
+        }
 
     def weight_checksums(self) -> list[float]:
         """The sum of every weight tensor, in float64: equal lists mean equal weights, but for sheer coincidence."""
@@ -284,11 +319,13 @@ class Worker:
     def sleep(self, level: int) -> None:
         """Free the KV cache, and the weights: level 1 moves them to host memory (where they are on a CPU), level 2
         drops them. LoRA adapters stay. No request may be unfinished."""
-        self.runner.caches.clear()
-        if level == 2:
-            self._decoder.map_weights(lambda tensor: torch.empty(0))
-        elif self.device.type != "cpu":
-            self._decoder.map_weights(lambda tensor: tensor.to("cpu"))
+        for caches in self._caches:
+            caches.clear()
+        for decoder in self._decoders:
+            if level == 2:
+                decoder.map_weights(lambda tensor: torch.empty(0))
+            elif self.device.type != "cpu":
+                decoder.map_weights(lambda tensor: tensor.to("cpu"))
         self._sleep_level = level
         gc.collect()
         return_freed_memory()
@@ -300,16 +337,21 @@ class Worker:
         """Bring weights and an empty KV cache back. Raises ModelError, and goes on sleeping, if the weights cannot be
         read again."""
         if self._sleep_level == 2:
-            decoder, adapters = self._decoder, self._adapters
+            decoder, draft_decoder, adapters = self._decoder, self._draft_decoder, self._adapters
             try:
                 self.load_model()
                 decoder.take_weights(self._decoder)
+                if draft_decoder is not None and self._draft_decoder is not None:
+                    draft_decoder.take_weights(self._draft_decoder)
             finally:
-                self._decoder, self._adapters = decoder, adapters
+                self._decoder, self._draft_decoder, self._adapters = decoder, draft_decoder, adapters
         elif self.device.type != "cpu":
-            self._decoder.map_weights(lambda tensor: tensor.to(self.device))
+            for decoder in self._decoders:
+                decoder.map_weights(lambda tensor: tensor.to(self.device))
         limits = self.runner.limits
         self.runner.caches.extend(allocate_caches(self._decoder, limits.num_pages, limits.page_size))
+        for model in self.runner.guessing_models:
+            model.allocate_caches()
         self._sleep_level = 0
         self.capture_graphs()
 
@@ -327,6 +369,10 @@ class Worker:
         self._previous_config = self.config
         self.config = replace(self.config, model_path=directory, load_format="safetensors")
 
+    @property
+    def _caches(self) -> list[list[LayerCache]]:
+        return [self.runner.caches, *(model.caches for model in self.runner.guessing_models)]
+
     def _weights(self) -> list[Tensor]:
         weights: list[Tensor] = []
 
@@ -334,7 +380,8 @@ class Worker:
             weights.append(tensor)
             return tensor
 
-        self._decoder.map_weights(collect)
+        for decoder in self._decoders:
+            decoder.map_weights(collect)
         return weights
 
     def start_profile(self, directory: str) -> None:

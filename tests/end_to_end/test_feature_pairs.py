@@ -93,6 +93,7 @@ def speculation(method: str, is_seen_before: bool = False, **settings: Any) -> F
 PERFORMANCE = (
     speculation("ngram", prompt_lookup_min=1),
     speculation("suffix", is_seen_before=True),
+    speculation("draft_model", model="the other model", num_speculative_tokens=3),
     speculation("early_exit", num_layers=2, num_speculative_tokens=3),
     Feature("chunks", {"max_num_batched_tokens": 7}, is_at_work=lambda run: run.counted("num_steps") > MAX_TOKENS),
     Feature(
@@ -211,8 +212,8 @@ def cases() -> list[Any]:
 class Engines:
     """Engines by their settings; few are open at a time."""
 
-    def __init__(self, model: Path, adapter: LoRARequest, capacity: int) -> None:
-        self._model, self._adapter, self._capacity = model, adapter, capacity
+    def __init__(self, model: Path, other_model: Path, adapter: LoRARequest, capacity: int) -> None:
+        self._model, self._other_model, self._adapter, self._capacity = model, other_model, adapter, capacity
         self._open: dict[str, LLM] = {}
 
     def run(self, features: Sequence[Feature]) -> Run:
@@ -246,6 +247,9 @@ class Engines:
         if key not in self._open:
             if len(self._open) == self._capacity:
                 self._open.pop(next(iter(self._open))).close()
+            speculative = settings.get("speculative_config", {})
+            if "model" in speculative:
+                settings = {**settings, "speculative_config": {**speculative, "model": str(self._other_model)}}
             self._open[key] = tiny_llm(self._model, **{"max_model_len": 64, "num_gpu_blocks_override": 65, **settings})
         return self._open[key]
 
@@ -272,14 +276,14 @@ def adapter(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def engines(tiny_model: TinyModel, adapter: LoRARequest) -> Iterator[Engines]:
-    opened = Engines(tiny_model("llama"), adapter, capacity=1)
+    opened = Engines(tiny_model("llama"), tiny_model("qwen2-window"), adapter, capacity=1)
     yield opened
     opened.close()
 
 
 @pytest.fixture(scope="module")
 def reference(tiny_model: TinyModel, adapter: LoRARequest) -> Iterator[Reference]:
-    opened = Engines(tiny_model("llama"), adapter, capacity=4)
+    opened = Engines(tiny_model("llama"), tiny_model("qwen2-window"), adapter, capacity=4)
     yield Reference(opened)
     opened.close()
 

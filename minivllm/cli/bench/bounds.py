@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_iter
 
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder_config import DecoderConfig
-from minivllm.worker.model_runner import page_bytes
+from minivllm.worker.layer_caches import page_bytes
 
 
 def tensor_bytes(tensors: Any) -> int:

@@ -1,0 +1,52 @@
+"""The draft model of speculative decoding, as far as it is settled before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from minivllm.config import SpeculativeConfig
+from minivllm.errors import ConfigError
+from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.fetch import resolve_model
+from minivllm.models.gguf_file import GGUFFile, find_gguf
+from minivllm.models.hf_config import read_decoder_config, read_json_object
+
+
+def resolve_draft_model(
+    config: SpeculativeConfig, target_path: Path, target: DecoderConfig, max_model_len: int, load_format: str
+) -> SpeculativeConfig:
+    """Find the draft model, and check that it speaks of the same tokens. Raises ConfigError or ModelError."""
+    is_dummy = load_format == "dummy"
+    path = resolve_model(str(config.model), weights=not is_dummy)
+    draft = read_decoder_config(path, "dummy" if is_dummy else "auto")
+    advice = "take a smaller model of the same family"
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"The draft model {config.model} has a vocabulary of {draft.vocab_size} tokens, but the model it guesses "
+            f"for has {target.vocab_size}: {advice}."
+        )
+    own, theirs = stored_tokens(path), stored_tokens(target_path)
+    if any(own[token_id] != theirs[token_id] for token_id in own.keys() & theirs.keys()):
+        raise ConfigError(
+            f"The draft model {config.model} has another tokenizer than the model it guesses for, though as many "
+            f"tokens: {advice}."
+        )
+    if draft.max_position_embeddings < max_model_len and draft.rotary.type != "dynamic":
+        raise ConfigError(
+            f"The draft model {config.model} was made for at most {draft.max_position_embeddings} tokens, but "
+            f"max_model_len is {max_model_len}: lower it, or {advice}."
+        )
+    return replace(config, model_path=str(path))
+
+
+def stored_tokens(path: Path) -> dict[int, str]:
+    """Token id -> token, as the model's files write it; empty where they hold no tokenizer of a kind known here."""
+    gguf_path = find_gguf(path)
+    if gguf_path is not None:
+        with GGUFFile(gguf_path) as file:
+            return dict(enumerate(file.metadata.get("tokenizer.ggml.tokens", [])))
+    if not (path / "tokenizer.json").is_file():
+        return {}
+    vocabulary = read_json_object(path / "tokenizer.json").get("model", {}).get("vocab", {})
+    return {token_id: token for token, token_id in vocabulary.items()} if isinstance(vocabulary, dict) else {}

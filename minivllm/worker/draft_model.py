@@ -1,0 +1,136 @@
+"""A second, smaller model as a drafter (Leviathan et al. 2023), with a KV cache of its own over the same blocks.
+
+Block b of a request is page b of both caches, so blocks are counted once and the scheduler knows of one model only. But
+the drafter computes a token when it first guesses behind it, not when the scheduler says so: prompts come in chunks,
+blocks from the prefix cache, requests back from preemption, and guesses are rejected. So beside each place of its cache
+it keeps a fingerprint of the text, up to there, that the keys and values in this place stand for. What is missing is
+what does not match, whatever happened, and blocks that were shared for the target are shared for the drafter too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.models.decoder import Decoder, LayerCache
+from minivllm.worker.layer_caches import allocate_caches
+from minivllm.worker.sampler import Sampler
+from minivllm.worker.step_inputs import Row, StepInputs
+
+if TYPE_CHECKING:
+    from minivllm.worker.model_runner import ModelRunner
+
+_MULTIPLIER = 0x9E3779B97F4A7C15
+"""Odd, so that all its powers modulo 2 ** 64 are; the fractional part of the golden ratio mixes bits well."""
+
+
+class PrefixFingerprints:
+    """64 bits for every prefix of a text, quickly: sums of (token + 1) ** 2 times powers of a constant, modulo 2 ** 64.
+
+    Two texts with equal fingerprints are equal but for a chance in very many; where they are not, guesses are bad.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self._powers = np.cumprod(np.full(max_length, _MULTIPLIER, dtype=np.uint64), dtype=np.uint64)
+
+    def __call__(self, token_ids: np.ndarray) -> np.ndarray:
+        """token_ids [n] int -> uint64 [n], never 0: entry i is that of the first i + 1 tokens."""
+        values = token_ids.astype(np.uint64) + np.uint64(1)
+        sums = np.cumsum(values * values * self._powers[: len(values)], dtype=np.uint64)
+        return sums | np.uint64(1)
+
+
+class DraftDecoder:
+    """Guesses with another decoder. Implements DraftModel.
+
+    caches: K and V of every layer of this decoder, as many pages as the runner's.
+    """
+
+    def __init__(self, runner: ModelRunner, decoder: Decoder) -> None:
+        limits = runner.limits
+        self.decoder = decoder
+        self._runner, self._batch = runner, runner.batch
+        self.caches: list[LayerCache] = []
+        self._builder = runner.make_builder(decoder, lora_slots=None)
+        # Masks are those of the step that was verified; what a grammar allows next is not known yet.
+        self._sampler = Sampler(runner.sampling_state)
+        self._fingerprints = PrefixFingerprints(limits.max_model_len + 1)
+        self._computed = np.zeros(limits.num_pages * limits.page_size, dtype=np.uint64)
+        runner.guessing_models.append(self)
+        self.use_regions()
+        self.allocate_caches()
+
+    def use_regions(self) -> None:
+        self.decoder.build_regions(self._runner.compiler)
+        self._attention = self._runner.make_attention(self.decoder)
+        # What was computed by regions that are only being built is worth nothing.
+        self._computed.fill(0)
+
+    def allocate_caches(self) -> None:
+        self.caches.extend(allocate_caches(self.decoder, self._runner.limits.num_pages, self._batch.page_size))
+        self._computed.fill(0)
+
+    def num_places(self, slot: int) -> int:
+        return int(self._batch.num_blocks[slot]) * self._batch.page_size
+
+    def next_tokens(self, slots: np.ndarray, positions: np.ndarray) -> list[int]:
+        batch = self._batch
+        self._catch_up(slots, positions)
+        if self._runner.compiler.makes_up_results:  # in the warm-up: the next step will go on from here
+            return [0] * len(slots)
+        inputs, hidden = self._compute([(slot, p, 1) for slot, p in zip(slots.tolist(), positions.tolist())])
+        # Compiled regions rely on two rows at least; the second one is padding.
+        index = torch.arange(max(2, len(slots)), dtype=torch.int32).to(hidden[0].device, non_blocking=True)
+        logits = self.decoder.logits(*hidden, index, inputs.tokens)[: len(slots)]
+        token_ids: list[int] = self._sampler(logits, slots, positions + 1).token_ids.tolist()
+        for slot, position, token_id in zip(slots.tolist(), positions.tolist(), token_ids):
+            batch.token_ids.write(slot, position + 1, [token_id])
+        return token_ids
+
+    def _catch_up(self, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Compute what is missing before these positions, in passes within the budget of a step."""
+        missing = []
+        for slot, position in zip(slots.tolist(), positions.tolist()):
+            is_computed = self._computed[self._places(slot, 0, position)] == self._texts(slot, position)
+            start = position if is_computed.all() else int(np.argmin(is_computed))
+            if start < position:
+                missing.append((slot, start, position - start))
+        while missing and not self._runner.compiler.makes_up_results:
+            room, spans = self._runner.limits.max_num_batched_tokens, []
+            while missing and room > 0:
+                slot, start, count = missing.pop()
+                now = min(count, room)
+                spans.append((slot, start, now))
+                room -= now
+                if now < count:
+                    missing.append((slot, start + now, count - now))
+            self._compute(spans)
+
+    def _compute(self, spans: list[tuple[int, int, int]]) -> tuple[StepInputs, tuple[Tensor, Tensor]]:
+        """Run the decoder over count tokens from position start of each slot, in the order of StepInputs."""
+        batch, verify_size = self._batch, self._runner.limits.verify_size
+        owners = {request.slot: request for request in batch.requests.values() if request.slot >= 0}
+        # Those with a single token first, then those with few; otherwise as they were given.
+        spans = sorted(spans, key=lambda span: 0 if span[2] == 1 else 1 if span[2] <= verify_size else 2)
+        inputs = self._builder.build([Row(owners[slot], start, count) for slot, start, count in spans])
+        windows = self.decoder.config.layer_windows
+
+        def attend(layer: int, q: Tensor) -> Tensor:
+            return self._attention.attend(inputs, self.caches[layer], windows[layer], q)
+
+        hidden = self.decoder.forward(inputs.token_ids, inputs.tokens, self.caches, attend)
+        for slot, start, count in spans:
+            self._computed[self._places(slot, start, start + count)] = self._texts(slot, start + count)[start:]
+        return inputs, hidden
+
+    def _places(self, slot: int, start: int, end: int) -> np.ndarray:
+        """Places in the cache of the positions start to end - 1."""
+        positions, page = np.arange(start, end), self._batch.page_size
+        return self._batch.block_table.host[slot, positions // page].astype(np.int64) * page + positions % page
+
+    def _texts(self, slot: int, end: int) -> np.ndarray:
+        """Fingerprints of the first 1, 2, … end tokens."""
+        return self._fingerprints(self._batch.token_ids.host[slot, :end])
