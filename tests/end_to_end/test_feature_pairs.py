@@ -172,8 +172,9 @@ FEATURES = (*PERFORMANCE, *ANSWERS)
 CONTRADICTIONS = {
     frozenset({"structure", "thinking budget"}): "thinking_budget and structured_outputs contradict",
     **{
-        frozenset({"async scheduling", drafter}): "async_scheduling .* speculative_config"
-        for drafter in ("ngram", "suffix", "early_exit")
+        frozenset({"async scheduling", feature.name}): "async_scheduling .* speculative_config"
+        for feature in FEATURES
+        if "speculative_config" in feature.engine
     },
 }
 """Pairs that are refused, and with which words."""
