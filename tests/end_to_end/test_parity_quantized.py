@@ -79,7 +79,8 @@ def test_rounded_weights_give_the_logits_of_transformers_with_the_rounded_values
         assert_logits_equal(llm, reference)
 
 
-@pytest.mark.parametrize("quantization", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_compiled_as_well_without_compiling_again(tiny_model: TinyModel, tmp_path: Path, quantization: str) -> None:
     source = tiny_model("llama-tied")
     values = rounded_to_int8 if quantization == "int8" else rounded_to_int4

@@ -90,6 +90,7 @@ def test_preempted_requests_keep_their_adapters(tiny_model: TinyModel, tmp_path:
             assert output.outputs[0].token_ids == merged_tokens(model, adapter, prompt, 24), adapter
 
 
+@pytest.mark.slow
 def test_adding_adapters_compiles_nothing(tiny_model: TinyModel, tmp_path: Path) -> None:
     model = tiny_model("llama")
     adapters = mixed_adapters(tmp_path, model)
