@@ -17,4 +17,5 @@ def test_aborts_errors_and_preemptions_change_no_text_and_leave_nothing_behind(
     assert findings.wrong == []
     assert findings.kinds.total() == 600 and min(findings.kinds.values()) > 20
     assert findings.num_preemptions > 20
-    assert {name: count for name, count in findings.left_over.items() if count} == {}
+    # Less than before is a connection of the start that has been closed since.
+    assert {name: count for name, count in findings.left_over.items() if count > 0} == {}
