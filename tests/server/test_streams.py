@@ -92,6 +92,7 @@ def test_a_client_that_leaves_takes_all_its_completions_along(slow: ServedCore) 
     slow.wait_until(lambda: len(slow.core.running) == 6)
     connection.close()
     slow.wait_until(lambda: not slow.core.running)
+    assert len(slow.core.aborted) == 6
 
 
 def test_a_reader_that_stalls_holds_a_bounded_buffer_and_then_gets_everything(slow: ServedCore) -> None:

@@ -197,7 +197,9 @@ def test_a_grammar_that_takes_too_long_is_given_up_and_aborted_requests_are_forg
 
 def test_the_tokenizer_named_beside_the_model_is_the_one_that_counts(word_tokenizer: Path, tmp_path: Path) -> None:
     config = dataclasses.replace(engine_config(tmp_path), tokenizer=str(word_tokenizer))
-    GrammarCompiler(config, VOCAB_SIZE).compile(StructuredOutputs(regex="a"), EOS)
+    assert GrammarCompiler(config, VOCAB_SIZE).compile(StructuredOutputs(regex="a"), EOS) is not None
+    with pytest.raises(ModelError, match="no tokenizer"):
+        GrammarCompiler(engine_config(tmp_path), VOCAB_SIZE).compile(StructuredOutputs(regex="a"), EOS)
 
 
 def test_a_model_without_a_tokenizer_says_that_structures_need_one(

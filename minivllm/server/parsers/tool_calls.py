@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from enum import Enum, auto
 
 from minivllm.server.parsers.call_object import WHITESPACE, CallObjectReader
@@ -19,7 +20,7 @@ class _State(Enum):
     BEHIND_OBJECT = auto()
 
 
-class _CallParser:
+class _CallParser(ABC):
     """What both forms share: whitespace around calls is nobody's text, a broken call is text, objects may repeat."""
 
     def __init__(self, state: _State, *, requires_arguments: bool) -> None:
@@ -49,9 +50,9 @@ class _CallParser:
             events.append(Content("".join(self._spaces)))
         return events
 
+    @abstractmethod
     def _advance(self, events: list[Event]) -> bool:
         """Take something from the buffer; False if it takes more text to go on."""
-        raise NotImplementedError
 
     def _begin_object(self, opening: str) -> None:
         """``opening``: what stands before the object and turns into text if the object is no call."""
