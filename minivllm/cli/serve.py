@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from minivllm.cli.engine_options import EngineOptions, ModelArgument
 from minivllm.cli.option_groups import with_option_groups
 from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError
+from minivllm.messages import LoRARequest
 
 if TYPE_CHECKING:
     import socket
@@ -52,6 +54,13 @@ class ServerOptions:
     log_json: Annotated[bool, _option("Log one JSON object per line.", "--log-json")] = False
     drain_timeout: Annotated[float, _option("Seconds that running requests get after SIGTERM.")] = 30.0
     stats_interval: Annotated[float, _option("Seconds between status lines, when there is news; 0 for none.")] = 10.0
+    lora: Annotated[
+        list[str] | None,
+        _option("Adapter to serve as a model of its own, NAME=PATH in PEFT's format (may be repeated)."),
+    ] = None
+    lora_directory: Annotated[
+        Path | None, _option("Let clients load adapters that lie in this directory, and unload them, while serving.")
+    ] = None
     tool_call_parser: Annotated[
         str, _option("How the model writes tool calls: auto (by its chat template), hermes, llama or none.")
     ] = "auto"
@@ -76,19 +85,29 @@ class ServerOptions:
             log_json=self.log_json,
             drain_timeout=self.drain_timeout,
             stats_interval=self.stats_interval,
+            lora_adapters=tuple(_adapter(text) for text in self.lora or ()),
+            lora_directory=self.lora_directory,
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
         )
+
+
+def _adapter(text: str) -> LoRARequest:
+    """ "NAME=PATH" -> the adapter. Raises ConfigError."""
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise ConfigError(f"--lora is {text!r}, but must be NAME=PATH, such as french=adapters/french.")
+    return LoRARequest(name, str(Path(path).expanduser().resolve()))
 
 
 @with_option_groups
 def serve(server: ServerOptions, engine: EngineOptions, model: ModelArgument = "smollm2") -> None:
     """Serve a model to OpenAI clients: chat and text completions, streams, tool calls, metrics.
 
-    Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize, /detokenize, /health,
-    /ready, /version, /metrics, /live; /openapi.json describes them. A browser that opens / gets a page to chat and to
-    watch the engine. SIGTERM lets running requests finish; a second one does not. The exit code is 1 if the engine
-    died.
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/score, /v1/models,
+    /v1/load_lora_adapter, /v1/unload_lora_adapter, /tokenize, /detokenize, /health, /ready, /version, /metrics, /live;
+    /openapi.json describes them. A browser that opens / gets a page to chat and to watch the engine. SIGTERM lets
+    running requests finish; a second one does not. The exit code is 1 if the engine died.
 
     Example: minivllm serve smollm2 --port 8000 --api-key secret
 
@@ -99,8 +118,9 @@ def serve(server: ServerOptions, engine: EngineOptions, model: ModelArgument = "
     """
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise ConfigError("serve needs fastapi and uvicorn: pip install 'minivllm[server]'.")
-    args = engine.engine_args(model)
-    settings = server.settings()
+    args, settings = engine.engine_args(model), server.settings()
+    if settings.lora_adapters or settings.lora_directory is not None:
+        args = replace(args, enable_lora=True)
     from minivllm.cli.engine_start import fetch_model
     from minivllm.server.logs import start_logging
     from minivllm.server.run import listen, warn_if_open

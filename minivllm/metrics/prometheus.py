@@ -50,6 +50,7 @@ class Output(Protocol):
     """As ``RequestOutput``."""
 
     finished: bool
+    embedding: list[float] | None
 
     @property
     def outputs(self) -> Sequence[Completion]: ...
@@ -115,7 +116,7 @@ class RequestRecorder:
 
     def record(self, output: Output) -> None:
         metrics, timings = self._metrics, output.metrics
-        if not self._has_begun and timings.num_generation_tokens > 0:
+        if not self._has_begun and (timings.num_generation_tokens > 0 or output.embedding is not None):
             self._has_begun = True
             metrics.prompt_tokens.inc(timings.num_prompt_tokens)
             metrics.prompt_length.observe(timings.num_prompt_tokens)
@@ -131,7 +132,8 @@ class RequestRecorder:
                 self._ended.add(completion.index)
                 metrics.finished.labels(completion.finish_reason).inc()
         if output.finished:
-            metrics.generation_length.observe(timings.num_generation_tokens)
+            if output.embedding is None:
+                metrics.generation_length.observe(timings.num_generation_tokens)
             _observe(metrics.decode, timings.decode_time)
             _observe(metrics.e2e, timings.e2e_latency)
             _observe(metrics.tpot, timings.tpot)

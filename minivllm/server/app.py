@@ -14,6 +14,7 @@ from minivllm import __version__
 from minivllm.errors import EngineDeadError
 from minivllm.server.chat_endpoint import ChatRun
 from minivllm.server.completions_endpoint import CompletionRun
+from minivllm.server.embeddings_endpoint import embed, score
 from minivllm.server.errors import (
     ErrorBody,
     engine_dead,
@@ -22,16 +23,23 @@ from minivllm.server.errors import (
     shutting_down,
 )
 from minivllm.server.middleware import OPEN_PATHS, AccessLog, BodyLimit, RequireKey
+from minivllm.server.models_endpoint import load_adapter, model_card, model_list, unload_adapter
 from minivllm.server.page import add_page
 from minivllm.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from minivllm.server.protocol.completions import Completion, CompletionRequest
+from minivllm.server.protocol.embeddings import EmbeddingList, EmbeddingRequest, ScoreList, ScoreRequest
+from minivllm.server.protocol.models import (
+    DeletedModel,
+    LoadAdapterRequest,
+    ModelCard,
+    ModelList,
+    UnloadAdapterRequest,
+)
 from minivllm.server.protocol.responses import ResponseObject, ResponseRequest
 from minivllm.server.protocol.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
     Health,
-    ModelCard,
-    ModelList,
     TokenizeRequest,
     TokenizeResponse,
     Version,
@@ -49,7 +57,9 @@ def _errors(*statuses: int) -> Responses:
     texts = {
         400: "The body cannot be served; the error names the field.",
         401: "The API key is missing or wrong.",
+        403: "The operator does not allow it.",
         404: "There is no such model.",
+        409: "The name is taken, or the adapter is in use.",
         413: "The body is too large.",
         429: "The queue is full; Retry-After says when to come back.",
         500: "The server failed.",
@@ -85,6 +95,7 @@ def build_app(service: Service) -> ASGIApp:
     )
     install_error_handlers(app)
     _add_generation(app, service)
+    _add_pooling(app, service)
     _add_tokenization(app, service)
     _add_models(app, service)
     _add_operation(app, service)
@@ -135,40 +146,56 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return json_response(await while_connected(request.receive, run.complete()))
 
 
+def _add_pooling(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/embeddings", responses={200: {"model": EmbeddingList}, **GENERATING}, tags=["embeddings"])
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """Texts as vectors."""
+        return json_response(await while_connected(request.receive, embed(service, body)))
+
+    @app.post("/v1/score", responses={200: {"model": ScoreList}, **GENERATING}, tags=["embeddings"])
+    async def scores(body: ScoreRequest, request: Request) -> Response:
+        """How alike texts are: the cosines of their vectors."""
+        return json_response(await while_connected(request.receive, score(service, body)))
+
+
 def _add_tokenization(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses={200: {"model": TokenizeResponse}, **READING}, tags=["tokens"])
     async def tokenize_endpoint(body: TokenizeRequest) -> Response:
         """Token ids of a text or a conversation."""
-        service.model_name(body.model)
+        service.models.find(body.model)
         return json_response(await service.in_text_thread(tokenize, service, body))
 
     @app.post("/detokenize", responses={200: {"model": DetokenizeResponse}, **READING}, tags=["tokens"])
     async def detokenize_endpoint(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
-        service.model_name(body.model)
+        service.models.find(body.model)
         return json_response(await service.in_text_thread(detokenize, service, body))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    def card(name: str) -> ModelCard:
-        return ModelCard(
-            id=name,
-            object="model",
-            created=service.started_at,
-            owned_by="minivllm",
-            root=service.engine.config.model,
-            max_model_len=service.max_model_len,
-        )
-
     @app.get("/v1/models", responses={200: {"model": ModelList}, **_errors(401)}, tags=["models"])
     async def models() -> Response:
         """The names this server answers to."""
-        return json_response(ModelList(object="list", data=[card(name) for name in service.model_names]))
+        return json_response(model_list(service))
 
     @app.get("/v1/models/{name:path}", responses={200: {"model": ModelCard}, **_errors(401, 404)}, tags=["models"])
     async def model(name: str) -> Response:
         """One of them."""
-        return json_response(card(service.model_name(name)))
+        return json_response(model_card(service, service.models.find(name)))
+
+    changing = _errors(400, 401, 403, 409, 413, 503)
+
+    @app.post("/v1/load_lora_adapter", responses={200: {"model": ModelCard}, **changing}, tags=["models"])
+    async def load(body: LoadAdapterRequest) -> Response:
+        """Serve an adapter from the server's directory for adapters under a name of its own."""
+        return json_response(await load_adapter(service, body))
+
+    @app.post(
+        "/v1/unload_lora_adapter", responses={200: {"model": DeletedModel}, **changing, **_errors(404)}, tags=["models"]
+    )
+    async def unload(body: UnloadAdapterRequest) -> Response:
+        """Forget an adapter that no request uses."""
+        return json_response(await unload_adapter(service, body))
 
 
 def _add_operation(app: FastAPI, service: Service) -> None:

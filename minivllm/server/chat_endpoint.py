@@ -39,7 +39,8 @@ class ChatRun:
     def __init__(self, service: Service, request: ChatCompletionRequest) -> None:
         self._service = service
         self._request = request
-        self.model = service.model_name(request.model)
+        self._served = service.models.find(request.model)
+        self.model = self._served.name
         self._id = new_id("chatcmpl")
         self._created = int(time.time())
         self._prompt_text: str | None = None
@@ -118,7 +119,8 @@ class ChatRun:
         self._prompt_text = prompt.get("prompt")
         if request.cache_salt is not None:
             prompt = {**prompt, "cache_salt": request.cache_salt}
-        return [engine.prepare(self._id, prompt, self.params, priority=request.priority or 0)]
+        priority = request.priority or 0
+        return [engine.prepare(self._id, prompt, self.params, priority=priority, lora=self._served.lora)]
 
     def answer(self, index: int) -> ChatAnswer:
         """The answer of this number, begun if it is new. A forced form leaves no room for reasoning."""

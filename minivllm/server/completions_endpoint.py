@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 from minivllm.frontend.input_processor import PreparedRequest
 from minivllm.frontend.outputs import CompletionOutput, PositionLogprobMap, RequestOutput
@@ -13,6 +12,7 @@ from minivllm.sampling_params import OutputKind, SamplingParams
 from minivllm.server.errors import ApiError, unsupported
 from minivllm.server.logprobs import completion_logprobs
 from minivllm.server.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from minivllm.server.protocol.prompts import as_prompt, prompt_list
 from minivllm.server.protocol.usage import Usage, usage
 from minivllm.server.service import Service, new_id
 from minivllm.server.streaming import DONE, data_frame
@@ -26,10 +26,10 @@ class CompletionRun:
     def __init__(self, service: Service, request: CompletionRequest) -> None:
         self._service = service
         self._request = request
-        self._model = service.model_name(request.model)
+        self._model = service.models.find(request.model)
         self._id = new_id("cmpl")
         self._created = int(time.time())
-        self._prompts = request.prompts
+        self._prompts = prompt_list(request.prompt)
         self._last_outputs: dict[int, RequestOutput] = {}
         self._choices: dict[int, CompletionChoice] = {}
         self._lengths: dict[int, int] = {}
@@ -85,11 +85,11 @@ class CompletionRun:
         request, engine = self._request, self._service.engine
         prepared = []
         for number, given in enumerate(self._prompts):
-            prompt: dict[str, Any] = {"prompt" if isinstance(given, str) else "prompt_token_ids": given}
-            if request.cache_salt is not None:
-                prompt["cache_salt"] = request.cache_salt
+            prompt = as_prompt(given, request.cache_salt)
             prepared.append(
-                engine.prepare(f"{self._id}-{number}", prompt, self._params, priority=request.priority or 0)
+                engine.prepare(
+                    f"{self._id}-{number}", prompt, self._params, priority=request.priority or 0, lora=self._model.lora
+                )
             )
         return prepared
 
@@ -132,7 +132,7 @@ class CompletionRun:
 
     def _object(self, choices: list[CompletionChoice]) -> Completion:
         completion = Completion(
-            id=self._id, object="text_completion", created=self._created, model=self._model, choices=choices
+            id=self._id, object="text_completion", created=self._created, model=self._model.name, choices=choices
         )
         if self._request.wants_usage_chunk:
             completion["usage"] = None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from minivllm.config import EngineConfig
 from minivllm.frontend.input_processor import PreparedRequest, Prompt
 from minivllm.frontend.outputs import RequestOutput
-from minivllm.messages import RecentStep, SchedulerStats
-from minivllm.sampling_params import SamplingParams
+from minivllm.messages import LoRARequest, RecentStep, SchedulerStats
+from minivllm.sampling_params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.frontend.tokenizer import Tokenizer
@@ -52,8 +52,10 @@ class AsyncEngine(Protocol):
         *,
         priority: int = 0,
         arrival_time: float | None = None,
+        lora: LoRARequest | None = None,
+        pooling: PoolingParams | None = None,
     ) -> PreparedRequest:
-        """Tokenize and validate; nothing runs yet. Raises RequestError."""
+        """Tokenize and validate; nothing runs yet. pooling: the output has an embedding. Raises RequestError."""
         ...
 
     def generate(self, prompt: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
@@ -61,6 +63,14 @@ class AsyncEngine(Protocol):
 
         An abort by id ends it with finish_reason "abort". Raises EngineDeadError when the engine core dies.
         """
+        ...
+
+    async def add_lora(self, lora: LoRARequest) -> None:
+        """Have an adapter in memory; doing so twice is fine. Raises RequestError if it cannot be served."""
+        ...
+
+    async def remove_lora(self, name: str) -> bool:
+        """Forget an adapter; False if it is not known. Raises RequestError while unfinished requests use it."""
         ...
 
     async def abort(self, request_id: str) -> None: ...

@@ -73,8 +73,10 @@ class ApiError(Exception):
 _CLASS_OF_STATUS = {
     400: "bad_request",
     401: "unauthorized",
+    403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
+    409: "conflict",
     413: "too_large",
     429: "overloaded",
     499: "client_left",

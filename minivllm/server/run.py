@@ -70,7 +70,14 @@ class ServerRun:
         return self._server.started
 
     async def run(self, listener: socket.socket) -> int:
-        """Serve on ``listener`` until told to stop; the exit code, 0 unless the engine died."""
+        """Serve on ``listener`` until told to stop; the exit code, 0 unless the engine died.
+
+        Raises RequestError, before anything is served, for an adapter of the settings that cannot be.
+        """
+        await self.service.models.load_configured()
+        host, port = listener.getsockname()[:2]
+        names = ", ".join(model.name for model in self.service.models.all)
+        logger.info("Serving %s on http://%s:%d", names, _in_url(host), port)
         loop = asyncio.get_running_loop()
         for number in self._signals:
             loop.add_signal_handler(number, self._on_signal, number)
@@ -179,8 +186,6 @@ async def serve(engine: AsyncEngine, settings: ServerSettings, listener: socket.
     """Run a server in front of ``engine`` until it is told to stop, then close the engine; the exit code."""
     try:
         run = ServerRun(engine, settings)
-        host, port = listener.getsockname()[:2]
-        logger.info("Serving %s on http://%s:%d", ", ".join(run.service.model_names), _in_url(host), port)
         return await run.run(listener)
     finally:
         await engine.close()

@@ -19,7 +19,8 @@ from minivllm.messages import FinishReason
 from minivllm.metrics.prometheus import ServerMetrics
 from minivllm.server.admission import Admission, Ticket
 from minivllm.server.engine import AsyncEngine
-from minivllm.server.errors import ApiError, internal_error, shutting_down, timed_out
+from minivllm.server.errors import internal_error, shutting_down, timed_out
+from minivllm.server.models import ServedModels
 from minivllm.server.parsers.choose import choose_answer_format
 from minivllm.server.settings import ServerSettings
 
@@ -29,13 +30,14 @@ T = TypeVar("T")
 
 
 class Service:
-    """One engine served under one or several names. Raises ConfigError for a parser there is none of."""
+    """One engine and the names it is served under. Raises ConfigError for a parser there is none of."""
 
     def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
         self.max_model_len = engine.config.scheduler.max_model_len
-        self.model_names = settings.served_model_names or (engine.config.model,)
+        names = settings.served_model_names or (engine.config.model,)
+        self.models = ServedModels(engine, names, settings.lora_adapters, settings.lora_directory)
         self.started_at = int(time.time())
         self.metrics = ServerMetrics()
         self.admission = Admission(
@@ -52,20 +54,6 @@ class Service:
     def close(self) -> None:
         self._text_thread.shutdown(wait=False, cancel_futures=True)
 
-    def model_name(self, asked: str | None) -> str:
-        """The name to report. Raises ApiError 404 for one that is not served."""
-        if asked is None:
-            return self.model_names[0]
-        if asked not in self.model_names:
-            known = ", ".join(self.model_names)
-            raise ApiError(
-                404,
-                f"The model {asked[:200]!r} is not served here; known are: {known}.",
-                param="model",
-                code="model_not_found",
-            )
-        return asked
-
     async def in_text_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run text work (templates, tokenizing) beside the event loop, one after another."""
         return await asyncio.get_running_loop().run_in_executor(self._text_thread, work, *arguments)
@@ -75,6 +63,7 @@ class Service:
     ) -> AsyncGenerator[tuple[PreparedRequest, int, RequestOutput], None]:
         """Admit, prepare (in the text thread), run; (request, its number, output) as outputs come.
 
+        num_completions: places the request takes; more than those do not run beside one another.
         Close the iterator to abort what still runs. Raises ApiError, RequestError or EngineDeadError.
         """
         limit = self.settings.request_timeout
@@ -86,7 +75,7 @@ class Service:
                 raise shutting_down()
             ticket.request_ids = [one.request_id for one in prepared]
             recorders = [self.metrics.recorder() for _ in prepared]
-            async with aclosing(self._merged(prepared)) as outputs:
+            async with aclosing(self._merged(prepared, num_completions)) as outputs:
                 while True:
                     try:
                         async with asyncio.timeout_at(deadline):
@@ -111,18 +100,21 @@ class Service:
         if any(completion.finish_reason == FinishReason.ABORT for completion in output.outputs):
             raise shutting_down()
 
-    async def _merged(self, prepared: Sequence[PreparedRequest]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Outputs of several requests that run beside one another, as they come."""
+    async def _merged(
+        self, prepared: Sequence[PreparedRequest], places: int
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Outputs of several requests that run beside one another, at most ``places`` of them, as they come."""
         if len(prepared) == 1:
             async with aclosing(self.engine.generate(prepared[0])) as outputs:
                 async for output in outputs:
                     yield 0, output
             return
         queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=len(prepared))
+        free_places = asyncio.Semaphore(places)
 
         async def pump(number: int, request: PreparedRequest) -> None:
             try:
-                async with aclosing(self.engine.generate(request)) as outputs:
+                async with free_places, aclosing(self.engine.generate(request)) as outputs:
                     async for output in outputs:
                         await queue.put((number, output))
             except Exception as error:

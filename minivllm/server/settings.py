@@ -5,8 +5,10 @@ from __future__ import annotations
 import ipaddress
 import math
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from minivllm.errors import ConfigError
+from minivllm.messages import LoRARequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +22,9 @@ class ServerSettings:
     may take, queue included (None: no limit). max_body_bytes: size of a request's body. cors_origins: web pages that
     may call the server from a browser. log_json: log one JSON object per line. drain_timeout: seconds that running
     requests get to finish after SIGTERM. stats_interval: seconds between console status lines, 0 for none.
-    tool_call_parser, reasoning_parser: "auto" goes by the chat template, "none" switches it off.
+    lora_adapters: adapters served from the start, by their names. lora_directory: clients may load adapters that lie
+    in this directory, and unload any (None: they may not). tool_call_parser, reasoning_parser: "auto" goes by the chat
+    template, "none" switches it off.
     """
 
     host: str = "127.0.0.1"
@@ -35,6 +39,8 @@ class ServerSettings:
     log_json: bool = False
     drain_timeout: float = 30.0
     stats_interval: float = 10.0
+    lora_adapters: tuple[LoRARequest, ...] = ()
+    lora_directory: Path | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
 
@@ -57,6 +63,9 @@ class ServerSettings:
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise ConfigError(f"cors_origin is {origin!r}, but must be like https://example.org, or *.")
+
+        if self.lora_directory is not None and not self.lora_directory.is_dir():
+            raise ConfigError(f"lora_directory is {str(self.lora_directory)!r}, but must be a directory.")
 
     @property
     def is_public(self) -> bool:

@@ -1,13 +1,22 @@
-"""One scripted server for most tests, and official clients for it."""
+"""One scripted server for most tests, one with a real engine for the others, and official clients for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import openai
 import pytest
-from serving import ScriptedCore, Scripts, ServedCore, served
+from serving import ScriptedCore, Scripts, Served, ServedCore, serve_in_thread, served
+
+from minivllm import EngineArgs, LoRARequest
+from minivllm.frontend.async_llm import AsyncLLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "lora"))
+
+from lora_adapters import random_adapter
 
 
 @pytest.fixture(scope="session")
@@ -24,4 +33,49 @@ def server(scripts: Scripts) -> Iterator[ServedCore]:
 @pytest.fixture(scope="module")
 def client(server: ServedCore) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as made:
+        yield made
+
+
+@dataclass
+class RealServer:
+    """A server in front of a real engine process. adapters: the first is served, the others lie in ``directory``."""
+
+    served: Served
+    model: Path
+    directory: Path
+    adapters: list[LoRARequest]
+
+    @property
+    def url(self) -> str:
+        return self.served.url
+
+
+@pytest.fixture(scope="session")
+def real_server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """A tiny model in float32, called "tiny", with room for two adapters at a time."""
+    model, directory = tiny_model("llama"), tmp_path_factory.mktemp("adapters")
+    names = ("first", "second", "third")
+    adapters = [random_adapter(directory / name, model, seed=seed) for seed, name in enumerate(names)]
+    args = EngineArgs(
+        model=str(model),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=4,
+        num_gpu_blocks_override=80,
+        enable_lora=True,
+        max_loras=2,
+    )
+    settings = {
+        "served_model_names": ("tiny",),
+        "lora_adapters": (adapters[0],),
+        "lora_directory": directory,
+    }
+    with serve_in_thread(lambda: AsyncLLM.from_args(args), **settings) as served:
+        yield RealServer(served, model, directory, adapters)
+
+
+@pytest.fixture
+def real_client(real_server: RealServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{real_server.url}/v1", api_key="unused", max_retries=0) as made:
         yield made

@@ -37,7 +37,7 @@ Script = Callable[[EngineRequest], list[int] | str]
 
 
 class ScriptedCore:
-    """Plays the engine process below AsyncLLM: every running request gets one token per step.
+    """Plays the engine process below AsyncLLM: every running request gets one token per step, or a vector.
 
     max_running: requests that run at a time; the others wait. step_seconds: pause between steps. held: while set, no
     step is made. ``admitted`` counts every request that ever reached it, ``num_running`` those it works on.
@@ -154,6 +154,9 @@ class ScriptedCore:
             output.events = [EngineEvent(EventType.QUEUED, now), EngineEvent(EventType.SCHEDULED, now)]
         if isinstance(script, str):
             output.finish_reason, output.error = FinishReason.ERROR, script
+            return output
+        if request.pooling is not None:
+            output.finish_reason, output.pooled = FinishReason.STOP, [float(len(request.prompt_token_ids)), 0.0]
             return output
         params = request.sampling_params
         if given == 0 and params.prompt_logprobs is not None:

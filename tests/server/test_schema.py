@@ -19,7 +19,7 @@ from serving import ScriptedCore, Scripts, ServedCore, served
 KEY = "schema-key"
 CONFIGURATION = """
 [checks.positive_data_acceptance]
-expected-statuses = ["2xx", "400", "404", "413", "429"]
+expected-statuses = ["2xx", "400", "403", "404", "413", "429"]
 
 [checks.negative_data_rejection]
 expected-statuses = ["400", "401", "404", "405", "413"]

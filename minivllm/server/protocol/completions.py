@@ -8,13 +8,9 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from minivllm.sampling_params import MAX_LOGPROBS
-from minivllm.server.protocol.sampling import MAX_TOKEN_ID, RequestFields, TokenId
+from minivllm.server.protocol.prompts import Prompts
+from minivllm.server.protocol.sampling import MAX_TOKEN_ID, RequestFields
 from minivllm.server.protocol.usage import Usage
-
-MAX_PROMPTS = 1024
-
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-Text = Annotated[str, Field(min_length=1)]
 
 
 class CompletionRequest(RequestFields):
@@ -25,23 +21,10 @@ class CompletionRequest(RequestFields):
     alternatives to report per token.
     """
 
-    prompt: (
-        Text
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt, whatever form they came in."""
-        prompt = self.prompt
-        if isinstance(prompt, str) or isinstance(prompt[0], int):
-            return [prompt]
-        return list(prompt)
 
 
 class CompletionLogprobs(TypedDict):

@@ -19,6 +19,8 @@ StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_
 TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+ModelName = Annotated[str, StringConstraints(max_length=512)]
+Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Label = Annotated[str, StringConstraints(max_length=512)]
 
 
@@ -75,12 +77,12 @@ class RequestFields(SamplingFields):
     priority: lower goes first, with scheduling_policy "priority". cache_salt: keeps cached prefixes of tenants apart.
     """
 
-    model: Annotated[str, StringConstraints(max_length=512)] | None = None
+    model: ModelName | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Label | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Priority | None = None
     cache_salt: CacheSalt | None = None
 
     @property

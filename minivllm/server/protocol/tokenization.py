@@ -1,4 +1,4 @@
-"""``/tokenize``, ``/detokenize``, ``/v1/models``, ``/version``: small bodies and answers."""
+"""``/tokenize``, ``/detokenize``, ``/version``, ``/health``: small bodies and answers."""
 
 from __future__ import annotations
 
@@ -42,22 +42,6 @@ class DetokenizeRequest(Body):
 
 class DetokenizeResponse(TypedDict):
     prompt: str
-
-
-class ModelCard(TypedDict):
-    """created: when the server started, Unix time [seconds]. root: what was loaded under this name."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    max_model_len: int
-
-
-class ModelList(TypedDict):
-    object: Literal["list"]
-    data: list[ModelCard]
 
 
 class Version(TypedDict):
