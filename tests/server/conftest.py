@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +37,14 @@ def client(server: ServedCore) -> Iterator[openai.OpenAI]:
         yield made
 
 
+TOOL_TEMPLATE = """{%- for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
+
+
 @dataclass
 class RealServer:
     """A server in front of a real engine process. adapters: the first is served, the others lie in ``directory``."""
@@ -52,8 +61,10 @@ class RealServer:
 
 @pytest.fixture(scope="session")
 def real_server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """A tiny model in float32, called "tiny", with room for two adapters at a time."""
-    model, directory = tiny_model("llama"), tmp_path_factory.mktemp("adapters")
+    """A tiny model in float32 that knows tools, called "tiny", with room for two adapters at a time."""
+    model, directory = tmp_path_factory.mktemp("served") / "model", tmp_path_factory.mktemp("adapters")
+    shutil.copytree(tiny_model("llama"), model)
+    (model / "chat_template.jinja").write_text(TOOL_TEMPLATE)
     names = ("first", "second", "third")
     adapters = [random_adapter(directory / name, model, seed=seed) for seed, name in enumerate(names)]
     args = EngineArgs(

@@ -126,8 +126,7 @@ def test_responses_tell_calls_as_items(client: openai.OpenAI) -> None:
         {"type": "function_call_output", "call_id": item.call_id, "output": "sunny"},
         {"role": "user", "content": "say:done"},
     ]
-    for entry in back:
-        entry.pop("parsed_arguments", None)
+    assert "parsed_arguments" in back[1]  # the client's own helper put it there
     assert client.responses.create(model="scripted", input=back, tools=[tool]).output_text == "done"
 
 

@@ -47,13 +47,17 @@ AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class FunctionCall(Body):
-    """arguments: JSON as a string, as the model wrote it."""
+    """arguments: JSON as a string, as the model wrote it. parsed_arguments: the same again, from client helpers."""
 
     name: str
     arguments: str
+    parsed_arguments: Any = None
 
 
 class ToolCall(Body):
+    """index: the call's place in a stream, which helpers of clients leave in what they gathered."""
+
+    index: Annotated[int, Field(ge=0)] | None = None
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -72,7 +76,10 @@ class UserMessage(Body):
 
 
 class AssistantMessage(Body):
-    """Needs content, a refusal or tool calls. Lists that the API itself returned as null may be sent back."""
+    """Needs content, a refusal or tool calls. Lists that the API itself returned as null may be sent back.
+
+    parsed: the content again, as objects, which the parse helper of clients puts beside it.
+    """
 
     role: Literal["assistant"]
     content: str | Annotated[list[AssistantPart], Field(min_length=1, max_length=MAX_PARTS)] | None = None
@@ -83,6 +90,7 @@ class AssistantMessage(Body):
     function_call: None = None
     audio: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    parsed: Any = None
 
 
 class ToolMessage(Body):

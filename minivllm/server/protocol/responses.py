@@ -20,10 +20,11 @@ class InputText(Body):
 
 
 class OutputText(Body):
-    """Text of an earlier answer, sent back."""
+    """Text of an earlier answer, sent back. parsed: the same again, from the parse helper of clients."""
 
     type: Literal["output_text"]
     text: str
+    parsed: Any = None
     annotations: Nothing | None = None
     logprobs: Nothing | None = None
 
@@ -50,10 +51,13 @@ class MessageItem(Body):
 
 
 class FunctionCallItem(Body):
+    """parsed_arguments: the arguments again, from helpers of clients."""
+
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
+    parsed_arguments: Any = None
     namespace: None = None
     caller: None = None
     id: Label | None = None
