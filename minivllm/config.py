@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from minivllm.errors import ConfigError
 
@@ -29,6 +29,13 @@ _SPECULATIVE_KEYS: dict[Any, tuple[str, ...]] = {
     "suffix": ("suffix_max_cached_tokens",),
     "early_exit": ("num_layers",),
     "draft_model": ("model",),
+    "eagle": ("model",),
+    "eagle3": ("model",),
+}
+_WANTED_MODELS = {
+    "draft_model": "a model",
+    "eagle": "an EAGLE head",
+    "eagle3": "an EAGLE-3 head",
 }
 SPECULATIVE_METHODS: tuple[str, ...] = tuple(_SPECULATIVE_KEYS)
 MAX_SPECULATIVE_TOKENS = 31
@@ -53,13 +60,15 @@ class SpeculativeConfig:
     """How tokens are guessed ahead, under vLLM's names. Raises ConfigError naming the key and what it may be.
 
     method: "ngram" copies what followed the same tokens before, "suffix" also looks at earlier outputs;
-        "early_exit" asks the model's own first layers, "draft_model" a second model.
+        "early_exit" asks the model's own first layers, "draft_model" a second model, "eagle" and "eagle3" a head that
+        was trained to guess from this model's hidden states.
     num_speculative_tokens: most tokens guessed at once; how many are worth it is found out per request.
     prompt_lookup_min, prompt_lookup_max: ngram: tokens that must match, and beyond which longer matches do not count.
     suffix_max_cached_tokens: suffix: how many tokens of earlier outputs are remembered.
     num_layers: early_exit: how many layers guess, fewer than the model has; None takes a third of them.
-    model: draft_model: a smaller model with the same vocabulary, named as EngineArgs.model is. model_path: where it
-        lies, filled in when the engine starts.
+    model: draft_model: a smaller model with the same vocabulary, named as EngineArgs.model is; eagle, eagle3: the
+        directory or the Hugging Face id of a published head. model_path: where it lies, filled in when the engine
+        starts.
     verification_cost: cost of verifying one more token, as a share of a step with a single one; None measures it
         when the engine starts (uncompiled engines assume 0.05).
     """
@@ -91,10 +100,10 @@ class SpeculativeConfig:
         for key in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "suffix_max_cached_tokens"):
             _at_least(f"speculative_config[{key!r}]", getattr(config, key), 1)
         _at_least("speculative_config['num_layers']", config.num_layers, 1)
-        if method == "draft_model" and (not isinstance(config.model, str) or not config.model):
+        if method in _WANTED_MODELS and (not isinstance(config.model, str) or not config.model):
             raise ConfigError(
-                f"speculative_config['model'] is {config.model!r}, but method 'draft_model' needs the name or the path "
-                "of a model."
+                f"speculative_config['model'] is {config.model!r}, but method {method!r} needs the name or the path of "
+                f"{_WANTED_MODELS[method]}."
             )
         if config.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
@@ -114,7 +123,12 @@ class SpeculativeConfig:
     @property
     def num_lookahead_tokens(self) -> int:
         """Places in the KV cache that the drafter wants behind the scheduled tokens."""
-        return self.num_speculative_tokens if self.method in ("early_exit", "draft_model") else 0
+        return self.num_speculative_tokens if self.method == "early_exit" or self.model is not None else 0
+
+    @property
+    def eagle_version(self) -> Literal["eagle", "eagle3"] | None:
+        """Which kind of EAGLE head guesses, if one does."""
+        return cast(Literal["eagle", "eagle3"], self.method) if self.method in ("eagle", "eagle3") else None
 
 
 @dataclass(frozen=True, kw_only=True)

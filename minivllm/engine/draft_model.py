@@ -1,4 +1,4 @@
-"""The draft model of speculative decoding, as far as it is settled before anything is loaded."""
+"""The drafter's own model in speculative decoding, as far as it is settled before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from minivllm.config import SpeculativeConfig
 from minivllm.errors import ConfigError
 from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.eagle_checkpoint import find_tensors
+from minivllm.models.eagle_config import read_eagle_config
 from minivllm.models.fetch import resolve_model
 from minivllm.models.gguf_file import GGUFFile, find_gguf
 from minivllm.models.hf_config import read_decoder_config, read_json_object
@@ -19,6 +21,11 @@ def resolve_draft_model(
     """Find the draft model, and check that it speaks of the same tokens. Raises ConfigError or ModelError."""
     is_dummy = load_format == "dummy"
     path = resolve_model(str(config.model), weights=not is_dummy)
+    if config.eagle_version is not None:
+        head = read_eagle_config(path, config.eagle_version, target)
+        if not is_dummy:
+            find_tensors(path, head)
+        return replace(config, model_path=str(path))
     draft = read_decoder_config(path, "dummy" if is_dummy else "auto")
     advice = "take a smaller model of the same family"
     if draft.vocab_size != target.vocab_size:

@@ -45,10 +45,11 @@ def expected_shapes(config: DecoderConfig) -> dict[str, Shape]:
     """Name and shape of every weight the decoder needs, in Hugging Face naming and torch order ``[out, in]``."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv_inputs = hidden * config.qkv_inputs
     projections = {
-        "self_attn.q_proj": (query, hidden, config.qkv_bias),
-        "self_attn.k_proj": (key_value, hidden, config.qkv_bias),
-        "self_attn.v_proj": (key_value, hidden, config.qkv_bias),
+        "self_attn.q_proj": (query, qkv_inputs, config.qkv_bias),
+        "self_attn.k_proj": (key_value, qkv_inputs, config.qkv_bias),
+        "self_attn.v_proj": (key_value, qkv_inputs, config.qkv_bias),
         "self_attn.o_proj": (hidden, query, config.o_bias),
         "mlp.gate_proj": (inner, hidden, config.mlp_bias),
         "mlp.up_proj": (inner, hidden, config.mlp_bias),
@@ -126,7 +127,7 @@ def dummy_weight(name: str, shape: Shape, dtype: torch.dtype, seed: int) -> torc
     return torch.randn(shape, generator=generator).mul_(DUMMY_STD).to(dtype)
 
 
-def _check(
+def check_tensors(
     found: Mapping[str, Shape], expected: Mapping[str, Shape], file_of: Mapping[str, Path], source: Path
 ) -> None:
     """Compare names and shapes with what the configuration asks for."""
@@ -165,7 +166,7 @@ def _gguf_weights(
             name = hugging_face_name(gguf_name)
             if gguf_name != ROPE_FACTORS:
                 found[name or gguf_name] = tensor.shape
-        _check(found, expected, dict.fromkeys(found, path), path)
+        check_tensors(found, expected, dict.fromkeys(found, path), path)
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if family.gguf_permutes_rotary else {}
         counts: Counter[tuple[str, Treatment]] = Counter()
 
@@ -207,7 +208,7 @@ class _StoredTensor:
 def _safetensors_weights(
     directory: Path, expected: Mapping[str, Shape], dtype: torch.dtype, packed: PackedWeights | None
 ) -> Iterator[tuple[str, StoredWeight]]:
-    files, listed = _safetensors_files(directory)
+    files, listed = safetensors_files(directory)
     stored_in: dict[str, Path] = {}
     # weight -> its parts; a tensor that is a weight by itself is the part without a name
     parts_of: dict[str, dict[str, _StoredTensor]] = {}
@@ -229,7 +230,7 @@ def _safetensors_weights(
                 f"{directory / INDEX_NAME} places tensor {stored!r} in {path.name}, which does not hold it."
             )
     with ExitStack() as stack:
-        handles: dict[Path, Any] = {path: stack.enter_context(_open(path)) for path in files}
+        handles: dict[Path, Any] = {path: stack.enter_context(open_safetensors(path)) for path in files}
 
         def read(tensor: _StoredTensor) -> torch.Tensor:
             result: torch.Tensor = handles[tensor.path].get_tensor(tensor.name)
@@ -246,7 +247,9 @@ def _safetensors_weights(
                 del parts_of[weight]
             else:
                 found[weight] = parts[""].shape
-        _check(found, expected, {name: next(iter(parts.values())).path for name, parts in parts_of.items()}, directory)
+        check_tensors(
+            found, expected, {name: next(iter(parts.values())).path for name, parts in parts_of.items()}, directory
+        )
         for weight, parts in parts_of.items():
             if packed is not None and "" not in parts:
                 yield weight, packed.assemble({part: read(tensor) for part, tensor in parts.items()}, dtype)
@@ -259,7 +262,7 @@ def _full_name(stored: str) -> str:
     return "model." + stored if stored.startswith(("embed_tokens.", "layers.", "norm.")) else stored
 
 
-def _safetensors_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
+def safetensors_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
     """The files to read, and the index's claim which of them holds what (empty without an index)."""
     if (directory / SINGLE_NAME).is_file():
         return [directory / SINGLE_NAME], {}
@@ -271,7 +274,10 @@ def _safetensors_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
                 f"{directory} holds its weights as {pickled[0]}, a pickle file that could run any code, which is never "
                 f"opened; convert the model to safetensors."
             )
-        raise ModelError(f"{directory} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there.")
+        raise ModelError(
+            f"{directory} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there. Weights in another "
+            "format, such as pytorch_model.bin, must be converted to safetensors first."
+        )
     weight_map = read_json_object(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index_path} has no weight_map.")
@@ -293,7 +299,7 @@ def _safetensors_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
     return files, listed
 
 
-def _open(path: Path) -> safe_open:
+def open_safetensors(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -305,7 +311,7 @@ def _open(path: Path) -> safe_open:
 def _read_header(path: Path, packed: PackedWeights | None) -> dict[str, Shape]:
     """Names and shapes in one file; safetensors itself checks that the header fits the file's length."""
     shapes: dict[str, Shape] = {}
-    with _open(path) as file:
+    with open_safetensors(path) as file:
         names: Iterable[str] = file.keys()
         for name in names:
             view = file.get_slice(name)

@@ -65,6 +65,17 @@ class CompileRegion(Protocol):
     ) -> Callable: ...
 
 
+class HiddenTap(NamedTuple):
+    """Hands out what a decoder computes on its way, to a drafter that reads it.
+
+    layers: those whose inputs are wanted, ascending. take: called at the end of every ``forward`` with these inputs
+    [tokens, hidden] each, what ``forward`` returns (o, residual), and the tokens.
+    """
+
+    layers: tuple[int, ...]
+    take: Callable[[Sequence[Tensor], Tensor, Tensor, TokenInputs], None]
+
+
 class BeforeAttention(NamedTuple):
     """Weights from a layer's input to its queries."""
 
@@ -126,7 +137,7 @@ class DecoderLayer:
 
         self.qkv = make(
             {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim},
-            hidden,
+            hidden * config.qkv_inputs,
             config.qkv_bias,
             "column",
         )
@@ -163,7 +174,13 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Weights and regions of a pre-norm decoder (Llama, Mistral, SmolLM, Qwen; see models/registry.py)."""
+    """Weights and regions of a pre-norm decoder (Llama, Mistral, SmolLM, Qwen; see models/registry.py).
+
+    tap: hands out hidden states, if somebody wants them. feature_size: values of ``dtype`` that are kept for every
+    token beside keys and values.
+    """
+
+    feature_size = 0
 
     def __init__(
         self,
@@ -203,6 +220,7 @@ class Decoder:
         # A rounded length, so that compiled code on disk also serves other values of max_model_len.
         positions = 1 << (max_model_len - 1).bit_length()
         self.cos_sin = rotary_table(frequencies, positions, config.rotary.attention_factor).to(device)
+        self.tap: HiddenTap | None = None
         self._first: Callable = lambda: None
         self._between: list[Callable] = []
         self._last: Callable = lambda: None
@@ -323,11 +341,18 @@ class Decoder:
         [tokens, hidden]) for ``logits``.
         """
         q, residual = self._first(token_ids, tokens, self.cos_sin, caches[0], self.embedding, self._weights[0][0])
+        tapped = () if self.tap is None else self.tap.layers
+        wanted = [residual] if 0 in tapped else []
         for layer, between in enumerate(self._between):
             o = attend(layer, q)
             after, before = self._weights[layer][1], self._weights[layer + 1][0]
             q, residual = between(o, residual, tokens, self.cos_sin, caches[layer + 1], after, before)
-        return attend(len(self.layers) - 1, q), residual
+            if layer + 1 in tapped:
+                wanted.append(residual)
+        o = attend(len(self.layers) - 1, q)
+        if self.tap is not None:
+            self.tap.take(wanted, o, residual, tokens)
+        return o, residual
 
     def logits(self, o: Tensor, residual: Tensor, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """Logits [len(rows), vocab] of the picked rows (int32) of what ``forward`` returned for these tokens."""
@@ -342,6 +367,24 @@ class Decoder:
         """
         layer, after = self.layers[-1], self._weights[-1][1]
         return self._final_hidden(layer, o, residual, rows, tokens.lora_slots, after, self.final_norm)
+
+    def compile_hidden_states(
+        self, compile_region: CompileRegion
+    ) -> Callable[[Tensor, Tensor, Tensor, TokenInputs], Tensor]:
+        """``hidden_states`` as a region, for who needs them in every step."""
+        layer = self.layers[-1]
+        region = compile_region(
+            "hidden states",
+            partial(self._final_hidden, layer),
+            rows=(0, 1, 2, 3),
+            constants=(self._region_constants, layer.methods),
+        )
+
+        def hidden_states(o: Tensor, residual: Tensor, rows: Tensor, tokens: TokenInputs) -> Tensor:
+            final: Tensor = region(o, residual, rows, tokens.lora_slots, self._weights[-1][1], self.final_norm)
+            return final
+
+        return hidden_states
 
     # The regions. Everything that differs between layers but is not a tensor is an argument bound before compiling.
 

@@ -51,7 +51,8 @@ class DecoderConfig:
 
     layer_rotary: which layers rotate (SmolLM3 leaves some out). layer_windows: sliding window of each layer in tokens,
     None for full attention. qkv_bias, o_bias, mlp_bias: which projections carry a bias. qk_norm: RMSNorm over each
-    head of q and k before rotary (Qwen3). dtype: what the checkpoint was saved in ("float32", "bfloat16", "float16").
+    head of q and k before rotary (Qwen3). qkv_inputs: vectors of hidden_size, side by side, that q, k and v are made of
+    (2 in an EAGLE-3 head). dtype: what the checkpoint was saved in ("float32", "bfloat16", "float16").
     quantization: how its linear layers are stored, if not in that type.
     """
 
@@ -73,6 +74,7 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qkv_inputs: int = 1
     hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh"] = "silu"
     dtype: str = "bfloat16"
     quantization: StoredQuantization | None = None

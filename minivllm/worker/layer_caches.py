@@ -1,4 +1,4 @@
-"""The KV cache of a decoder on its device: K and V of every layer, in pages."""
+"""The KV cache of a decoder on its device: K and V of every layer, in pages, and features where a decoder has them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ from minivllm.worker.memory import lazily_zeroed
 def page_bytes(decoder: Decoder, page_size: int) -> int:
     """Memory of one page over all layers [bytes]."""
     element = torch.empty(0, dtype=decoder.attention_dtype).element_size()
-    return 2 * decoder.config.num_layers * page_size * decoder.num_kv_heads * decoder.config.head_dim * element
+    values = 2 * decoder.config.num_layers * decoder.num_kv_heads * decoder.config.head_dim
+    return page_size * (values * element + decoder.feature_size * decoder.dtype.itemsize)
 
 
 def allocate_caches(decoder: Decoder, num_pages: int, page_size: int) -> list[LayerCache]:
     """Zeroed K and V of every layer, two tensors each."""
     shape = (num_pages, page_size, decoder.num_kv_heads, decoder.config.head_dim)
-    dtype, device = decoder.attention_dtype, decoder.device
 
     def zeros() -> Tensor:
-        if device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device)
-        return lazily_zeroed(shape, dtype)
+        return _zeros(shape, decoder.attention_dtype, decoder.device)
 
     return [LayerCache(zeros(), zeros()) for _ in range(decoder.config.num_layers)]
+
+
+def allocate_features(decoder: Decoder, num_pages: int, page_size: int) -> Tensor:
+    """Zeroed features [num_pages, page_size, feature_size] of a decoder that reads some."""
+    return _zeros((num_pages, page_size, decoder.feature_size), decoder.dtype, decoder.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device) if device.type != "cpu" else lazily_zeroed(shape, dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from minivllm.config import CudaGraphMode
 from minivllm.lora.manager import AdapterManager, BatchAdapters
 from minivllm.messages import ModelRunnerOutput, NewRequestData, PositionLogprobs, SchedulerOutput, TokenMasks
-from minivllm.models.decoder import Decoder, LayerCache
+from minivllm.models.decoder import Decoder
 from minivllm.spec_decode.verification import verify
 from minivllm.worker.attention_backend import AttentionBackend, FlexAttentionBackend, GatherSdpaBackend
 from minivllm.worker.compiler import RegionCompiler
@@ -45,9 +45,12 @@ class SlotState(Protocol):
 
 
 class GuessingModel(Protocol):
-    """A model that runs beside the runner's, by the regions of the same compiler. caches: of its own, if it has any."""
+    """A model that runs beside the runner's, by the regions of the same compiler.
 
-    caches: list[LayerCache]
+    caches: of its own, if it has any: tuples of tensors [pages, page_size, …], which nothing else holds.
+    """
+
+    caches: list[Any]
 
     def use_regions(self) -> None:
         """The runner has changed to other regions."""
@@ -113,8 +116,8 @@ class ModelRunner:
         self._attention: AttentionBackend
         self.use_regions(compiler)
 
-    def make_builder(self, decoder: Decoder, lora_slots: np.ndarray | None) -> StepInputBuilder:
-        """Builds what a decoder reads of the batch; lora_slots: see StepInputBuilder."""
+    def make_builder(self, decoder: Decoder, lora_slots: np.ndarray | None, token_offset: int = 0) -> StepInputBuilder:
+        """Builds what a decoder reads of the batch; lora_slots, token_offset: see StepInputBuilder."""
         limits, device = self.limits, decoder.device
         return StepInputBuilder(
             self.batch,
@@ -128,6 +131,7 @@ class ModelRunner:
             lora_slots=lora_slots,
             verify_size=limits.verify_size,
             decode_batches=self.decode_batches,
+            token_offset=token_offset,
         )
 
     def make_attention(self, decoder: Decoder) -> AttentionBackend:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from minivllm.config import SpeculativeConfig
 from minivllm.models.decoder import Decoder
+from minivllm.models.eagle_head import EagleHead
 from minivllm.spec_decode.adaptive import DraftLengths, StepCost
 from minivllm.spec_decode.autoregressive import AutoregressiveDrafter
 from minivllm.spec_decode.drafter import Drafter, DraftTask
@@ -15,6 +16,7 @@ from minivllm.spec_decode.ngram import NgramDrafter
 from minivllm.spec_decode.speculator import Speculator
 from minivllm.spec_decode.suffix import SuffixDrafter
 from minivllm.worker.draft_model import DraftDecoder
+from minivllm.worker.eagle import EagleDraft
 from minivllm.worker.early_exit import EarlyExit, weights_per_token
 from minivllm.worker.persistent_batch import PersistentBatch, WorkerRequest
 
@@ -30,13 +32,16 @@ DEFAULT_VERIFICATION_COST = 0.05
 
 
 def make_drafter(config: SpeculativeConfig, runner: ModelRunner, draft_decoder: Decoder | None = None) -> Drafter:
-    """The drafter of config.method. draft_decoder: the loaded model of method "draft_model"."""
+    """The drafter of config.method. draft_decoder: the loaded model or head of those methods that have one."""
     target = runner.decoder.config
     whole = weights_per_token(target, target.num_layers)
     if config.method == "early_exit":
         assert config.num_layers is not None
         share = weights_per_token(target, config.num_layers) / whole
         return AutoregressiveDrafter(EarlyExit(runner, config.num_layers), share)
+    if isinstance(draft_decoder, EagleHead):
+        share = draft_decoder.eagle.num_weights_per_token / whole
+        return AutoregressiveDrafter(EagleDraft(runner, draft_decoder), share)
     if draft_decoder is not None:
         draft = draft_decoder.config
         share = weights_per_token(draft, draft.num_layers) / whole

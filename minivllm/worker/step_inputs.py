@@ -79,7 +79,8 @@ class StepInputBuilder:
     request can have, and without full pages. lora_slots int [max_num_seqs]: adapter of the request in each slot of the
     batch, kept up to date by its owner; None without adapters. verify_size: rows of 2 to this many tokens are one tile
     each, which reads the cache in place as decode does; 0: there are no such tiles. decode_batches: numbers of tiles
-    that rows with a single token are padded to, ascending; empty: any number from 2.
+    that rows with a single token are padded to, ascending; empty: any number from 2. token_offset: the token ids are
+    those so much further in the sequence than the positions (1 for an EAGLE head).
     """
 
     def __init__(
@@ -96,7 +97,9 @@ class StepInputBuilder:
         lora_slots: np.ndarray | None = None,
         verify_size: int = 0,
         decode_batches: Sequence[int] = (),
+        token_offset: int = 0,
     ) -> None:
+        self._token_offset = token_offset
         self._batch, self._windows, self._tile_size, self._device = batch, windows, tile_size, device
         self._gathers_pages, self.verify_size = gathers_pages, verify_size
         self._lora_slots, self._decode_batches = lora_slots, decode_batches
@@ -164,7 +167,8 @@ class StepInputBuilder:
         positions = np.arange(total) - first_token[row_of_token] + starts[row_of_token]
         token_slots = slots[row_of_token]
         host["positions"][:total] = positions
-        host["token_index"][:total] = token_slots * self._batch.token_ids.host.shape[1] + positions
+        width = self._batch.token_ids.host.shape[1]
+        host["token_index"][:total] = token_slots * width + positions + self._token_offset
         host["slot_mapping"][:total] = table[token_slots, positions // page] * page + positions % page
         for name in ("positions", "token_index", "slot_mapping"):
             host[name][total:padded] = 0

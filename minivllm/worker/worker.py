@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -21,8 +22,11 @@ from minivllm.logits_processors import load_logits_processors
 from minivllm.lora.manager import AdapterManager
 from minivllm.messages import LoRARequest, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenMasks
 from minivllm.models.checkpoint import iterate_weights
-from minivllm.models.decoder import Decoder, LayerCache
+from minivllm.models.decoder import Decoder
 from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.eagle_checkpoint import find_tensors, random_tensors
+from minivllm.models.eagle_config import EagleVersion, read_eagle_config
+from minivllm.models.eagle_head import EagleHead
 from minivllm.models.hf_config import read_decoder_config
 from minivllm.profiling import record_runner
 from minivllm.quantization.choose import DeviceTraits, MethodChooser
@@ -110,6 +114,8 @@ class Worker:
         speculative = self.config.speculative
         if speculative is None or speculative.model_path is None:
             return None
+        if speculative.eagle_version is not None:
+            return self._load_eagle_head(speculative.model_path, speculative.eagle_version)
         load_format = "dummy" if self.config.load_format == "dummy" else "auto"
         config = read_decoder_config(speculative.model_path, load_format)
         dtype = getattr(torch, self.config.dtype)
@@ -127,6 +133,22 @@ class Worker:
             iterate_weights(speculative.model_path, load_format, config, dtype, self.config.seed, chooser.kept_bits)
         )
         return decoder
+
+    def _load_eagle_head(self, path: str, version: EagleVersion) -> EagleHead:
+        config = read_eagle_config(path, version, self.decoder_config)
+        is_dummy = self.config.load_format == "dummy"
+        tensors = random_tensors(config, self.config.seed) if is_dummy else find_tensors(path, config)
+        dtype = getattr(torch, self.config.dtype)
+        chooser = MethodChooser(self.config.quantization, None, dtype, DeviceTraits.of(self.device))
+        head = EagleHead(
+            config,
+            tensors,
+            self._decoder,
+            max_model_len=self.config.scheduler.max_model_len,
+            choose_method=chooser,
+        )
+        head.load_weights(tensors.read(dtype))
+        return head
 
     @property
     def _decoders(self) -> list[Decoder]:
@@ -370,7 +392,7 @@ class Worker:
         self.config = replace(self.config, model_path=directory, load_format="safetensors")
 
     @property
-    def _caches(self) -> list[list[LayerCache]]:
+    def _caches(self) -> list[list[Any]]:
         return [self.runner.caches, *(model.caches for model in self.runner.guessing_models)]
 
     def _weights(self) -> list[Tensor]:
