@@ -45,7 +45,8 @@ _library.define("int4_linear(Tensor x, Tensor packed, Tensor scale_and_zero, Ten
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x [tokens, in] @ (weight int8 [out, in] * scale [out, 1])^T + bias [out]; all but weight in x's dtype."""
-    return torch.ops.kernels_triton_free.int8_linear.default(x, weight, scale, bias)
+    linear = _int8_linear if x.shape[0] == 1 else torch.ops.kernels_triton_free.int8_linear.default
+    return linear(x, weight, scale, bias)
 
 
 def int4_linear(x: Tensor, packed: Tensor, scale_and_zero: Tensor, bias: Tensor | None, group_size: int) -> Tensor:
@@ -53,7 +54,8 @@ def int4_linear(x: Tensor, packed: Tensor, scale_and_zero: Tensor, bias: Tensor 
 
     scale_and_zero [in / group_size, out, 2] and bias [out] in x's dtype. group_size: one of INT4_GROUP_SIZES.
     """
-    return torch.ops.kernels_triton_free.int4_linear.default(x, packed, scale_and_zero, bias, group_size)
+    linear = _int4_linear if x.shape[0] == 1 else torch.ops.kernels_triton_free.int4_linear.default
+    return linear(x, packed, scale_and_zero, bias, group_size)
 
 
 def can_multiply_int4() -> bool:

@@ -14,7 +14,8 @@ RESTORED_ELEMENTS = 1_048_576
 
 
 class QuantizedWeight(ABC):
-    """A weight [out, in] that somebody has quantised already: nothing here may round it to other values."""
+    """A weight [out, in] that somebody has quantised already. It keeps its values, except where MethodChooser says and
+    logs otherwise."""
 
     @property
     @abstractmethod

@@ -33,8 +33,9 @@ class Int8Linear(LinearMethod):
     gathers_rows: ClassVar[bool] = True
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
-        assert isinstance(weight, Tensor), "a quantised weight is never rounded again"
-        values, scale = round_to_int8_rows(weight, self.dtype)
+        # A quantised weight comes only where the chooser has decided that its values may change.
+        plain = weight if isinstance(weight, Tensor) else weight.restore(self.dtype)
+        values, scale = round_to_int8_rows(plain, self.dtype)
         return (values, scale) if bias is None else (values, scale, bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels_triton_free.lowerings import teach_inductor
+
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 65536
@@ -98,6 +100,11 @@ class RegionCompiler:
         return region
 
     @property
+    def min_rows(self) -> int:
+        """Fewest rows that regions take: what torch.compile takes for dynamic cannot be one."""
+        return 2 if self.enabled else 1
+
+    @property
     def is_building(self) -> bool:
         """True while regions are being built aside."""
         return False
@@ -138,6 +145,7 @@ def prepare_inductor() -> None:
     """Name the C++ compiler: Inductor itself only looks for $CXX, or else for one fixed name per platform."""
     from torch._inductor import config
 
+    teach_inductor()
     compiler = find_cpp_compiler()
     if compiler is not None and compiler not in config.cpp.cxx:
         config.cpp.cxx = (compiler,)  # type: ignore[assignment]

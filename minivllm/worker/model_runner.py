@@ -20,6 +20,7 @@ from minivllm.worker.compiler import RegionCompiler
 from minivllm.worker.device_buffers import ReadBack
 from minivllm.worker.graph_capture import GraphBackend
 from minivllm.worker.layer_caches import allocate_caches
+from minivllm.worker.page_backing import PageBacking
 from minivllm.worker.pending_step import PendingStep
 from minivllm.worker.persistent_batch import PersistentBatch
 from minivllm.worker.pooling import Pooler
@@ -95,6 +96,7 @@ class ModelRunner:
         self.batch = PersistentBatch(
             limits.max_num_seqs, limits.max_model_len, limits.page_size, limits.num_pages, device
         )
+        self.page_backing = PageBacking(self.caches) if device.type == "cpu" else None
         self.sampling_state = SamplingState(limits.max_num_seqs, config.vocab_size, device)
         self.token_masks = TokenMaskStage(limits.max_num_seqs, config.vocab_size, device)
         self.sampler = Sampler(self.sampling_state, masks=(self.token_masks,))
@@ -174,6 +176,8 @@ class ModelRunner:
         if self.speculation is not None:
             self.speculation.finish(step.finished_request_ids)
         freed, entered = self.batch.apply(step)
+        if self.page_backing is not None:
+            self.page_backing.use(self.batch.highest_page)
         for state in self._slot_states:
             for slot in freed:
                 state.remove(slot)
@@ -183,7 +187,7 @@ class ModelRunner:
             return pending
         rows = self._rows(step)
         graph = None if self.graphs is None else self.graphs.choose([row.count for row in rows])
-        inputs = self.builder.build(rows, 2 if graph is None else graph.num_tokens)
+        inputs = self.builder.build(rows, self.compiler.min_rows if graph is None else graph.num_tokens)
         if graph is None or self.graphs is None:
             hidden = StepHidden(*self.forward(inputs, self.decoder))
         else:
@@ -307,7 +311,7 @@ class ModelRunner:
                 return hidden.logits[: len(tokens)]
             return hidden.logits[torch.from_numpy(tokens).to(hidden.o.device, non_blocking=True)]
         count = len(tokens)
-        if count == 1:
+        if count == 1 and len(hidden.o) > 1:
             tokens = np.repeat(tokens, 2)
         rows = torch.from_numpy(tokens).to(hidden.o.device, non_blocking=True)
         return self.decoder.logits(hidden.o, hidden.residual, rows, inputs.tokens)[:count]

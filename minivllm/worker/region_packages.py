@@ -66,6 +66,28 @@ class PackagedRegionCompiler(RegionCompiler):
         *,
         constants: object,
     ) -> Callable:
+        several = self._package(name, function, rows, widths, caches, constants)
+        if not rows:
+            return several
+        # A single row, decode with batch size 1, gets code of its own: without loops over rows, and without threads
+        # for what is too small for them.
+        single = self._package(f"{name} of one row", function, (), widths, caches, constants)
+        first = rows[0]
+
+        def region(*args: Any) -> Any:
+            return (single if args[first].shape[0] == 1 else several)(*args)
+
+        return region
+
+    def _package(
+        self,
+        name: str,
+        function: Callable,
+        rows: Sequence[int],
+        widths: Sequence[int],
+        caches: Sequence[int],
+        constants: object,
+    ) -> _PackagedRegion:
         def compile_instead() -> Callable:
             return super(PackagedRegionCompiler, self).__call__(
                 name, function, rows, widths, caches, constants=constants
@@ -76,6 +98,10 @@ class PackagedRegionCompiler(RegionCompiler):
         )
         self._regions.append(region)
         return region
+
+    @property
+    def min_rows(self) -> int:
+        return 1
 
     @property
     def is_building(self) -> bool:

@@ -56,7 +56,7 @@ class PrefillTiles:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One step on the device. Token-sized tensors are padded to at least two rows, which compiled regions rely on.
+    """One step on the device. Token-sized tensors are padded to as many rows as compiled regions need at least.
 
     rows: in the order of their tokens: those with a single token (``decode``), those with few (``verify``: one tile
     each, where drafts are verified), the others (``prefill``). lists of tiles are keyed by sliding window.
@@ -179,7 +179,7 @@ class StepInputBuilder:
         decode = None
         if num_decode or not rows:
             tiles = min(padded, self._max_decodes) if num_decode == len(rows) else num_decode
-            tiles = self._padded_tiles(tiles)
+            tiles = self._padded_tiles(tiles, min(padded, 2))
             decode = self._decode_tiles(slots[:num_decode], starts[:num_decode], tiles)
         verify = None
         if num_short > num_decode:
@@ -195,8 +195,8 @@ class StepInputBuilder:
         inputs = TokenInputs(device["positions"][:padded], device["slot_mapping"][:padded], lora_slots)
         return StepInputs(rows, total, token_ids, inputs, decode, verify, prefill)
 
-    def _padded_tiles(self, rows: int) -> int:
-        return next((batch for batch in self._decode_batches if batch >= rows), max(rows, 2))
+    def _padded_tiles(self, rows: int, least: int) -> int:
+        return next((batch for batch in self._decode_batches if batch >= rows), max(rows, least))
 
     def _decode_tiles(self, slots: np.ndarray, positions: np.ndarray, padded: int) -> DecodeTiles:
         rows = len(slots)

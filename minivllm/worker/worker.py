@@ -238,7 +238,7 @@ class Worker:
         """
         if not self._compiler.enabled:
             return
-        run_on_null_page(self.runner, counts)
+        self._run_warm_up_steps(counts)
         if self.config.compile_in_background and self._compiler.is_building:
             logger.info(
                 "Serving uncompiled, which is slower, while the model is compiled in the background.",
@@ -248,11 +248,14 @@ class Worker:
             self._unfinished_warm_up = counts
             return
         while self._compiler.finish_builds():  # a drafter's model gets its turn when the model itself is there
-            run_on_null_page(self.runner, counts)
-        run_on_null_page(self.runner, [1])
+            self._run_warm_up_steps(counts)
         for batch in self.runner.decode_batches:
             run_on_null_page(self.runner, [1] * batch)
         self._compiler.freeze()
+
+    def _run_warm_up_steps(self, counts: list[int]) -> None:
+        run_on_null_page(self.runner, counts)
+        run_on_null_page(self.runner, [1])
 
     def _finish_warm_up(self) -> None:
         """Between two steps: change over to compiled regions if they are all there, and slots to warm up with."""
@@ -343,6 +346,8 @@ class Worker:
         drops them. LoRA adapters stay. No request may be unfinished."""
         for caches in self._caches:
             caches.clear()
+        if self.runner.page_backing is not None:
+            self.runner.page_backing.forget()
         for decoder in self._decoders:
             if level == 2:
                 decoder.map_weights(lambda tensor: torch.empty(0))

@@ -12,8 +12,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels_triton_free.attention import TileLists, paged_flex_attention
+from kernels_triton_free.linear import can_pack, pack_weight, packed_linear
 from minivllm import LLM, SamplingParams
 from minivllm.worker import region_packages
 from minivllm.worker.attention_backend import FlexAttentionBackend, GatherSdpaBackend
@@ -85,6 +89,92 @@ def test_a_package_computes_what_the_function_computes_for_every_number_of_rows(
         torch.testing.assert_close(total, expected_total)
         torch.testing.assert_close(cache, expected_cache)
     assert not no_build
+
+
+@needs_compiler
+def test_a_single_row_gets_a_package_of_its_own_that_computes_the_same(tmp_path: Path) -> None:
+    directory = tmp_path / "regions"
+    compiler = PackagedRegionCompiler(CPU, directory)
+    region = make(compiler)
+    with torch.inference_mode():
+        for rows in (1, 3):
+            region(*arguments(rows))
+        assert compiler.finish_builds()
+        assert sorted(path.name.split("-")[0] for path in directory.iterdir()) == ["transform", "transform_of_one_row"]
+        for rows in (1, 2, 9):
+            x, pair, cache = arguments(rows, seed=rows)
+            y, total = region(x, pair, cache)
+            torch.testing.assert_close((y, total), transform(2.0, x, pair, torch.zeros_like(cache)))
+            torch.testing.assert_close(cache[:rows], y)
+
+
+@needs_compiler
+def test_products_over_packed_weights_run_inside_a_package_without_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_pack(torch.bfloat16):
+        pytest.skip("this CPU does not pack bfloat16")
+    weight, bias = torch.randn(48, 32).bfloat16(), torch.randn(48).bfloat16()
+    packed = pack_weight(weight)
+
+    def product(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
+        return packed_linear(torch.relu(x), packed, bias, 48) + packed_linear(x, packed, None, 48)
+
+    compiler = PackagedRegionCompiler(CPU, tmp_path / "regions")
+    region = compiler("product", product, rows=(0,), constants=None)
+    with torch.inference_mode():
+        region(torch.randn(5, 32).bfloat16(), packed, bias)
+        assert compiler.finish_builds()
+        calls: list[str] = []
+        with CountPythonOperators(calls):
+            product(torch.randn(2, 32).bfloat16(), packed, bias)
+            assert calls, "eager code goes through the operator"
+            calls.clear()
+            for rows in (2, 7, 33):
+                x = torch.randn(rows, 32).bfloat16()
+                expected = F.linear(x.relu().float(), weight.float(), bias.float()) + F.linear(
+                    x.float(), weight.float()
+                )
+                torch.testing.assert_close(region(x, packed, bias).float(), expected, atol=0.2, rtol=0.02)
+        assert "kernels_triton_free::packed_linear" not in calls
+
+
+class CountPythonOperators(TorchDispatchMode):
+    """Collects the names of operators that reach the dispatcher from here."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        self._calls.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@needs_compiler
+def test_decode_attention_asks_for_no_room_as_large_as_the_cache(tmp_path: Path) -> None:
+    code = generated_code_of_attention(tmp_path)
+    rooms = [line for line in code.splitlines() if "_reorder_ptr_allocator.allocate(" in line]
+    assert len(rooms) == 2 and all("need_pack ?" in line for line in rooms)
+
+
+def generated_code_of_attention(tmp_path: Path) -> str:
+    """C++ that Inductor writes for FlexAttention over a paged cache."""
+    from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
+
+    from minivllm.worker.compiler import prepare_inductor
+
+    prepare_inductor()
+    cache = torch.randn(8, 16, 2, 8)
+    counts, pages = torch.ones(3, 1, 1, dtype=torch.int32), torch.zeros(3, 1, 1, 8, dtype=torch.int32)
+    lists = TileLists(counts, pages, counts.clone(), pages.clone())
+    attention = torch.compile(partial(paged_flex_attention, scale=1.0), fullgraph=True)
+    positions = torch.full((3, 1), 5, dtype=torch.int32), torch.arange(128, dtype=torch.int32)
+    with torch.inference_mode(), fresh_inductor_cache(dir=str(tmp_path)):
+        _, codes = run_and_get_code(attention, torch.randn(3, 2, 4, 8), cache, cache.clone(), lists, *positions)
+    return "\n".join(codes)
 
 
 def test_a_start_that_finds_its_packages_imports_neither_dynamo_nor_inductor(built: Path) -> None:
