@@ -154,10 +154,13 @@ class CountPythonOperators(TorchDispatchMode):
 
 
 @needs_compiler
-def test_decode_attention_asks_for_no_room_as_large_as_the_cache(tmp_path: Path) -> None:
+def test_attention_asks_for_no_room_like_the_cache_and_multiplies_several_queries_at_once(
+    tmp_path: Path,
+) -> None:
     code = generated_code_of_attention(tmp_path)
     rooms = [line for line in code.splitlines() if "_reorder_ptr_allocator.allocate(" in line]
     assert len(rooms) == 2 and all("need_pack ?" in line for line in rooms)
+    assert "transpose_b_kernel<4, 16" in code, "keys are transposed once for several queries"
 
 
 def generated_code_of_attention(tmp_path: Path) -> str:
