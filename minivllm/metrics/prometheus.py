@@ -14,6 +14,7 @@ from minivllm.messages import SchedulerStats
 TOKEN_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 REQUEST_LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 TOKEN_COUNTS = tuple(2.0**power for power in range(18))
+MAX_DRAFT_POSITIONS = 32
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -171,11 +172,23 @@ class _EngineCollector:
             ("num_preemptions", "Requests that lost their blocks and began again.", stats.num_preemptions),
             ("engine_steps", "Steps of the engine core.", stats.num_steps),
             ("computed_tokens", "Tokens the model computed, prompts and drafts included.", stats.num_computed_tokens),
+            ("spec_decode_num_drafts", "Verifications of at least one drafted token.", stats.num_drafts),
+            ("spec_decode_num_draft_tokens", "Drafted tokens that were verified.", stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", stats.num_accepted_tokens),
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"minivllm_{name}", text, value=value)
         for name, text, value in counters:
             yield CounterMetricFamily(f"minivllm_{name}", text, value=value)
+        # Tokens that a client's grammar forces count as drafts too, and those can be many.
+        accepted = CounterMetricFamily(
+            "minivllm_spec_decode_num_accepted_tokens_per_pos",
+            "Verifications that kept the drafted token at this position, from 0.",
+            labels=["position"],
+        )
+        for position, count in enumerate(stats.num_accepted_tokens_per_position[:MAX_DRAFT_POSITIONS]):
+            accepted.add_metric([str(position)], count)
+        yield accepted
 
 
 def _observe(histogram: Histogram, seconds: float | None) -> None:

@@ -42,6 +42,8 @@ class CompletionRun:
             raise ApiError(400, message, param="max_tokens", code="invalid_value")
         if request.stream and request.echo and request.logprobs is not None and (request.n or 1) > 1:
             raise unsupported("n", "must be 1 where stream, echo and logprobs come together.")
+        if request.stream and (request.best_of or 1) > (request.n or 1):
+            raise unsupported("best_of", "above n cannot stream: which ones are best is known at the end only.")
         self._params = self._sampling_params()
 
     async def complete(self) -> Completion:
@@ -74,6 +76,7 @@ class CompletionRun:
         return request.sampling_params(
             self._service.engine.get_default_sampling_params(),
             n=request.n or 1,
+            best_of=request.best_of,
             max_tokens=max(1, max_tokens),
             logprobs=request.logprobs,
             prompt_logprobs=request.logprobs if request.echo else None,
@@ -94,7 +97,9 @@ class CompletionRun:
         return prepared
 
     async def _outputs(self) -> AsyncGenerator[tuple[PreparedRequest, int, RequestOutput], None]:
-        async with aclosing(self._service.run(len(self._prompts) * self._params.n, self._prepare)) as outputs:
+        async with aclosing(
+            self._service.run(len(self._prompts) * self._params.num_sequences, self._prepare)
+        ) as outputs:
             async for prepared, number, output in outputs:
                 self._last_outputs[number] = output
                 yield prepared, number, output

@@ -1,4 +1,4 @@
-"""What forces the form of an answer: response_format and tool_choice, as structured outputs of the engine."""
+"""What forces the form of an answer: response_format, structured_outputs and tool_choice, for the engine."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ from minivllm.server.protocol.chat import (
 def structured_outputs(request: ChatCompletionRequest) -> StructuredOutputs | None:
     """The structure that the answer must have, None for free text. Raises ApiError 400 or RequestError."""
     wanted = request.response_format
+    structure = request.structure()
+    if structure is not None:
+        if isinstance(wanted, (ResponseFormatJsonObject, ResponseFormatJsonSchema)):
+            raise _contradiction("and response_format both say what the answer must look like: give one of them.")
+        if request.tools and request.tool_choice != "none":
+            raise _contradiction("would make tool calls impossible: give tool_choice none.")
+        return structure
     if isinstance(wanted, (ResponseFormatJsonObject, ResponseFormatJsonSchema)):
         if request.tools and request.tool_choice != "none":
             raise unsupported("response_format", "of JSON would make tool calls impossible: give tool_choice none.")
@@ -42,6 +49,10 @@ def structured_outputs(request: ChatCompletionRequest) -> StructuredOutputs | No
             raise ApiError(400, message, param="tool_choice", code="invalid_value")
         return StructuredOutputs(json=_arguments_schema(named[0]))
     return StructuredOutputs(json=_calls_schema(functions, single_call=request.parallel_tool_calls is False))
+
+
+def _contradiction(why: str) -> ApiError:
+    return ApiError(400, f"structured_outputs {why}", param="structured_outputs", code="invalid_value")
 
 
 def forced_parser(request: ChatCompletionRequest) -> Parser | None:

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from minivllm.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.messages import SchedulerStats
 from minivllm.metrics.console import StatusLine
-from minivllm.metrics.prometheus import ServerMetrics
+from minivllm.metrics.prometheus import MAX_DRAFT_POSITIONS, ServerMetrics
 
 
 def values_of(metrics: ServerMetrics) -> dict[str, float]:
@@ -82,6 +82,26 @@ def test_the_cores_own_counters_are_passed_on() -> None:
     assert values["minivllm_prefix_cache_hits_total"] / values["minivllm_prefix_cache_queries_total"] == 0.4
 
 
+def test_speculation_is_counted_in_all_and_by_position() -> None:
+    metrics = ServerMetrics()
+    assert values_of(metrics)["minivllm_spec_decode_num_drafts_total"] == 0
+    metrics.engine_stats = SchedulerStats(
+        num_drafts=10, num_draft_tokens=30, num_accepted_tokens=15, num_accepted_tokens_per_position=[8, 5, 2]
+    )
+    values = values_of(metrics)
+    assert values["minivllm_spec_decode_num_drafts_total"] == 10
+    assert values["minivllm_spec_decode_num_draft_tokens_total"] == 30
+    assert values["minivllm_spec_decode_num_accepted_tokens_total"] == 15
+    name = "minivllm_spec_decode_num_accepted_tokens_per_pos_total"
+    assert [values[f"{name}{{position={position}}}"] for position in range(3)] == [8, 5, 2]
+
+
+def test_a_clients_long_grammar_does_not_make_labels_without_end() -> None:
+    metrics = ServerMetrics()
+    metrics.engine_stats = SchedulerStats(num_accepted_tokens_per_position=[1] * 1000)
+    assert sum("per_pos" in name for name in values_of(metrics)) == MAX_DRAFT_POSITIONS
+
+
 def test_two_servers_in_one_process_count_apart() -> None:
     first, second = ServerMetrics(), ServerMetrics()
     record_stream(first)
@@ -91,6 +111,7 @@ def test_two_servers_in_one_process_count_apart() -> None:
 def test_the_dashboard_asks_only_for_metrics_that_exist() -> None:
     metrics = ServerMetrics()
     metrics.errors.labels("internal")
+    metrics.engine_stats = SchedulerStats(num_accepted_tokens_per_position=[1])
     exposed = {name.split("{")[0] for name in values_of(metrics)}
     dashboard = json.loads(files("minivllm.metrics").joinpath("grafana_dashboard.json").read_text())
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"]) >= 12

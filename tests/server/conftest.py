@@ -61,7 +61,7 @@ class RealServer:
 
 @pytest.fixture(scope="session")
 def real_server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """A tiny model in float32 that knows tools, called "tiny", with room for two adapters at a time."""
+    """A tiny model in float32 that knows tools and guesses ahead, called "tiny", with room for two adapters."""
     model, directory = tmp_path_factory.mktemp("served") / "model", tmp_path_factory.mktemp("adapters")
     shutil.copytree(tiny_model("llama"), model)
     (model / "chat_template.jinja").write_text(TOOL_TEMPLATE)
@@ -76,6 +76,7 @@ def real_server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPa
         num_gpu_blocks_override=80,
         enable_lora=True,
         max_loras=2,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3},
     )
     settings = {
         "served_model_names": ("tiny",),

@@ -227,7 +227,8 @@ def serve_in_thread(make_engine: Callable[[], AsyncLLM], **settings: Any) -> Ite
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), name="server")
     thread.start()
-    assert started.wait(120)
+    while not started.wait(0.05):
+        assert thread.is_alive(), "the server did not start"
     server = ServedCore(box["run"], box["loop"], listener.getsockname()[1])
     try:
         server.wait_until(lambda: server.run.has_started)

@@ -126,7 +126,7 @@ def test_a_bad_chat_is_refused_by_name(http: httpx.Client, case: str, stream: bo
         ({"prompt": [-1]}, "prompt.0"),
         ({}, "prompt"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "best_of": 0}, "best_of"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "logprobs": 101}, "logprobs"),
         ({"prompt": ["a"] * 200, "n": 4}, "n"),

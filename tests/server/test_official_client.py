@@ -128,6 +128,26 @@ def wait_until_free(server: RealServer) -> None:
     server.served.wait_until(lambda: not any(gauges(server.url)[f"minivllm_{name}"] for name in names))
 
 
+def test_speculation_shows_in_the_metrics(real_server: RealServer, real_client: openai.OpenAI) -> None:
+    """The judge of what was kept is the engine's own record of steps: fewer of them than tokens."""
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+
+    def counts() -> list[float]:
+        values = gauges(real_server.url)
+        return [values[f"minivllm_spec_decode_{name}_total"] for name in names] + [
+            values["minivllm_engine_steps_total"]
+        ]
+
+    before = counts()
+    answer = real_client.completions.create(
+        model="tiny", prompt=[5, 6, 7] * 8, max_tokens=100, temperature=0, extra_body={"ignore_eos": True}
+    )
+    drafts, drafted, kept, steps = (new - old for new, old in zip(counts(), before))
+    assert answer.usage is not None and answer.usage.completion_tokens == 100
+    assert 0 < kept <= drafted <= 3 * drafts
+    assert steps < 100
+
+
 ENDLESS: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 500, "extra_body": {"ignore_eos": True}}
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from minivllm.sampling_params import MAX_LOGPROBS
+from minivllm.sampling_params import MAX_LOGPROBS, MAX_N
 from minivllm.server.protocol.prompts import Prompts
 from minivllm.server.protocol.sampling import MAX_TOKEN_ID, RequestFields
 from minivllm.server.protocol.usage import Usage
@@ -18,11 +18,12 @@ class CompletionRequest(RequestFields):
 
     prompt: a text, a list of texts, token ids or lists of token ids. echo: repeat the prompt before its completion,
     with logprobs of its tokens if those are asked for. max_tokens: 16 if left out, 0 only with echo. logprobs: how many
-    alternatives to report per token.
+    alternatives to report per token. best_of: so many are generated, and the n likeliest come back; not in streams.
     """
 
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 

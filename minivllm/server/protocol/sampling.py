@@ -8,11 +8,13 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from minivllm.errors import RequestError
-from minivllm.sampling_params import MAX_N, MAX_STOP_STRINGS, OutputKind, SamplingParams
+from minivllm.sampling_params import MAX_N, MAX_STOP_STRINGS, OutputKind, SamplingParams, StructuredOutputs
+from minivllm.server.errors import ApiError
 
 MAX_STOP_LENGTH = 1024
 MAX_LIST_LENGTH = 1024
 MAX_TOKEN_ID = 2**31 - 1
+MAX_EXTRA_ARGS = 64
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -21,6 +23,9 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 ModelName = Annotated[str, StringConstraints(max_length=512)]
 Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+ExtraName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+PlainValue = bool | int | float | Annotated[str, StringConstraints(max_length=4096)]
+ExtraValue = PlainValue | Annotated[list[PlainValue], Field(max_length=MAX_LIST_LENGTH)]
 Label = Annotated[str, StringConstraints(max_length=512)]
 
 
@@ -30,8 +35,28 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
+class StructuredOutputsFields(Body):
+    """What an answer must look like, under vLLM's names: exactly one of the first five; see ``StructuredOutputs``."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class RepetitionDetectionFields(Body):
+    """See ``RepetitionDetection``."""
+
+    max_pattern_size: int
+    min_pattern_size: int | None = None
+    min_count: int | None = None
+
+
 class SamplingFields(Body):
-    """Parameters that every generating endpoint has; null is "not given"."""
+    """Parameters that every generating endpoint has; null is "not given". vllm_xargs: for custom logits processors."""
 
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -50,10 +75,26 @@ class SamplingFields(Body):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LIST_LENGTH)] | None = None
     bad_words: Annotated[list[StopString], Field(max_length=MAX_LIST_LENGTH)] | None = None
     skip_special_tokens: bool | None = None
+    repetition_detection: RepetitionDetectionFields | None = None
+    thinking_budget: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
+    structured_outputs: StructuredOutputsFields | None = None
+    vllm_xargs: Annotated[dict[ExtraName, ExtraValue], Field(max_length=MAX_EXTRA_ARGS)] | None = None
+
+    def structure(self) -> StructuredOutputs | None:
+        """The structure asked for as ``structured_outputs``. Raises ApiError 400 for one that contradicts itself."""
+        if self.structured_outputs is None:
+            return None
+        try:
+            return StructuredOutputs(**self.structured_outputs.model_dump(by_alias=True, exclude_none=True))
+        except RequestError as error:
+            raise ApiError(400, str(error), param="structured_outputs", code="invalid_value") from None
 
     def sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
-        """``defaults`` overridden by what was given here and in ``others``. Raises RequestError."""
-        values = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        """``defaults`` overridden by what was given here and in ``others``. Raises RequestError or ApiError 400."""
+        values = {name: getattr(self, name) for name in SamplingFields.model_fields if name != "vllm_xargs"}
+        values |= {"structured_outputs": self.structure(), "extra_args": self.vllm_xargs}
+        if self.repetition_detection is not None:
+            values["repetition_detection"] = self.repetition_detection.model_dump(exclude_none=True)
         if isinstance(self.stop, str):
             values["stop"] = [self.stop]
         if self.logit_bias is not None:
