@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels_triton_free.lowerings import teach_inductor
+from kernels_triton_free.inductor import teach_inductor
 
 logger = logging.getLogger(__name__)
 
