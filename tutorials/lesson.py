@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,11 @@ def _parse(title: str, arguments: Sequence[str] | None) -> argparse.Namespace:
         arguments = []
     options = parser.parse_args(arguments)
     if options.save is not None:
-        options.save.mkdir(parents=True, exist_ok=True)
+        try:
+            options.save.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=options.save).close()
+        except OSError as error:
+            parser.error(f"--save: {options.save} cannot be written ({error.strerror}); name another directory.")
     return options
 
 
@@ -211,7 +216,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        sys.exit("--save needs matplotlib: pip install 'minivllm[bench]'.")
+        sys.exit("--save needs matplotlib: pip install matplotlib.")
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 

@@ -1,58 +1,16 @@
-"""``minivllm``: the command line. Nothing here imports torch; a command does when it starts an engine."""
+"""``minivllm``: runs a command, and turns whatever can happen to it into a sentence and an exit code.
+
+The commands are imported inside, so that Ctrl-C is quiet from the first moment on.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
-import typer
-
-from minivllm import __version__
-from minivllm.cli.bench.command import bench
-from minivllm.cli.chat import chat
-from minivllm.cli.env import env
-from minivllm.cli.generate import generate
-from minivllm.cli.pull import pull
-from minivllm.cli.serve import serve
-from minivllm.cli.terminal_text import printable
-from minivllm.cli.trace import trace
 from minivllm.errors import MinivllmError
-
-app = typer.Typer(
-    name="minivllm",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    # Boxes cut long flag names such as --max-num-batched-tokens off on a terminal of 80 columns.
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("chat")(chat)
-app.command("generate")(generate)
-app.command("serve")(serve)
-app.command("pull")(pull)
-app.command("env")(env)
-app.command("trace")(trace)
-app.add_typer(bench, name="bench")
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"minivllm {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def minivllm(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
-    """A serving engine for language models that can be read in an afternoon.
-
-    Example: minivllm chat
-    """
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -65,6 +23,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = _run(arguments)
         sys.stdout.flush()
     except MinivllmError as error:
+        from minivllm.cli.terminal_text import printable
+
         print(f"minivllm: {printable(str(error))}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
@@ -77,6 +37,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _run(arguments: list[str] | None) -> int:
+    from minivllm.cli.commands import app
+
     try:
         app(args=arguments, prog_name="minivllm")
     except SystemExit as end:

@@ -12,13 +12,13 @@ import typer
 
 from minivllm.cli.engine_options import EngineOptions, ModelArgument
 from minivllm.cli.option_groups import with_option_groups
-from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError
 from minivllm.messages import LoRARequest
 
 if TYPE_CHECKING:
     import socket
 
+    from minivllm.frontend.async_llm import AsyncLLM
     from minivllm.server.settings import ServerSettings
 
 
@@ -130,15 +130,17 @@ def serve(server: ServerOptions, engine: EngineOptions, model: ModelArgument = "
     listener = listen(settings)
     try:
         fetch_model(args)
-        code = asyncio.run(_serve(args, settings, listener))
+        from minivllm.frontend.async_llm import AsyncLLM
+
+        # Outside the event loop, which would keep Ctrl-C from ending a start before the model is there.
+        code = asyncio.run(_serve(AsyncLLM.from_args(args), settings, listener))
     finally:
         listener.close()
     if code:
         raise typer.Exit(code)
 
 
-async def _serve(args: EngineArgs, settings: ServerSettings, listener: socket.socket) -> int:
-    from minivllm.frontend.async_llm import AsyncLLM
+async def _serve(engine: AsyncLLM, settings: ServerSettings, listener: socket.socket) -> int:
     from minivllm.server.run import serve as serve_engine
 
-    return await serve_engine(AsyncLLM.from_args(args), settings, listener)
+    return await serve_engine(engine, settings, listener)

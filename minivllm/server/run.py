@@ -176,7 +176,7 @@ def warn_if_open(settings: ServerSettings) -> None:
     """A server that others can reach and that asks for no key is said loudly."""
     if settings.is_public and not settings.api_keys:
         logger.warning(
-            "WARNING: the server listens on %s, where other machines can reach it, and asks for no key. Everybody who "
+            "The server listens on %s, where other machines can reach it, and asks for no key. Everybody who "
             "can reach it can use it. Give it one with --api-key, or leave --host at 127.0.0.1.",
             settings.host,
         )

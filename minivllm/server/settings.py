@@ -57,6 +57,9 @@ class ServerSettings:
         _within("stats_interval", self.stats_interval, 0)
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"request_timeout is {self.request_timeout:g}, but must be above 0, in seconds.")
+        for name in self.served_model_names:
+            if not name.strip():
+                raise ConfigError("A served_model_name is empty, but clients must have something to ask for.")
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError("An API key is empty or has characters other than printable ASCII; choose another.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from kernels_triton_free.inductor import teach_inductor
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 65536
+MIN_FREE_BYTES = 64 * 2**20
+"""Room on disk for the compiled code of one engine, and for what the C++ compiler writes on the way."""
 
 
 def cache_directory() -> Path:
@@ -29,12 +32,23 @@ def cache_directory() -> Path:
 
 
 def cannot_compile_reason(device: torch.device) -> str | None:
-    """Why torch.compile cannot work here, or None if it can."""
-    if device.type == "cuda":
-        return None
-    if find_cpp_compiler() is not None:
-        return None
-    return "no C++ compiler (g++ or clang++) was found, which torch.compile needs on a CPU"
+    """Why torch.compile cannot work here, or None if it can. Makes the directory for compiled code."""
+    if device.type != "cuda" and find_cpp_compiler() is None:
+        return "no C++ compiler (g++ or clang++) was found, which torch.compile needs on a CPU"
+    directory = cache_directory()
+    advice = "set MINIVLLM_HOME to a directory that can hold it"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        return f"compiled code cannot be kept in {directory} ({error.strerror or error}); {advice}"
+    if free < MIN_FREE_BYTES:
+        return (
+            f"compiled code needs {MIN_FREE_BYTES // 2**20} MiB, but only {free // 2**20} MiB are free for "
+            f"{directory}; {advice}"
+        )
+    return None
 
 
 def find_cpp_compiler() -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minivllm.errors import ConfigError
 from minivllm.models.decoder import Decoder, LayerCache
 from minivllm.worker.memory import lazily_zeroed
 
@@ -17,13 +18,19 @@ def page_bytes(decoder: Decoder, page_size: int) -> int:
 
 
 def allocate_caches(decoder: Decoder, num_pages: int, page_size: int) -> list[LayerCache]:
-    """Zeroed K and V of every layer, two tensors each."""
+    """Zeroed K and V of every layer, two tensors each. Raises ConfigError if the memory cannot be had."""
     shape = (num_pages, page_size, decoder.num_kv_heads, decoder.config.head_dim)
 
     def zeros() -> Tensor:
         return _zeros(shape, decoder.attention_dtype, decoder.device)
 
-    return [LayerCache(zeros(), zeros()) for _ in range(decoder.config.num_layers)]
+    try:
+        return [LayerCache(zeros(), zeros()) for _ in range(decoder.config.num_layers)]
+    except (OSError, OverflowError, torch.OutOfMemoryError):
+        raise ConfigError(
+            f"The KV cache of {num_pages} blocks takes {num_pages * page_bytes(decoder, page_size) / 2**30:.1f} GiB, "
+            "which this machine does not have: lower kv_cache_memory_bytes or num_gpu_blocks_override."
+        ) from None
 
 
 def allocate_features(decoder: Decoder, num_pages: int, page_size: int) -> Tensor:

@@ -20,9 +20,10 @@ from typer.testing import CliRunner
 from minivllm import __version__
 from minivllm.cli import engine_start
 from minivllm.cli.bench.command import bench
+from minivllm.cli.commands import app
 from minivllm.cli.engine_options import EngineOptions
 from minivllm.cli.engine_start import engine_log
-from minivllm.cli.main import app, main
+from minivllm.cli.main import main
 from minivllm.cli.sampling_options import FALLBACK, SamplingOptions, model_defaults
 from minivllm.config import EngineArgs
 from minivllm.errors import MinivllmError, ModelError
@@ -339,6 +340,22 @@ def test_an_unexpected_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engine_start, "create_engine", interrupted)
     monkeypatch.setattr(engine_start, "fetch_model", lambda args: None)
     assert exit_code("chat", "-p", "x") == 130
+
+
+def test_ctrl_c_while_the_commands_are_imported_is_quiet() -> None:
+    program = (
+        "import sys\n"
+        "from minivllm.cli.main import main\n"
+        "assert not {'typer', 'rich'} & set(sys.modules), 'Ctrl-C meanwhile would show a traceback'\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'minivllm.cli.commands':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "main(['--help'])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
 def test_an_engine_that_fails_midway_is_closed_and_reported(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from minivllm.cli.main import app
+from minivllm.cli.commands import app
 from minivllm.cli.trace import Workload, heat_strip, perfetto_trace, simulate, simulated_steps
 from minivllm.errors import ConfigError
 

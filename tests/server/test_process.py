@@ -132,6 +132,23 @@ def test_a_killed_core_reaches_every_client_health_and_the_exit_code(start: Call
     assert psutil.wait_procs(children, timeout=30)[1] == []
 
 
+def test_ctrl_c_ends_a_start_at_once_and_quietly(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """As a terminal sends it: to the whole process group, here while the engine process imports."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "minivllm.cli.main", "serve", str(tiny_model("llama")), "--port", "0"]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+    server = psutil.Process(process.pid)
+    while not server.children():
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.01)
+    children = server.children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+    assert log.read_text() == ""
+
+
 def test_an_open_server_without_a_key_is_warned_of_and_a_taken_port_is_said(tmp_path: Path) -> None:
     import socket
 
@@ -146,6 +163,6 @@ def test_an_open_server_without_a_key_is_warned_of_and_a_taken_port_is_said(tmp_
             timeout=120,
         )
     assert result.returncode == 2
-    assert "WARNING: the server listens on 0.0.0.0" in result.stderr
+    assert re.search(r"WARNING +The server listens on 0\.0\.0\.0", result.stderr)
     assert f"cannot listen on 0.0.0.0 port {port}" in result.stderr
     assert "Traceback" not in result.stderr

@@ -26,7 +26,7 @@ def run_python(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
         "import minivllm",
         "from minivllm import SamplingParams, EngineArgs, OutputKind",
         "import minivllm.scheduler.scheduler, minivllm.kv_cache.manager",
-        "import minivllm.cli.main",
+        "import minivllm.cli.main, minivllm.cli.commands",
     ],
 )
 def test_importing_what_decides_does_not_import_what_computes(statement: str) -> None:

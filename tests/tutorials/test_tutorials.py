@@ -99,6 +99,16 @@ def test_a_wrong_prediction_fails_the_chapter(tmp_path: Path) -> None:
     assert "PredictionFailed: tokens: predicted 3, measured 4." in result.stderr
 
 
+def test_ctrl_c_and_a_directory_that_cannot_be_written_show_no_traceback(tmp_path: Path) -> None:
+    program = "import tutorials, torch; raise KeyboardInterrupt"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=FOLDER.parent)
+    assert result.returncode != 0 and result.stderr == ""
+    (tmp_path / "file").touch()
+    refused = run("tutorials.t05_unified_scheduler", "--save", str(tmp_path / "file"))
+    assert refused.returncode == 2
+    assert "name another directory" in refused.stderr and "Traceback" not in refused.stderr
+
+
 def test_an_unmeasured_prediction_fails_the_chapter() -> None:
     from tutorials.lesson import Lesson, PredictionFailed
 

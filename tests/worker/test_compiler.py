@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -183,6 +185,20 @@ def test_compiled_code_is_kept_where_the_environment_says(monkeypatch: pytest.Mo
     assert cache_directory() == tmp_path / "home" / "inductor"
     monkeypatch.delenv("MINIVLLM_HOME")
     assert cache_directory() == Path.home() / ".cache" / "minivllm" / "inductor"
+
+
+@pytest.mark.skipif(find_cpp_compiler() is None, reason="no C++ compiler")
+def test_without_a_place_for_compiled_code_there_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path / "home"))
+    assert cannot_compile_reason(CPU) is None
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 * 2**20))
+    reason = cannot_compile_reason(CPU)
+    assert reason is not None and "only 3 MiB are free" in reason and "set MINIVLLM_HOME" in reason
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path / "file"))
+    reason = cannot_compile_reason(CPU)
+    assert reason is not None and "Not a directory" in reason and "set MINIVLLM_HOME" in reason
 
 
 def test_sizes_of_another_engine_do_not_become_dynamic(traced_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
