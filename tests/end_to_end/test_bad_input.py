@@ -123,6 +123,7 @@ def test_bad_sampling_parameters_are_refused(values: dict[str, Any], named: tupl
         ({"max_num_seqs": 0}, ("max_num_seqs", "0", "at least 1")),
         ({"num_gpu_blocks_override": 16}, ("16 blocks", "128", "17", "max_model_len")),
         ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 1000}, ("kv_cache_memory_bytes", "128")),
+        ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 10**18}, ("GiB", "lower kv_cache_memory_bytes")),
         ({"max_model_len": 100_000}, ("100000", "512")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -12,6 +12,9 @@ import openai
 import pytest
 from serving import ScriptedCore, Scripts, ServedCore, served
 
+from minivllm.errors import ConfigError
+from minivllm.server.settings import ServerSettings
+
 GOOD = {"messages": [{"role": "user", "content": "say:fine"}]}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "[1"}}
 
@@ -203,6 +206,11 @@ def test_the_context_limit_is_exact(http: httpx.Client, scripts: Scripts, length
         assert response.status_code == 200
     else:
         assert_is_error(response, 400, "4096 tokens", "max_tokens is 1", "max_model_len is 4096")
+
+
+def test_a_name_nobody_can_ask_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match="served_model_name is empty"):
+        ServerSettings(served_model_names=("tiny", " "))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ TOUR = ROOT / "minivllm" / "README.md"
 NOT_RUN_HERE = {
     "pip install -e . && minivllm chat",
     "pip install -e '.[test]' && pytest",
+    "pip install -e '.[server]'",
     "minivllm serve smollm2 --port 8000",  # tests/server does
     ".ci/run",
     "bash tests/gpu/run.sh",
