@@ -12,7 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from capacity import measure
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import ScriptedCore, Scripts, ServedCore, served
@@ -21,9 +23,10 @@ from typer.testing import CliRunner
 from minivllm.cli.bench.arrivals import arrive
 from minivllm.cli.bench.command import bench
 from minivllm.cli.bench.drive import Task
-from minivllm.cli.bench.report import Report, read_report
+from minivllm.cli.bench.report import Measurement, Report, make_report, read_report
 from minivllm.cli.bench.serve import keeps, parse_slo
 from minivllm.cli.bench.served_requests import LoadGenerator, ServedRecord, Target, token_times
+from minivllm.cli.bench.statistics import percentile
 from minivllm.cli.bench.workloads import make_workload
 from minivllm.cli.openai_server import server_root
 from minivllm.errors import ConfigError
@@ -118,6 +121,58 @@ def test_failures_count_by_class_and_only_as_failures(scripts: Scripts, tmp_path
     assert samples(report, "within the SLO") == [pytest.approx(2 / 9)]
     assert samples(report, "goodput")[0] * report.configuration["seconds"] == pytest.approx(2)
     assert any("7 × HTTP 429: The server is full" in note for note in report.notes)
+
+
+def test_overload_is_told_beside_the_same_server_without_it(scripts: Scripts, tmp_path: Path) -> None:
+    """Two run and one waits; a second run comes far faster than the closed loop's rate, so most are told 429."""
+    core = ScriptedCore(forever, max_num_seqs=2)
+    core.step_seconds = 0.002
+    with served(core, scripts.tokenizer, max_queued_requests=1) as server:
+        report = run_bench(server, tmp_path, "--workload", "fixed:20:3:60", "--concurrency", "2", "--overload", "50")
+    usual, over = "fixed:20:3:60, 2 at a time", "fixed:20:3:60, 50 × that rate"
+    found = {(one.case, one.metric): one.samples for one in report.measurements}
+    assert len(found[usual, "TTFT"]) == 20 and (usual, "time to 429") not in found
+    [num_refused] = found[over, "errors: HTTP 429"]
+    assert num_refused == len(found[over, "time to 429"]) == 20 - len(found[over, "TTFT"]) > 0
+    [note] = [note for note in report.notes if note.startswith("p99 ITL of admitted requests")]
+    before, after = (percentile(found[case, "ITL"], 0.99) for case in (usual, over))
+    assert f"{after:.3g} ms, {after / before:.2f} × the {before:.3g} ms" in note
+    assert f"{num_refused:g} requests" in note and f"longest {max(found[over, 'time to 429']):.3g} ms" in note
+
+
+def test_a_server_is_set_beside_the_engine_in_process(endless: ServedCore, tmp_path: Path) -> None:
+    """The report of the other side is made up, so that what must come out is known."""
+    offline = make_report(
+        "throughput",
+        {},
+        [
+            Measurement(case="fixed:8:3:5", side="minivllm", metric=metric, unit=unit, better=better, samples=samples)
+            for metric, unit, better, samples in (
+                ("output", "tok/s", "higher", [1000.0]),
+                ("TTFT", "ms", "lower", [1.0, 2.0, 3.0]),
+            )
+        ],
+    )
+    path = tmp_path / "offline.json"
+    path.write_bytes(msgspec.json.encode(offline))
+    arguments = ["--concurrency", "8", "--against", str(path)]
+    report = run_bench(endless, tmp_path, "--workload", "fixed:8:3:5", *arguments)
+    ours = {one.metric: one.samples for one in report.measurements if one.side == "endless"}
+    added = percentile(ours["TTFT"], 0.5) - 2.0
+    assert report.notes[-1] == (
+        f"The server gives {ours['output'][0] / 1000.0:.1%} of the output rate in process, "
+        f"and adds {added:.3g} ms to the median TTFT."
+    )
+    ratios = {one.metric: one.ratio for one in report.comparisons}
+    assert ratios["output"] == pytest.approx(ours["output"][0] / 1000.0)
+    assert ratios["TTFT"] == pytest.approx(2.0 / percentile(ours["TTFT"], 0.5))
+    assert [one.samples for one in report.measurements if one.side == "in process"] == [[1000.0], [1.0, 2.0, 3.0]]
+
+
+def test_the_capacity_of_the_api_process_is_measured_with_an_engine_that_costs_nothing() -> None:
+    found = measure(num_requests=6, num_streams=3, num_tokens=20)
+    assert found.num_tokens == 6 * 20
+    assert found.seconds > 0 and found.cpu_seconds > 0
 
 
 def test_cancelled_requests_leave_the_engine_and_stand_for_nothing(endless: ServedCore, tmp_path: Path) -> None:
@@ -262,6 +317,7 @@ def test_goodput_needs_every_limit_kept() -> None:
         (["--arrivals", "poisson"], "--arrivals is 'poisson'"),
         (["--arrivals", "gamma:1:-2"], "gamma:RATE:SHAPE"),
         (["--arrivals", "poisson:1", "--concurrency", "2"], "exclude each other"),
+        (["--overload", "10", "--arrivals", "poisson:1"], "excludes --arrivals"),
         (["--endpoint", "embeddings"], "completions or chat"),
         (["--url", "localhost:8000"], "--url is 'localhost:8000'"),
         (["--url", "http://127.0.0.1:9", "--model", ""], None),

@@ -7,12 +7,14 @@ import importlib.util
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
 from minivllm.cli.bench.arrivals import FORMS as ARRIVAL_FORMS
 from minivllm.cli.bench.arrivals import arrive
+from minivllm.cli.bench.drive import Task
 from minivllm.cli.bench.figures import (
     Figure,
     error_figures,
@@ -20,13 +22,14 @@ from minivllm.cli.bench.figures import (
     time_per_output_token,
     time_to_first_token,
 )
-from minivllm.cli.bench.report import Measurement, OutputOptions, make_report, publish
+from minivllm.cli.bench.report import Comparison, Measurement, OutputOptions, make_report, publish, read_report
+from minivllm.cli.bench.served_comparisons import against_in_process, overload_note
 from minivllm.cli.bench.served_requests import Endpoint, LoadGenerator, ServedRecord, Target
 from minivllm.cli.bench.workload_commands import WORKLOAD_HELP
 from minivllm.cli.bench.workloads import make_workload
 from minivllm.cli.openai_server import key_header, served_models, server_root
 from minivllm.cli.option_groups import with_option_groups
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, RequestError
 
 NUM_WARMUP_REQUESTS = 2
 
@@ -44,6 +47,14 @@ class LoadOptions:
         str | None,
         typer.Option(
             help="Open loop, in place of --concurrency: " + "; ".join(f"{a} ({b})" for a, b in ARRIVAL_FORMS.items())
+        ),
+    ] = None
+    overload: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="Then send the workload again, so many times as fast as the server managed in the closed loop: what "
+            "becomes of those who are admitted, and how soon the others are told 429.",
         ),
     ] = None
     slo: Annotated[
@@ -67,6 +78,10 @@ def serve(
     ] = "completions",
     ignore_eos: Annotated[bool, typer.Option(help="Ask for full lengths; not every server knows ignore_eos.")] = True,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds without a byte that end a request.")] = 600.0,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="JSON of bench throughput on the same workload: what the server costs beside in process."),
+    ] = None,
 ) -> None:
     """Measure an OpenAI-compatible server under load: TTFT, TPOT, ITL, E2E, rates, goodput, errors by class.
 
@@ -74,6 +89,11 @@ def serve(
     own usage, for a chunk is not a token. A request that failed counts as failed, and for nothing else.
 
     Example: minivllm bench serve --url http://127.0.0.1:8000 --arrivals poisson:2 --slo ttft:500,tpot:50
+
+    Overload: minivllm bench serve --workload random:512:16:64 --concurrency 8 --overload 10
+
+    Beside in process: minivllm bench throughput --workload fixed:32:128:64 --json a.json, then with a server of the
+    same model minivllm bench serve --workload fixed:32:128:64 --concurrency 32 --against a.json
     """
     if importlib.util.find_spec("httpx") is None:
         raise ConfigError("bench serve needs httpx: pip install 'minivllm[bench]'.")
@@ -83,6 +103,8 @@ def serve(
         raise ConfigError(
             "--concurrency (closed loop) and --arrivals (open loop) exclude each other: give one of them."
         )
+    if load.overload is not None and load.arrivals is not None:
+        raise ConfigError("--overload measures a closed loop first, so it excludes --arrivals: give --concurrency.")
     slo = parse_slo(load.slo)
     target = Target(
         url=server_root(url),
@@ -92,46 +114,97 @@ def serve(
         ignore_eos=ignore_eos,
         timeout=timeout,
     )
-    concurrency = None if load.arrivals is not None else load.concurrency or 8
-    workload = make_workload(load.workload, load.vocab_size, load.seed)
-    if load.arrivals is not None:
-        workload = arrive(workload, load.arrivals, load.seed)
+    in_process = None if against is None else read_report(against)
+    usual = _Load(
+        load, concurrency=None if load.arrivals is not None else load.concurrency or 8, arrivals=load.arrivals
+    )
+    tasks = usual.tasks()
     if target.model is None:
         target = replace(target, model=served_models(target.url, key_header(api_key))[0]["id"])
-    warmup = make_workload(load.workload, load.vocab_size, load.seed, repetition=-1).tasks[:NUM_WARMUP_REQUESTS]
-    warmup = [replace(task, arrival=0.0, after=None) for task in warmup]
-
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(f"{len(workload.tasks)} requests", total=len(workload.tasks))
-        generator = LoadGenerator(
-            target,
-            concurrency=concurrency,
-            cancel_rate=load.cancel_rate,
-            seed=load.seed,
-            on_end=lambda: progress.advance(bar),
-        )
-        asyncio.run(LoadGenerator(target, concurrency=1).run(warmup))
-        records, seconds = asyncio.run(generator.run(workload.tasks))
-    case = f"{load.workload}, {load.arrivals or f'{concurrency} at a time'}"
-    measurements = [
-        Measurement(
-            case=case, side=target.model or "server", metric=one.metric, unit=one.unit, better=one.better,
-            samples=one.samples,
-        )
-        for one in served_figures(records, seconds, slo)
-    ]  # fmt: skip
+    warmup = _Load(load, concurrency=1, repetition=-1)
+    _send(target, warmup, [replace(task, arrival=0.0, after=None) for task in warmup.tasks()[:NUM_WARMUP_REQUESTS]])
+    records, seconds = _send(target, usual, tasks, show=True)
+    measurements = _measurements(target, usual.name, records, seconds, slo)
+    comparisons: list[Comparison] = []
+    notes = notes_on(records)
+    if in_process is not None:
+        beside, comparisons, note = against_in_process(in_process, load.workload, measurements)
+        measurements += beside
+        notes.append(note)
+    if load.overload is not None:
+        rate = load.overload * sum(record.error is None for record in records) / seconds
+        if rate == 0:
+            raise RequestError(f"No request succeeded, so there is no rate to overload. {' '.join(notes)}")
+        # Fresh prompts, so that no cache answers for the overloaded engine.
+        over = _Load(load, arrivals=f"poisson:{rate:.6g}", repetition=1, label=f"{load.overload:g} × that rate")
+        overloaded, their_seconds = _send(target, over, over.tasks(), show=True)
+        measurements += _measurements(target, over.name, overloaded, their_seconds, slo)
+        notes += [*notes_on(overloaded), overload_note(records, overloaded)]
     configuration = {
         **asdict(load),
-        "concurrency": concurrency,
+        "concurrency": usual.concurrency,
+        "against": None if against is None else str(against),
         "target": {name: value for name, value in asdict(target).items() if name != "api_key"},
         "num_requests": len(records),
         "seconds": seconds,
     }
-    publish(make_report("serve", configuration, measurements, notes=notes_on(records)), output)
+    publish(make_report("serve", configuration, measurements, comparisons, notes), output)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """One run of the workload. repetition: which contents it has. label: how the run is called, if not by its load."""
+
+    options: LoadOptions
+    concurrency: int | None = None
+    arrivals: str | None = None
+    repetition: int = 0
+    label: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.options.workload}, {self.label or self.arrivals or f'{self.concurrency} at a time'}"
+
+    def tasks(self) -> list[Task]:
+        options = self.options
+        workload = make_workload(options.workload, options.vocab_size, options.seed, self.repetition)
+        if self.arrivals is not None:
+            workload = arrive(workload, self.arrivals, options.seed)
+        return workload.tasks
+
+
+def _send(target: Target, load: _Load, tasks: Sequence[Task], show: bool = False) -> tuple[list[ServedRecord], float]:
+    """All records, and the time from the start to the last end [seconds]. show: a progress bar."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not (show and console.is_terminal)) as progress:
+        bar = progress.add_task(f"{len(tasks)} requests", total=len(tasks))
+        generator = LoadGenerator(
+            target,
+            concurrency=load.concurrency,
+            cancel_rate=load.options.cancel_rate if show else 0.0,
+            seed=load.options.seed,
+            on_end=lambda: progress.advance(bar),
+        )
+        return asyncio.run(generator.run(tasks))
+
+
+def _measurements(
+    target: Target, case: str, records: Sequence[ServedRecord], seconds: float, slo: dict[str, float]
+) -> list[Measurement]:
+    return [
+        Measurement(
+            case=case,
+            side=target.model or "server",
+            metric=one.metric,
+            unit=one.unit,
+            better=one.better,
+            samples=one.samples,
+        )
+        for one in served_figures(records, seconds, slo)
+    ]
 
 
 def parse_slo(text: str | None) -> dict[str, float]:
@@ -168,6 +241,9 @@ def served_figures(records: Sequence[ServedRecord], seconds: float, slo: dict[st
         figures.append(Figure("within the SLO", "share", "higher", [kept / len(asked)] if asked else []))
     if len(asked) < len(records):
         figures.append(Figure("cancelled", "count", "neither", [float(len(records) - len(asked))]))
+    refused = [1e3 * record.refused_after for record in records if record.refused_after is not None]
+    if refused:
+        figures.append(Figure("time to 429", "ms", "lower", refused))
     return figures + error_figures(records)
 
 

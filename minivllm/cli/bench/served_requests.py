@@ -62,12 +62,14 @@ class Target:
 class ServedRecord(Record):
     """What became of a request to a server, which tells how many tokens there were, but not which.
 
-    num_chunks: pieces of text that arrived. cancelled: the client left on purpose.
+    num_chunks: pieces of text that arrived. cancelled: the client left on purpose. refused_after: how long it took
+    to be told 429, from when the request was due [seconds].
     """
 
     num_prompt_tokens: int = 0
     num_chunks: int = 0
     cancelled: bool = False
+    refused_after: float | None = None
 
 
 def token_times(chunk_times: Sequence[float], num_tokens: int) -> list[float]:
@@ -166,6 +168,8 @@ class LoadGenerator:
             async with client.stream("POST", self._target.path(), json=self._target.body(task)) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
+                    if response.status_code == 429:
+                        record.refused_after = time.perf_counter() - start - record.arrival
                     record.error = f"HTTP {response.status_code}: {error_message(text)}"
                     return
                 if leave_after == 0:
