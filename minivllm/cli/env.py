@@ -58,6 +58,7 @@ def _defaults() -> dict[str, dict[str, str]]:
 
     from minivllm.engine.resolve import DEFAULT_BLOCK_SIZE, DEFAULTS, resolve_device, resolve_dtype
     from minivllm.worker.compiler import cannot_compile_reason
+    from minivllm.worker.decode_options import DecodeOptions
     from minivllm.worker.memory import MAX_CPU_CACHE_BYTES
 
     device = resolve_device("auto")
@@ -76,6 +77,8 @@ def _defaults() -> dict[str, dict[str, str]]:
         attention = {"value": "compiled FlexAttention", "why": "torch.compile works here"}
     else:
         attention = {"value": "gather and SDPA, uncompiled", "why": reason}
+    tuned = DecodeOptions.of(torch.device(device))
+    chosen = " ".join(f"{name}={value}" for name, value in tuned.documented) or "PyTorch's own"
     return {
         "device": {"value": device, "why": why_device},
         "dtype": {"value": dtype, "why": f"for a checkpoint saved in bfloat16: {why_dtype}"},
@@ -85,6 +88,7 @@ def _defaults() -> dict[str, dict[str, str]]:
         "block_size": {"value": str(DEFAULT_BLOCK_SIZE), "why": "tokens per KV page"},
         "max_num_seqs": {"value": str(limits.max_num_seqs), "why": "requests that run at the same time"},
         "max_num_batched_tokens": {"value": str(limits.max_num_batched_tokens), "why": "token budget of one step"},
+        "decode_options": {"value": "tuned" if tuned.cases else chosen, "why": tuned.origin},
     }
 
 

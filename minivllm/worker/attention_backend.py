@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -43,6 +43,8 @@ class FlexAttentionBackend(AttentionBackend):
 
     compute_dtype: in which tiles of several queries are computed on a CPU (there, decode reads the cache in place and
     in its own dtype: converting would cost more than it saves).
+    decode_batches: sizes that decode comes in, each with a kernel of its own; none if one kernel serves them all.
+    decode_options: size -> FlexAttention's options for that kernel.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class FlexAttentionBackend(AttentionBackend):
         device: torch.device,
         verifies: bool = False,
         decode_batches: Sequence[int] = (),
+        decode_options: Callable[[int], Mapping[str, int]] = lambda batch: {},
     ) -> None:
         self._compute_dtype = compute_dtype
         # Without it the CPU template picks a flash-decoding variant that does not compile without full pages.
@@ -67,8 +70,12 @@ class FlexAttentionBackend(AttentionBackend):
             widths = (3,) if device.type == "cpu" else ()
             constants = (scale, window, options)
             for batch in decode_batches:
+                own = cast("FlexKernelOptions", {**(options or {}), **decode_options(batch)}) or None
                 self._decode[window, batch] = compile_region(
-                    f"decode attention of {batch}", in_place, rows=(), constants=constants
+                    f"decode attention of {batch}",
+                    partial(paged_flex_attention, scale=scale, window=window, kernel_options=own),
+                    rows=(),
+                    constants=(scale, window, own),
                 )
             if not decode_batches:
                 self._decode[window, None] = compile_region(

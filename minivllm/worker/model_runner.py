@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.spec_decode.verification import verify
 from minivllm.worker.attention_backend import AttentionBackend, FlexAttentionBackend, GatherSdpaBackend
 from minivllm.worker.compiler import RegionCompiler
+from minivllm.worker.decode_options import DecodeOptions
 from minivllm.worker.device_buffers import ReadBack
 from minivllm.worker.graph_capture import GraphBackend
 from minivllm.worker.layer_caches import allocate_caches
@@ -30,6 +32,8 @@ from minivllm.worker.speculation import Speculation
 from minivllm.worker.step_graphs import StepGraphs, StepHidden, attention_buckets
 from minivllm.worker.step_inputs import Row, StepInputBuilder, StepInputs
 from minivllm.worker.token_masks import TokenMaskStage
+
+logger = logging.getLogger(__name__)
 
 PROMPT_LOGPROB_ROWS = 64
 """Prompt positions whose logits are computed at once, which bounds the memory that prompt_logprobs takes."""
@@ -119,6 +123,9 @@ class ModelRunner:
             lora_slots = batch_adapters.lora_slots
         # The kernel that CUDA has for decode wants a fixed batch size; on a CPU one graph serves them all.
         self.decode_batches = attention_buckets(limits.max_num_seqs) if device.type == "cuda" else []
+        self.decode_options = DecodeOptions.of(device)
+        if self.decode_batches and compiler.enabled:
+            logger.info("Kernel options of decode attention: %s.", self.decode_options.origin)
         self.builder = self.make_builder(decoder, lora_slots)
         self.speculation: Speculation | None = None
         self.graphs: StepGraphs | None = None
@@ -149,6 +156,15 @@ class ModelRunner:
         config = decoder.config
         if not self.compiler.enabled:
             return GatherSdpaBackend(self.batch, config.softmax_scale)
+
+        def decode_options(batch: int) -> dict[str, int]:
+            return self.decode_options.choose(
+                batch_kv_heads=batch * decoder.num_kv_heads,
+                head_dim=config.head_dim,
+                dtype=decoder.attention_dtype,
+                page_size=self.limits.page_size,
+            )
+
         return FlexAttentionBackend(
             self.compiler,
             list(dict.fromkeys(config.layer_windows)),
@@ -157,6 +173,7 @@ class ModelRunner:
             decoder.device,
             verifies=self.limits.verify_size > 0,
             decode_batches=self.decode_batches,
+            decode_options=decode_options,
         )
 
     def use_regions(self, compiler: RegionCompiler) -> None:

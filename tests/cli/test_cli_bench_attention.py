@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from minivllm.cli.bench.attention import CHOICES, allowed, parse_sizes, search
+from minivllm.cli.bench import decode_attention
+from minivllm.cli.bench.attention import PAGE_SIZES, Tuned, allowed, keep, parse_sizes, search, tuned_case
 from minivllm.cli.bench.command import bench
 from minivllm.cli.bench.decode_attention import (
     Heads,
@@ -22,9 +23,15 @@ from minivllm.cli.bench.decode_attention import (
 from minivllm.cli.bench.report import read_report
 from minivllm.errors import ConfigError, ModelError
 from minivllm.worker.compiler import cannot_compile_reason
+from minivllm.worker.decode_options import CHOICES, DecodeOptions, table_path
 
 CPU = torch.device("cpu")
 HEADS = Heads(kv_heads=2, group=3, head_dim=16, dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path / "minivllm"))
 
 
 @pytest.mark.parametrize(("batch", "context", "page"), [(1, 5, 8), (3, 64, 16), (2, 100, 32)])
@@ -97,40 +104,61 @@ def test_what_does_not_run_at_all_is_told() -> None:
         search(run, {}, {"a": (1,)})
 
 
-def test_blocks_of_keys_are_not_larger_than_pages() -> None:
-    assert allowed(CHOICES["cuda"], 32)["BLOCK_N"] == (16, 32)
-    assert allowed(CHOICES["cuda"], 32)["num_warps"] == CHOICES["cuda"]["num_warps"]
+def test_blocks_of_keys_divide_pages() -> None:
+    assert allowed("cuda", 32)["BLOCK_N"] == (16, 32)
+    assert allowed("cuda", 32)["num_warps"] == CHOICES["num_warps"]
+    assert allowed("cpu", 32) == {"page_size": PAGE_SIZES}
 
 
-def test_a_table_is_written_keyed_by_device_head_dim_and_batch_times_kv_heads(
-    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from minivllm.cli.bench import decode_attention
-
-    # Compiling is another test's business: here every setting runs, uncompiled.
-    monkeypatch.setattr(decode_attention, "compiled_attention", lambda case, options: gathered_attention(case))
-    file = tmp_path / "table.json"
-    result = CliRunner().invoke(
-        bench,
-        [
-            "attention", str(tiny_model("llama")), "--batch", "3", "--context", "40", "--calls", "2",
-            "--probe-mib", "1", "--tune", str(file),
-        ],
-    )  # fmt: skip
+def tune(model: Path) -> list[str]:
+    """The notes of a tuning run over batch 3, context 40, in which every setting runs, uncompiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_attention, "compiled_attention", lambda case, options: gathered_attention(case))
+        file = model / "report.json"
+        result = CliRunner().invoke(
+            bench,
+            [
+                "attention", str(model), "--batch", "3", "--context", "40", "--calls", "2", "--probe-mib", "1",
+                "--tune", "--json", str(file),
+            ],
+        )  # fmt: skip
     assert result.exit_code == 0, result.exception
-    table = json.loads(file.read_text())
-    assert table["device"] and table["torch"] and table["schema_version"] == 1
-    [entry] = table["entries"]
-    assert (entry["head_dim"], entry["batch_kv_heads"], entry["group"]) == (16, 6, 2)
-    assert entry["page_size"] in CHOICES["cpu"]["page_size"]
-    assert entry["options"]["PARTITION_SIZE"] in CHOICES["cpu"]["PARTITION_SIZE"]
-    assert entry["gb_per_second"] >= entry["untuned_gb_per_second"] > 0 and entry["failed"] == {}
+    return read_report(file).notes
+
+
+def test_on_a_cpu_tuning_names_the_block_size_to_start_with(tiny_model: Callable[..., Path]) -> None:
+    [note] = tune(tiny_model("llama"))
+    found = re.fullmatch(
+        r"batch 3, context 40, page 64: --block-size (\d+) is best, ([\d.]+) × as fast as untuned; 5 settings ran.",
+        note,
+    )
+    assert found is not None and int(found[1]) in PAGE_SIZES and float(found[2]) >= 1
+
+
+def test_what_tuning_keeps_is_what_the_next_engine_on_that_gpu_uses() -> None:
+    heads = Heads(kv_heads=2, group=3, head_dim=64, dtype=torch.bfloat16)
+    case = make_case(heads, 3, 100, 32, CPU)
+    setting = {"BLOCK_N": 32, "SPLIT_KV": 8, "num_warps": 4, "num_stages": 2}
+    path = keep("Some GPU", [tuned_case(case, Tuned(setting, 1e-6, 2e-6, 9, {}))])
+    assert path == table_path("Some GPU")
+    options = DecodeOptions.of_gpu("Some GPU", (9, 0))
+    assert options.choose(batch_kv_heads=6, head_dim=64, dtype=torch.bfloat16, page_size=32) == setting
+    [kept] = options.cases
+    assert (kept.batch_kv_heads, kept.group, kept.context, kept.page_size) == (6, 3, 100, 32)
+    assert kept.gb_per_second == pytest.approx(2 * 3 * 100 * 2 * 64 * 2 / 1e-6 / 1e9) == 2 * kept.untuned_gb_per_second
+
+
+def test_a_table_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").write_text("a file where a directory should be")
+    monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path / "home"))
+    with pytest.raises(ModelError, match=r"Some_GPU\.json cannot be written: "):
+        keep("Some GPU", [])
 
 
 def test_wrong_sizes_and_combinations_are_refused(tiny_model: Callable[..., Path]) -> None:
     for text in ("", "0", "1,,2", "x", "-1", "1.5"):
         with pytest.raises(ConfigError, match="whole numbers above 0"):
             parse_sizes("batch", text)
-    for flags in (["--backend", "xformers"], ["--backend", "gather", "--tune", "t.json"]):
+    for flags in (["--backend", "xformers"], ["--backend", "gather", "--tune"]):
         result = CliRunner().invoke(bench, ["attention", str(tiny_model("llama")), *flags])
         assert isinstance(result.exception, ConfigError)

@@ -82,6 +82,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("minivllm.cli.env", "minivllm.models.fetch"): "env names the cache directory",
     ("minivllm.cli.env", "minivllm.engine.resolve"): "env tells what an engine would choose",
     ("minivllm.cli.env", "minivllm.worker.compiler"): "env tells why nothing would compile",
+    ("minivllm.cli.env", "minivllm.worker.decode_options"): "env tells whether decode attention is tuned here",
     ("minivllm.cli.env", "minivllm.worker.memory"): "env tells how much memory the cache would take",
     ("minivllm.cli.trace", "minivllm.kv_cache.manager"): "trace runs the real scheduler without a model",
     ("minivllm.cli.trace", "minivllm.scheduler.scheduler"): "trace runs the real scheduler without a model",

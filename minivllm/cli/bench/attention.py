@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minivllm.cli.bench.report import Better, Measurement, OutputOptions, installed_version, make_report, publish
+from minivllm.cli.bench.report import Better, Measurement, OutputOptions, make_report, publish
 from minivllm.cli.bench.statistics import median
 from minivllm.cli.engine_options import EngineOptions, ModelArgument
 from minivllm.cli.option_groups import with_option_groups
@@ -19,22 +19,13 @@ from minivllm.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from minivllm.cli.bench.decode_attention import DecodeCase
+    from minivllm.worker.decode_options import TunedCase
 
-TABLE_SCHEMA_VERSION = 1
 BACKENDS = ("flex", "gather")
-CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
-    "cuda": {
-        "BLOCK_N": (16, 32, 64, 128),
-        "SPLIT_KV": (1, 2, 4, 8, 16, 32, 64),
-        "num_warps": (2, 4, 8),
-        "num_stages": (1, 2, 3, 4),
-    },
-    "cpu": {"page_size": (16, 32, 64, 128, 256), "PARTITION_SIZE": (1, 64, 128, 256)},
-}
-"""Device -> option -> values to try. page_size is the engine's block_size, the rest are FlexAttention's options."""
+PAGE_SIZES = (16, 32, 64, 128, 256)
 
 START: dict[str, dict[str, int]] = {"cuda": {}, "cpu": {"PARTITION_SIZE": 1}}
-"""What the engine uses untuned; an option that is missing is FlexAttention's own choice."""
+"""Device -> what tuning starts from; an option that is missing is FlexAttention's own choice."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +50,8 @@ def attention(
     backend: Annotated[str, typer.Option(help="flex (compiled FlexAttention) or gather (gather and SDPA).")] = "flex",
     calls: Annotated[int, typer.Option(min=1, help="Calls to measure for each case.")] = 30,
     tune: Annotated[
-        Path | None, typer.Option(help="Search for the best options and write them to this JSON file.")
-    ] = None,
+        bool, typer.Option("--tune", help="Search for the fastest options; engines on this GPU use them from then on.")
+    ] = False,
     probe_mib: Annotated[
         int | None, typer.Option(min=1, help="Memory that is copied to compare with. [default: 512; on a GPU 4096]")
     ] = None,
@@ -68,9 +59,10 @@ def attention(
     """Measure decode attention of one layer: bytes of KV read per second, against a copy of memory.
 
     The heads are those of the model; its weights are not loaded. --tune tries options one after the other and keeps
-    what is faster: on a GPU BLOCK_N, SPLIT_KV, num_warps and num_stages, on a CPU the sizes of pages and partitions.
+    what is faster: on a GPU BLOCK_N, SPLIT_KV, num_warps and num_stages, in the table that `minivllm env` names. On a
+    CPU, where there is no such choice, it finds the best size of pages.
 
-    Example: minivllm bench attention --batch 1,64 --context 4096 --tune attention.json
+    Example: minivllm bench attention --batch 1,64 --context 4096 --tune
     """
     import torch
 
@@ -80,7 +72,7 @@ def attention(
 
     if backend not in BACKENDS:
         raise ConfigError(f"--backend is {backend!r}, but must be {' or '.join(BACKENDS)}.")
-    if tune is not None and backend != "flex":
+    if tune and backend != "flex":
         raise ConfigError("--tune tries options of FlexAttention: leave --backend out.")
     sizes = [parse_sizes(name, text) for name, text in (("batch", batch), ("context", context), ("page", page))]
     config, decoder = resolve(engine.engine_args(model))
@@ -88,7 +80,8 @@ def attention(
     heads = decode_attention.Heads(decoder.num_kv_heads, decoder.query_group, decoder.head_dim, dtype)
     copy = copy_bandwidth(device, (probe_mib or (4096 if device.type == "cuda" else 512)) * 2**20)
     measurements = [_row("machine", "copy", "GB/s", "neither", [copy / 1e9])]
-    entries = []
+    found_on_gpu: list[TunedCase] = []
+    notes: list[str] = []
 
     def attend(case: DecodeCase, options: Mapping[str, int]) -> Callable[[], Any]:
         if backend == "gather":
@@ -108,7 +101,7 @@ def attention(
             _row(name, "share of a copy", "share", "higher", [rate / copy for rate in rates]),
             _row(name, "largest error", "absolute", "neither", [error]),
         ]
-        if tune is None:
+        if not tune:
             continue
 
         def run(
@@ -118,29 +111,25 @@ def attention(
             tried = decode_attention.make_case(heads, requests, length, options.pop("page_size", own), device)
             return median(decode_attention.time_attention(tried, attend(tried, options), calls))
 
-        start = START[device.type] | ({"page_size": page_size} if device.type == "cpu" else {})
-        found = search(run, start, allowed(CHOICES[device.type], page_size))
+        start = START[device.type] | ({} if device.type == "cuda" else {"page_size": page_size})
+        found = search(run, start, allowed(device.type, page_size))
         rate = case.bytes_read / found.seconds
         measurements.append(_row(name, "tuned, share of a copy", "share", "higher", [rate / copy]))
-        entries.append(
-            {
-                "head_dim": heads.head_dim,
-                "batch_kv_heads": requests * heads.kv_heads,
-                "group": heads.group,
-                "context": length,
-                "page_size": found.setting.get("page_size", page_size),
-                "options": {key: value for key, value in found.setting.items() if key != "page_size"},
-                "gb_per_second": rate / 1e9,
-                "untuned_gb_per_second": case.bytes_read / found.untuned_seconds / 1e9,
-                "share_of_copy": rate / copy,
-                "tried": found.tried,
-                "failed": found.failed,
-            }
+        gain = found.untuned_seconds / found.seconds
+        if device.type == "cuda":
+            options = " ".join(f"{option}={value}" for option, value in found.setting.items()) or "PyTorch's own"
+            found_on_gpu.append(tuned_case(case, found))
+        else:
+            options = f"--block-size {found.setting['page_size']}"
+        notes.append(
+            f"{name}: {options} is best, {gain:.2f} × as fast as untuned; {found.tried} settings ran"
+            + "".join(f"; {setting} did not: {reason}" for setting, reason in found.failed.items())
+            + "."
         )
-    notes = []
-    if tune is not None:
-        write_table(tune, device_name(device), str(dtype).removeprefix("torch."), entries)
-        notes.append(f"Wrote the best options of {len(entries)} cases to {tune}.")
+    if found_on_gpu:
+        notes.append(
+            f"Engines on this GPU use this from now on: {keep(torch.cuda.get_device_name(device), found_on_gpu)}."
+        )
     configuration = {"model": model, "backend": backend, "device": str(device), "dtype": str(dtype)}
     publish(make_report("attention", configuration, measurements, notes=notes), output)
 
@@ -153,12 +142,16 @@ def parse_sizes(name: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def allowed(choices: Mapping[str, tuple[int, ...]], page_size: int) -> dict[str, tuple[int, ...]]:
-    """Blocks of keys must not be larger than pages, or they would reach into other requests' pages."""
-    return {
-        name: tuple(value for value in values if name != "BLOCK_N" or value <= page_size)
-        for name, values in choices.items()
-    }
+def allowed(device_type: str, page_size: int) -> dict[str, tuple[int, ...]]:
+    """Option -> values to try. Blocks of keys divide a page, or they would reach into other requests' pages.
+
+    page_size is the engine's block_size, everything else a kernel option.
+    """
+    from minivllm.worker.decode_options import CHOICES
+
+    if device_type == "cpu":
+        return {"page_size": PAGE_SIZES}
+    return CHOICES | {"BLOCK_N": tuple(value for value in CHOICES["BLOCK_N"] if page_size % value == 0)}
 
 
 def search(
@@ -198,30 +191,32 @@ def search(
     return Tuned(best, fastest, untuned, sum(value is not None for value in times.values()), failed)
 
 
-def write_table(path: Path, device: str, dtype: str, entries: list[dict[str, Any]]) -> None:
-    """The table of options, keyed by device, head_dim and batch times KV heads. Raises ModelError."""
-    table = {
-        "schema_version": TABLE_SCHEMA_VERSION,
-        "device": device,
-        "dtype": dtype,
-        "torch": installed_version("torch"),
-        "entries": entries,
-    }
+def tuned_case(case: DecodeCase, found: Tuned) -> TunedCase:
+    """What the table holds of a case that was tuned."""
+    from minivllm.worker.decode_options import TunedCase
+
+    batch, kv_heads, group, head_dim = case.q.shape
+    return TunedCase(
+        dtype=str(case.k_cache.dtype).removeprefix("torch."),
+        head_dim=head_dim,
+        batch_kv_heads=batch * kv_heads,
+        group=group,
+        context=case.context,
+        page_size=case.k_cache.shape[1],
+        options=found.setting,
+        gb_per_second=case.bytes_read / found.seconds / 1e9,
+        untuned_gb_per_second=case.bytes_read / found.untuned_seconds / 1e9,
+    )
+
+
+def keep(device_name: str, cases: list[TunedCase]) -> Path:
+    """Put the cases into the device's table and return its path. Raises ModelError."""
+    from minivllm.worker.decode_options import add_to_table, table_path
+
     try:
-        path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+        return add_to_table(device_name, cases)
     except OSError as error:
-        raise ModelError(f"{path} cannot be written: {error.strerror}.") from None
-
-
-def device_name(device: Any) -> str:
-    """Of the GPU, or of the processor."""
-    import torch
-
-    from minivllm.cli.env import collect
-
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return str(collect()["cpu"]["model"])
+        raise ModelError(f"{table_path(device_name)} cannot be written: {error.strerror}.") from None
 
 
 def _row(case: str, metric: str, unit: str, better: Better, samples: list[float]) -> Measurement:
