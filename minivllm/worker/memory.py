@@ -78,6 +78,22 @@ def lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
+def touched_bytes(tensor: Tensor) -> int:
+    """Of a CPU tensor's memory, what the operating system has handed out; all of any other tensor's.
+
+    All of it, too, where the system does not tell.
+    """
+    if tensor.device.type != "cpu" or tensor.numel() == 0:
+        return tensor.nbytes
+    first = tensor.data_ptr() // mmap.PAGESIZE
+    pages = (ctypes.c_ubyte * (-(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) - first))()
+    with contextlib.suppress(OSError, AttributeError):
+        look = ctypes.CDLL(None).mincore
+        if look(ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t(len(pages) * mmap.PAGESIZE), pages) == 0:
+            return min(sum(page & 1 for page in pages) * mmap.PAGESIZE, tensor.nbytes)
+    return tensor.nbytes
+
+
 def return_freed_memory() -> None:
     """Hand what was freed back to the operating system, where the C library offers that (glibc keeps it otherwise).
 

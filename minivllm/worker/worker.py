@@ -35,7 +35,7 @@ from minivllm.worker.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.worker.device_buffers import rounded_capacity
 from minivllm.worker.graph_capture import CudaGraphs
 from minivllm.worker.layer_caches import allocate_caches, page_bytes
-from minivllm.worker.memory import cache_memory, return_freed_memory
+from minivllm.worker.memory import cache_memory, return_freed_memory, touched_bytes
 from minivllm.worker.model_runner import ModelRunner, RunnerLimits
 from minivllm.worker.pending_step import PendingStep
 from minivllm.worker.region_packages import PackagedRegionCompiler
@@ -330,11 +330,16 @@ class Worker:
     # -- calls through Executor.collective -----------------------------------------------------------------------
 
     def memory_bytes(self) -> dict[str, int]:
-        """Device memory of weights and KV cache [bytes]; nothing of what a sleeping worker keeps elsewhere."""
+        """Device memory of weights and KV cache [bytes]; nothing of what a sleeping worker keeps elsewhere.
+
+        kv_cache_touched: what of the cache takes up memory, which on a CPU is what has ever been written.
+        """
         weights = sum(tensor.nbytes for tensor in self._weights() if tensor.device.type == self.device.type)
+        caches = [tensor for caches in self._caches for cache in caches for tensor in cache]
         return {
             "weights": weights,
-            "kv_cache": sum(t.nbytes for caches in self._caches for cache in caches for t in cache),
+            "kv_cache": sum(tensor.nbytes for tensor in caches),
+            "kv_cache_touched": sum(map(touched_bytes, caches)),
         }
 
     def weight_checksums(self) -> list[float]:

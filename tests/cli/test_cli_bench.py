@@ -199,7 +199,9 @@ def test_timed_arrivals_follow_one_another_on_a_real_side(tiny_model: Callable[.
             refused.error is not None and refused.error.startswith("ContextLengthError: ") and refused.token_ids == []
         )
         assert late.arrival == 0.02 and late.times[0] >= 0.02 and len(late.token_ids) == 1
-        assert set(answer.counters) == {"kv_peak", "cache_hit_rate", "preemptions"}
+        counted = {"kv_peak", "cache_hit_rate", "preemptions", "weight_bytes", "kv_touched_bytes"}
+        assert set(answer.counters) == counted
+        assert 0 < answer.counters["weight_bytes"] + answer.counters["kv_touched_bytes"] < answer.peak_bytes
         assert side.run([Task([5, 6, 7], 4)]).records[0].token_ids == first.token_ids
 
 

@@ -15,6 +15,7 @@ from minivllm.cli.bench.figures import (
     Figure,
     inter_token_latencies,
     latency_figures,
+    memory_figures,
     resource_figures,
     throughput_figures,
 )
@@ -119,3 +120,15 @@ def test_stutter_is_the_ratio_of_slow_gaps_to_usual_ones_and_needs_a_hundred() -
     assert "p99 ITL / median ITL" not in of(latency_figures([Record(times=steady[:50])]))
     [spike] = of(latency_figures([Record(times=[*stuttering, 1.25])]))["p99 ITL / median ITL"]
     assert spike > 5
+
+
+def test_peak_memory_is_told_apart_where_the_engine_knows_its_parts() -> None:
+    ours = Answer(1.0, [], peak_bytes=1000, counters={"weight_bytes": 300.0, "kv_touched_bytes": 200.0})
+    theirs = Answer(1.0, [], peak_bytes=1000, counters={})
+    assert {figure.metric: figure.samples for figure in memory_figures(ours)} == {
+        "peak memory": [1000],
+        "of it weights": [300],
+        "of it KV cache": [200],
+        "of it the rest": [500],
+    }
+    assert [figure.metric for figure in memory_figures(theirs)] == ["peak memory"]

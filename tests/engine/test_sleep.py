@@ -34,7 +34,8 @@ def texts(llm: LLM) -> list[str]:
 
 def memory(llm: LLM) -> dict[str, int]:
     (sizes,) = llm.collective_rpc("memory_bytes")
-    return dict(sizes)
+    assert 0 <= sizes["kv_cache_touched"] <= sizes["kv_cache"]
+    return {name: sizes[name] for name in ("weights", "kv_cache")}
 
 
 @pytest.fixture
@@ -215,7 +216,7 @@ def test_async_engine_sleeps_only_when_idle_and_refuses_requests_meanwhile(model
             await running.aclose()
             await llm.sleep(2)
             assert await llm.is_sleeping()
-            assert await llm.collective_rpc("memory_bytes") == [{"weights": 0, "kv_cache": 0}]
+            assert await llm.collective_rpc("memory_bytes") == [{"weights": 0, "kv_cache": 0, "kv_cache_touched": 0}]
             assert "asleep" in await text()
             await llm.wake_up()
             assert await text() == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from minivllm.worker import device_buffers, memory
 from minivllm.worker.device_buffers import MirroredTable, StagingBuffer
-from minivllm.worker.memory import MAX_CPU_CACHE_BYTES, cache_memory, free_cpu_memory, lazily_zeroed
+from minivllm.worker.memory import MAX_CPU_CACHE_BYTES, cache_memory, free_cpu_memory, lazily_zeroed, touched_bytes
 
 GIB = 2**30
 
@@ -159,3 +160,16 @@ def test_lazily_zeroed_memory_is_zero_writable_and_its_own(dtype: torch.dtype) -
     assert not first.any()
     first.fill_(2)
     assert bool((first == 2).all()) and not second.any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is known to tell")
+def test_touched_memory_is_what_was_written() -> None:
+    tensor = lazily_zeroed((64 * 2**20,), torch.uint8)
+    huge = 2 * 2**20  # bytes that one write may touch
+    assert touched_bytes(tensor) == 0
+    tensor[5] = 1
+    assert 0 < touched_bytes(tensor) <= huge
+    tensor[: 32 * 2**20] = 1
+    assert 32 * 2**20 <= touched_bytes(tensor) <= 32 * 2**20 + huge
+    assert touched_bytes(tensor[: 2**20]) == 2**20
+    assert touched_bytes(torch.empty(0)) == 0

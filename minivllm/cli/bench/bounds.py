@@ -35,10 +35,16 @@ def kv_tokens_read(config: DecoderConfig, context: float) -> float:
 
 
 def prefill_flops(config: DecoderConfig, tokens: int) -> float:
-    """Operations to compute a prompt and the logits of its last token: two per weight and token, and attention."""
+    """Operations to compute a prompt and the logits of its last token: two per weight and token, and attention.
+
+    After the attention of the last layer only the last token is still needed.
+    """
     heads, kv_heads, dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
-    layer = hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 3 * hidden * config.intermediate_size
-    products = 2.0 * tokens * layer * config.num_layers + 2.0 * hidden * config.vocab_size
+    before_attention = hidden * (heads + 2 * kv_heads) * dim
+    after_attention = heads * dim * hidden + 3 * hidden * config.intermediate_size
+    tokens_after = tokens * (config.num_layers - 1) + 1
+    products = 2.0 * tokens * config.num_layers * before_attention
+    products += 2.0 * tokens_after * after_attention + 2.0 * hidden * config.vocab_size
     attention = 0.0
     for window in config.layer_windows:
         reach = tokens if window is None else min(window, tokens)

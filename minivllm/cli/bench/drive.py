@@ -68,7 +68,8 @@ class StepEngine(Protocol):
         """Work on the requests for a moment and tell what came out."""
 
     def counters(self) -> dict[str, float]:
-        """What the engine counted since ``reset``: any of kv_peak, cache_hit_rate, preemptions."""
+        """What the engine counted since ``reset``: any of kv_peak, cache_hit_rate, preemptions; and what it
+        holds: weight_bytes and kv_touched_bytes, or neither."""
 
 
 def drive(engine: StepEngine, tasks: Sequence[Task]) -> tuple[list[Record], float]:

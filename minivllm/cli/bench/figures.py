@@ -77,8 +77,8 @@ def throughput_figures(tasks: Sequence[Task], answer: Answer) -> list[Figure]:
 
 
 def resource_figures(answers: Sequence[Answer]) -> list[Figure]:
-    """Peak memory of the process, what the engine counted, and errors by class."""
-    figures = [Figure("peak memory", "bytes", "neither", [float(max(answer.peak_bytes for answer in answers))])]
+    """Peak memory of the process and what it is made of, what the engine counted, and errors by class."""
+    figures = memory_figures(max(answers, key=lambda answer: answer.peak_bytes))
     for name, metric, unit in (
         ("kv_peak", "KV cache peak", "share"),
         ("cache_hit_rate", "prefix cache hits", "share"),
@@ -88,6 +88,17 @@ def resource_figures(answers: Sequence[Answer]) -> list[Figure]:
         if samples:
             figures.append(Figure(metric, unit, "neither", samples))
     return figures + error_figures([record for answer in answers for record in answer.records])
+
+
+def memory_figures(answer: Answer) -> list[Figure]:
+    """Peak memory; from an engine that tells, its weights, the part of its KV cache that takes up memory, and the rest:
+    Python and PyTorch themselves, compiled code, activations, and what loading needed for a while."""
+    peak = answer.peak_bytes
+    parts = {"peak memory": float(peak)}
+    if "weight_bytes" in answer.counters:
+        weights, touched = answer.counters["weight_bytes"], answer.counters["kv_touched_bytes"]
+        parts |= {"of it weights": weights, "of it KV cache": touched, "of it the rest": peak - weights - touched}
+    return [Figure(name, "bytes", "neither", [value]) for name, value in parts.items()]
 
 
 def error_figures(records: Sequence[Record]) -> list[Figure]:

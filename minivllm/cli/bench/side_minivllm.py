@@ -59,10 +59,13 @@ class MinivllmEngine:
         after, before = self.engine.stats(), self._before
         queried = after.prefix_cache_queried_tokens - before.prefix_cache_queried_tokens
         hits = after.prefix_cache_hit_tokens - before.prefix_cache_hit_tokens
+        memory = self.engine.client.call("collective_rpc", "memory_bytes", [])
         return {
             "kv_peak": self._kv_peak,
             "cache_hit_rate": hits / queried if queried else 0.0,
             "preemptions": after.num_preemptions - before.num_preemptions,
+            "weight_bytes": sum(worker["weights"] for worker in memory),
+            "kv_touched_bytes": sum(worker["kv_cache_touched"] for worker in memory),
         }
 
 
