@@ -4,14 +4,23 @@ Page-major, so that copying, offloading or sending a page is one slice. Page 0 i
 there and nothing reads it. Caches start as zeros: a masked probability of 0 times NaN would still be NaN.
 """
 
+import torch
 from torch import Tensor
 
 
 def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Store k, v [tokens, kv_heads, head_dim] in place at slot_mapping [tokens] = page * page_size + offset."""
     rows = k_cache.shape[0] * k_cache.shape[1]
-    k_cache.view(rows, *k_cache.shape[2:])[slot_mapping] = k.to(k_cache.dtype)
-    v_cache.view(rows, *v_cache.shape[2:])[slot_mapping] = v.to(v_cache.dtype)
+    k_cache.view(rows, *k_cache.shape[2:])[slot_mapping] = rounded(k, k_cache.dtype)
+    v_cache.view(rows, *v_cache.shape[2:])[slot_mapping] = rounded(v, v_cache.dtype)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in dtype; what an 8-bit float cannot hold becomes the largest it can, where a plain conversion gives NaN."""
+    if dtype.itemsize > 1:
+        return x.to(dtype)
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
 
 
 def copy_pages(cache: Tensor, source: Tensor, destination: Tensor) -> None:

@@ -17,7 +17,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 CudaGraphMode = Literal["none", "piecewise", "full_decode", "full_and_piecewise"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = DTYPES
+KV_CACHE_DTYPES = (*DTYPES, "fp8_e4m3", "fp8_e5m2")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 QUANTIZATIONS = ("int8", "int4", "fp8")
@@ -148,7 +148,9 @@ class EngineArgs:
         explicitly; on a CPU it is the share of the memory that is free after loading.
     kv_cache_memory_bytes / num_gpu_blocks_override: explicit cache size [bytes / blocks]; set one at most.
     block_size: tokens per KV page.
-    kv_cache_dtype: element type of the KV cache ("auto": float32 on a CPU, where it is faster, else ``dtype``).
+    kv_cache_dtype: element type of the KV cache ("auto": float32 on a CPU, where it is faster, else ``dtype``). Fewer
+        bits hold more tokens in the same memory: "bfloat16" on a CPU; on a GPU "fp8_e4m3" (finer, up to 448) and
+        "fp8_e5m2" (coarser, up to 57344), rounded without a scale, larger values to the largest.
     quantization: store the weights of linear layers in fewer bits: "int8", "int4" or "fp8" (a recent GPU). Blocks of a
         GGUF file are kept where they have those bits already. None multiplies AWQ, GPTQ and fp8 checkpoints as they
         are, and a GGUF file dequantised to ``dtype``.

@@ -58,7 +58,9 @@ class EngineOptions:
     kv_cache_memory_bytes: Annotated[int | None, _option("Size of the KV cache in bytes.")] = None
     num_gpu_blocks_override: Annotated[int | None, _option("Size of the KV cache in blocks.")] = None
     block_size: Annotated[int | None, _option("Tokens per block of the KV cache: 8, 16, 32, 64, 128 or 256.")] = None
-    kv_cache_dtype: Annotated[str, _option(f"Elements of the KV cache: {', '.join(KV_CACHE_DTYPES)}.")] = "auto"
+    kv_cache_dtype: Annotated[str, _option(f"Elements of the KV cache: {', '.join(KV_CACHE_DTYPES)} (fp8: a GPU).")] = (
+        "auto"
+    )
     quantization: Annotated[
         str | None,
         _option(

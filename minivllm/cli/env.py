@@ -66,7 +66,10 @@ def _defaults() -> dict[str, dict[str, str]]:
     limits = DEFAULTS[device]
     if device == "cuda":
         why_device = "PyTorch sees a CUDA device"
-        kv_cache = {"value": "as dtype", "why": "the GPU attends in the dtype of the weights"}
+        kv_cache = {
+            "value": "as dtype",
+            "why": "the GPU attends in the dtype of the weights; fp8_e4m3 takes half of it",
+        }
         share = "of the device's memory"
     else:
         why_device = "PyTorch sees no CUDA device"

@@ -29,6 +29,10 @@ from minivllm.models.hf_config import read_decoder_config
 logger = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = 64
+CACHE_DTYPE_NAMES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""kv_cache_dtype -> PyTorch's name for it, where that is another one."""
+FLOAT8_CAPABILITY = (8, 9)
+"""Compute capability from which a GPU converts e4m3."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,8 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
     path = resolve_model(args.model, args.revision, weights=args.load_format != "dummy")
     decoder = read_decoder_config(path, args.load_format, args.hf_overrides)
     dtype, dtype_reason = resolve_dtype(args.dtype, decoder.dtype, device)
-    cache_dtype = args.kv_cache_dtype
-    if cache_dtype == "auto":
-        cache_dtype = "float32" if device == "cpu" else dtype
-    if device == "cuda" and cache_dtype != dtype:
-        raise ConfigError(
-            f"kv_cache_dtype is {cache_dtype!r}, but on a GPU it must be that of the weights, {dtype!r}, or 'auto'."
-        )
+    capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
+    cache_dtype, cache_reason = resolve_cache_dtype(args.kv_cache_dtype, dtype, device, capability)
     defaults = DEFAULTS[device]
     max_model_len = args.max_model_len or decoder.max_position_embeddings
     if max_model_len < 2:
@@ -118,12 +117,13 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
     )
     logger.info("Model %s: %s, weights in %s (%s).", args.model, decoder.architecture, dtype, dtype_reason)
     logger.info(
-        "Device %s; max_model_len %d, max_num_seqs %d, max_num_batched_tokens %d, KV cache in %s.",
+        "Device %s; max_model_len %d, max_num_seqs %d, max_num_batched_tokens %d, KV cache in %s (%s).",
         device,
         max_model_len,
         config.scheduler.max_num_seqs,
         config.scheduler.max_num_batched_tokens,
         cache_dtype,
+        cache_reason,
     )
     return config, decoder
 
@@ -189,6 +189,38 @@ def resolve_dtype(dtype: str, saved: str, device: Device) -> tuple[str, str]:
     if torch.ops.mkldnn._is_mkldnn_bf16_supported() and cpu_computes_bfloat16():
         return "bfloat16", "this CPU has bfloat16 instructions"
     return "float32", "this CPU has no bfloat16 instructions"
+
+
+def resolve_cache_dtype(asked: str, dtype: str, device: Device, capability: tuple[int, int]) -> tuple[str, str]:
+    """PyTorch's name for the dtype of the KV cache, and why. dtype: of the weights. capability: of a GPU.
+
+    Attention on a GPU reads pages of fewer bits than its queries, converting in registers; on a CPU it reads only its
+    own dtype, and takes that of the pages. Raises ConfigError for what would cost more than it saves.
+    """
+    if asked == "auto":
+        if device == "cpu":
+            return "float32", "on a CPU attention over a float32 cache is faster"
+        return dtype, "the GPU attends in the dtype of the weights"
+    name = CACHE_DTYPE_NAMES.get(asked, asked)
+    bits = torch.finfo(getattr(torch, name)).bits
+    if device == "cpu":
+        if bits < 16:
+            raise ConfigError(
+                f"kv_cache_dtype is {asked!r}, but a CPU cannot attend to pages of {bits} bits: every step would "
+                "convert all it reads, which takes longer than attention. bfloat16 takes half the memory of float32."
+            )
+        return name, "as asked for"
+    if name != dtype and bits >= torch.finfo(getattr(torch, dtype)).bits:
+        raise ConfigError(
+            f"kv_cache_dtype is {asked!r}, which saves nothing on a GPU against that of the weights, {dtype!r}: "
+            "use 'auto', or fp8_e4m3 or fp8_e5m2 for half the memory."
+        )
+    if name == "float8_e4m3fn" and capability < FLOAT8_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype is {asked!r}, but this GPU (compute capability {capability[0]}.{capability[1]}) cannot "
+            "convert it: use fp8_e5m2, or a GPU of 8.9 or more."
+        )
+    return name, "as asked for"
 
 
 def cpu_computes_bfloat16() -> bool:

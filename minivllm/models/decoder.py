@@ -192,13 +192,16 @@ class Decoder:
         max_model_len: int,
         shard: Shard | None = None,
         choose_method: ChooseMethod = never_quantized,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """attention_dtype: dtype of q, o and the KV cache. max_model_len: positions of the rotary table.
+        """attention_dtype: dtype of q and o. max_model_len: positions of the rotary table.
 
         choose_method: picks the quantised method of each linear layer, if it gets one.
+        cache_dtype: of the KV cache, if it is not attention_dtype.
         """
         shard = shard or Shard()
         self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
+        self.cache_dtype = cache_dtype or attention_dtype
         self.num_kv_heads = max(1, config.num_kv_heads // shard.size)
         self.num_heads = config.num_heads // shard.size
         self.layers = [DecoderLayer(config, shard, dtype, device, choose_method) for _ in range(config.num_layers)]

@@ -12,7 +12,7 @@ from minivllm.worker.memory import lazily_zeroed
 
 def page_bytes(decoder: Decoder, page_size: int) -> int:
     """Memory of one page over all layers [bytes]."""
-    element = torch.empty(0, dtype=decoder.attention_dtype).element_size()
+    element = torch.empty(0, dtype=decoder.cache_dtype).element_size()
     values = 2 * decoder.config.num_layers * decoder.num_kv_heads * decoder.config.head_dim
     return page_size * (values * element + decoder.feature_size * decoder.dtype.itemsize)
 
@@ -22,7 +22,7 @@ def allocate_caches(decoder: Decoder, num_pages: int, page_size: int) -> list[La
     shape = (num_pages, page_size, decoder.num_kv_heads, decoder.config.head_dim)
 
     def zeros() -> Tensor:
-        return _zeros(shape, decoder.attention_dtype, decoder.device)
+        return _zeros(shape, decoder.cache_dtype, decoder.device)
 
     try:
         return [LayerCache(zeros(), zeros()) for _ in range(decoder.config.num_layers)]

@@ -161,7 +161,7 @@ class ModelRunner:
             return self.decode_options.choose(
                 batch_kv_heads=batch * decoder.num_kv_heads,
                 head_dim=config.head_dim,
-                dtype=decoder.attention_dtype,
+                dtype=decoder.cache_dtype,
                 page_size=self.limits.page_size,
             )
 

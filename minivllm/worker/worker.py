@@ -80,17 +80,18 @@ class Worker:
     def load_model(self) -> None:
         """Load this worker's weights. Raises ModelError, or ConfigError for a quantisation that cannot be had."""
         started = time.perf_counter()
-        dtype = getattr(torch, self.config.dtype)
+        dtype, cache_dtype = getattr(torch, self.config.dtype), getattr(torch, self.config.cache.dtype)
         stored = self.decoder_config.quantization
         method = None if stored is None else stored.method
         chooser = MethodChooser(self.config.quantization, method, dtype, DeviceTraits.of(self.device))
         self._decoder = Decoder(
             self.decoder_config,
             dtype=dtype,
-            attention_dtype=getattr(torch, self.config.cache.dtype),
+            attention_dtype=dtype if self.device.type == "cuda" else cache_dtype,
             device=self.device,
             max_model_len=self.config.scheduler.max_model_len,
             choose_method=chooser,
+            cache_dtype=cache_dtype,
         )
         weights = iterate_weights(
             self.config.model_path,
@@ -118,16 +119,17 @@ class Worker:
             return self._load_eagle_head(speculative.model_path, speculative.eagle_version)
         load_format = "dummy" if self.config.load_format == "dummy" else "auto"
         config = read_decoder_config(speculative.model_path, load_format)
-        dtype = getattr(torch, self.config.dtype)
+        dtype, cache_dtype = getattr(torch, self.config.dtype), getattr(torch, self.config.cache.dtype)
         stored = None if config.quantization is None else config.quantization.method
         chooser = MethodChooser(self.config.quantization, stored, dtype, DeviceTraits.of(self.device))
         decoder = Decoder(
             config,
             dtype=dtype,
-            attention_dtype=getattr(torch, self.config.cache.dtype),
+            attention_dtype=dtype if self.device.type == "cuda" else cache_dtype,
             device=self.device,
             max_model_len=self.config.scheduler.max_model_len,
             choose_method=chooser,
+            cache_dtype=cache_dtype,
         )
         decoder.load_weights(
             iterate_weights(speculative.model_path, load_format, config, dtype, self.config.seed, chooser.kept_bits)

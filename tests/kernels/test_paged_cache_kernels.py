@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kernels_triton_free.paged_cache import copy_pages, gather_pages, write_kv
+from kernels_triton_free.paged_cache import copy_pages, gather_pages, rounded, write_kv
 
 PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM = 7, 4, 2, 8
 
@@ -16,7 +16,9 @@ def new_cache(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.zeros(PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype)
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "cache_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
+)
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("seed", range(5))
 def test_write_kv_changes_exactly_the_slots_it_is_given(
@@ -33,7 +35,21 @@ def test_write_kv_changes_exactly_the_slots_it_is_given(
         expected_k[slot // PAGE_SIZE, slot % PAGE_SIZE] = k[token].to(cache_dtype)
         expected_v[slot // PAGE_SIZE, slot % PAGE_SIZE] = v[token].to(cache_dtype)
     write_kv(k_cache, v_cache, k, v, torch.tensor(slots, dtype=slot_dtype))
-    assert torch.equal(k_cache, expected_k) and torch.equal(v_cache, expected_v)
+    assert torch.equal(k_cache.float(), expected_k.float()) and torch.equal(v_cache.float(), expected_v.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_eight_bits_hold_the_nearest_value_there_is_and_no_nan(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4000, generator=generator) * 10 ** torch.empty(4000).uniform_(-4, 6, generator=generator)
+    x = torch.cat([x, torch.tensor([0.0, -0.0, 448, 464, 465, -1e30, torch.inf, -torch.inf])])
+    representable = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    representable = representable[representable.isfinite()]
+    nearest = (x.double()[:, None] - representable.double()).abs().min(1).values
+    largest = torch.full_like(x, torch.finfo(dtype).max).copysign(x)
+    error = (x.double() - rounded(x, dtype).double()).abs()
+    assert torch.equal(rounded(x, dtype).float()[x.isinf()], largest[x.isinf()])
+    assert torch.equal(error[x.isfinite()], nearest[x.isfinite()])
 
 
 def test_padding_writes_all_go_to_the_null_page() -> None:
@@ -57,4 +73,6 @@ def test_gather_pages_puts_the_pages_of_a_request_in_order() -> None:
     cache = torch.randn(PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     gathered = gather_pages(cache, torch.tensor([5, 2, 3], dtype=torch.int32))
     assert gathered.is_contiguous() and gathered.shape == (3 * PAGE_SIZE, KV_HEADS, HEAD_DIM)
+    eight_bits = gather_pages(cache.to(torch.float8_e4m3fn), torch.tensor([5, 2, 3], dtype=torch.int32))
+    assert torch.equal(eight_bits.float(), gathered.to(torch.float8_e4m3fn).float())
     assert torch.equal(gathered, torch.cat([cache[5], cache[2], cache[3]]))

@@ -76,8 +76,10 @@ def attention(
         raise ConfigError("--tune tries options of FlexAttention: leave --backend out.")
     sizes = [parse_sizes(name, text) for name, text in (("batch", batch), ("context", context), ("page", page))]
     config, decoder = resolve(engine.engine_args(model))
-    device, dtype = torch.device(config.device), getattr(torch, config.cache.dtype)
-    heads = decode_attention.Heads(decoder.num_kv_heads, decoder.query_group, decoder.head_dim, dtype)
+    device, cache_dtype = torch.device(config.device), getattr(torch, config.cache.dtype)
+    # As the engine does: a CPU attends in the dtype of the pages.
+    dtype = getattr(torch, config.dtype) if device.type == "cuda" else cache_dtype
+    heads = decode_attention.Heads(decoder.num_kv_heads, decoder.query_group, decoder.head_dim, dtype, cache_dtype)
     copy = copy_bandwidth(device, (probe_mib or (4096 if device.type == "cuda" else 512)) * 2**20)
     measurements = [_row("machine", "copy", "GB/s", "neither", [copy / 1e9])]
     found_on_gpu: list[TunedCase] = []
@@ -130,7 +132,7 @@ def attention(
         notes.append(
             f"Engines on this GPU use this from now on: {keep(torch.cuda.get_device_name(device), found_on_gpu)}."
         )
-    configuration = {"model": model, "backend": backend, "device": str(device), "dtype": str(dtype)}
+    configuration = {"model": model, "backend": backend, "device": str(device), "dtype": str(cache_dtype)}
     publish(make_report("attention", configuration, measurements, notes=notes), output)
 
 

@@ -19,12 +19,14 @@ Options = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Heads:
-    """Shape of one layer's attention. group: query heads per KV head."""
+    """Shape of one layer's attention. group: query heads per KV head. dtype: of the queries, and of K and V unless
+    these have a cache_dtype of their own."""
 
     kv_heads: int
     group: int
     head_dim: int
     dtype: torch.dtype
+    cache_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class DecodeCase:
     def bytes_read(self) -> int:
         """K and V of every request."""
         batch, kv_heads, _, dim = self.q.shape
-        return 2 * batch * self.context * kv_heads * dim * self.q.element_size()
+        return 2 * batch * self.context * kv_heads * dim * self.k_cache.element_size()
 
 
 def make_case(heads: Heads, batch: int, context: int, page_size: int, device: torch.device) -> DecodeCase:
@@ -56,7 +58,8 @@ def make_case(heads: Heads, batch: int, context: int, page_size: int, device: to
     shape = (batch * per_request + 1, page_size, heads.kv_heads, heads.head_dim)
     q = torch.randn(batch, heads.kv_heads, heads.group, heads.head_dim, generator=generator)
     on_device = torch.Generator(device).manual_seed(0)
-    k, v = (torch.randn(shape, generator=on_device, device=device).to(heads.dtype) for _ in range(2))
+    dtype = heads.cache_dtype or heads.dtype
+    k, v = (torch.randn(shape, generator=on_device, device=device).to(dtype) for _ in range(2))
     return DecodeCase(q.to(device, heads.dtype), k, v, order.view(batch, per_request).to(device), context)
 
 

@@ -24,6 +24,7 @@ class MinivllmEngine:
         config = engine.client.config
         self.facts: dict[str, Any] = {
             "dtype": config.dtype,
+            "kv_cache_dtype": config.cache.dtype,
             "device": config.device,
             "vocab_size": engine.client.model_vocab_size,
             "block_size": config.cache.block_size,
