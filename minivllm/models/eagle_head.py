@@ -76,6 +76,7 @@ class EagleHead(Decoder):
             config.layer,
             dtype=target.dtype,
             attention_dtype=target.attention_dtype,
+            cache_dtype=target.cache_dtype,
             device=target.device,
             max_model_len=max_model_len,
             choose_method=choose_method,
