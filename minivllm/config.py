@@ -172,7 +172,7 @@ class EngineArgs:
         on a GPU, which would else idle meanwhile; not on a CPU, where model and scheduler share the cores, and not with
         speculative_config, whose drafts begin with the last token.
     enable_lora: serve LoRA adapters. max_loras: adapters used by the requests that run at the same time.
-    max_lora_rank: the largest rank there is room for; together they decide what every token costs.
+    max_lora_rank: the largest rank there is room for; together they decide what memory adapters take, not their speed.
     max_cpu_loras: adapters kept in host memory (None: as many as max_loras); more only while requests use more.
     logits_processors: custom ones, in order: subclasses of minivllm.LogitsProcessor, or "package.module:Class", which
         is what an engine in a process of its own needs.

@@ -41,6 +41,8 @@ class AdapterManager:
         # Adapter in each slot from 1 on, least recently used first.
         self._slots: dict[str, int] = {}
         self._free_slots = list(range(config.max_loras, 0, -1))
+        # By slot: the columns that its adapter has in the stacks of every layer.
+        self._columns: dict[int, range] = {}
 
     @property
     def names_in_slots(self) -> list[str]:
@@ -62,6 +64,7 @@ class AdapterManager:
         slot = self._slots.pop(name, None)
         if slot is not None:
             self._free_slots.append(slot)
+            del self._columns[slot]
 
     def activate(self, name: str, in_use: Iterable[str]) -> int:
         """The slot of an adapter, into which it is copied if it is not there yet.
@@ -69,8 +72,8 @@ class AdapterManager:
         in_use: adapters that must keep their slots. Raises RuntimeError if those take all of them.
         """
         if name not in self._slots:
-            self._slots[name] = self._take_slot(set(in_use))
-            self._fill(self._slots[name], self._adapters[name])
+            self._slots[name] = slot = self._take_slot(set(in_use))
+            self._place(slot, self._adapters[name])
         self._slots[name] = slot = self._slots.pop(name)  # to the end: the most recently used one
         return slot
 
@@ -79,29 +82,50 @@ class AdapterManager:
             return self._free_slots.pop()
         for name in self._slots:
             if name not in in_use:
-                return self._slots.pop(name)
+                slot = self._slots.pop(name)
+                del self._columns[slot]
+                return slot
         raise RuntimeError(f"All {self._config.max_loras} adapter slots are in use, which admission should prevent.")
 
-    def _make_stacks(self, linear: Linear) -> tuple[Tensor, Tensor]:
-        """A [parts, max_loras, max_rank, in] and B [out, max_loras, max_rank] of this worker's shard, all zeros."""
-        slots, rank = self._config.max_loras, self._config.max_lora_rank
-        sizes = (len(linear.sizes), slots, rank, linear.in_features), (linear.out_features, slots, rank)
-        a, b = (torch.zeros(size, dtype=self._dtype, device=self._device) for size in sizes)
-        return a, b
+    def _make_stacks(self, linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
+        """a, b and columns of add_low_rank for this worker's shard, with room for the largest ranks in all slots."""
+        room = self._config.max_loras * self._config.max_lora_rank
+        a = torch.zeros(room, len(linear.sizes), linear.in_features, dtype=self._dtype, device=self._device)
+        b = torch.zeros(room, linear.out_features, dtype=self._dtype, device=self._device)
+        columns = torch.zeros(self._config.max_loras + 1, 2, dtype=torch.int32, device=self._device)
+        return a, b, columns
 
-    def _fill(self, slot: int, adapter: Adapter) -> None:
-        """Copy an adapter into a slot, zeros where it changes nothing and beyond its rank."""
-        for block, linear in self._linears:
-            a, b = linear.adapters
-            a[:, slot - 1] = 0
-            b[:, slot - 1] = 0
+    def _place(self, slot: int, adapter: Adapter) -> None:
+        """Copy an adapter to the first columns that are free; close the gaps if what is free lies scattered."""
+        start = 0
+        for taken in sorted(self._columns.values(), key=lambda columns: columns.start):
+            if taken.start - start >= adapter.rank:
+                break
+            start = taken.stop
+        if start + adapter.rank > self._config.max_loras * self._config.max_lora_rank:
             start = 0
-            for part, (name, size) in enumerate(linear.sizes.items()):
-                low_rank = adapter.modules.get(f"{block}.{name}")
+            for name, other in self._slots.items():
+                if other != slot:
+                    self._fill(other, self._adapters[name], start)
+                    start += self._adapters[name].rank
+        self._fill(slot, adapter, start)
+
+    def _fill(self, slot: int, adapter: Adapter, first: int) -> None:
+        """Copy an adapter into the columns from ``first`` on, zeros where it changes nothing or has a lower rank."""
+        self._columns[slot] = range(first, first + adapter.rank)
+        for block, linear in self._linears:
+            a, b, columns = linear.adapters
+            low_ranks = [adapter.modules.get(f"{block}.{name}") for name in linear.sizes]
+            rank = max((low_rank.a.shape[0] for low_rank in low_ranks if low_rank is not None), default=0)
+            columns[slot, 0], columns[slot, 1] = first, first + rank
+            a[first : first + rank] = 0
+            b[first : first + rank] = 0
+            start = 0
+            for part, (size, low_rank) in enumerate(zip(linear.sizes.values(), low_ranks)):
                 if low_rank is not None:
-                    own, rank = _own_shard(low_rank, linear, size), low_rank.a.shape[0]
-                    a[part, slot - 1, :rank].copy_(own.a, non_blocking=True)
-                    b[start : start + size, slot - 1, :rank].copy_(own.b, non_blocking=True)
+                    own, end = _own_shard(low_rank, linear, size), first + low_rank.a.shape[0]
+                    a[first:end, part].copy_(own.a, non_blocking=True)
+                    b[first:end, start : start + size].copy_(own.b.T, non_blocking=True)
                 start += size
 
 

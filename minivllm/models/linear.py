@@ -142,14 +142,14 @@ class Linear:
     def apply(self, x: Tensor, arguments: LinearTensors, lora_slots: Tensor | None = None) -> Tensor:
         """x [tokens, in] -> [tokens, out], with the arguments of any layer of this shape.
 
-        lora_slots int32 [tokens]: adapter of each token, for layers with ``adapters`` (A and B of add_low_rank), which
-        are the last two arguments; None for layers without.
+        lora_slots int32 [tokens]: adapter of each token, for layers with ``adapters`` (a, b and columns of
+        add_low_rank), which are the last three arguments; None for layers without.
         """
         if lora_slots is None:
             return self.method.apply(x, arguments)
-        *tensors, a, b = arguments
+        *tensors, a, b, columns = arguments
         out = self.method.apply(x, tuple(tensors))
-        return add_low_rank(out, x, a, b, lora_slots, tuple(self.sizes.values()))
+        return add_low_rank(out, x, a, b, columns, lora_slots, tuple(self.sizes.values()))
 
     def load(self, part: str, kind: str, tensor: StoredWeight) -> None:
         """Take this worker's shard of a checkpoint tensor: kind "weight" [out, in] or "bias" [out] of one part."""

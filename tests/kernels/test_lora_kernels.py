@@ -2,35 +2,86 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from kernels_triton_free.lora import add_low_rank, add_low_rank_reference
+import kernels_triton_free.lora as lora
+from kernels_triton_free.lora import add_low_rank, add_low_rank_reference, plan_groups
+
+IN_FEATURES = 9
+COLUMNS = 16
+Ranges = list[tuple[int, int]]
 
 
+@st.composite
+def ranges_of_adapters(draw: st.DrawFn) -> Ranges:
+    """Columns of adapters 0 to 4 in any order with gaps between them; nobody has any of 0, and others may have none."""
+    ends = sorted(draw(st.lists(st.integers(0, COLUMNS), min_size=8, max_size=8)))
+    return [(0, 0), *draw(st.permutations(list(zip(ends[::2], ends[1::2]))))]
+
+
+def random_case(ranges: Ranges, slots: list[int], sizes: tuple[int, ...], seed: int) -> tuple[Tensor, ...]:
+    """The arguments of add_low_rank in float64, sizes aside."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    out, x = random(len(slots), sum(sizes)), random(len(slots), IN_FEATURES)
+    a, b = random(COLUMNS, len(sizes), IN_FEATURES), random(COLUMNS, sum(sizes))
+    return out, x, a, b, torch.tensor(ranges, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("cost", [0, lora.GROUP_COST], ids=["grouped", "stacked"])
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.integers(0, 3), min_size=1, max_size=12),
-    st.integers(1, 6),
+    ranges_of_adapters(),
+    st.lists(st.integers(0, 4), min_size=1, max_size=12),
     st.sampled_from([(8,), (5, 7), (8, 2, 2)]),
     st.integers(0, 1000),
 )
 def test_every_row_gets_the_update_of_its_own_adapter(
-    slots: list[int], rank: int, sizes: tuple[int, ...], seed: int
+    cost: int, ranges: Ranges, slots: list[int], sizes: tuple[int, ...], seed: int
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    case = random_case(ranges, slots, sizes, seed)
+    expected = add_low_rank_reference(*case, sizes)
+    lora._plan_of.cache_clear()
+    with patch.multiple(lora, GROUP_COST=cost, ROW_COST=0):
+        torch.testing.assert_close(lora._add_stacked(*case, sizes), expected)
+        torch.testing.assert_close(add_low_rank(*case, sizes), expected)
+    lora._plan_of.cache_clear()
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    rows, width = len(slots), sum(sizes)
-    out, x, a, b = random(rows, width), random(rows, 9), random(len(sizes), 3, rank, 9), random(width, 3, rank)
-    index = torch.tensor(slots, dtype=torch.int32)
-    torch.testing.assert_close(
-        add_low_rank(out, x, a, b, index, sizes), add_low_rank_reference(out, x, a, b, index, sizes)
-    )
+@settings(max_examples=60, deadline=None)
+@given(ranges_of_adapters(), st.lists(st.integers(0, 4), min_size=1, max_size=40), st.sampled_from([0, 4, 100]))
+def test_every_row_meets_its_own_columns_once_and_no_others(ranges: Ranges, slots: list[int], cost: int) -> None:
+    with patch.multiple(lora, GROUP_COST=cost, ROW_COST=0):
+        groups = plan_groups(np.array(ranges, np.int32), np.array(slots, np.int32))
+    met: list[list[int]] = [[] for _ in slots]
+    for group in groups:
+        rows = range(len(slots)) if group.rows is None else group.rows.tolist()
+        for index, row in enumerate(rows):
+            foreign = [False] * (group.end - group.first)
+            if group.foreign is not None:
+                foreign = group.foreign[index, :, 0].tolist()
+            met[row] += [group.first + place for place, is_foreign in enumerate(foreign) if not is_foreign]
+    assert met == [list(range(*ranges[slot])) for slot in slots]
+
+
+def test_a_batch_without_adapters_multiplies_nothing() -> None:
+    assert plan_groups(np.array([[0, 0], [0, 8], [8, 8]], np.int32), np.array([0, 2, 0], np.int32)) == ()
+
+
+def test_a_prefill_with_one_of_many_adapters_multiplies_only_that_one() -> None:
+    ranges = np.array([[0, 0], *([64 * i, 64 * i + 64] for i in range(8))], np.int32)
+    [group] = plan_groups(ranges, np.full(512, 3, np.int32))
+    assert (group.rows, group.first, group.end, group.foreign) == (None, 128, 192, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -38,12 +89,13 @@ def test_an_adapter_whose_products_overflow_harms_no_other_row(dtype: torch.dtyp
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 8, generator=generator).to(dtype)
     out = torch.randn(3, 4, generator=generator).to(dtype)
-    a = torch.randn(1, 2, 2, 8, generator=generator).to(dtype)
-    b = torch.randn(4, 2, 2, generator=generator).to(dtype)
+    a = torch.randn(4, 1, 8, generator=generator).to(dtype)
+    b = torch.randn(4, 4, generator=generator).to(dtype)
+    columns = torch.tensor([[0, 0], [0, 2], [2, 4]], dtype=torch.int32)
     slots = torch.tensor([0, 1, 2], dtype=torch.int32)
-    expected = add_low_rank(out, x, a, b, slots, (4,))
-    a[:, 1] = torch.finfo(dtype).max
-    updated = add_low_rank(out, x, a, b, slots, (4,))
+    expected = add_low_rank(out.clone(), x, a, b, columns, slots, (4,))
+    a[2:] = torch.finfo(dtype).max
+    updated = add_low_rank(out.clone(), x, a, b, columns, slots, (4,))
     assert not updated[2].isfinite().all()
     torch.testing.assert_close(updated[:2], expected[:2], rtol=0, atol=0)
     torch.testing.assert_close(updated[0], out[0], rtol=0, atol=0)

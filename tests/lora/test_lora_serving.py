@@ -78,6 +78,18 @@ def test_adapters_are_evicted_least_recently_used_first_and_read_again(tiny_mode
         assert {adapter.name for adapter in llm.list_loras()} == {f"a{i}" for i in range(5)}
 
 
+def test_adapters_of_other_ranks_take_places_that_lie_scattered(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """48 columns for three adapters: when the last one comes, 16 are free, but not side by side."""
+    model = tiny_model("llama")
+    ranks = (8, 16, 8, 16, 16)
+    adapters = [random_adapter(tmp_path / f"r{i}", model, rank=rank, seed=i) for i, rank in enumerate(ranks)]
+    [prompt] = random_prompts((12,))
+    with tiny_llm(model, enable_lora=True, max_loras=3, max_lora_rank=16, max_cpu_loras=5) as llm:
+        for index in (0, 1, 2, 1, 3, 1, 4, 1, 3):
+            assert answer(llm, prompt, adapters[index])[0] == merged_tokens(model, adapters[index], prompt, MAX_TOKENS)
+        assert names_in_slots(llm) == ["r4", "r1", "r3"]
+
+
 @pytest.mark.parametrize("max_loras", [1, 2])
 def test_more_adapters_than_slots_are_served_in_turn(tiny_model: TinyModel, tmp_path: Path, max_loras: int) -> None:
     model = tiny_model("llama")
