@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels_triton_free.token_bitmask import apply_token_bitmask
+from kernels_triton_free.token_bitmask import apply_token_bitmask_
 from minivllm.messages import TokenMasks
 from minivllm.worker.persistent_batch import WorkerRequest
 
@@ -42,7 +42,7 @@ class TokenMaskStage:
         places = self._row_of_position_0[slots[rows]] + positions[rows]
         bits = self._bits[torch.from_numpy(places).to(self._device, non_blocking=True)]
         if len(rows) == len(slots):
-            logits.copy_(apply_token_bitmask(logits, bits))
+            apply_token_bitmask_(logits, bits)
             return
         index = torch.from_numpy(rows).to(self._device, non_blocking=True)
-        logits[index] = apply_token_bitmask(logits[index], bits)
+        logits[index] = apply_token_bitmask_(logits[index], bits)
