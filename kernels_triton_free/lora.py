@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -90,26 +89,29 @@ class RowGroup:
     foreign: Tensor | None
 
 
-def plan_groups(columns: np.ndarray, slots: np.ndarray) -> tuple[RowGroup, ...]:
+def plan_groups(columns: Tensor, slots: Tensor) -> tuple[RowGroup, ...]:
     """Which rows are multiplied by which columns; see add_low_rank for columns int32 [M + 1, 2] and slots int32 [T]."""
-    first, end = columns[slots].T
-    occurring = [slot for slot in np.unique(slots).tolist() if columns[slot, 0] < columns[slot, 1]]
+    ranges: list[list[int]] = columns.tolist()
+    occurring = [slot for slot in slots.unique().tolist() if ranges[slot][0] < ranges[slot][1]]
     if not occurring:
         return ()
-    lowest, highest = int(columns[occurring, 0].min()), int(columns[occurring, 1].max())
+    lowest, highest = min(ranges[slot][0] for slot in occurring), max(ranges[slot][1] for slot in occurring)
+    first, end = columns[slots.long()].split(1, dim=1)
     superfluous = len(slots) * (highest - lowest) - int((end - first).sum())
     if superfluous > GROUP_COST * len(occurring) + ROW_COST * len(slots):
-        rows = {slot: torch.from_numpy(np.flatnonzero(slots == slot)) for slot in occurring}
-        return tuple(RowGroup(rows[slot], int(columns[slot, 0]), int(columns[slot, 1]), None) for slot in occurring)
-    column = np.arange(lowest, highest)
-    foreign = (column < first[:, None]) | (column >= end[:, None])
-    return (RowGroup(None, lowest, highest, torch.from_numpy(foreign)[:, :, None] if foreign.any() else None),)
+        return tuple(
+            RowGroup((slots == slot).nonzero()[:, 0], ranges[slot][0], ranges[slot][1], None) for slot in occurring
+        )
+    column = torch.arange(lowest, highest)
+    foreign = (column < first) | (column >= end)
+    return (RowGroup(None, lowest, highest, foreign[:, :, None] if foreign.any() else None),)
 
 
 @lru_cache(maxsize=32)
 def _plan_of(columns: bytes, slots: bytes) -> tuple[RowGroup, ...]:
     """All layers of a step share one plan, or a few if adapters leave some of them alone."""
-    return plan_groups(np.frombuffer(columns, np.int32).reshape(-1, 2), np.frombuffer(slots, np.int32))
+    ranges, own = (torch.frombuffer(bytearray(data), dtype=torch.int32) for data in (columns, slots))
+    return plan_groups(ranges.view(-1, 2), own)
 
 
 def _add_low_rank_on_cpu(

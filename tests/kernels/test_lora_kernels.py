@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -62,7 +61,7 @@ def test_every_row_gets_the_update_of_its_own_adapter(
 @given(ranges_of_adapters(), st.lists(st.integers(0, 4), min_size=1, max_size=40), st.sampled_from([0, 4, 100]))
 def test_every_row_meets_its_own_columns_once_and_no_others(ranges: Ranges, slots: list[int], cost: int) -> None:
     with patch.multiple(lora, GROUP_COST=cost, ROW_COST=0):
-        groups = plan_groups(np.array(ranges, np.int32), np.array(slots, np.int32))
+        groups = plan_groups(torch.tensor(ranges), torch.tensor(slots))
     met: list[list[int]] = [[] for _ in slots]
     for group in groups:
         rows = range(len(slots)) if group.rows is None else group.rows.tolist()
@@ -75,12 +74,12 @@ def test_every_row_meets_its_own_columns_once_and_no_others(ranges: Ranges, slot
 
 
 def test_a_batch_without_adapters_multiplies_nothing() -> None:
-    assert plan_groups(np.array([[0, 0], [0, 8], [8, 8]], np.int32), np.array([0, 2, 0], np.int32)) == ()
+    assert plan_groups(torch.tensor([[0, 0], [0, 8], [8, 8]]), torch.tensor([0, 2, 0])) == ()
 
 
 def test_a_prefill_with_one_of_many_adapters_multiplies_only_that_one() -> None:
-    ranges = np.array([[0, 0], *([64 * i, 64 * i + 64] for i in range(8))], np.int32)
-    [group] = plan_groups(ranges, np.full(512, 3, np.int32))
+    ranges = torch.tensor([[0, 0], *([64 * i, 64 * i + 64] for i in range(8))])
+    [group] = plan_groups(ranges, torch.full((512,), 3))
     assert (group.rows, group.first, group.end, group.foreign) == (None, 128, 192, None)
 
 
