@@ -1,0 +1,48 @@
+"""The README's figures and chart are those of the reports that are kept, and new reports take their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from minivllm.cli.bench.report import Measurement, Report
+from tutorials import speed_picture
+
+
+def report(side: str, speed: float) -> Report:
+    first = Measurement(case="decode", side="minivllm", metric="speed", unit="tok/s", better="higher", samples=[10.0])
+    other = msgspec.structs.replace(first, side=side, samples=[speed, 3 * speed, speed])
+    return Report(
+        schema_version=2,
+        kind="model",
+        created="2026-01-01T00:00:00+00:00",
+        command=["bench", "model", "--vs", side],
+        commit=None,
+        machine={"cpu": {"model": "abacus", "usable_cores": 3, "flags": ["beads"]}, "cuda_devices": []},
+        versions={"torch": "1.2", "vllm": None},
+        configuration={},
+        measurements=[first, other],
+    )
+
+
+def test_the_readme_and_its_chart_show_the_reports_that_are_kept() -> None:
+    kept, readme = speed_picture.reports(), speed_picture.README.read_text(encoding="utf-8")
+    assert speed_picture.with_new_part(readme, kept) == readme, "run python -m tutorials.speed_picture"
+    chart = speed_picture.PICTURE.read_text(encoding="utf-8")
+    for one in kept:
+        for case, row in speed_picture.speeds(one).items():
+            assert f">{case}<" in chart
+            assert all(f">{speed_picture._figure(value)}<" in chart for value in row.values())
+
+
+def test_a_new_report_brings_its_machine_its_command_and_its_medians(tmp_path: Path) -> None:
+    (tmp_path / "new.json").write_bytes(msgspec.json.encode(report("slowpoke", 4.0)))
+    [read] = speed_picture.reports(tmp_path)
+    text = speed_picture.with_new_part(f"before {speed_picture.BEGIN}old{speed_picture.END} after", [read])
+    assert text.startswith("before ") and text.endswith(" after") and "old" not in text
+    assert "`minivllm bench model --vs slowpoke` on 3 cores of abacus (beads), with torch 1.2:" in text
+    assert "| decode | 10 tok/s | 4 tok/s | 2.50 × |" in text
+    speed_picture.draw([read, report("hare", 40.0)], tmp_path / "chart.svg")
+    chart = (tmp_path / "chart.svg").read_text(encoding="utf-8")
+    assert all(f">{words}<" in chart for words in ("slowpoke", "hare", "40 tok/s", "minivllm bench model --vs hare"))
