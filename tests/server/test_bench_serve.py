@@ -333,3 +333,44 @@ def test_a_mistake_gets_a_sentence(arguments: list[str], message: str | None) ->
 
 def test_a_url_may_end_in_v1_or_not() -> None:
     assert server_root("http://a:1/v1/") == server_root("http://a:1/v1") == server_root("http://a:1") == "http://a:1"
+
+
+def test_a_sweep_over_rates_draws_the_curve_of_a_server(endless: ServedCore, tmp_path: Path) -> None:
+    endless.core.admitted.clear()
+    files = {name: tmp_path / f"sweep.{name}" for name in ("json", "csv", "png")}
+    flags = [part for name, path in files.items() for part in (f"--{name}", str(path))]
+    command = ["sweep", "--url", endless.url, "--values", "40,400", "--workload", "fixed:6:3:5", "--repeats", "2"]
+    result = CliRunner().invoke(bench, [*command, "--slo", "e2e:60000", *flags])
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    report = read_report(files["json"])
+    assert (report.kind, report.configuration["rates"]) == ("sweep", [40, 400])
+    assert {(one.x, one.case, one.side) for one in report.measurements} == {
+        (rate, f"fixed:6:3:5 at {rate}/s", "endless") for rate in (40, 400)
+    }
+    for rate in (40, 400):
+        own = {one.metric: one.samples for one in report.measurements if one.x == rate}
+        assert len(own["TTFT"]) == 2 * 6 and len(own["requests"]) == len(own["goodput"]) == 2
+        assert own["within the SLO"] == [1.0, 1.0] and own["errors"] == [0.0, 0.0]
+        for requests, output in zip(own["requests"], own["output"]):
+            assert output == pytest.approx(5 * requests)
+    prompts = [tuple(request.prompt_token_ids) for request in endless.core.admitted]
+    assert len(set(prompts)) == len(prompts) == 2 + 2 * 2 * 6, "no prefix cache answers for the engine"
+    assert any("rate" in note and "endless: " in note for note in report.notes)
+    assert files["csv"].read_text().count("fixed:6:3:5 at 40/s,") == len(report.measurements) / 2
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--url", "http://127.0.0.1:9", "--over", "batch"], "with --url it must be rate"),
+        (["--url", "http://127.0.0.1:9", "--vs", "transformers"], "leave them out with --url"),
+        (["--url", "http://127.0.0.1:9", "--values", "4,2"], "at least two ascending numbers"),
+        (["--url", "http://127.0.0.1:9", "--workload", "nonsense"], "nonsense"),
+        (["--url", "http://127.0.0.1:9", "--endpoint", "embeddings"], "completions or chat"),
+        (["--slo", "ttft:5"], "give its --url"),
+    ],
+)
+def test_a_mistake_in_a_sweep_gets_a_sentence(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(bench, ["sweep", *arguments])
+    assert isinstance(result.exception, ConfigError) and message in str(result.exception)

@@ -95,10 +95,6 @@ def serve(
     Beside in process: minivllm bench throughput --workload fixed:32:128:64 --json a.json, then with a server of the
     same model minivllm bench serve --workload fixed:32:128:64 --concurrency 32 --against a.json
     """
-    if importlib.util.find_spec("httpx") is None:
-        raise ConfigError("bench serve needs httpx: pip install 'minivllm[bench]'.")
-    if endpoint not in ("completions", "chat"):
-        raise ConfigError(f"--endpoint is {endpoint!r}, but must be completions or chat.")
     if load.concurrency is not None and load.arrivals is not None:
         raise ConfigError(
             "--concurrency (closed loop) and --arrivals (open loop) exclude each other: give one of them."
@@ -106,25 +102,13 @@ def serve(
     if load.overload is not None and load.arrivals is not None:
         raise ConfigError("--overload measures a closed loop first, so it excludes --arrivals: give --concurrency.")
     slo = parse_slo(load.slo)
-    target = Target(
-        url=server_root(url),
-        endpoint=cast(Endpoint, endpoint),
-        model=model,
-        api_key=api_key,
-        ignore_eos=ignore_eos,
-        timeout=timeout,
-    )
     in_process = None if against is None else read_report(against)
-    usual = _Load(
-        load, concurrency=None if load.arrivals is not None else load.concurrency or 8, arrivals=load.arrivals
-    )
+    usual = Load(load, concurrency=None if load.arrivals is not None else load.concurrency or 8, arrivals=load.arrivals)
     tasks = usual.tasks()
-    if target.model is None:
-        target = replace(target, model=served_models(target.url, key_header(api_key))[0]["id"])
-    warmup = _Load(load, concurrency=1, repetition=-1)
-    _send(target, warmup, [replace(task, arrival=0.0, after=None) for task in warmup.tasks()[:NUM_WARMUP_REQUESTS]])
-    records, seconds = _send(target, usual, tasks, show=True)
-    measurements = _measurements(target, usual.name, records, seconds, slo)
+    target = find_target(url, model, api_key, endpoint, ignore_eos, timeout)
+    warm_up(target, load)
+    records, seconds = send(target, usual, tasks, show=True)
+    measurements = served_measurements(target, usual.name, records, seconds, slo)
     comparisons: list[Comparison] = []
     notes = notes_on(records)
     if in_process is not None:
@@ -136,9 +120,9 @@ def serve(
         if rate == 0:
             raise RequestError(f"No request succeeded, so there is no rate to overload. {' '.join(notes)}")
         # Fresh prompts, so that no cache answers for the overloaded engine.
-        over = _Load(load, arrivals=f"poisson:{rate:.6g}", repetition=1, label=f"{load.overload:g} × that rate")
-        overloaded, their_seconds = _send(target, over, over.tasks(), show=True)
-        measurements += _measurements(target, over.name, overloaded, their_seconds, slo)
+        over = Load(load, arrivals=f"poisson:{rate:.6g}", repetition=1, label=f"{load.overload:g} × that rate")
+        overloaded, their_seconds = send(target, over, over.tasks(), show=True)
+        measurements += served_measurements(target, over.name, overloaded, their_seconds, slo)
         notes += [*notes_on(overloaded), overload_note(records, overloaded)]
     configuration = {
         **asdict(load),
@@ -151,8 +135,36 @@ def serve(
     publish(make_report("serve", configuration, measurements, comparisons, notes), output)
 
 
+def find_target(
+    url: str, model: str | None, api_key: str | None, endpoint: str, ignore_eos: bool = True, timeout: float = 600.0
+) -> Target:
+    """What is measured; without a model's name, the first one that the server has.
+
+    Raises ConfigError for what cannot be measured, and what served_models raises for a server that does not answer.
+    """
+    if importlib.util.find_spec("httpx") is None:
+        raise ConfigError("Measuring a server needs httpx: pip install 'minivllm[bench]'.")
+    if endpoint not in ("completions", "chat"):
+        raise ConfigError(f"--endpoint is {endpoint!r}, but must be completions or chat.")
+    root = server_root(url)
+    return Target(
+        url=root,
+        endpoint=cast(Endpoint, endpoint),
+        model=served_models(root, key_header(api_key))[0]["id"] if model is None else model,
+        api_key=api_key,
+        ignore_eos=ignore_eos,
+        timeout=timeout,
+    )
+
+
+def warm_up(target: Target, load: LoadOptions) -> None:
+    """Send a few requests one by one, whatever becomes of them."""
+    warmup = Load(load, concurrency=1, repetition=-1)
+    send(target, warmup, [replace(task, arrival=0.0, after=None) for task in warmup.tasks()[:NUM_WARMUP_REQUESTS]])
+
+
 @dataclass(frozen=True)
-class _Load:
+class Load:
     """One run of the workload. repetition: which contents it has. label: how the run is called, if not by its load."""
 
     options: LoadOptions
@@ -173,7 +185,7 @@ class _Load:
         return workload.tasks
 
 
-def _send(target: Target, load: _Load, tasks: Sequence[Task], show: bool = False) -> tuple[list[ServedRecord], float]:
+def send(target: Target, load: Load, tasks: Sequence[Task], show: bool = False) -> tuple[list[ServedRecord], float]:
     """All records, and the time from the start to the last end [seconds]. show: a progress bar."""
     from rich.console import Console
     from rich.progress import Progress
@@ -191,9 +203,15 @@ def _send(target: Target, load: _Load, tasks: Sequence[Task], show: bool = False
         return asyncio.run(generator.run(tasks))
 
 
-def _measurements(
-    target: Target, case: str, records: Sequence[ServedRecord], seconds: float, slo: dict[str, float]
+def served_measurements(
+    target: Target,
+    case: str,
+    records: Sequence[ServedRecord],
+    seconds: float,
+    slo: dict[str, float],
+    x: float | None = None,
 ) -> list[Measurement]:
+    """The figures of one run; x: its place on the axis of a sweep."""
     return [
         Measurement(
             case=case,
@@ -202,6 +220,7 @@ def _measurements(
             unit=one.unit,
             better=one.better,
             samples=one.samples,
+            x=x,
         )
         for one in served_figures(records, seconds, slo)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Annotated
 
@@ -19,6 +19,30 @@ from minivllm.cli.option_groups import with_option_groups
 from minivllm.errors import ConfigError
 
 WORKLOAD_HELP = "What is sent, with random token ids: " + "; ".join(FORMS) + "."
+SweptModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL", help="As elsewhere. With --url the name to ask for. [default: smollm2, or the first it has]"
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """A server in place of engines in this machine's memory."""
+
+    url: Annotated[
+        str | None, typer.Option(help="Where a running server's /v1 is: sweep the rate of its requests.")
+    ] = None
+    api_key: Annotated[str | None, typer.Option(help="Bearer key for --url.", envvar="MINIVLLM_API_KEY")] = None
+    endpoint: Annotated[str, typer.Option(help="Of --url: completions, or chat for servers without ids.")] = (
+        "completions"
+    )
+    slo: Annotated[str | None, typer.Option(help="Limits in ms for goodput with --url, such as ttft:500,tpot:50.")] = (
+        None
+    )
+
+
 AtATime = Annotated[int, typer.Option(min=1, help="Most requests that an engine is sized to run at the same time.")]
 
 
@@ -64,11 +88,15 @@ def throughput(
 @with_option_groups
 def sweep(
     sides: SideOptions,
+    server: ServerOptions,
     output: OutputOptions,
-    model: ModelArgument = "smollm2",
+    model: SweptModel = None,
     over: Annotated[
-        str, typer.Option(help="batch: requests that start together. rate: arrivals per second.")
-    ] = "batch",
+        str | None,
+        typer.Option(
+            help="batch: requests that start together. rate: arrivals per second. [default: batch; with --url rate]"
+        ),
+    ] = None,
     values: Annotated[str, typer.Option(help="Loads to try, ascending.")] = "1,2,4,8,16,32",
     workload: Annotated[
         str | None,
@@ -81,8 +109,17 @@ def sweep(
     """Raise the load step by step and find the knee: from there on more load brings little but latency.
 
     Example: minivllm bench sweep --over rate --values 0.5,1,2,4 --workload random:64:32:256
+
+    A server: minivllm bench sweep --url http://127.0.0.1:8000 --values 0.5,1,2,4 --slo ttft:500,tpot:50 --png sweep.png
     """
+    over = over or ("batch" if server.url is None else "rate")
     loads = parse_loads(values, whole=over == "batch")
+    if server.url is not None:
+        _sweep_server(server.url, loads, sides, server, output, model, over, workload)
+        return
+    if server.slo is not None:
+        raise ConfigError("--slo is about what clients of a server experience: give its --url.")
+    model = model or "smollm2"
     if over == "rate":
         text = workload or "random:64:32:256"
         cases = [WorkloadCase(text, at_a_time, rate=load, x=load) for load in loads]
@@ -95,6 +132,44 @@ def sweep(
     outcome = measure_in_turn(sides.specs(), cases, model=model, dtype=sides.dtype, repeats=sides.repeats)
     notes = [knee_note(name, over, outcome.measurements) for name in outcome.facts]
     _publish("sweep", model, sides, cases, outcome, notes, output)
+
+
+def _sweep_server(
+    url: str,
+    rates: list[float],
+    sides: SideOptions,
+    server: ServerOptions,
+    output: OutputOptions,
+    model: str | None,
+    over: str,
+    workload: str | None,
+) -> None:
+    from minivllm.cli.bench.serve_sweep import sweep_server
+
+    if over != "rate":
+        raise ConfigError(f"--over is {over!r}, but with --url it must be rate: a server decides its batches itself.")
+    if (sides.engine, sides.vs, sides.dtype) != ("minivllm", None, "auto"):
+        raise ConfigError("--engine, --vs and --dtype choose engines in this process: leave them out with --url.")
+    text = workload or "random:64:32:256"
+    found = sweep_server(
+        rates,
+        workload=text,
+        repeats=sides.repeats,
+        url=url,
+        model=model,
+        api_key=server.api_key,
+        endpoint=server.endpoint,
+        slo=server.slo,
+    )
+    configuration = {
+        "target": found.target,
+        "workload": text,
+        "rates": rates,
+        "repeats": sides.repeats,
+        "slo": server.slo,
+    }
+    notes = [knee_note(found.side, "rate", found.measurements), *found.notes]
+    publish(make_report("sweep", configuration, found.measurements, notes=notes), output)
 
 
 def parse_loads(text: str, whole: bool) -> list[float]:
