@@ -340,6 +340,7 @@ def test_a_sweep_over_rates_draws_the_curve_of_a_server(endless: ServedCore, tmp
     files = {name: tmp_path / f"sweep.{name}" for name in ("json", "csv", "png")}
     flags = [part for name, path in files.items() for part in (f"--{name}", str(path))]
     command = ["sweep", "--url", endless.url, "--values", "40,400", "--workload", "fixed:6:3:5", "--repeats", "2"]
+    command += ["--vocab-size", "300"]
     result = CliRunner().invoke(bench, [*command, "--slo", "e2e:60000", *flags])
     assert result.exit_code == 0, result.output + repr(result.exception)
     report = read_report(files["json"])

@@ -38,6 +38,7 @@ class ServerOptions:
     endpoint: Annotated[str, typer.Option(help="Of --url: completions, or chat for servers without ids.")] = (
         "completions"
     )
+    vocab_size: Annotated[int, typer.Option(min=1, help="Prompts for --url are random token ids below this.")] = 1000
     slo: Annotated[str | None, typer.Option(help="Limits in ms for goodput with --url, such as ttft:500,tpot:50.")] = (
         None
     )
@@ -159,6 +160,7 @@ def _sweep_server(
         model=model,
         api_key=server.api_key,
         endpoint=server.endpoint,
+        vocab_size=server.vocab_size,
         slo=server.slo,
     )
     configuration = {
@@ -166,6 +168,7 @@ def _sweep_server(
         "workload": text,
         "rates": rates,
         "repeats": sides.repeats,
+        "vocab_size": server.vocab_size,
         "slo": server.slo,
     }
     notes = [knee_note(found.side, "rate", found.measurements), *found.notes]
