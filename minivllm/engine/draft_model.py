@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from minivllm.models.fetch import resolve_model
 from minivllm.models.gguf_file import GGUFFile, find_gguf
 from minivllm.models.hf_config import read_decoder_config, read_json_object
 
+logger = logging.getLogger(__name__)
+
 
 def resolve_draft_model(
     config: SpeculativeConfig, target_path: Path, target: DecoderConfig, max_model_len: int, load_format: str
@@ -25,6 +28,9 @@ def resolve_draft_model(
         head = read_eagle_config(path, config.eagle_version, target)
         if not is_dummy:
             find_tensors(path, head)
+        trained_for = head.layer.max_position_embeddings
+        if trained_for < max_model_len:
+            logger.info("The head was made for texts of %d tokens: longer ones it may guess worse.", trained_for)
         return replace(config, model_path=str(path))
     draft = read_decoder_config(path, "dummy" if is_dummy else "auto")
     advice = "take a smaller model of the same family"

@@ -76,30 +76,39 @@ class EagleDraft:
         batch, compiler = self._batch, self._runner.compiler
         owners = {request.slot: request for request in batch.requests.values() if request.slot >= 0}
         rows = [Row(owners[slot], p - 1, 1) for slot, p in zip(slots.tolist(), positions.tolist())]
-        self._catch_up(rows)
+        self._catch_up(rows, self._places(slots, positions - 1))
+        if not compiler.makes_up_results:
+            inputs = self._builder.build(rows)
+            q, residual = self._queries(inputs)
+            o = self._attention.attend(inputs, self._cache, self.head.config.layer_windows[0], q)
+            logits, features = self.head.guess(o, residual, torch.arange(len(o), dtype=torch.int32, device=o.device))
         if compiler.makes_up_results:  # in the warm-up: the next step will go on from here
+            self._computed.fill(0)
             return [0] * len(rows)
-        inputs = self._builder.build(rows)
-        q, residual = self._queries(inputs)
-        o = self._attention.attend(inputs, self._cache, self.head.config.layer_windows[0], q)
-        logits, features = self.head.guess(o, residual, torch.arange(len(o), dtype=torch.int32, device=o.device))
-        if compiler.makes_up_results:
-            return [0] * len(rows)
-        self._mark(rows)
         token_ids: list[int] = self._sampler(logits[: len(rows)], slots, positions + 1).token_ids.tolist()
         for slot, position, token_id in zip(slots.tolist(), positions.tolist(), token_ids):
             batch.token_ids.write(slot, position + 1, [token_id])
-        self._put_features(features[: len(rows)], slots, positions)
+        # What the head foresees is the feature of the next position, if that has a place.
+        has_place = positions < batch.num_blocks[slots] * batch.page_size
+        index = np.where(has_place, self._places(slots, np.where(has_place, positions, 0)), 0)
+        self._put_features(torch.from_numpy(index).to(features.device, non_blocking=True), features[: len(rows)])
         return token_ids
 
-    def _catch_up(self, rows: list[Row]) -> None:
-        """Compute the keys and values that are missing before these rows, in passes within the limits of a step."""
+    def _catch_up(self, rows: list[Row], row_places: np.ndarray) -> None:
+        """Compute the keys and values that are missing before these rows, in passes within the limits of a step.
+
+        row_places int [R]: of the rows themselves, which are computed next. Those behind a guess count for this guess
+        only: their feature is a guess too.
+        """
         missing: list[Row] = []
-        for row in rows:
+        for row, row_place in zip(rows, row_places):
             if row.start >= row.request.num_computed_tokens:  # behind guesses, so everything before is there
+                self._computed[row_place] = 0
                 continue
-            places = np.arange(row.start)
-            is_missing = self._computed[self._slots(row.request, places)] != self._texts(row.request, row.start)
+            positions, texts = np.arange(row.start), self._texts(row.request, row.start + 1)
+            places = self._places(row.request.slot, positions)
+            is_missing = self._computed[places] != texts[:-1]
+            self._computed[places], self._computed[row_place] = texts[:-1], texts[-1]
             edges = np.flatnonzero(np.diff(is_missing, prepend=False, append=False)).tolist()
             missing += [Row(row.request, start, end - start) for start, end in zip(edges[::2], edges[1::2])]
         limits = self._runner.limits
@@ -116,40 +125,23 @@ class EagleDraft:
             # As StepInputs wants them: those with a single token first, then those with few.
             now.sort(key=lambda row: 0 if row.count == 1 else 1 if row.count <= limits.verify_size else 2)
             self._queries(self._builder.build(now))
-            if not self._runner.compiler.makes_up_results:
-                self._mark(now)
 
     def _queries(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Keys and values of these rows into the cache; queries and residual stream."""
         return self.head.queries(inputs.token_ids, inputs.tokens, self._cache, self._features)
 
-    def _mark(self, rows: list[Row]) -> None:
-        """These rows were computed; what came of guessed features counts for this one guess only."""
-        for row in rows:
-            end = row.start + row.count
-            is_final = np.arange(row.start, end) < row.request.num_computed_tokens
-            texts = self._texts(row.request, end)[row.start :]
-            self._computed[self._slots(row.request, np.arange(row.start, end))] = np.where(is_final, texts, 0)
-
     def _take_features(self, inputs: Sequence[Tensor], o: Tensor, residual: Tensor, tokens: TokenInputs) -> None:
         """The target has computed these tokens."""
-        self._features.view(-1, self.head.feature_size)[tokens.slot_mapping] = self.head.features(
-            inputs, o, residual, tokens
-        )
+        self._put_features(tokens.slot_mapping, self.head.features(inputs, o, residual, tokens))
 
-    def _put_features(self, features: Tensor, slots: np.ndarray, positions: np.ndarray) -> None:
-        """features [R, feature_size] that the head foresees at these positions of slots; there may be no place."""
-        page, table = self._batch.page_size, self._batch.block_table.host
-        blocks = np.minimum(positions // page, table.shape[1] - 1)
-        has_place = positions < self._batch.num_blocks[slots] * page
-        places = np.where(has_place, table[slots, blocks].astype(np.int64) * page + positions % page, 0)
-        index = torch.from_numpy(places).to(features.device, non_blocking=True)
-        self._features.view(-1, self.head.feature_size)[index] = features
+    def _put_features(self, places: Tensor, features: Tensor) -> None:
+        """features [n, feature_size] into places int [n]."""
+        self._features.view(-1, self.head.feature_size)[places] = features
 
-    def _slots(self, request: WorkerRequest, positions: np.ndarray) -> np.ndarray:
-        """Where these positions of a request lie in the caches, as slot_mapping says it."""
+    def _places(self, slots: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
+        """Where positions int [n] of slots (int [n], or one) lie in the caches, as slot_mapping says it."""
         page = self._batch.page_size
-        return self._batch.block_table.host[request.slot, positions // page].astype(np.int64) * page + positions % page
+        return self._batch.block_table.host[slots, positions // page].astype(np.int64) * page + positions % page
 
     def _texts(self, request: WorkerRequest, count: int) -> np.ndarray:
         """Fingerprints of what the first ``count`` places are computed from: the text up to the token behind each, and

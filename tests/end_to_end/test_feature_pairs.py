@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lora"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "spec_decode"))
 
+from eagle_heads import random_head
 from lora_adapters import random_adapter
 from parity_reference import BLOCK_SIZE, random_prompts, tiny_llm
 
@@ -95,6 +97,8 @@ PERFORMANCE = (
     speculation("suffix", is_seen_before=True),
     speculation("draft_model", model="the other model", num_speculative_tokens=3),
     speculation("early_exit", num_layers=2, num_speculative_tokens=3),
+    speculation("eagle", model="an EAGLE head", num_speculative_tokens=3),
+    speculation("eagle3", model="an EAGLE-3 head", num_speculative_tokens=3),
     Feature("chunks", {"max_num_batched_tokens": 7}, is_at_work=lambda run: run.counted("num_steps") > MAX_TOKENS),
     Feature(
         "prefix cache",
@@ -213,8 +217,9 @@ def cases() -> list[Any]:
 class Engines:
     """Engines by their settings; few are open at a time."""
 
-    def __init__(self, model: Path, other_model: Path, adapter: LoRARequest, capacity: int) -> None:
-        self._model, self._other_model, self._adapter, self._capacity = model, other_model, adapter, capacity
+    def __init__(self, model: Path, draft_models: dict[str, Path], adapter: LoRARequest, capacity: int) -> None:
+        """draft_models: by what features call them."""
+        self._model, self._draft_models, self._adapter, self._capacity = model, draft_models, adapter, capacity
         self._open: dict[str, LLM] = {}
 
     def run(self, features: Sequence[Feature]) -> Run:
@@ -250,7 +255,8 @@ class Engines:
                 self._open.pop(next(iter(self._open))).close()
             speculative = settings.get("speculative_config", {})
             if "model" in speculative:
-                settings = {**settings, "speculative_config": {**speculative, "model": str(self._other_model)}}
+                path = str(self._draft_models[speculative["model"]])
+                settings = {**settings, "speculative_config": {**speculative, "model": path}}
             self._open[key] = tiny_llm(self._model, **{"max_model_len": 64, "num_gpu_blocks_override": 65, **settings})
         return self._open[key]
 
@@ -276,15 +282,25 @@ def adapter(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def engines(tiny_model: TinyModel, adapter: LoRARequest) -> Iterator[Engines]:
-    opened = Engines(tiny_model("llama"), tiny_model("qwen2-window"), adapter, capacity=1)
+def draft_models(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    heads = tmp_path_factory.mktemp("heads")
+    return {
+        "the other model": tiny_model("qwen2-window"),
+        "an EAGLE head": random_head(heads / "eagle", "eagle"),
+        "an EAGLE-3 head": random_head(heads / "eagle3", "eagle3"),
+    }
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_model: TinyModel, draft_models: dict[str, Path], adapter: LoRARequest) -> Iterator[Engines]:
+    opened = Engines(tiny_model("llama"), draft_models, adapter, capacity=1)
     yield opened
     opened.close()
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_model: TinyModel, adapter: LoRARequest) -> Iterator[Reference]:
-    opened = Engines(tiny_model("llama"), tiny_model("qwen2-window"), adapter, capacity=4)
+def reference(tiny_model: TinyModel, draft_models: dict[str, Path], adapter: LoRARequest) -> Iterator[Reference]:
+    opened = Engines(tiny_model("llama"), draft_models, adapter, capacity=4)
     yield Reference(opened)
     opened.close()
 

@@ -152,6 +152,22 @@ def test_async_scheduling_changes_no_token(config_directory: Path) -> None:
     assert all(one == found[0] for one in found)
 
 
+@pytest.mark.parametrize("version", ["eagle", "eagle3"])
+def test_a_head_that_guesses_changes_no_token(config_directory: Path, tmp_path: Path, version: str) -> None:
+    torch.set_float32_matmul_precision("highest")
+    names = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "draft_vocab_size": 128} if version == "eagle3" else {}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1, **names}))
+    prompts = random_prompts(9)
+    with make_llm(config_directory, dtype="float32", enforce_eager=True) as llm:
+        expected = greedy(llm, prompts)
+    speculation = {"method": version, "model": str(tmp_path), "num_speculative_tokens": 3, "verification_cost": 0.0}
+    limits = {"max_num_seqs": 9, "max_num_batched_tokens": 200}
+    with make_llm(config_directory, dtype="float32", speculative_config=speculation, **limits) as llm:
+        assert greedy(llm, prompts) == expected
+        assert llm.get_metrics().num_draft_tokens > 0
+        assert llm.llm_engine.client.core.num_recompilations() == 0
+
+
 def test_nothing_compiles_after_warm_up(config_directory: Path) -> None:
     from minivllm import SamplingParams
 

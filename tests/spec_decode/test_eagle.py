@@ -237,7 +237,7 @@ def test_logits_are_those_of_the_papers_and_tokens_those_of_the_model_whatever_b
         assert "num_gpu_blocks_override" not in settings or metrics.num_preemptions > 0
         assert_pool_unused(llm)
     assert {len(text) - num_known for text, num_known, _ in recorded} == {0, 1, 2}
-    step = max(1, len(recorded) // 60)
+    step = max(1, len(recorded) // 40)
     assert_reference_logits(recorded[::step], ReferenceHead(model, heads[version], version))
 
 
@@ -263,8 +263,8 @@ def test_what_else_a_published_configuration_may_say(
 def test_random_tokens_are_those_without_a_head(model: Path, heads: dict[str, Path], version: str) -> None:
     with tiny_llm(model) as llm:
         plain = tokens_of(run(llm, PROMPTS, PARAMS))
-    for settings in SETTINGS.values():
-        with always_drafts(tiny_llm(model, **drafting(version, heads[version]), **settings)) as llm:
+    for name in ("chunks", "preemption"):
+        with always_drafts(tiny_llm(model, **drafting(version, heads[version]), **SETTINGS[name])) as llm:
             assert tokens_of(run(llm, PROMPTS, PARAMS)) == plain
 
 
@@ -393,8 +393,9 @@ def test_an_embedding_that_is_the_models_own_is_kept_once(model: Path, tmp_path:
         assert draft_of(llm).head.embedding == ()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "version", [pytest.param("eagle3", marks=pytest.mark.slow), pytest.param("eagle", marks=pytest.mark.matrix)]
+)
 def test_a_compiled_head_is_right_too_and_nothing_is_compiled_after_warm_up(
     known_model: Path, knowing_heads: dict[str, Path], version: str
 ) -> None:
@@ -502,10 +503,8 @@ def test_two_files_must_not_hold_the_same_tensor(model: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_random_weights_need_a_configuration_only(model: Path, heads: dict[str, Path], version: str) -> None:
-    with tiny_llm(model) as llm:
-        vocab = llm.get_tokenizer().vocab_size
     settings = {"load_format": "dummy", **drafting(version, heads[version])}
     with always_drafts(tiny_llm(model, **settings)) as llm:
         (text,) = tokens_of(run(llm, PROMPTS[:1], GREEDY))
-        assert len(text) == MAX_TOKENS and vocab > 0
+        assert len(text) == MAX_TOKENS
         assert llm.get_metrics().num_draft_tokens > 0
