@@ -112,6 +112,7 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: BlockIds
     num_computed_tokens: int
     lora_name: str | None = None
+    cache_salt: str | None = None
     pooling: PoolingParams | None = None
 
 

@@ -358,6 +358,7 @@ class Scheduler:
                     block_ids=block_ids,
                     num_computed_tokens=num_computed_tokens,
                     lora_name=None if request.lora is None else request.lora.name,
+                    cache_salt=request.cache_salt,
                     pooling=request.pooling,
                 )
             )

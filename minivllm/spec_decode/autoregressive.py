@@ -45,5 +45,5 @@ class AutoregressiveDrafter:
                 proposals[task.request_id].append(token_id)
         return proposals
 
-    def finish(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+    def finish(self, request_id: str, output_token_ids: Sequence[int], cache_salt: str | None = None) -> None:
         """Nothing is kept between steps."""

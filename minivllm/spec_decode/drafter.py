@@ -14,13 +14,15 @@ class DraftTask:
     """One request that wants guesses.
 
     token_ids [n] int: prompt and output so far; a view, valid until the next step. max_tokens: guess at most so many,
-    at least 1. slot: where the request lives in the persistent batch.
+    at least 1. slot: where the request lives in the persistent batch. cache_salt: the tenant; guesses may show what
+    others were told only among those of the same one.
     """
 
     request_id: str
     slot: int
     token_ids: np.ndarray
     max_tokens: int
+    cache_salt: str | None = None
 
 
 class Drafter(Protocol):
@@ -34,5 +36,5 @@ class Drafter(Protocol):
     def propose(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
         """Guesses by request id, 1 to max_tokens of them; requests it knows nothing for are left out."""
 
-    def finish(self, request_id: str, output_token_ids: Sequence[int]) -> None:
-        """The request left with this output; its state can go."""
+    def finish(self, request_id: str, output_token_ids: Sequence[int], cache_salt: str | None = None) -> None:
+        """The request left with this output; its state can go. cache_salt: see DraftTask."""

@@ -54,5 +54,5 @@ class NgramDrafter:
                 )
         return proposals
 
-    def finish(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+    def finish(self, request_id: str, output_token_ids: Sequence[int], cache_salt: str | None = None) -> None:
         """Nothing is kept between steps."""

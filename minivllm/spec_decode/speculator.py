@@ -28,7 +28,7 @@ class Speculator:
         """What a verification found."""
         self.lengths.record(request_id, num_drafted, num_accepted)
 
-    def finish(self, request_id: str, output_token_ids: Sequence[int]) -> None:
-        """The request left with this output."""
+    def finish(self, request_id: str, output_token_ids: Sequence[int], cache_salt: str | None = None) -> None:
+        """The request left with this output; see Drafter.finish."""
         self.lengths.forget(request_id)
-        self.drafter.finish(request_id, output_token_ids)
+        self.drafter.finish(request_id, output_token_ids, cache_salt)

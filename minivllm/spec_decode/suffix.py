@@ -86,7 +86,8 @@ class SuffixDrafter:
     """Copies what followed the longest match, in the request itself or in earlier outputs, whichever is longer.
 
     Earlier outputs are kept in two generations: when the younger one is full it becomes the older, and the older one is
-    forgotten. So no more than max_cached_tokens of them are remembered.
+    forgotten. So no more than max_cached_tokens of them are remembered. Requests learn from those of the same
+    cache_salt only: how fast an answer comes must not tell one tenant what another was told.
     """
 
     cost_per_token = 0.0
@@ -94,7 +95,7 @@ class SuffixDrafter:
     def __init__(self, max_cached_tokens: int) -> None:
         self._tokens_per_generation = max(1, max_cached_tokens // 2)
         self._own: dict[str, SuffixAutomaton] = {}
-        self._generations = [SuffixAutomaton(), SuffixAutomaton()]
+        self._generations: list[dict[str | None, SuffixAutomaton]] = [{}, {}]  # by cache_salt
 
     def propose(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
         proposals = {}
@@ -103,29 +104,34 @@ class SuffixDrafter:
             if own is None:
                 own = self._own[task.request_id] = SuffixAutomaton()
             own.extend(task.token_ids[len(own.token_ids) :].tolist())
-            guess = self._guess(own, task.max_tokens)
+            guess = self._guess(own, task.max_tokens, task.cache_salt)
             if guess:
                 proposals[task.request_id] = guess
         return proposals
 
-    def _guess(self, own: SuffixAutomaton, max_tokens: int) -> list[int]:
+    def _guess(self, own: SuffixAutomaton, max_tokens: int, cache_salt: str | None) -> list[int]:
         length, start = own.repeated_suffix()
         text = own.token_ids
         recent = text[-LOOKBACK:]
         for generation in self._generations:
-            other_length, other_start = generation.longest_match(recent)
-            if other_length > length and other_start < len(generation.token_ids):
-                length, start, text = other_length, other_start, generation.token_ids
+            earlier = generation.get(cache_salt)
+            if earlier is None:
+                continue
+            other_length, other_start = earlier.longest_match(recent)
+            if other_length > length and other_start < len(earlier.token_ids):
+                length, start, text = other_length, other_start, earlier.token_ids
         if length < MIN_MATCH:
             return []
         if text is own.token_ids:
             return repeat(text[start : start + max_tokens], max_tokens)
         return text[start : start + max_tokens]
 
-    def finish(self, request_id: str, output_token_ids: Sequence[int]) -> None:
-        """Remember the request's output for others."""
+    def finish(self, request_id: str, output_token_ids: Sequence[int], cache_salt: str | None = None) -> None:
+        """Remember the request's output for others of the same cache_salt."""
         self._own.pop(request_id, None)
         kept = output_token_ids[-self._tokens_per_generation :]
-        if len(self._generations[0].token_ids) + len(kept) > self._tokens_per_generation:
-            self._generations = [SuffixAutomaton(), self._generations[0]]
-        self._generations[0].extend(kept)
+        num_young = sum(len(earlier.token_ids) for earlier in self._generations[0].values())
+        if num_young + len(kept) > self._tokens_per_generation:
+            self._generations = [{}, self._generations[0]]
+        if kept:
+            self._generations[0].setdefault(cache_salt, SuffixAutomaton()).extend(kept)

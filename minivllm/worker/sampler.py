@@ -65,17 +65,19 @@ class Sampler:
         slots = np.asarray(slots, dtype=np.int64)
         is_random = self._state.temperature.host[slots] > 0.0
         needs_work = is_random | self.depends_on_output(slots)
+        # Masks compare nothing and compute nothing: where there is no more to do, logits need not become wider.
+        dtype = torch.float32 if needs_work.any() else logits.dtype
         for mask in self._masks:
             needs_work |= mask.touches(slots)
 
         if needs_work.all():
-            token_ids = self._process(logits.to(torch.float32, copy=True), slots, positions, is_random)
+            token_ids = self._process(logits.to(dtype, copy=True), slots, positions, is_random)
         else:
             token_ids = likeliest(logits)
             if needs_work.any():
                 rows = _to_device(np.flatnonzero(needs_work), logits.device)
                 token_ids[rows] = self._process(
-                    logits[rows].float(), slots[needs_work], _select(positions, needs_work), is_random[needs_work]
+                    logits[rows].to(dtype), slots[needs_work], _select(positions, needs_work), is_random[needs_work]
                 )
         return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
 
@@ -93,7 +95,10 @@ class Sampler:
     def _process(
         self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray, is_random: np.ndarray
     ) -> Tensor:
-        """Run all stages on logits [R, V] float32, which are overwritten. Returns token ids [R] int64."""
+        """Run all stages on logits [R, V], which are overwritten. Returns token ids [R] int64.
+
+        They are float32, unless masks are all there is to do.
+        """
         is_masked = np.zeros(len(slots), dtype=np.bool_)
         for mask in self._masks:
             is_masked |= mask.touches(slots)

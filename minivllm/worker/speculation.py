@@ -87,7 +87,7 @@ class Speculation:
             room = self._room(request)
             if room > 0:
                 token_ids = self._batch.token_ids.host[request.slot, : request.num_tokens]
-                tasks.append(DraftTask(request_id, request.slot, token_ids, room))
+                tasks.append(DraftTask(request_id, request.slot, token_ids, room, request.data.cache_salt))
         return self.speculator.propose(tasks, len(sampled))
 
     def take_costs(self, verify_fixed: float, verify_token: float) -> None:
@@ -100,7 +100,7 @@ class Speculation:
         for request_id in request_ids:
             request = self._batch.requests.get(request_id)
             if request is not None:
-                self.speculator.finish(request_id, request.output_token_ids)
+                self.speculator.finish(request_id, request.output_token_ids, request.data.cache_salt)
 
     def _room(self, request: WorkerRequest) -> int:
         """How many drafts can still become tokens: one more is always sampled behind them."""

@@ -32,7 +32,7 @@ class ScriptedDrafter:
             self.num_proposed += len(guess)
         return {request_id: guess for request_id, guess in proposals.items() if guess}
 
-    def finish(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+    def finish(self, request_id: str, output_token_ids: Sequence[int], cache_salt: str | None = None) -> None:
         """Scripts are kept."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,15 @@ def test_the_cost_of_verification_is_measured_in_steps() -> None:
     verify_fixed, verify_token = measured_step_cost(seconds.__getitem__, 7)
     assert (verify_fixed, verify_token) == (pytest.approx(0.1), pytest.approx(0.1))
     assert measured_step_cost({0: 2.0, 1: 1.9}.__getitem__, 1) == (0.0, 0.0)
+
+
+def test_tenants_do_not_see_each_others_answers_in_what_is_guessed(model: Path) -> None:
+    """Sampled text that no prompt holds is guessed only where the same tenant was told it before."""
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True)
+    with tiny_llm(model, speculative_config={"method": "suffix", "verification_cost": 0.0}) as llm:
+        accepted = [0]
+        for salt in ("mine", "theirs", "mine"):
+            llm.generate({"prompt_token_ids": PROMPTS[1], "cache_salt": salt}, params, use_tqdm=False)
+            accepted.append(llm.get_metrics().num_accepted_tokens)
+    first, others, again = (after - before for before, after in pairwise(accepted))
+    assert others == first < again

@@ -77,12 +77,31 @@ def test_a_request_is_followed_token_by_token() -> None:
         text.append(guess[0])
 
 
-@given(st.lists(st.lists(st.integers(0, 9), max_size=30), max_size=12))
-def test_no_more_tokens_are_remembered_than_allowed(outputs: list[list[int]]) -> None:
+@given(st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=30), st.sampled_from([None, "x", "y"])), max_size=12))
+def test_no_more_tokens_are_remembered_than_allowed(outputs: list[tuple[list[int], str | None]]) -> None:
     drafter = SuffixDrafter(max_cached_tokens=40)
-    for index, output in enumerate(outputs):
-        drafter.finish(str(index), output)
-        assert sum(len(generation.token_ids) for generation in drafter._generations) <= 40
+    for index, (output, salt) in enumerate(outputs):
+        drafter.finish(str(index), output, salt)
+        remembered = [earlier for generation in drafter._generations for earlier in generation.values()]
+        assert sum(len(earlier.token_ids) for earlier in remembered) <= 40
         # The latest output is never the one that is forgotten.
         kept = output[-20:]
-        assert drafter._generations[0].token_ids[len(drafter._generations[0].token_ids) - len(kept) :] == kept
+        if kept:
+            assert drafter._generations[0][salt].token_ids[-len(kept) :] == kept
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=8), st.sampled_from([None, "x", "y"])), max_size=8),
+    st.lists(st.integers(0, 3), min_size=1, max_size=8),
+    st.sampled_from([None, "x", "y"]),
+)
+def test_guesses_are_as_if_tenants_with_another_salt_did_not_exist(
+    outputs: list[tuple[list[int], str | None]], text: list[int], salt: str | None
+) -> None:
+    shared, alone = SuffixDrafter(max_cached_tokens=1000), SuffixDrafter(max_cached_tokens=1000)
+    for index, (output, other) in enumerate(outputs):
+        shared.finish(str(index), output, other)
+        if other == salt:
+            alone.finish(str(index), output, other)
+    task = DraftTask("new", 0, np.array(text, dtype=np.int32), 3, salt)
+    assert shared.propose([task]) == alone.propose([task])
