@@ -1,4 +1,4 @@
-"""10 · Compiled regions: how many graphs a model is, and what makes it one more.
+"""10 · Compiled regions and graphs: how many a model is, what makes it one more, and what a replay costs.
 
 torch.compile turns Python into fast kernels, seconds at a time. A serving engine sees a new batch size every few
 milliseconds; if each is compiled anew, it never serves. So the question of this chapter is not how fast, but how
@@ -15,6 +15,7 @@ milliseconds; if each is compiled anew, it never serves. So the question of this
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,11 +24,14 @@ from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
 from kernels_triton_free.norm import rms_norm
+from minivllm import LLM, SamplingParams
 from minivllm.models.decoder import Decoder, TokenInputs
 from minivllm.worker.compiler import RegionCompiler, mark_dynamic
+from minivllm.worker.graph_capture import GraphCapture, RecordedGraphs
 from minivllm.worker.layer_caches import allocate_caches
+from minivllm.worker.step_graphs import GraphChoice, attention_buckets, bucket_for, decode_buckets, token_buckets
 from tutorials.lesson import Cell, Lesson
-from tutorials.small_model import small_decoder
+from tutorials.small_model import engine_arguments, small_decoder
 
 lesson = Lesson(__doc__)
 CPU = torch.device("cpu")
@@ -159,28 +163,93 @@ lesson.measure("graphs", found)
 lesson.bars("t10_graphs", "Graphs to compile, several seconds each", found, "graphs")
 
 # %% [markdown]
-# ## Padding: the price of a CUDA graph
-# A CUDA graph replays the launches of a step without Python, but for one fixed shape. So a batch of 13 runs in the
-# graph of the next larger size that was captured, and its empty rows are computed for nothing. Capturing every size
-# wastes none, and takes memory and minutes; capturing powers of two wastes up to half. The usual compromise is 1, 2, 4,
-# and then every eighth.
+# ## Graphs that are replayed
+# Compiled regions are fast on the device, but Python still launches them one by one. A CUDA graph records the launches
+# of a whole step and repeats them with a single call. The engine's ``GraphCapture`` does so through a backend: on a
+# GPU ``CudaGraphs``, here ``RecordedGraphs``, which notes every tensor operation and runs it again on the same tensors.
+#
+# Two forms, as in vLLM V1. *Full*: one graph from token ids to logits. *Piecewise*: attention, whose shape changes
+# with every prompt, stays outside, between the graphs.
+
+# %%
+lesson.heading("What is captured")
+decoder = small_decoder(num_hidden_layers=4)
+token_ids, positions = torch.zeros(5, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
+
+
+@torch.inference_mode()
+def captured(breaks_at_attention: bool) -> tuple[GraphCapture, Tensor]:
+    """A step of five tokens, captured; the logits that a replay overwrites."""
+    caches = allocate_caches(decoder, num_pages=2, page_size=16)
+    tokens = TokenInputs(positions, positions + 16)
+    with GraphCapture(RecordedGraphs()) as capture:
+
+        def attend(layer: int, q: Tensor) -> Tensor:
+            o = torch.empty_like(q)
+
+            def compute() -> None:
+                pages = torch.tensor([1])
+                o.copy_(gathered_sdpa_attention(q, *caches[layer], pages, 0, scale=decoder.config.softmax_scale))
+
+            if breaks_at_attention:
+                capture.run_between(compute)
+            else:
+                compute()
+            return o
+
+        o, residual = decoder.forward(token_ids, tokens, caches, attend)
+        logits = decoder.logits(o, residual, torch.tensor([3, 4]), tokens)
+    return capture, logits
+
+
+lesson.predict("graphs of 4 layers, full and piecewise", [1, 5], "piecewise: one more than there are attentions")
+full, full_logits = captured(breaks_at_attention=False)
+piecewise, piecewise_logits = captured(breaks_at_attention=True)
+lesson.measure("graphs of 4 layers, full and piecewise", [full.num_graphs, piecewise.num_graphs])
+
+token_ids.copy_(positions)  # other tokens, in the buffer that was captured
+with torch.inference_mode():
+    full.replay()
+    piecewise.replay()
+expected = run(decoder, 5)
+for name, logits in (("full", full_logits), ("piecewise", piecewise_logits)):
+    lesson.check(torch.allclose(logits, expected, atol=1e-5), f"a {name} replay computes what is in the buffers now")
+
+# %% [markdown]
+# The price: whatever Python computed while recording is frozen, and a tensor that was replaced instead of overwritten
+# is not seen. This is why the engine keeps the inputs of a step in buffers that never move.
+
+# %%
+x, factor = torch.ones(1), 2.0
+with torch.inference_mode(), GraphCapture(RecordedGraphs()) as capture:
+    y = x * factor
+x.fill_(5.0)
+factor = 3.0
+lesson.predict("5 times a factor that Python changed from 2 to 3", 10.0, "the 2 was recorded, the 5 is read anew")
+with torch.inference_mode():
+    capture.replay()
+lesson.measure("5 times a factor that Python changed from 2 to 3", y.item())
+
+# %% [markdown]
+# ## Padding: the other price
+# A graph has one fixed shape. So 13 decodes run in the graph of the next larger size that was captured, and its empty
+# rows are computed for nothing. Capturing every size wastes none, and takes memory and minutes; powers of two waste up
+# to half. The engine's ``decode_buckets`` are 2, 4, 8, and then every eighth.
 
 # %%
 lesson.heading("Padding waste for batches of 1 to 64")
-buckets = {
-    "powers of two": [1, 2, 4, 8, 16, 32, 64],
-    "1, 2, 4, every eighth": [1, 2, 4, *range(8, 65, 8)],
-    "all": list(range(1, 65)),
-}
-
-
-def padded(batch: int, sizes: list[int]) -> int:
-    return next(size for size in sizes if size >= batch)
+buckets = {"powers of two": attention_buckets(64), "decode_buckets": decode_buckets(64), "all": list(range(1, 65))}
 
 
 def formula(sizes: list[int]) -> int:
     """Empty rows over all batches: in a bucket of size b after one of size a, 0 + 1 + … + (b - a - 1)."""
     return sum((b - a) * (b - a - 1) // 2 for a, b in zip([0, *sizes], sizes))
+
+
+def padded(batch: int, sizes: list[int]) -> int:
+    size = bucket_for(batch, sizes)
+    assert size is not None
+    return size
 
 
 lesson.predict("empty rows over all batches", [formula(sizes) for sizes in buckets.values()], "a triangle per bucket")
@@ -195,6 +264,52 @@ for name, sizes in buckets.items():
     ]
 legend = {"cached": "fits", "decode": "less than a quarter empty", "wasted": "a quarter or more"}
 lesson.cells("t10_padding", "Batches of 1 to 64, by captured sizes (how many)", rows, legend=legend, narrow=True)
+
+# %% [markdown]
+# ## The engine replays
+# Now the whole engine, with the graphs it would have on a GPU. Five prompts of 59 tokens together are one step, then
+# five requests decode, and end one after the other. Each step takes the smallest of the ``token_buckets`` that holds
+# it.
+
+# %%
+lesson.heading("Five requests in an engine with piecewise graphs")
+lengths, answers = [5, 9, 30, 12, 3], [4, 7, 5, 9, 11]
+prompts = [{"prompt_token_ids": [3 + index] * length} for index, length in enumerate(lengths)]
+params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in answers]
+arguments = engine_arguments(max_num_seqs=16, max_num_batched_tokens=64)
+steps = [sum(lengths), *(sum(count > number for count in answers) for number in range(1, max(answers)))]
+by_bucket = Counter(padded(count, token_buckets(64)) for count in steps)
+empty = {size: sum(size - count for count in steps if padded(count, token_buckets(64)) == size) for size in by_bucket}
+lesson.predict("replays by bucket", dict(sorted(by_bucket.items())), f"steps of {steps} tokens")
+lesson.predict("empty rows by bucket", dict(sorted(empty.items())), "what is left of each bucket")
+
+with LLM(**arguments) as llm:
+    without = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+with LLM(**arguments) as llm:
+    runner = llm.llm_engine.client.core.executor.worker.runner
+    with torch.inference_mode():
+        runner.capture_graphs("piecewise", RecordedGraphs())
+    graphs, choose, taken = runner.graphs, runner.graphs.choose, []
+
+    def noting(counts: list[int]) -> GraphChoice | None:
+        choice = choose(counts)
+        taken.append((sum(counts), choice.num_tokens))
+        return choice
+
+    graphs.choose = noting
+    answers_with = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+replays = {choice.num_tokens: count for choice, count in graphs.num_replays.items()}
+lesson.measure("replays by bucket", dict(sorted(replays.items())))
+found = {size: sum(bucket - count for count, bucket in taken if bucket == size) for size in replays}
+lesson.measure("empty rows by bucket", dict(sorted(found.items())))
+lesson.check(answers_with == without, "the answers are those of the engine without graphs")
+strip: dict[str, list[Cell]] = {
+    f"{count} in {bucket}": [("+", "decode") if index < count else ("#", "wasted") for index in range(bucket)]
+    for count, bucket in dict.fromkeys(taken)
+}
+named = {"decode": "tokens", "wasted": "computed for nothing"}
+lesson.cells("t10_replays", "Steps and the graphs they replay", strip, legend=named, narrow=True)
 
 # %% [markdown]
 # ## Exercises
@@ -226,11 +341,11 @@ def one_is_special() -> str:
 
 
 @lesson.exercise(
-    "Which 12 sizes waste least for batches of 1 to 64, if all batches are equally likely? Search, and compare."
+    "Which 10 sizes waste least for batches of 1 to 64, if all batches are equally likely? Search, and compare."
 )
 def best_sizes() -> str:
     best: dict[tuple[int, int], tuple[int, list[int]]] = {(0, 0): (0, [])}
-    for number in range(1, 13):
+    for number in range(1, 11):
         for last in range(number, 65):
             options = [
                 (
@@ -241,13 +356,15 @@ def best_sizes() -> str:
                 if (number - 1, before) in best
             ]
             best[number, last] = min(options)
-    rows, sizes = best[12, 64]
-    assert rows < formula(buckets["1, 2, 4, every eighth"])
-    return f"{sizes}: {rows} empty rows; small batches are what a server mostly has, hence 1, 2, 4"
+    rows, sizes = best[10, 64]
+    assert rows < formula(buckets["decode_buckets"])
+    return f"{sizes}: {rows} empty rows; small batches are what a server mostly has, hence 2, 4, 8"
 
 
 lesson.passed(
     "a model is three graphs between its attentions, whatever its depth and the size of a step",
     "a number read in a layer costs a graph per layer, an undeclared size one per size",
+    "a full graph is one, a piecewise one is a graph more than there are layers; both compute from the buffers of now",
     f"empty rows by captured sizes: {waste}",
+    f"an engine with graphs answers the same, with {sum(found.values())} empty rows in {len(taken)} steps",
 )
