@@ -287,6 +287,9 @@ def _stats(session: ChatSession, argument: str) -> tuple[str, Next]:
         f"engine        {stats.num_steps:,} steps, {stats.num_computed_tokens:,} tokens computed, "
         f"{stats.num_preemptions:,} preemptions",
     ]
+    if stats.num_draft_tokens:
+        accepted, drafted = stats.num_accepted_tokens, stats.num_draft_tokens
+        lines.append(f"speculation   {accepted:,} of {drafted:,} drafted tokens accepted ({accepted / drafted:.0%})")
     return "\n".join(lines), Next.PROMPT
 
 

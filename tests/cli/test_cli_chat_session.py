@@ -12,6 +12,7 @@ from minivllm.cli.chat_session import ChatSession
 from minivllm.cli.generation import Generation
 from minivllm.cli.slash_commands import COMMANDS, Next, is_command, run_command
 from minivllm.errors import RequestError
+from minivllm.messages import SchedulerStats
 from minivllm.sampling_params import SamplingParams
 
 
@@ -237,6 +238,14 @@ def test_every_command_shows_in_help_and_the_showing_ones_answer() -> None:
     assert "prefix cache" in run_command(session, "/stats")[0]
     assert run_command(session, "/bye")[1] is Next.LEAVE
     assert run_command(session, "/quit")[1] is Next.LEAVE
+
+
+def test_stats_tell_how_many_drafts_were_accepted_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine()
+    session = session_with(engine)
+    assert "speculation" not in run_command(session, "/stats")[0]
+    monkeypatch.setattr(engine, "stats", lambda: SchedulerStats(num_draft_tokens=40, num_accepted_tokens=30))
+    assert "speculation   30 of 40 drafted tokens accepted (75%)" in run_command(session, "/stats")[0]
 
 
 def test_a_generation_record_is_plain_json() -> None:
