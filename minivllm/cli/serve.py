@@ -61,6 +61,10 @@ class ServerOptions:
     lora_directory: Annotated[
         Path | None, _option("Let clients load adapters that lie in this directory, and unload them, while serving.")
     ] = None
+    otlp_endpoint: Annotated[
+        str | None,
+        _option("OTLP collector (HTTP) that gets a trace of every request. [default: what OTEL_* variables say]"),
+    ] = None
     tool_call_parser: Annotated[
         str, _option("How the model writes tool calls: auto (by its chat template), hermes, llama or none.")
     ] = "auto"
@@ -87,6 +91,7 @@ class ServerOptions:
             stats_interval=self.stats_interval,
             lora_adapters=tuple(_adapter(text) for text in self.lora or ()),
             lora_directory=self.lora_directory,
+            otlp_endpoint=self.otlp_endpoint,
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
         )

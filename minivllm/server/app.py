@@ -117,7 +117,7 @@ def build_app(service: Service) -> ASGIApp:
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    return AccessLog(wrapped, service.metrics)
+    return AccessLog(service.tracing.around(wrapped), service.metrics)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:

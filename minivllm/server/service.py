@@ -23,6 +23,7 @@ from minivllm.server.errors import internal_error, shutting_down, timed_out
 from minivllm.server.models import ServedModels
 from minivllm.server.parsers.choose import choose_answer_format
 from minivllm.server.settings import ServerSettings
+from minivllm.server.tracing import make_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Service:
         self.models = ServedModels(engine, names, settings.lora_adapters, settings.lora_directory)
         self.started_at = int(time.time())
         self.metrics = ServerMetrics()
+        self.tracing = make_tracing(settings.otlp_endpoint)
         self.admission = Admission(
             engine.config.scheduler.max_num_seqs, settings.max_queued_requests, settings.max_queued_prompt_tokens
         )
@@ -53,6 +55,7 @@ class Service:
 
     def close(self) -> None:
         self._text_thread.shutdown(wait=False, cancel_futures=True)
+        self.tracing.close()
 
     async def in_text_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run text work (templates, tokenizing) beside the event loop, one after another."""
@@ -76,19 +79,21 @@ class Service:
             ticket.request_ids = [one.request_id for one in prepared]
             recorders = [self.metrics.recorder() for _ in prepared]
             async with aclosing(self._merged(prepared, num_completions)) as outputs:
-                while True:
-                    try:
-                        async with asyncio.timeout_at(deadline):
-                            number, output = await anext(outputs)
-                    except StopAsyncIteration:
-                        return
-                    except TimeoutError:
-                        raise timed_out(limit) from None
-                    if output.outputs and output.metrics.first_token_time is not None:
-                        ticket.started()
-                    recorders[number].record(output)
-                    self._check(output, ticket)
-                    yield prepared[number], number, output
+                with self.tracing.following(prepared, self.models.base_name) as trace:
+                    while True:
+                        try:
+                            async with asyncio.timeout_at(deadline):
+                                number, output = await anext(outputs)
+                        except StopAsyncIteration:
+                            return
+                        except TimeoutError:
+                            raise timed_out(limit) from None
+                        if output.outputs and output.metrics.first_token_time is not None:
+                            ticket.started()
+                        recorders[number].record(output)
+                        trace(number, output)
+                        self._check(output, ticket)
+                        yield prepared[number], number, output
 
     def _check(self, output: RequestOutput, ticket: Ticket) -> None:
         """Raise for a request that the engine gave up on."""

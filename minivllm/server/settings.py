@@ -23,8 +23,9 @@ class ServerSettings:
     may call the server from a browser. log_json: log one JSON object per line. drain_timeout: seconds that running
     requests get to finish after SIGTERM. stats_interval: seconds between console status lines, 0 for none.
     lora_adapters: adapters served from the start, by their names. lora_directory: clients may load adapters that lie
-    in this directory, and unload any (None: they may not). tool_call_parser, reasoning_parser: "auto" goes by the chat
-    template, "none" switches it off.
+    in this directory, and unload any (None: they may not). otlp_endpoint: collector that gets a trace of every
+    request (None: what OpenTelemetry's own environment variables say, if anything). tool_call_parser, reasoning_parser:
+    "auto" goes by the chat template, "none" switches it off.
     """
 
     host: str = "127.0.0.1"
@@ -41,6 +42,7 @@ class ServerSettings:
     stats_interval: float = 10.0
     lora_adapters: tuple[LoRARequest, ...] = ()
     lora_directory: Path | None = None
+    otlp_endpoint: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
 
@@ -67,6 +69,8 @@ class ServerSettings:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise ConfigError(f"cors_origin is {origin!r}, but must be like https://example.org, or *.")
 
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"otlp_endpoint is {self.otlp_endpoint!r}, but must be like http://127.0.0.1:4318.")
         if self.lora_directory is not None and not self.lora_directory.is_dir():
             raise ConfigError(f"lora_directory is {str(self.lora_directory)!r}, but must be a directory.")
 
