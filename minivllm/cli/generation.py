@@ -93,6 +93,8 @@ class Generation:
                 parts.append(f"TTFT {format_duration(ttft)}")
             if prefill is not None:
                 parts.append(f"prefill {format_rate(prefill)} ({self.num_cached_tokens:,} cached)")
+            elif self.num_cached_tokens:  # a server tells how many, but not how fast it computed the others
+                parts.append(f"{self.num_cached_tokens:,} cached")
             if decode is not None:
                 parts.append(f"decode {format_rate(decode)}")
                 if self.bandwidth_share is not None:

@@ -12,6 +12,7 @@ from minivllm.cli.chat_session import ChatSession
 from minivllm.cli.generation import Generation
 from minivllm.cli.slash_commands import COMMANDS, Next, is_command, run_command
 from minivllm.errors import RequestError
+from minivllm.frontend.outputs import RequestMetrics
 from minivllm.messages import SchedulerStats
 from minivllm.sampling_params import SamplingParams
 
@@ -350,3 +351,10 @@ def test_an_export_is_markdown_and_overwrites_only_exports(tmp_path: Path) -> No
     with pytest.raises(RequestError, match="is not an exported chat, so it is left alone"):
         run_command(session, f"/export {path}")
     assert path.read_text() == "mine"
+
+
+def test_cached_tokens_show_where_a_server_does_not_tell_its_prefill_speed() -> None:
+    metrics = RequestMetrics(arrival_time=1.0, num_prompt_tokens=100)
+    metrics.first_token_time = 1.25
+    generation = Generation(metrics=metrics, num_prompt_tokens=100, num_cached_tokens=64, finish_reason="stop")
+    assert generation.statistics_line(512) == "TTFT 250 ms · 64 cached · ctx 100/512 · stop: eos"
