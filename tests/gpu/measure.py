@@ -1,19 +1,20 @@
-"""Figures of one device: copy bandwidth, attention bandwidth, decode and prefill rates. Prints and writes JSON.
+"""Figures of one device, one step per process: ``python tests/gpu/measure.py STEP --out FILE`` writes JSON.
 
-``python tests/gpu/measure.py`` on a CUDA device; ``--tiny --device cpu`` checks this script itself within a minute.
+run_steps.py runs all of them on a CUDA device; ``--tiny --device cpu`` checks the steps themselves.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
+import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,24 +30,43 @@ from kernels_triton_free.attention import paged_flex_attention  # noqa: E402
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "msgspec", "gguf", "typer")
 REPEATS = 20
-MODEL_SHAPE = {  # of a decoder with about a billion parameters
+Save = Callable[[Any], None]
+"""Keeps what a step has found so far, in case it is stopped."""
+LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_600M = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
-TINY_SHAPE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2} | {
+TINY = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2} | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 32,
 }
 
 
@@ -89,23 +109,29 @@ def copy_bandwidth(device: torch.device, tiny: bool) -> dict[str, float]:
     return {"bytes": size, "gb_per_second": 2 * size / seconds / 1e9}
 
 
-def decode_attention(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
-    """Compiled decode attention: KV bytes read per second, and its error against float64."""
+def decode_attention(device: torch.device, tiny: bool, save: Save) -> list[dict[str, Any]]:
+    """Compiled decode attention: KV bytes read per second, its share of a copy, and its error against float64; over
+    pages in the dtype of the queries, and on a GPU in 8 bits."""
+    copied = copy_bandwidth(device, tiny)["gb_per_second"]
+    on_cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    options: Any = None if on_cuda else {"PARTITION_SIZE": 1}
+    heads = [(64, 2, 3)] if tiny else [(128, 8, 4), (64, 3, 3)]  # Llama-3.1-8B, SmolLM2-135M
+    shapes = [(2, 100)] if tiny else [(1, 4096), (64, 2048), (256, 1024)]
+    cache_dtypes = [dtype, torch.float8_e4m3fn, torch.float8_e5m2] if on_cuda else [dtype]
     results = []
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    options = {"PARTITION_SIZE": 1} if device.type == "cpu" else None
-    shapes = [(2, 100)] if tiny else [(1, 4096), (8, 4096), (64, 1024), (64, 4096), (256, 1024)]
-    for head_dim, kv_heads, group in [(64, 2, 3)] if tiny else [(64, 3, 3), (64, 8, 4), (128, 8, 4), (128, 4, 7)]:
+    for (head_dim, kv_heads, group), cache_dtype in [(one, kind) for one in heads for kind in cache_dtypes]:
         torch._dynamo.reset()
-        attention = torch.compile(
-            partial(paged_flex_attention, scale=head_dim**-0.5, kernel_options=options), fullgraph=True, dynamic=False
-        )
+        bound = partial(paged_flex_attention, scale=head_dim**-0.5, kernel_options=options)
+        attention = torch.compile(bound, fullgraph=True, dynamic=False)
         for requests, length in shapes:
             padded = max(requests, 2)
-            shape = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "dtype": dtype, "device": device}
-            case = make_case([length] * requests, [1] * requests, **shape)
+            case = make_case(
+                [length] * requests, [1] * requests, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype,
+                device=device, cache_dtype=cache_dtype,
+            )  # fmt: skip
             lists, position = decode_lists(case, padded)
-            if device.type == "cpu":
+            if not on_cuda:
                 # The CPU's template wants lists as wide as the cache, and both kinds of them.
                 wide = torch.zeros(padded, 1, 1, len(case.k_cache), dtype=torch.int32)
                 pages = wide.clone()
@@ -118,7 +144,7 @@ def decode_attention(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
             call = partial(attention, q, case.k_cache, case.v_cache, lists, position, case.kv_position)
             error = (call()[:requests].double() - reference(case)).abs().max().item()
             seconds = seconds_per_call(call, device)
-            read = 2 * requests * length * kv_heads * head_dim * dtype.itemsize
+            read = 2 * requests * length * kv_heads * head_dim * cache_dtype.itemsize
             results.append(
                 {
                     "requests": requests,
@@ -126,91 +152,274 @@ def decode_attention(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
                     "kv_heads": kv_heads,
                     "group": group,
                     "head_dim": head_dim,
+                    "cache_dtype": str(cache_dtype),
                     "microseconds": seconds * 1e6,
                     "gb_per_second": read / seconds / 1e9,
+                    "share_of_copy": read / seconds / 1e9 / copied,
                     "largest_error": error,
                 }
             )
             print("decode attention", results[-1], flush=True)
+            save(results)
     return results
 
 
-def engine(device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Start-up, prefill and decode rates of the whole engine on random weights, and recompilations."""
+@contextmanager
+def cheap_weights() -> Iterator[None]:
+    """Dummy weights meanwhile repeat a million random values: drawing eight billion takes minutes, and no product is
+    faster or slower for it."""
+    from minivllm.models import checkpoint
+
+    values = torch.randn(2**20, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    original = checkpoint.dummy_weight
+
+    def repeated(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=dtype)
+        size = torch.Size(shape).numel()
+        return values.to(dtype).repeat(-(-size // len(values)))[:size].view(shape)
+
+    checkpoint.dummy_weight = repeated
+    try:
+        yield
+    finally:
+        checkpoint.dummy_weight = original
+
+
+@contextmanager
+def started(shape: dict[str, Any], device: torch.device, tiny: bool, **arguments: Any) -> Iterator[Any]:
+    """An engine on random weights of this shape."""
+    from minivllm.config import EngineArgs
+    from minivllm.frontend.llm_engine import LLMEngine
+
+    torch._dynamo.reset()
+    with tempfile.TemporaryDirectory() as directory, cheap_weights():
+        (Path(directory) / "config.json").write_text(json.dumps(shape | (TINY if tiny else {})))
+        defaults: dict[str, Any] = {
+            "load_format": "dummy",
+            "device": device.type,
+            "dtype": "bfloat16" if device.type == "cuda" else "float32",
+            "max_model_len": 256 if tiny else 4096,
+            "max_num_seqs": 4 if tiny else 64,
+            "enable_prefix_caching": False,
+            "enforce_eager": device.type == "cpu",  # where only the steps themselves are tried
+        }
+        if tiny:
+            defaults["num_gpu_blocks_override"] = 40
+        with LLMEngine.from_args(EngineArgs(**(defaults | {"model": directory} | arguments))) as engine:
+            yield engine
+
+
+def decode_steps(engine: Any, batch: int, context: int, steps: int) -> list[float]:
+    """Wall time of decode steps of ``batch`` requests after a few that settle [seconds]; the engine is empty again."""
+    from minivllm.cli.bench.parts import start_decoding, time_steps
+
+    settling = 5
+    start_decoding(engine, batch, context, steps + settling + 8)
+    time_steps(engine, (), settling)
+    times = time_steps(engine, (), steps).whole
+    while engine.has_unfinished_requests():
+        engine.step()
+    return list(times)
+
+
+def decode_figures(engine: Any, batch: int, context: int, steps: int, copied: float) -> dict[str, float]:
+    """A decode step against reading weights and KV at the speed of a copy. copied: GB/s."""
+    from minivllm.cli.bench import bounds
+
+    decoder = engine.client.core.executor.worker.runner.decoder
+    step = statistics.median(decode_steps(engine, batch, context, steps))
+    read = bounds.weight_bytes(decoder) + batch * context * bounds.kv_bytes_per_token(decoder)
+    figures = {
+        "step_milliseconds": step * 1e3,
+        "tokens_per_second": batch / step,
+        "gigabytes_read": read / 1e9,
+        "share_of_copy_bandwidth": read / step / 1e9 / copied,
+    }
+    print(f"batch {batch}, context {context}:", figures, flush=True)
+    return figures
+
+
+def device_busy_milliseconds(engine: Any, batch: int, context: int, steps: int) -> float | None:
+    """Time per decode step in which the device runs kernels or copies, by the profiler; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    from minivllm.cli.bench.parts import start_decoding, time_steps
+
+    start_decoding(engine, batch, context, steps + 13)
+    time_steps(engine, (), 5)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        time_steps(engine, (), steps)
+        torch.cuda.synchronize()
+    while engine.has_unfinished_requests():
+        engine.step()
+    on_device = torch.autograd.DeviceType.CUDA
+    busy = sum(event.time_range.elapsed_us() for event in profile.events() if event.device_type == on_device)
+    return float(busy) / steps / 1e3
+
+
+def llama_8b(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
+    """Llama-3.1-8B's shape: decode of 1 request and of 64 against a copy, prefill, host gap, recompilations."""
+    from minivllm.cli.bench import bounds
+    from minivllm.cli.bench.hardware import matmul_peak
+    from minivllm.cli.bench.roofline import prefill_seconds
+
+    copied = copy_bandwidth(device, tiny)["gb_per_second"]
+    steps, context, prompt = (4, 20, 30) if tiny else (60, 512, 2048)
+    began = time.perf_counter()
+    with started(LLAMA_8B, device, tiny) as engine:
+        results: dict[str, Any] = {"copy_gb_per_second": copied, "startup_seconds": time.perf_counter() - began}
+        for batch in (1, 4) if tiny else (1, 8, 64):
+            results[f"decode_batch_{batch}"] = decode_figures(engine, batch, context, steps, copied)
+            save(results)
+        busy = device_busy_milliseconds(engine, 1, context, steps)
+        whole = results["decode_batch_1"]["step_milliseconds"]
+        results["device_busy_milliseconds"] = busy
+        results["host_gap_milliseconds"] = None if busy is None else whole - busy
+        seconds = statistics.median([prefill_seconds(engine, prompt, repetition) for repetition in range(4)][1:])
+        core = engine.client.core
+        flops = bounds.prefill_flops(core.executor.worker.runner.decoder.config, prompt)
+        peak = matmul_peak(device, torch.bfloat16, 64 if tiny else 8192)
+        results["prefill"] = {"tokens": prompt, "seconds": seconds, "share_of_matmul_peak": flops / seconds / peak}
+        results["recompilations"] = core.num_recompilations()
+    return results
+
+
+def nano_256(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
+    """256 requests of 100 to 1024 random tokens, 100 to 1024 new ones each, all at once, on Qwen3-0.6B's shape."""
     from minivllm import LLM, SamplingParams
 
+    choose = random.Random(0)
+    count, low, high = (5, 5, 20) if tiny else (256, 100, 1024)
+    prompts = [
+        {"prompt_token_ids": [choose.randrange(4, 500) for _ in range(choose.randint(low, high))]} for _ in range(count)
+    ]
+    params = [
+        SamplingParams(temperature=0.6, seed=index, max_tokens=choose.randint(low, high), ignore_eos=True)
+        for index in range(count)
+    ]
+    with started(QWEN3_600M, device, tiny, max_num_seqs=count) as engine, LLM(engine=engine) as llm:
+        llm.generate(prompts[0], SamplingParams(max_tokens=5), use_tqdm=False)
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        assert tokens == sum(one.max_tokens or 0 for one in params)
+        recompilations = engine.client.core.num_recompilations()
+    return {"output_tokens": tokens, "seconds": seconds, "output_tokens_per_second": tokens / seconds} | {
+        "recompilations": recompilations
+    }
+
+
+def variants(device: torch.device, tiny: bool, save: Save, changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Decode of Qwen3-0.6B's shape with one argument changed at a time; a variant that fails costs only itself."""
+    copied = copy_bandwidth(device, tiny)["gb_per_second"]
+    steps, context = (4, 20) if tiny else (60, 512)
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(MODEL_SHAPE | (TINY_SHAPE if tiny else {})))
-        torch._dynamo.reset()
-        started = time.perf_counter()
-        llm = LLM(
-            directory,
-            load_format="dummy",
-            device=device.type,
-            dtype="float32" if device.type == "cpu" else "bfloat16",
-            max_model_len=256 if tiny else 2048,
-            max_num_seqs=8 if tiny else 256,
-            kv_cache_memory_bytes=2**24 if tiny else 2**34,
-            enable_prefix_caching=False,
-        )
-        results["startup_seconds"] = time.perf_counter() - started
-        with llm:
-            vocab = 512 if tiny else MODEL_SHAPE["vocab_size"]
-            for batch in (1, 4) if tiny else (1, 8, 32, 128, 256):
-                output_len, prompt_len = (8, 32) if tiny else (128, 512)
-                prompts = [
-                    {"prompt_token_ids": [(7 * i + 13 * j) % (vocab - 2) + 2 for j in range(prompt_len)]}
-                    for i in range(batch)
-                ]
-                params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-                one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-                llm.generate(prompts[:1], params, use_tqdm=False)
-                started = time.perf_counter()
-                llm.generate(prompts, one, use_tqdm=False)
-                prefill = time.perf_counter() - started
-                started = time.perf_counter()
-                llm.generate(prompts, params, use_tqdm=False)
-                decode = time.perf_counter() - started - prefill
-                results[f"batch_{batch}"] = {
-                    "prefill_tokens_per_second": batch * prompt_len / prefill,
-                    "decode_tokens_per_second": batch * (output_len - 1) / decode if decode > 0 else None,
-                    "decode_step_milliseconds": decode / (output_len - 1) * 1e3,
+    for name, arguments in changes.items():
+        try:
+            with started(QWEN3_600M, device, tiny, **arguments) as engine:
+                core = engine.client.core
+                results[name] = {
+                    f"batch_{batch}": decode_figures(engine, batch, context, steps, copied)
+                    for batch in ((1,) if tiny else (1, 64))
+                } | {
+                    "kv_cache_blocks": core.executor.worker.runner.limits.num_pages,
+                    "recompilations": core.num_recompilations(),
                 }
-                print("engine, batch", batch, results[f"batch_{batch}"], flush=True)
-            results["recompilations"] = llm.llm_engine.client.core.num_recompilations()  # type: ignore[attr-defined]
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        print(name, results[name], flush=True)
+        save(results)
     return results
+
+
+def graphs(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
+    """Full graphs, no graphs and uncompiled; and the next step scheduled while one runs, or not."""
+    if device.type == "cpu":
+        return variants(device, tiny, save, {"eager": {"enforce_eager": True}})
+    return variants(
+        device,
+        tiny,
+        save,
+        {
+            "full_and_piecewise": {},
+            "compiled, no graphs": {"cudagraph_mode": "none"},
+            "eager": {"enforce_eager": True},
+            "full_and_piecewise, no async scheduling": {"async_scheduling": False},
+        },
+    )
+
+
+def quantized(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
+    """Fewer bits for the weights."""
+    kinds = ("int8",) if device.type == "cpu" else ("int8", "int4", "fp8")
+    return variants(device, tiny, save, {"none": {}} | {kind: {"quantization": kind} for kind in kinds})
+
+
+def kv_dtypes(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
+    """Fewer bits for keys and values: how many blocks the same memory holds, and what a step takes."""
+    names = ("float32", "bfloat16") if device.type == "cpu" else ("auto", "fp8_e4m3", "fp8_e5m2")
+    common: dict[str, Any] = {"kv_cache_memory_bytes": 2**21 if tiny else 2**33, "num_gpu_blocks_override": None}
+    return variants(device, tiny, save, {name: common | {"kv_cache_dtype": name} for name in names})
+
+
+def speculation(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
+    """Steps and time of a text that repeats itself, with n-gram drafts and without."""
+    from minivllm import LLM, SamplingParams
+
+    prompt = {"prompt_token_ids": [7, 8, 9, 10, 11] * 12}
+    params = SamplingParams(temperature=0.0, max_tokens=20 if tiny else 256, ignore_eos=True)
+    results: dict[str, Any] = {}
+    for name, config in (("none", None), ("ngram", {"method": "ngram", "num_speculative_tokens": 5})):
+        arguments = {"speculative_config": config, "async_scheduling": False}
+        with started(QWEN3_600M, device, tiny, **arguments) as engine, LLM(engine=engine) as llm:
+            llm.generate(prompt, params, use_tqdm=False)
+            before, began = engine.stats().num_steps, time.perf_counter()
+            [output] = llm.generate(prompt, params, use_tqdm=False)
+            results[name] = {
+                "seconds": time.perf_counter() - began,
+                "steps": engine.stats().num_steps - before,
+                "token_ids": list(output.outputs[0].token_ids),
+                "recompilations": engine.client.core.num_recompilations(),
+            }
+    tokens = [results[name].pop("token_ids") for name in ("none", "ngram")]
+    results["tokens_in_common"] = sum(a == b for a, b in zip(*tokens)) / len(tokens[0])
+    return results
+
+
+STEPS: dict[str, Callable[[torch.device, bool, Save], Any]] = {
+    "environment": lambda device, tiny, save: environment(device),
+    "copy_bandwidth": lambda device, tiny, save: copy_bandwidth(device, tiny),
+    "decode_attention": decode_attention,
+    "llama_8b": llama_8b,
+    "nano_256": nano_256,
+    "graphs": graphs,
+    "quantized": quantized,
+    "kv_dtypes": kv_dtypes,
+    "speculation": speculation,
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("step", choices=STEPS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to check the script")
-    parser.add_argument("--out", type=Path, help="folder for measure.json (default: $OUT or tests/gpu/results)")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to check the steps")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("There is no CUDA device here: give --device cpu --tiny to check this script.", file=sys.stderr)
+        print("There is no CUDA device here: give --device cpu --tiny to check the steps.", file=sys.stderr)
         return 2
-    device = torch.device(arguments.device)
-    folder = arguments.out or Path(os.environ.get("OUT") or Path(__file__).parent / "results")
-    folder.mkdir(parents=True, exist_ok=True)
-    report = environment(device)
-    print(json.dumps(report, indent=2), flush=True)
-    failed = False
-    for name, measurement in (
-        ("copy_bandwidth", copy_bandwidth),
-        ("decode_attention", decode_attention),
-        ("engine", engine),
-    ):
-        try:
-            report[name] = measurement(device, arguments.tiny)
-        except Exception as error:  # one figure that cannot be had must not cost the others
-            failed = True
-            report[name] = {"error": f"{type(error).__name__}: {error}"}
-            print(f"{name} failed: {report[name]['error'][:2000]}", file=sys.stderr, flush=True)
-        (folder / "measure.json").write_text(json.dumps(report, indent=2))
-    print(f"Written to {folder / 'measure.json'}")
-    return int(failed)
+
+    def save(found: Any) -> None:
+        unfinished = arguments.out.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(found, indent=2))
+        unfinished.replace(arguments.out)
+
+    save(STEPS[arguments.step](torch.device(arguments.device), arguments.tiny, save))
+    return 0
 
 
 if __name__ == "__main__":

@@ -42,8 +42,10 @@ def make_case(
     device: torch.device,
     page_size: int = 64,
     seed: int = 0,
+    cache_dtype: torch.dtype | None = None,
 ) -> PagedCase:
-    """Pages are dealt out in random order, as in a cache that has been used for a while."""
+    """Pages are dealt out in random order, as in a cache that has been used for a while. cache_dtype: of K and V, if it
+    is not dtype."""
     generator = torch.Generator().manual_seed(seed)
     blocks = [-(-length // page_size) for length in lengths]
     num_pages = sum(blocks) + 3
@@ -57,8 +59,8 @@ def make_case(
     q = torch.randn(sum(counts), kv_heads, group, head_dim, generator=generator)
     return PagedCase(
         q.to(device, dtype),
-        k.to(device, dtype),
-        v.to(device, dtype),
+        k.to(device, cache_dtype or dtype),
+        v.to(device, cache_dtype or dtype),
         kv_position.view(-1).to(device),
         [table.to(device) for table in tables],
         lengths,

@@ -73,3 +73,34 @@ def test_a_sliding_window_hides_what_lies_before_it(window: int) -> None:
     prefill = make_case([300, 65], [290, 65], device=device, **shape)
     error = (run_prefill(compiled(64, window), prefill, 128, window).double() - reference(prefill, window)).abs().max()
     assert error < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_pages_of_eight_bits_are_read_as_what_they_hold(cache_dtype: torch.dtype) -> None:
+    if cache_dtype is torch.float8_e4m3fn and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU cannot convert e4m3")
+    device, shape = torch.device("cuda"), {"kv_heads": 2, "group": 3, "head_dim": 64, "dtype": torch.bfloat16}
+    decode = make_case([300, 65, 20], [1, 1, 1], device=device, cache_dtype=cache_dtype, **shape)
+    error = (run_decode(compiled(64), decode, 3).double() - reference(decode)).abs().max()
+    assert error < TOLERANCE[torch.bfloat16]
+    prefill = make_case([300, 65], [290, 65], device=device, cache_dtype=cache_dtype, **shape)
+    error = (run_prefill(compiled(64), prefill, 128).double() - reference(prefill)).abs().max()
+    assert error < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_stages": 3},
+        {"BLOCK_N": 16, "SPLIT_KV": 8, "num_warps": 4, "num_stages": 2},
+        {"BLOCK_N": 32, "SPLIT_KV": 1, "num_warps": 8, "num_stages": 1},
+    ],
+    ids=str,
+)
+def test_kernel_options_change_no_result(options: dict[str, int]) -> None:
+    case = make_case(
+        [300, 65, 20], [1] * 3, kv_heads=2, group=4, head_dim=128, dtype=torch.bfloat16, device=torch.device("cuda")
+    )
+    bound = partial(paged_flex_attention, scale=case.scale, kernel_options=options)
+    attention = torch.compile(bound, fullgraph=True, dynamic=False)
+    assert (run_decode(attention, case, 3).double() - reference(case)).abs().max() < TOLERANCE[torch.bfloat16]

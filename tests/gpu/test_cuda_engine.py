@@ -168,6 +168,36 @@ def test_a_head_that_guesses_changes_no_token(config_directory: Path, tmp_path: 
         assert llm.llm_engine.client.core.num_recompilations() == 0
 
 
+@pytest.mark.parametrize("method", [{"method": "ngram"}, {"method": "early_exit", "num_layers": 1}], ids=str)
+def test_speculation_changes_no_token(config_directory: Path, method: dict[str, Any]) -> None:
+    torch.set_float32_matmul_precision("highest")
+    prompts = random_prompts(9)
+    with make_llm(config_directory, dtype="float32", enforce_eager=True) as llm:
+        expected = greedy(llm, prompts)
+    speculative = {**method, "num_speculative_tokens": 3}
+    with make_llm(config_directory, dtype="float32", max_num_seqs=16, speculative_config=speculative) as llm:
+        assert greedy(llm, prompts) == expected
+        assert llm.llm_engine.client.core.num_recompilations() == 0
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_e4m3", "fp8_e5m2"])
+def test_compiled_equals_uncompiled_over_pages_of_fewer_bits(config_directory: Path, kv_cache_dtype: str) -> None:
+    """Both round keys and values; sums in another order may round one of them the other way and turn a near tie."""
+    if kv_cache_dtype == "fp8_e4m3" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU cannot convert e4m3")
+    torch.set_float32_matmul_precision("highest")
+    prompts = random_prompts(16)
+    arguments = {"dtype": "float32", "kv_cache_dtype": kv_cache_dtype, "max_num_seqs": 16}
+    with make_llm(config_directory, enforce_eager=True, **arguments) as llm:
+        expected = [tokens[0] for tokens in greedy(llm, prompts)]
+    with make_llm(config_directory, **arguments) as llm:
+        got = [tokens[0] for tokens in greedy(llm, prompts)]
+        assert {cache.k.element_size() for cache in llm.llm_engine.client.core.executor.worker.runner.caches} == {
+            2 if kv_cache_dtype == "bfloat16" else 1
+        }
+    assert sum(a == b for a, b in zip(got, expected)) >= 14
+
+
 def test_nothing_compiles_after_warm_up(config_directory: Path) -> None:
     from minivllm import SamplingParams
 

@@ -1,4 +1,4 @@
-"""The measuring script itself, on a CPU and tiny sizes: figures that mean nothing, in the right places."""
+"""The steps for a GPU themselves, on a CPU and tiny sizes: figures that mean nothing, in the right places."""
 
 from __future__ import annotations
 
@@ -6,25 +6,71 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import run_steps
 import torch
+from run_steps import STEPS, Step, run_step
 
 from minivllm.worker.compiler import cannot_compile_reason
 
 REASON = cannot_compile_reason(torch.device("cpu"))
 
 
+def run(folder: Path, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(Path(run_steps.__file__)), "--device", "cpu", "--tiny", "--out", str(folder)]
+    result = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=500)
+    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    assert result.returncode == int(any(step["status"] != "ok" for step in found.values())), result.stderr
+    return found
+
+
+def test_the_limits_leave_room_for_what_matters_most() -> None:
+    until_graphs = [step.limit for step in STEPS[: [step.name for step in STEPS].index("nano_256") + 1]]
+    assert sum(until_graphs) < run_steps.BUDGET_SECONDS < 9 * 60
+    assert all((Path(run_steps.__file__).parent / step.checks).is_file() for step in STEPS if step.checks)
+
+
+def test_a_step_that_fails_or_hangs_costs_only_itself(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    scripts = {
+        "failing": "raise SystemExit(3)",
+        "hanging": "import time; time.sleep(60)",
+        "good": f"open({str(out)!r}, 'w').write('[1]')",
+    }
+    with (tmp_path / "log.txt").open("w") as log:
+        found = {
+            name: run_step(Step(name, 1), [sys.executable, "-c", script], out, 3.0, log)
+            for name, script in scripts.items()
+        }
+    assert found["failing"]["status"] == "failed with exit status 3"
+    assert found["hanging"]["status"] == "stopped after 3 s"
+    assert found["good"]["status"] == "ok" and found["good"]["figures"] == [1]
+
+
+@pytest.mark.slow
+def test_every_step_writes_its_figures(tmp_path: Path) -> None:
+    names = "environment,copy_bandwidth,llama_8b,nano_256,graphs,quantized,kv_dtypes,speculation"
+    found = run(tmp_path, "--only", names)
+    assert [step["status"] for step in found.values()] == ["ok"] * 8, found
+    figures = {name: step["figures"] for name, step in found.items()}
+    assert figures["environment"]["versions"]["torch"] == torch.__version__
+    assert figures["copy_bandwidth"]["gb_per_second"] > 0
+    assert figures["graphs"]["eager"]["batch_1"]["step_milliseconds"] > 0
+    assert "error" not in figures["quantized"]["none"]
+    assert figures["llama_8b"]["recompilations"] == figures["nano_256"]["recompilations"] == 0
+    assert figures["llama_8b"]["decode_batch_4"]["tokens_per_second"] > 0
+    assert figures["llama_8b"]["prefill"]["share_of_matmul_peak"] > 0
+    assert figures["nano_256"]["output_tokens"] > 0
+    assert figures["kv_dtypes"]["bfloat16"]["kv_cache_blocks"] == 2 * figures["kv_dtypes"]["float32"]["kv_cache_blocks"]
+    assert figures["speculation"]["tokens_in_common"] == 1.0
+    assert figures["speculation"]["ngram"]["steps"] <= figures["speculation"]["none"]["steps"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
-def test_the_measuring_script_writes_all_its_figures(tmp_path: Path) -> None:
-    script = Path(__file__).parent / "measure.py"
-    command = [sys.executable, str(script), "--tiny", "--device", "cpu", "--out", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert result.returncode == 0, result.stderr
-    report = json.loads((tmp_path / "measure.json").read_text())
-    assert report["versions"]["torch"] == torch.__version__
-    assert report["copy_bandwidth"]["gb_per_second"] > 0
-    assert all(case["largest_error"] < 1e-5 for case in report["decode_attention"])
-    assert report["engine"]["recompilations"] == 0
-    assert report["engine"]["batch_4"]["prefill_tokens_per_second"] > 0
+def test_compiled_decode_attention_is_measured(tmp_path: Path) -> None:
+    [step] = run(tmp_path, "--only", "decode_attention").values()
+    assert step["status"] == "ok", step
+    assert all(case["largest_error"] < 1e-5 and case["gb_per_second"] > 0 for case in step["figures"])
