@@ -129,8 +129,10 @@ def serve(server: ServerOptions, engine: EngineOptions, model: ModelArgument = "
     from minivllm.cli.engine_start import fetch_model
     from minivllm.server.logs import start_logging
     from minivllm.server.run import listen, warn_if_open
+    from minivllm.server.tracing import check_packages
 
     start_logging(as_json=settings.log_json)
+    check_packages(settings.otlp_endpoint)
     warn_if_open(settings)
     listener = listen(settings)
     try:

@@ -161,10 +161,12 @@ class AsyncProcessClient:
         while True:
             answer = asyncio.ensure_future(self.call("heartbeat"))
             num_silent_ticks = 0
-            while not answer.done():
-                if num_silent_ticks * TICK_SECONDS >= self._connection.args.heartbeat_timeout:
-                    answer.cancel()
-                    self._die(await asyncio.to_thread(self._connection.hung))
-                    return
-                await asyncio.sleep(TICK_SECONDS)
-                num_silent_ticks += 1
+            try:
+                while not answer.done():
+                    if num_silent_ticks * TICK_SECONDS >= self._connection.args.heartbeat_timeout:
+                        self._die(await asyncio.to_thread(self._connection.hung))
+                        return
+                    await asyncio.sleep(TICK_SECONDS)
+                    num_silent_ticks += 1
+            finally:
+                answer.cancel()  # nobody is left to hear it

@@ -30,6 +30,7 @@ ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_
 TRACES_PATH = "/v1/traces"
 PROPAGATED = (b"traceparent", b"tracestate")
 PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+MISSING = "traces need the OpenTelemetry SDK and its OTLP exporter: pip install 'minivllm[otel]'."
 
 Record = Callable[[int, RequestOutput], None]
 """``record(number of the request, its output)``"""
@@ -181,6 +182,12 @@ class OpenTelemetryTracing:
                 self._tracer.start_span(name, context=parent, start_time=_wall_time(start)).end(_wall_time(end))
 
 
+def check_packages(endpoint: str | None) -> None:
+    """Raises ConfigError if traces are to go to ``endpoint`` and a package is missing that they need."""
+    if endpoint is not None and not all(map(_is_installed, PACKAGES)):
+        raise ConfigError(f"--otlp-endpoint is {endpoint!r}, but {MISSING}")
+
+
 def make_tracing(endpoint: str | None, environment: Mapping[str, str] = os.environ) -> Tracing:
     """Tracing to ``endpoint``, or to where OpenTelemetry's own variables say; none where neither names one.
 
@@ -190,11 +197,9 @@ def make_tracing(endpoint: str | None, environment: Mapping[str, str] = os.envir
     is_named = any(environment.get(name) for name in ENDPOINT_VARIABLES)
     if endpoint is None and (not is_named or environment.get("OTEL_SDK_DISABLED", "").lower() == "true"):
         return NoTracing()
+    check_packages(endpoint)
     if not all(map(_is_installed, PACKAGES)):
-        message = "Traces need the OpenTelemetry SDK and its OTLP exporter: pip install 'minivllm[otel]'."
-        if endpoint is not None:
-            raise ConfigError(message)
-        logger.warning("%s The environment names an OTLP endpoint, but nothing is sent there.", message)
+        logger.warning("The environment names an OTLP endpoint, and nothing is sent there: %s", MISSING)
         return NoTracing()
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource

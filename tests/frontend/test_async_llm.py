@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import signal
@@ -366,3 +367,17 @@ def test_soak_leaves_pool_tasks_and_descriptors_as_they_were() -> None:
 @pytest.mark.slow
 def test_long_soak_leaves_pool_tasks_and_descriptors_as_they_were() -> None:
     check_soak(num_requests=6000, concurrency=100)
+
+
+def test_an_engine_that_is_closed_at_once_leaves_no_error_that_nobody_reads() -> None:
+    complaints: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        async with running() as llm:
+            assert (await llm.stats()).num_running == 0
+        gc.collect()
+
+    asyncio.run(main())
+    gc.collect()
+    assert complaints == []
