@@ -78,7 +78,7 @@ class EagleDraft:
         rows = [Row(owners[slot], p - 1, 1) for slot, p in zip(slots.tolist(), positions.tolist())]
         self._catch_up(rows, self._places(slots, positions - 1))
         if not compiler.makes_up_results:
-            inputs = self._builder.build(rows)
+            inputs = self._builder.build(rows, compiler.min_rows)
             q, residual = self._queries(inputs)
             o = self._attention.attend(inputs, self._cache, self.head.config.layer_windows[0], q)
             logits, features = self.head.guess(o, residual, torch.arange(len(o), dtype=torch.int32, device=o.device))
@@ -124,7 +124,7 @@ class EagleDraft:
                     missing.append(Row(row.request, row.start + count, row.count - count))
             # As StepInputs wants them: those with a single token first, then those with few.
             now.sort(key=lambda row: 0 if row.count == 1 else 1 if row.count <= limits.verify_size else 2)
-            self._queries(self._builder.build(now))
+            self._queries(self._builder.build(now, self._runner.compiler.min_rows))
 
     def _queries(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Keys and values of these rows into the cache; queries and residual stream."""

@@ -53,7 +53,7 @@ def models(tiny_model: TinyModel) -> dict[str, Path]:
     """The model that each drafter guesses for: of one layer, or of as many as the drafter needs."""
     return defaultdict(
         lambda: tiny_model("llama", num_hidden_layers=1),
-        {name: tiny_model("llama", num_hidden_layers=3) for name in ("early_exit", "eagle3")},
+        {name: tiny_model("llama", num_hidden_layers=n) for name, n in (("early_exit", 2), ("eagle3", 3))},
     )
 
 
