@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from minivllm import __version__
+from minivllm.cli.engine_start import ProgressHandler
 from minivllm.cli.terminal_text import format_bytes
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "gguf")
@@ -26,7 +27,8 @@ def env(
 
     Example: minivllm env --json
     """
-    report = collect()
+    with ProgressHandler(verbose=False).status("Asking PyTorch what it finds here"):
+        report = collect()
     print(json.dumps(report, indent=2) if as_json else _readable(report))
 
 
