@@ -10,6 +10,7 @@ from minivllm.cli.bench.model import model
 from minivllm.cli.bench.overhead import overhead
 from minivllm.cli.bench.roofline import roofline
 from minivllm.cli.bench.serve import serve
+from minivllm.cli.bench.speculation import speculation
 from minivllm.cli.bench.startup import startup
 from minivllm.cli.bench.workload_commands import latency, sweep, throughput
 
@@ -21,5 +22,17 @@ bench = typer.Typer(
         "Example: minivllm bench model --vs transformers"
     ),
 )
-for command in (model, latency, throughput, sweep, serve, startup, roofline, attention, overhead, compare):
+for command in (
+    model,
+    latency,
+    throughput,
+    sweep,
+    speculation,
+    serve,
+    startup,
+    roofline,
+    attention,
+    overhead,
+    compare,
+):
     bench.command(command.__name__)(command)

@@ -1,0 +1,106 @@
+"""Prompts in words for what depends on words: answers that repeat their prompt, and answers that cannot."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from minivllm.cli.bench.cases import Runs
+from minivllm.cli.bench.drive import Task
+from minivllm.cli.bench.figures import Figure
+from minivllm.cli.bench.sides import Answer, Room
+
+NUM_PROMPTS = 16
+"""Different prompts of each kind; later repetitions begin again."""
+
+_NAMES = ("Amara", "Bruno", "Chiara", "Dmitri", "Elena", "Farid", "Greta", "Hiro", "Ines", "Jonas", "Kavya", "Luis")
+_PLACES = ("Lisbon", "Oslo", "Kyoto", "Quito", "Tunis", "Riga", "Perth", "Lima", "Turin", "Accra")
+_WARES = ("lamps", "maps", "kettles", "violins", "ladders", "mirrors", "bicycles", "compasses")
+_THEMES = ("a lighthouse keeper", "an old clock", "a lost letter", "a garden in winter", "a night train", "two rivers")
+
+
+def _edit(source: random.Random) -> str:
+    seller, other = source.sample(_NAMES, 2)
+    place, wares = source.choice(_PLACES), source.choice(_WARES)
+    text = (
+        f"{seller} opened a small workshop in {place} in the spring. For the first year nobody came, and {seller} "
+        f"repaired {wares} that no one had asked for. Then the museum ordered forty {wares}, and {seller} hired two "
+        f"neighbours to help. By the autumn the workshop had moved to a larger house near the harbour of {place}, and "
+        f"people came from other towns to see how the {wares} were made."
+    )
+    return f"Replace the name {seller} by {other} and repeat the text without any other change.\n\n{text}"
+
+
+def _extraction(source: random.Random) -> str:
+    people = source.sample(_NAMES, 6)
+    lines = [
+        f"{name} lives in {source.choice(_PLACES)}, sells {source.choice(_WARES)}, and answers mail at "
+        f"{name.lower()}.{source.randrange(100, 1000)}@example.com."
+        for name in people
+    ]
+    return "List every name with its place and address, one per line, in the words of the text.\n\n" + "\n".join(lines)
+
+
+def _repair(source: random.Random) -> str:
+    item, total = source.choice(_WARES), f"total_{source.randrange(10, 100)}"
+    code = (
+        f"def count_{item}(orders, limit):\n"
+        f"    {total} = 0\n"
+        "    for order in orders\n"
+        f"        if order.kind == '{item}' and order.amount <= limit:\n"
+        f"            {total} = {total} + order.amount\n"
+        f"        elif order.kind == '{item}':\n"
+        f"            {total} = {total} + limit\n"
+        f"    return {total}\n"
+    )
+    return f"A colon is missing in this function. Write the whole function again, repaired.\n\n```python\n{code}```"
+
+
+def _story(source: random.Random) -> str:
+    return f"Write a story about {source.choice(_THEMES)} in {source.choice(_PLACES)}."
+
+
+PROMPTS: dict[str, Callable[[random.Random], str]] = {
+    "edit": _edit,
+    "extraction": _extraction,
+    "repair": _repair,
+    "story": _story,
+}
+"""kind -> a prompt. All but the last are answered by much of the prompt itself."""
+
+
+@dataclass(frozen=True)
+class TextCase:
+    """Decoding of one request at a time whose prompt is text of a kind. encode: from a prompt to token ids."""
+
+    kind: str
+    encode: Callable[[str], list[int]]
+    new_tokens: int
+    x: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.new_tokens} tokens"
+
+    @property
+    def room(self) -> Room:
+        longest = max(len(self._prompt(number)) for number in range(NUM_PROMPTS)) + self.new_tokens
+        return Room(longest, 1, longest)
+
+    def runs(self, vocab_size: int, repetition: int) -> Runs:
+        return [[Task(self._prompt(repetition), self.new_tokens)]]
+
+    def figures(self, runs: Runs, answers: Sequence[Answer]) -> list[Figure]:
+        """Speed of the tokens after those of the first step, and how many of them a step brought."""
+        times = answers[-1].records[0].times
+        later = [moment for moment in times if moment > times[0]]
+        if not later:
+            return []
+        return [
+            Figure("speed", "tok/s", "higher", [len(later) / (times[-1] - times[0])]),
+            Figure("tokens per step", "tokens", "higher", [len(later) / len(set(later))]),
+        ]
+
+    def _prompt(self, repetition: int) -> list[int]:
+        return self.encode(PROMPTS[self.kind](random.Random(f"{self.kind}/{repetition % NUM_PROMPTS}")))

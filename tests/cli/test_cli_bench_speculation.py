@@ -1,0 +1,65 @@
+"""``minivllm bench speculation``: seeded prompts in words, tokens per step, mistakes in a sentence."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from minivllm.cli.bench.command import bench as bench_app
+from minivllm.cli.bench.drive import Record, Task
+from minivllm.cli.bench.sides import Answer
+from minivllm.cli.bench.text_cases import NUM_PROMPTS, PROMPTS, TextCase
+from minivllm.errors import ConfigError
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_prompts_follow_from_kind_and_repetition_and_have_room(kind: str) -> None:
+    case = TextCase(kind, lambda text: list(text.encode()), 16)
+    assert case.runs(300, 1) == case.runs(300, 1)
+    prompts = [case.runs(300, repetition)[0][0].prompt for repetition in range(-1, 2 * NUM_PROMPTS)]
+    assert len(set(map(tuple, prompts))) > 1
+    assert max(map(len, prompts)) + case.new_tokens == case.room.longest
+
+
+def test_the_code_to_repair_lacks_nothing_but_colons() -> None:
+    """The judge is Python's own compiler: broken as it is, sound once every line that opens a block has its colon."""
+    prompt = PROMPTS["repair"](random.Random(0))
+    code = prompt.split("```python\n")[1].removesuffix("```")
+    with pytest.raises(SyntaxError, match="expected ':'"):
+        compile(code, "prompt", "exec")
+    opens = ("def ", "for ", "if ", "elif ")
+    lines = [line.rstrip(":") + ":" if line.lstrip().startswith(opens) else line for line in code.splitlines()]
+    compile("\n".join(lines), "repaired", "exec")
+
+
+def test_tokens_per_step_count_those_that_came_together() -> None:
+    record = Record(token_ids=[1] * 7, times=[1.0, 2.0, 2.0, 2.0, 3.0, 4.0, 4.0])
+    case = TextCase("edit", lambda text: [1], 7)
+    speed, per_step = case.figures([[Task([1], 7)]], [Answer(3.0, [record], 0, {})])
+    assert speed.samples == [6 / 3.0] and per_step.samples == [6 / 3]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"), [(["--method", "luck"], "--method is 'luck'"), (["--kind", "poem"], "--kind is 'poem'")]
+)
+def test_what_there_is_not_is_refused_before_anything_starts(flags: list[str], sentence: str) -> None:
+    result = CliRunner().invoke(bench_app, ["speculation", "nowhere", *flags])
+    assert isinstance(result.exception, ConfigError) and sentence in str(result.exception)
+
+
+def test_both_engines_are_measured_on_the_same_prompts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    flags = ["--kind", "story", "--new-tokens", "24", "--repeats", "1", "--enforce-eager", "--json", str(report)]
+    result = CliRunner().invoke(bench_app, ["speculation", str(tiny_model("llama")), *flags])
+    assert result.exit_code == 0, result.exception
+    found = {
+        entry["side"]: entry["samples"]
+        for entry in json.loads(report.read_text())["measurements"]
+        if entry["metric"] == "tokens per step"
+    }
+    assert found["minivllm"] == [1.0] and found["minivllm, ngram"][0] >= 1.0
