@@ -14,7 +14,7 @@ from minivllm.cli.bench.sides import Answer, Room
 NUM_PROMPTS = 16
 """Different prompts of each kind; later repetitions begin again."""
 
-_NAMES = ("Amara", "Bruno", "Chiara", "Dmitri", "Elena", "Farid", "Greta", "Hiro", "Ines", "Jonas", "Kavya", "Luis")
+_NAMES = ("Amara", "Bruno", "Chiara", "Dmitri", "Elena", "Farid", "Greta", "Hiro", "Irene", "Jonas", "Kavya", "Luis")
 _PLACES = ("Lisbon", "Oslo", "Kyoto", "Quito", "Tunis", "Riga", "Perth", "Lima", "Turin", "Accra")
 _WARES = ("lamps", "maps", "kettles", "violins", "ladders", "mirrors", "bicycles", "compasses")
 _THEMES = ("a lighthouse keeper", "an old clock", "a lost letter", "a garden in winter", "a night train", "two rivers")
