@@ -82,8 +82,7 @@ class DraftDecoder:
         if self._runner.compiler.makes_up_results:  # in the warm-up: the next step will go on from here
             return [0] * len(slots)
         inputs, hidden = self._compute([(slot, p, 1) for slot, p in zip(slots.tolist(), positions.tolist())])
-        # Compiled regions rely on two rows at least; the second one is padding.
-        index = torch.arange(max(2, len(slots)), dtype=torch.int32).to(hidden[0].device, non_blocking=True)
+        index = torch.arange(len(hidden[0]), dtype=torch.int32, device=hidden[0].device)
         logits = self.decoder.logits(*hidden, index, inputs.tokens)[: len(slots)]
         token_ids: list[int] = self._sampler(logits, slots, positions + 1).token_ids.tolist()
         for slot, position, token_id in zip(slots.tolist(), positions.tolist(), token_ids):
@@ -115,7 +114,8 @@ class DraftDecoder:
         owners = {request.slot: request for request in batch.requests.values() if request.slot >= 0}
         # Those with a single token first, then those with few; otherwise as they were given.
         spans = sorted(spans, key=lambda span: 0 if span[2] == 1 else 1 if span[2] <= verify_size else 2)
-        inputs = self._builder.build([Row(owners[slot], start, count) for slot, start, count in spans])
+        rows = [Row(owners[slot], start, count) for slot, start, count in spans]
+        inputs = self._builder.build(rows, self._runner.compiler.min_rows)
         windows = self.decoder.config.layer_windows
 
         def attend(layer: int, q: Tensor) -> Tensor:

@@ -46,10 +46,9 @@ class EarlyExit:
         batch = self._runner.batch
         owners = {request.slot: request for request in batch.requests.values() if request.slot >= 0}
         rows = [Row(owners[slot], position, 1) for slot, position in zip(slots.tolist(), positions.tolist())]
-        inputs = self._runner.builder.build(rows)
+        inputs = self._runner.builder.build(rows, self._runner.compiler.min_rows)
         o, residual = self._runner.forward(inputs, self._decoder)
-        # Compiled regions rely on two rows at least; the second one is padding.
-        index = torch.arange(max(2, len(rows)), dtype=torch.int32).to(o.device, non_blocking=True)
+        index = torch.arange(len(o), dtype=torch.int32, device=o.device)
         logits = self._decoder.logits(o, residual, index, inputs.tokens)[: len(rows)]
         token_ids: list[int] = self._sampler(logits, slots, positions + 1).token_ids.tolist()
         for slot, position, token_id in zip(slots.tolist(), positions.tolist(), token_ids):
