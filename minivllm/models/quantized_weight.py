@@ -14,8 +14,7 @@ RESTORED_ELEMENTS = 1_048_576
 
 
 class QuantizedWeight(ABC):
-    """A weight [out, in] that somebody has quantised already. It keeps its values, except where MethodChooser says and
-    logs otherwise."""
+    """A weight [out, in] that somebody has quantised already: nothing here may round it to other values."""
 
     @property
     @abstractmethod

@@ -90,7 +90,7 @@ class MethodChooser:
         if isinstance(weight, Tensor):
             return self._round(name, weight) if self.quantization else (None, _UNQUANTIZED)
         if isinstance(weight, GroupedWeight):
-            return self._multiply_groups(name, weight)
+            return self._multiply_groups(weight)
         fits = weight.shape[0] % FLOAT8_MULTIPLE == weight.shape[1] % FLOAT8_MULTIPLE == 0
         if isinstance(weight, Float8Weight) and fits and self.traits.multiplies_float8 and self.dtype == torch.bfloat16:
             return Float8Linear(), "float8 as stored"
@@ -120,14 +120,11 @@ class MethodChooser:
             return Int4Linear(rows, ROUNDING_GROUP, 4, self.dtype), why
         return DequantizedGroupLinear(ROUNDING_GROUP, 4, self.dtype), why
 
-    def _multiply_groups(self, name: str, weight: GroupedWeight) -> tuple[LinearMethod | None, str]:
-        """A weight in groups is multiplied as it is; but see below for the head."""
+    def _multiply_groups(self, weight: GroupedWeight) -> tuple[LinearMethod | None, str]:
+        """A weight in groups is multiplied as it is."""
         why = f"{weight.bits} bits as stored, groups of {weight.group_size}"
         if self.traits.type != "cpu":
             return DequantizedGroupLinear(weight.group_size, weight.bits, self.dtype), why
-        if name == "lm_head" and weight.bits == 8 and self.quantization == "int4":
-            # As two planes of 4 bits it would be exact, and take twice the time of what is the largest product by far.
-            return Int8Linear(self.dtype), f"{why}, rounded to int8 with one scale per output"
         size = next((size for size in INT4_GROUP_SIZES if weight.group_size % size == 0), None)
         if size is None or not self.traits.multiplies_int4:
             return None, f"{why}, which this CPU's operator does not multiply, dequantised"

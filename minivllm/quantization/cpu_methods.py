@@ -33,9 +33,8 @@ class Int8Linear(LinearMethod):
     gathers_rows: ClassVar[bool] = True
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
-        # A quantised weight comes only where the chooser has decided that its values may change.
-        plain = weight if isinstance(weight, Tensor) else weight.restore(self.dtype)
-        values, scale = round_to_int8_rows(plain, self.dtype)
+        assert isinstance(weight, Tensor), "a quantised weight is never rounded again"
+        values, scale = round_to_int8_rows(weight, self.dtype)
         return (values, scale) if bias is None else (values, scale, bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:

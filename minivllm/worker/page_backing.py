@@ -37,6 +37,7 @@ class PageBacking:
         self._caches = caches
         self._backed = 0
         self._wanted = threading.Semaphore(0)
+        self._at_work = threading.Lock()
         self._target = 0
         self._thread: threading.Thread | None = None
         self._can_ask = sys.platform == "linux"
@@ -47,8 +48,9 @@ class PageBacking:
         return self._backed
 
     def forget(self) -> None:
-        """The caches were emptied: their pages have no memory any more."""
-        self._backed = self._target = 0
+        """The caches were emptied: their pages have no memory any more. Afterwards nothing here holds any of them."""
+        with self._at_work:
+            self._backed = self._target = 0
 
     def use(self, highest_page: int) -> None:
         """Pages up to this one are in use. Returns at once; half of what is ahead may be used up before more is asked
@@ -69,13 +71,19 @@ class PageBacking:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while self._can_ask:
             self._wanted.acquire()
-            # Held here, so that nobody frees them meanwhile.
-            tensors = [tensor for cache in list(self._caches) for tensor in cache]
-            first, target = self._backed, self._target
-            if first < target and all(populate(tensor[first:target]) for tensor in tensors):
-                self._backed = target
-            elif first < target:
-                self._can_ask = False
+            with self._at_work:
+                self._back_pages()
+
+    def _back_pages(self) -> None:
+        first, target = self._backed, self._target
+        if first >= target:
+            return
+        # Held while this runs, so that nobody frees them meanwhile, and no longer.
+        tensors = [tensor for cache in list(self._caches) for tensor in cache]
+        if all(populate(tensor[first:target]) for tensor in tensors):
+            self._backed = target
+        else:
+            self._can_ask = False
 
 
 def populate(memory: Tensor) -> bool:

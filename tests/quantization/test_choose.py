@@ -79,14 +79,6 @@ def test_a_quantised_weight_is_multiplied_as_it_is_or_restored_but_never_rounded
         assert chosen(quantization, traits, "o_proj", weight) == expected
 
 
-@pytest.mark.parametrize(("quantization", "bits", "rounded"), [("int4", 8, True), (None, 8, False), ("int4", 4, False)])
-def test_only_a_head_of_8_bits_in_groups_is_rounded_again_where_4_bits_are_asked_for(
-    quantization: str | None, bits: int, rounded: bool
-) -> None:
-    method = chosen(quantization, CPU, "lm_head", grouped(32, bits=bits))
-    assert method == (Int8Linear(BF16) if rounded else Int4Linear(64, 32, bits, BF16))
-
-
 @pytest.mark.parametrize(
     ("quantization", "stored", "dtype", "traits", "sentence"),
     [
