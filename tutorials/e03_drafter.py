@@ -48,7 +48,7 @@ class PairDrafter:
             guess.append(second)
         return guess
 
-    def finish(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+    def finish(self, request_id: str, output_token_ids: Sequence[int], cache_salt: str | None = None) -> None:
         triples = zip(output_token_ids, output_token_ids[1:], output_token_ids[2:])
         self.next_of.update({(first, second): third for first, second, third in triples})
 
@@ -91,7 +91,7 @@ class Silent:
     def propose(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
         return {}
 
-    def finish(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+    def finish(self, request_id: str, output_token_ids: Sequence[int], cache_salt: str | None = None) -> None:
         pass
 
 

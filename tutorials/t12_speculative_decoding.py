@@ -47,7 +47,7 @@ class Oracle:
             guesses[task.request_id] = [(self.answer[p] + int(self.is_wrong[p])) % 512 for p in places]
         return guesses
 
-    def finish(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+    def finish(self, request_id: str, output_token_ids: Sequence[int], cache_salt: str | None = None) -> None:
         pass
 
 

@@ -109,6 +109,7 @@ def test_logits_equal_transformers_at_every_position(tiny_model: TinyModel, fami
     assert_logits_close(tiny_model(family), max_num_batched_tokens=budget)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", COMPILED_FAMILIES)
 def test_compiled_greedy_tokens_equal_transformers_cached_reordered_and_preempted(
     tiny_model: TinyModel, family: str
