@@ -88,7 +88,9 @@ def test_greedy_tokens_equal_transformers_whole_cached_and_in_any_order(tiny_mod
     assert_equals_transformers(tiny_model(family))
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    "budget", [budget if budget == 7 else pytest.param(budget, marks=pytest.mark.slow) for budget in BUDGETS]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_transformers_under_every_token_budget(
     tiny_model: TinyModel, family: str, budget: int
@@ -103,7 +105,7 @@ def test_greedy_tokens_equal_transformers_when_requests_are_preempted_repeatedly
     assert_preempted_equals_transformers(tiny_model(family))
 
 
-@pytest.mark.parametrize("budget", [None, 7])
+@pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers_at_every_position(tiny_model: TinyModel, family: str, budget: int | None) -> None:
     assert_logits_close(tiny_model(family), max_num_batched_tokens=budget)

@@ -68,6 +68,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "preemption": {"max_model_len": 64, "num_gpu_blocks_override": 1 + 10},
     "no prefix cache": {"enable_prefix_caching": False, "max_num_seqs": 2},
 }
+SETTINGS_AS_PARAMETERS = [
+    pytest.param(settings, id=name, marks=[pytest.mark.slow] if name in ("plain", "no prefix cache") else [])
+    for name, settings in SETTINGS.items()
+]
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +228,7 @@ def assert_reference_logits(recorded: list[tuple[list[int], int, Tensor]], refer
         assert bool((logits[~is_guessable] == torch.finfo(torch.float32).min).all())
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("settings", SETTINGS_AS_PARAMETERS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_logits_are_those_of_the_papers_and_tokens_those_of_the_model_whatever_became_of_the_cache(
     model: Path, heads: dict[str, Path], version: str, settings: dict[str, Any]
@@ -284,7 +288,7 @@ def acceptance(llm: LLM, model: Path) -> float:
     return (after.num_accepted_tokens - before.num_accepted_tokens) / drafted
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("settings", SETTINGS_AS_PARAMETERS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_head_that_can_know_what_the_model_says_is_right(
     known_model: Path, knowing_heads: dict[str, Path], version: str, settings: dict[str, Any]
@@ -344,7 +348,7 @@ def test_the_head_computes_every_place_once(known_model: Path, knowing_heads: di
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_it_sleeps_and_wakes_up_with_its_model(
     known_model: Path, knowing_heads: dict[str, Path], version: str, level: int
 ) -> None:

@@ -129,10 +129,10 @@ def _chances(model: Path, texts: list[list[int]]) -> Tensor:
 @pytest.mark.parametrize(
     "name",
     [
-        "eagle",
+        "ngram",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("none", "ngram", "suffix", "early_exit", "draft_model", "eagle3", "stubborn")
+            for name in ("none", "suffix", "early_exit", "draft_model", "eagle", "eagle3", "stubborn")
         ),
     ],
 )

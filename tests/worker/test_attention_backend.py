@@ -39,6 +39,7 @@ def spoil_tails(cache: LayerCache, batch: PersistentBatch, ends: dict[str, int])
         cache.v[last, used:] *= 1e4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(cannot_compile_reason(CPU) is not None, reason="there is no C++ compiler for torch.compile here")
 @torch.inference_mode()
 def test_compiled_attention_equals_gathering_on_random_mixed_batches_without_recompiling() -> None:

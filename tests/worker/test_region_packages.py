@@ -108,6 +108,7 @@ def test_a_single_row_gets_a_package_of_its_own_that_computes_the_same(tmp_path:
             torch.testing.assert_close(cache[:rows], y)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_products_over_packed_weights_run_inside_a_package_without_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -153,6 +154,7 @@ class CountPythonOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_attention_asks_for_no_room_like_the_cache_and_multiplies_several_queries_at_once(
     tmp_path: Path,
