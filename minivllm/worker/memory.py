@@ -66,8 +66,8 @@ def _reclaimable_bytes(statistics: Path) -> int:
 def lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A zeroed CPU tensor whose memory the operating system hands out when it is first touched.
 
-    In huge pages where there are any, which made decode attention of 16 requests a tenth faster. That takes private
-    memory, so that only POSIX systems have it.
+    In huge pages where there are any, which made decode attention of 16 requests a tenth faster. They take private
+    memory, which only POSIX systems have.
     """
     size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
     private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)

@@ -22,7 +22,6 @@ from minivllm.worker.decode_options import DecodeOptions
 from minivllm.worker.device_buffers import ReadBack
 from minivllm.worker.graph_capture import GraphBackend
 from minivllm.worker.layer_caches import allocate_caches
-from minivllm.worker.page_backing import PageBacking
 from minivllm.worker.pending_step import PendingStep
 from minivllm.worker.persistent_batch import PersistentBatch
 from minivllm.worker.pooling import Pooler
@@ -108,7 +107,6 @@ class ModelRunner:
         self.batch = PersistentBatch(
             limits.max_num_seqs, limits.max_model_len, limits.page_size, limits.num_pages, device
         )
-        self.page_backing = PageBacking(self.caches) if device.type == "cpu" else None
         self.sampling_state = SamplingState(limits.max_num_seqs, config.vocab_size, device)
         self.token_masks = TokenMaskStage(limits.max_num_seqs, config.vocab_size, device)
         self.sampler = Sampler(self.sampling_state, masks=(self.token_masks,))
@@ -201,8 +199,6 @@ class ModelRunner:
         if self.speculation is not None:
             self.speculation.finish(step.finished_request_ids)
         freed, entered = self.batch.apply(step)
-        if self.page_backing is not None:
-            self.page_backing.use(self.batch.highest_page)
         for state in self._slot_states:
             for slot in freed:
                 state.remove(slot)

@@ -39,8 +39,7 @@ class PersistentBatch:
 
     token_ids [slots, max_model_len]: prompt and output. block_table [slots, max_blocks]: physical pages in order.
     kv_position [pages * page_size]: position in its sequence of what each cache slot holds. A page shared through the
-    prefix cache has the same logical index in every request, so one array serves them all. highest_page: that was ever
-    in use.
+    prefix cache has the same logical index in every request, so one array serves them all.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class PersistentBatch:
         self.kv_position = MirroredTable(rounded_capacity(num_pages), page_size, device)
         self.page_index = np.zeros(num_pages, dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
-        self.highest_page = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._offsets = np.arange(page_size, dtype=np.int32)
 
@@ -127,7 +125,6 @@ class PersistentBatch:
         if not block_ids:
             return
         self.block_table.write(slot, start, block_ids)
-        self.highest_page = max(self.highest_page, *block_ids)
         for index, page in enumerate(block_ids, start):
             if self.page_index[page] != index or index == 0:
                 self.page_index[page] = index

@@ -353,8 +353,6 @@ class Worker:
         drops them. LoRA adapters stay. No request may be unfinished."""
         for caches in self._caches:
             caches.clear()
-        if self.runner.page_backing is not None:
-            self.runner.page_backing.forget()
         for decoder in self._decoders:
             if level == 2:
                 decoder.map_weights(lambda tensor: torch.empty(0))
