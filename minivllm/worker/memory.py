@@ -97,7 +97,7 @@ def touched_bytes(tensor: Tensor) -> int:
 def return_freed_memory() -> None:
     """Hand what was freed back to the operating system, where the C library offers that (glibc keeps it otherwise).
 
-    Loading frees a temporary for every matrix, which would count as used by this process for as long as it lives.
+    Loading frees a copy of every matrix, which would count as used by this process for as long as it lives.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -26,11 +26,12 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
-def measure(benchmark: Callable, product: Callable[[Tensor], Tensor], weights: list[Tensor]) -> None:
+def measure(benchmark: Callable, product: Callable[[Tensor], Tensor], weights: list[Tensor]) -> bool:
+    """Time the product over the weights in turn; whether all results are finite."""
     turns = cycle(weights)
     with torch.inference_mode():
-        assert all(bool(product(weight).isfinite().all()) for weight in weights)
         benchmark(lambda: product(next(turns)))
+        return all(bool(product(weight).isfinite().all()) for weight in weights)
 
 
 @ROWS
@@ -39,7 +40,7 @@ def test_bench_int8_linear(benchmark: Callable, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(module, "INT8_MAX_ROWS", limit)
     x, scale = random(rows, IN), random(OUT, 1).abs()
     weights = [torch.randint(-127, 128, (OUT, IN), dtype=torch.int8) for _ in range(WEIGHTS)]
-    measure(benchmark, lambda weight: int8_linear(x, weight, scale, None), weights)
+    assert measure(benchmark, lambda weight: int8_linear(x, weight, scale, None), weights)
 
 
 @pytest.mark.skipif(not can_multiply_int4(), reason="this CPU's order of 4-bit weights is not known")
@@ -49,7 +50,7 @@ def test_bench_int4_linear(benchmark: Callable, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(module, "INT4_MAX_ROWS", limit)
     x, scale_and_zero = random(rows, IN), random(IN // GROUP, OUT, 2)
     weights = [pack_int4(torch.randint(0, 16, (OUT, IN), dtype=torch.uint8)) for _ in range(WEIGHTS)]
-    measure(benchmark, lambda weight: int4_linear(x, weight, scale_and_zero, None, GROUP), weights)
+    assert measure(benchmark, lambda weight: int4_linear(x, weight, scale_and_zero, None, GROUP), weights)
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN cannot pack bfloat16 weights on this CPU")
@@ -57,4 +58,4 @@ def test_bench_int4_linear(benchmark: Callable, monkeypatch: pytest.MonkeyPatch,
 def test_bench_packed_linear_in_turn(benchmark: Callable, rows: int) -> None:
     x = random(rows, IN)
     weights = [pack_weight(random(OUT, IN)) for _ in range(WEIGHTS)]
-    measure(benchmark, lambda weight: packed_linear(x, weight, None, OUT), weights)
+    assert measure(benchmark, lambda weight: packed_linear(x, weight, None, OUT), weights)

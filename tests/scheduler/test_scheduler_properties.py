@@ -328,13 +328,15 @@ def busy_life(seed: int, num_actions: int) -> SchedulerMachine:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_busy_lives_keep_every_invariant(seed: int) -> None:
-    busy_life(seed, num_actions=600)
+    life = busy_life(seed, num_actions=600)
+    assert not life.scheduler.has_requests() and not life.worker.requests
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1150))
 def test_long_busy_lives_keep_every_invariant(seed: int) -> None:
-    busy_life(seed, num_actions=2000)
+    life = busy_life(seed, num_actions=2000)
+    assert not life.scheduler.has_requests() and not life.worker.requests
 
 
 def test_busy_lives_do_meet_preemptions_and_prefix_hits() -> None:

@@ -203,6 +203,7 @@ def test_streams_that_are_left_early_free_their_blocks(real_server: RealServer) 
 
     asyncio.run(leave())
     wait_until_free(real_server)
+    assert gauges(real_server.url)["minivllm_kv_cache_usage_ratio"] == 0
 
 
 def test_the_stream_helper_gathers_what_came(client: openai.OpenAI) -> None:
