@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BatchUpdate",
     "BeamSearchParams",
     "CompletionOutput",
@@ -27,6 +28,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from minivllm.config import EngineArgs
+    from minivllm.frontend.async_llm import AsyncLLM
     from minivllm.frontend.beam_search import BeamSearchParams
     from minivllm.frontend.llm import LLM
     from minivllm.frontend.outputs import CompletionOutput, RequestOutput
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "LLM": "minivllm.frontend.llm",
+    "AsyncLLM": "minivllm.frontend.async_llm",
     "BatchUpdate": "minivllm.logits_processors",
     "BeamSearchParams": "minivllm.frontend.beam_search",
     "CompletionOutput": "minivllm.frontend.outputs",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minivllm.cli.chat_session import ChatSession
-from minivllm.cli.engine_options import EngineOptions, ModelArgument
+from minivllm.cli.engine_options import EngineOptions, ModelArgument, with_model_option
 from minivllm.cli.engine_start import EngineHost, ProgressHandler, engine_log
 from minivllm.cli.option_groups import with_option_groups
 from minivllm.cli.prompts import prompt_text, read_standard_input
@@ -26,6 +26,7 @@ DEFAULT_MODEL = "smollm2"
 
 
 @with_option_groups
+@with_model_option
 def chat(
     sampling: SamplingOptions,
     engine: EngineOptions,

@@ -14,10 +14,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from minivllm.cli.chat_session import ChatSession, Message
 from minivllm.cli.engine_options import EngineOptions
 from minivllm.cli.generation import Generation
-from minivllm.cli.openai_server import error_message, key_header, served_models, server_root, stream_events
+from minivllm.cli.openai_server import (
+    engine_stats,
+    error_message,
+    key_header,
+    served_models,
+    server_root,
+    stream_events,
+)
 from minivllm.errors import ConfigError, RequestError
 from minivllm.frontend.outputs import RequestMetrics
-from minivllm.messages import FinishReason
+from minivllm.messages import FinishReason, SchedulerStats
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.parsers.reasoning import CLOSE, OPEN
 
@@ -115,6 +122,10 @@ class RemoteSession(ChatSession):
     def can_switch_thinking(self) -> bool:
         """The server refuses the switch, with a sentence, if the model's template has none."""
         return True
+
+    def engine_stats(self) -> SchedulerStats:
+        """The server's, for all its clients. Raises RequestError where it does not tell."""
+        return engine_stats(self.url, self._headers)
 
     def num_text_tokens(self, text: str) -> int:
         return len(self._tokenize({"prompt": text, "add_special_tokens": False}))

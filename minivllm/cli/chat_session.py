@@ -25,6 +25,7 @@ EXPORT_TITLE = "# Chat with "
 
 if TYPE_CHECKING:
     from minivllm.frontend.llm_engine import LLMEngine
+    from minivllm.messages import SchedulerStats
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -142,6 +143,10 @@ class ChatSession:
         """Where the model runs, in a few words."""
         config = self.engine.client.config
         return f"{config.device} {config.dtype}"
+
+    def engine_stats(self) -> SchedulerStats:
+        """What the engine counted so far."""
+        return self.engine.stats()
 
     def num_text_tokens(self, text: str) -> int:
         """Tokens of a text by itself."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -26,9 +28,43 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A short name (smollm2), a Hugging Face id, a local directory or a .gguf file.",
-        show_default=True,
+        show_default="smollm2",
     ),
 ]
+
+
+def with_model_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Let ``--model NAME`` name the model as the argument MODEL does, for people who know it so from other engines.
+
+    ``command`` gets the one that was given, or its own default. Both at once is a ConfigError.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    argument = signature.parameters["model"]
+    option = inspect.Parameter(
+        "model_option",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[str | None, typer.Option("--model", help="The same as MODEL.", metavar="MODEL")],
+    )
+
+    def with_either(*, model_option: str | None, model: str | None, **values: Any) -> None:
+        if model is not None and model_option is not None:
+            raise ConfigError(f"The model is named twice, as {model} and as --model {model_option}: give one of them.")
+        command(model=model or model_option or argument.default, **values)
+
+    # The default is left to ``with_either``, which must know whether the argument was given.
+    others = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=None if name == "model" else parameter.default)
+        for name, parameter in signature.parameters.items()
+    ]
+    with_either.__name__, with_either.__doc__, with_either.__module__ = (
+        command.__name__,
+        command.__doc__,
+        command.__module__,
+    )
+    with_either.__signature__ = signature.replace(parameters=[*others, option])  # type: ignore[attr-defined]
+    with_either.__annotations__ = {one.name: one.annotation for one in [*others, option]}
+    return with_either
 
 
 def _option(help_text: str, *names: str, metavar: str | None = None) -> Any:

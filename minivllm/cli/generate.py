@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from minivllm.cli.engine_options import EngineOptions, ModelArgument
+from minivllm.cli.engine_options import EngineOptions, ModelArgument, with_model_option
 from minivllm.cli.engine_start import engine_log, running_engine
 from minivllm.cli.generation import Generation
 from minivllm.cli.option_groups import with_option_groups
@@ -29,6 +29,7 @@ MAX_TOKENS = 256
 
 
 @with_option_groups
+@with_model_option
 def generate(
     sampling: SamplingOptions,
     engine: EngineOptions,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from minivllm.errors import ConfigError, ModelError
+from minivllm.errors import ConfigError, ModelError, RequestError
+from minivllm.messages import SchedulerStats
 
 if TYPE_CHECKING:
     import httpx
@@ -43,6 +45,43 @@ def served_models(root: str, headers: Mapping[str, str]) -> list[dict[str, Any]]
         raise ModelError(f"There is no server at {root} ({type(error).__name__}): start one first.") from None
     except (ValueError, KeyError, TypeError):
         raise ModelError(f"{root}/v1/models is no list of models: is it an OpenAI-compatible server?") from None
+
+
+def engine_stats(root: str, headers: Mapping[str, str]) -> SchedulerStats:
+    """What the engine of a minivllm server counted so far, for all its clients, from /metrics.
+
+    Raises RequestError for a server that cannot be reached, or that is none of ours and counts other things.
+    """
+    import httpx
+
+    try:
+        answer = httpx.get(f"{root}/metrics", headers=headers, timeout=30, trust_env=False)
+    except httpx.HTTPError as error:
+        raise RequestError(f"The server at {root} cannot be reached ({type(error).__name__}).") from None
+    values = dict(re.findall(r"^minivllm_(\w+) (\S+)$", answer.text, re.MULTILINE)) if answer.is_success else {}
+    if "engine_up" not in values:
+        raise RequestError(
+            f"The server at {root} does not tell what its engine does: minivllm's own servers do, under /metrics "
+            f"(this one answers {answer.status_code})."
+        )
+    if not float(values["engine_up"]):
+        raise RequestError(f"The engine of the server at {root} is dead: the server has to be started again.")
+    counts: dict[str, Any] = {field: int(float(values[metric])) for field, metric in _COUNTS.items()}
+    return SchedulerStats(kv_cache_usage=float(values["kv_cache_usage_ratio"]), **counts)
+
+
+_COUNTS = {
+    "num_running": "num_requests_running",
+    "num_waiting": "num_requests_waiting",
+    "prefix_cache_queried_tokens": "prefix_cache_queries_total",
+    "prefix_cache_hit_tokens": "prefix_cache_hits_total",
+    "num_preemptions": "num_preemptions_total",
+    "num_steps": "engine_steps_total",
+    "num_computed_tokens": "computed_tokens_total",
+    "num_draft_tokens": "spec_decode_num_draft_tokens_total",
+    "num_accepted_tokens": "spec_decode_num_accepted_tokens_total",
+}
+"""Where ``SchedulerStats`` stand in the metrics of a server."""
 
 
 async def stream_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any], None]:

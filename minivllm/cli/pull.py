@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from minivllm.cli.engine_options import ModelArgument
+from minivllm.cli.engine_options import ModelArgument, with_model_option
 from minivllm.cli.engine_start import engine_log
 
 
+@with_model_option
 def pull(
     model: ModelArgument = "smollm2",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face id.")] = None,

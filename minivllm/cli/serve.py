@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minivllm.cli.engine_options import EngineOptions, ModelArgument
+from minivllm.cli.engine_options import EngineOptions, ModelArgument, with_model_option
 from minivllm.cli.option_groups import with_option_groups
 from minivllm.errors import ConfigError
 from minivllm.messages import LoRARequest
@@ -106,6 +106,7 @@ def _adapter(text: str) -> LoRARequest:
 
 
 @with_option_groups
+@with_model_option
 def serve(server: ServerOptions, engine: EngineOptions, model: ModelArgument = "smollm2") -> None:
     """Serve a model to OpenAI clients: chat and text completions, streams, tool calls, metrics.
 

@@ -275,7 +275,7 @@ def _trace(session: ChatSession, argument: str) -> tuple[str, Next]:
 
 def _stats(session: ChatSession, argument: str) -> tuple[str, Next]:
     _no_argument("/stats", argument)
-    stats = session.engine.stats()
+    stats = session.engine_stats()
     lines = []
     if session.last_generation is not None:
         lines.append(f"last answer   {session.last_generation.statistics_line(session.max_model_len)}")
@@ -284,6 +284,7 @@ def _stats(session: ChatSession, argument: str) -> tuple[str, Next]:
     lines += [
         f"prefix cache  {hit:,} of {queried:,} prompt tokens reused{share}",
         f"KV cache      {stats.kv_cache_usage:.1%} in use",
+        f"requests      {stats.num_running:,} running, {stats.num_waiting:,} waiting",
         f"engine        {stats.num_steps:,} steps, {stats.num_computed_tokens:,} tokens computed, "
         f"{stats.num_preemptions:,} preemptions",
     ]
@@ -331,7 +332,7 @@ COMMANDS: dict[str, Command] = {
         Command("/model NAME", "talk to another model; alone names the present one", _model),
         Command("/think on|off", "let the model think before it answers, or not", _think),
         Command("/trace", "draw how the scheduler cut the last answer into steps", _trace),
-        Command("/stats", "show what the engine did so far", _stats),
+        Command("/stats", "show what the engine did so far; with --url, for all clients of the server", _stats),
         Command("/tokens", "show how many tokens each message takes", _tokens),
         Command("/bye", "leave", _leave),
     )

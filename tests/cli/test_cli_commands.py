@@ -140,6 +140,29 @@ def test_engine_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.parametrize("command", ["chat", "generate"])
+@pytest.mark.parametrize("naming", [["org/name"], ["--model", "org/name"], ["--model=org/name"]])
+def test_the_model_is_named_by_the_argument_or_by_the_option(
+    command: str, naming: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def create(args: EngineArgs) -> ScriptedEngine:
+        seen.append(args.model)
+        return ScriptedEngine()
+
+    monkeypatch.setattr(engine_start, "create_engine", create)
+    monkeypatch.setattr(engine_start, "fetch_model", lambda args: None)
+    assert exit_code(command, *naming, "-p", "x") == 0
+    assert seen == ["org/name"]
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "serve", "pull", "bench latency", "bench sweep"])
+def test_a_model_named_twice_is_refused_with_both_names(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(*command.split(), "smollm2", "--model", "org/name") == 2
+    assert "named twice, as smollm2 and as --model org/name: give one of them." in capsys.readouterr().err
+
+
 def test_sampling_flags_override_the_models_defaults(engines: list[ScriptedEngine]) -> None:
     code = exit_code(
         *shlex.split(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +113,58 @@ def test_commands_work_or_say_why_not(session: RemoteSession, tmp_path: Path) ->
     assert "second takes over from first" in run_command(session, "/model second")[0]
     with pytest.raises(RequestError, match="does not serve 'third'; it has: first, second"):
         run_command(session, "/model third")
-    for command, reason in (("/stats", "the engine itself"), ("/trace", "another process")):
-        with pytest.raises(RequestError, match=reason):
-            run_command(session, command)
+    with pytest.raises(RequestError, match="another process"):
+        run_command(session, "/trace")
+
+
+def test_stats_are_those_of_the_server(session: RemoteSession, keyed: ServedCore) -> None:
+    """The scripted core's own figures, which reach the chat by the server's metrics."""
+    keyed.core.held = True
+    others = [threading.Thread(target=ask, args=(session, "by others")) for _ in range(2)]
+    try:
+        for other in others:
+            other.start()
+        keyed.wait_until(lambda: len(keyed.core.running) == 2)
+        shown = run_command(session, "/stats")[0]
+    finally:
+        keyed.core.held = False
+        for other in others:
+            other.join()
+    limit = keyed.core.config.scheduler.max_num_seqs
+    assert limit >= 2 and "requests      2 running, 0 waiting" in shown
+    assert "prefix cache  4 of 10 prompt tokens reused (40%)" in shown
+    assert "KV cache      25.0% in use" in shown
+    assert "0 tokens computed, 2 preemptions" in shown
+
+
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        (None, "does not tell what its engine does.+answers 404"),
+        ("vllm:num_requests_running 1.0\n", "does not tell what its engine does"),
+        ("minivllm_engine_up 0.0\n", "is dead: the server has to be started again"),
+    ],
+)
+def test_a_server_that_tells_no_stats_gets_a_sentence(metrics: str | None, reason: str) -> None:
+    class OtherServer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            pages = {"/v1/models": json.dumps({"data": [{"id": "other", "max_model_len": 64}]}), "/metrics": metrics}
+            page = pages.get(self.path)
+            self.send_response(404 if page is None else 200)
+            self.end_headers()
+            self.wfile.write((page or "").encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            session = RemoteSession(f"http://127.0.0.1:{server.server_port}", "", SamplingParams())
+            with pytest.raises(RequestError, match=reason):
+                run_command(session, "/stats")
+        finally:
+            server.shutdown()
 
 
 def test_a_refusal_is_the_servers_sentence_and_changes_nothing(session: RemoteSession) -> None:

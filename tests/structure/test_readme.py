@@ -117,7 +117,7 @@ def test_console_examples_are_all_covered() -> None:
 
 
 def snippets(needs_model: bool) -> list[str]:
-    return [block for block in blocks("python") if ("LLM(" in block) == needs_model]
+    return [block for block in blocks("python") if ("smollm2" in block) == needs_model]
 
 
 @pytest.mark.parametrize("snippet", snippets(needs_model=False))

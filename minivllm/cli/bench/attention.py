@@ -13,7 +13,7 @@ import typer
 
 from minivllm.cli.bench.report import Better, Measurement, OutputOptions, make_report, publish
 from minivllm.cli.bench.statistics import median
-from minivllm.cli.engine_options import EngineOptions, ModelArgument
+from minivllm.cli.engine_options import EngineOptions, ModelArgument, with_model_option
 from minivllm.cli.option_groups import with_option_groups
 from minivllm.errors import ConfigError, ModelError
 
@@ -40,6 +40,7 @@ class Tuned:
 
 
 @with_option_groups
+@with_model_option
 def attention(
     engine: EngineOptions,
     output: OutputOptions,

@@ -12,7 +12,7 @@ from minivllm.cli.bench.cases import SpeedCase, parse_case
 from minivllm.cli.bench.report import Comparison, OutputOptions, make_report, publish
 from minivllm.cli.bench.rounds import SideOptions, measure_in_turn
 from minivllm.cli.bench.sides import SideSpec
-from minivllm.cli.engine_options import ModelArgument
+from minivllm.cli.engine_options import ModelArgument, with_model_option
 from minivllm.cli.option_groups import with_option_groups
 from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError
@@ -30,6 +30,7 @@ FEATURES: dict[str, tuple[str, Any]] = {
 
 
 @with_option_groups
+@with_model_option
 def model(
     sides: SideOptions,
     output: OutputOptions,

@@ -10,7 +10,7 @@ import typer
 from minivllm.cli.bench.parts import decode_args, host_parts, start_decoding, time_steps
 from minivllm.cli.bench.report import Measurement, OutputOptions, make_report, publish
 from minivllm.cli.bench.statistics import median
-from minivllm.cli.engine_options import EngineOptions, ModelArgument
+from minivllm.cli.engine_options import EngineOptions, ModelArgument, with_model_option
 from minivllm.cli.option_groups import with_option_groups
 
 SETTLING_STEPS = 5
@@ -18,6 +18,7 @@ SETTLING_STEPS = 5
 
 
 @with_option_groups
+@with_model_option
 def overhead(
     engine: EngineOptions,
     output: OutputOptions,

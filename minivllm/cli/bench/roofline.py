@@ -12,7 +12,7 @@ import typer
 from minivllm.cli.bench.parts import StepTimes, decode_args, engine_core, host_parts, start_decoding, time_steps
 from minivllm.cli.bench.report import Better, Measurement, OutputOptions, make_report, publish
 from minivllm.cli.bench.statistics import median
-from minivllm.cli.engine_options import EngineOptions, ModelArgument
+from minivllm.cli.engine_options import EngineOptions, ModelArgument, with_model_option
 from minivllm.cli.option_groups import with_option_groups
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ SETTLING_STEPS = 5
 
 
 @with_option_groups
+@with_model_option
 def roofline(
     engine: EngineOptions,
     output: OutputOptions,

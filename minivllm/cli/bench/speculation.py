@@ -10,7 +10,7 @@ from minivllm.cli.bench.report import OutputOptions, make_report, publish
 from minivllm.cli.bench.rounds import measure_in_turn
 from minivllm.cli.bench.sides import SideSpec
 from minivllm.cli.bench.text_cases import PROMPTS, TextCase
-from minivllm.cli.engine_options import ModelArgument
+from minivllm.cli.engine_options import ModelArgument, with_model_option
 from minivllm.cli.option_groups import with_option_groups
 from minivllm.errors import ConfigError
 
@@ -19,6 +19,7 @@ METHODS = ("ngram", "suffix")
 
 
 @with_option_groups
+@with_model_option
 def speculation(
     output: OutputOptions,
     model: ModelArgument = "smollm2",

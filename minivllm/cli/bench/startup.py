@@ -18,7 +18,7 @@ import typer
 
 import minivllm
 from minivllm.cli.bench.report import Measurement, OutputOptions, make_report, publish
-from minivllm.cli.engine_options import EngineOptions, ModelArgument
+from minivllm.cli.engine_options import EngineOptions, ModelArgument, with_model_option
 from minivllm.cli.engine_start import fetch_model
 from minivllm.cli.option_groups import with_option_groups
 from minivllm.errors import ModelError
@@ -28,6 +28,7 @@ TIMEOUT = 1800
 
 
 @with_option_groups
+@with_model_option
 def startup(
     engine: EngineOptions,
     output: OutputOptions,

@@ -14,7 +14,7 @@ from minivllm.cli.bench.report import Measurement, OutputOptions, make_report, p
 from minivllm.cli.bench.rounds import Outcome, SideOptions, measure_in_turn
 from minivllm.cli.bench.statistics import knee, median
 from minivllm.cli.bench.workloads import FORMS
-from minivllm.cli.engine_options import ModelArgument
+from minivllm.cli.engine_options import ModelArgument, with_model_option
 from minivllm.cli.option_groups import with_option_groups
 from minivllm.errors import ConfigError
 
@@ -48,6 +48,7 @@ AtATime = Annotated[int, typer.Option(min=1, help="Most requests that an engine 
 
 
 @with_option_groups
+@with_model_option
 def latency(
     sides: SideOptions,
     output: OutputOptions,
@@ -66,6 +67,7 @@ def latency(
 
 
 @with_option_groups
+@with_model_option
 def throughput(
     sides: SideOptions,
     output: OutputOptions,
@@ -87,6 +89,7 @@ def throughput(
 
 
 @with_option_groups
+@with_model_option
 def sweep(
     sides: SideOptions,
     server: ServerOptions,
