@@ -67,29 +67,32 @@ class EngineConnection:
         self.pull = self._bind(zmq.PULL, wire.OUTPUTS_SOCKET)
         start_read, self._start_write = os.pipe()
         self.life_fd, life_write = os.pipe()
-        # Ctrl-C goes to the whole process group. The new process begins with it blocked, until it can ignore it.
+        # Ctrl-C goes to the whole process group. The new process begins with it blocked, until it can ignore it; this
+        # one hears of it again when it is settled who cleans up.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, wire.FRONTEND_SIGNALS)
         try:
-            self.process = subprocess.Popen(
-                [*command, str(start_read), str(life_write)],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
-                pass_fds=(start_read, life_write),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            try:
+                self.process = subprocess.Popen(
+                    [*command, str(start_read), str(life_write)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
+                    pass_fds=(start_read, life_write),
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                )
+            finally:
+                os.close(start_read)
+                os.close(life_write)
+            self._cleanup = weakref.finalize(
+                self,
+                _clean_up,
+                self.process,
+                [self._start_write, self.life_fd],
+                [self._router, self.pull],
+                self._context,
+                self._directory,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            os.close(start_read)
-            os.close(life_write)
-        self._cleanup = weakref.finalize(
-            self,
-            _clean_up,
-            self.process,
-            [self._start_write, self.life_fd],
-            [self._router, self.pull],
-            self._context,
-            self._directory,
-        )
         try:
             self._send_start()
             self.ready = self._wait_until_ready()

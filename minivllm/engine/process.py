@@ -253,7 +253,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, wire.FRONTEND_SIGNALS)
     start_pipe = os.fdopen(start_fd, "rb")
-    (length,) = struct.unpack("<I", start_pipe.read(4))
+    header = start_pipe.read(4)
+    if not header:
+        sys.exit(0)  # the frontend has gone before it said what to start
+    (length,) = struct.unpack("<I", header)
     start = wire.Codec().decode(start_pipe.read(length), wire.Start)
     directory = Path(start.directory)
     traces = (directory / wire.TRACES_FILE).open("w")

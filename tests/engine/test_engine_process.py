@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import re
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from mock_engine import COMMAND, CRASH, HANG, RAISE, expected_tokens
 
 from minivllm.config import EngineArgs
+from minivllm.engine import connection as connection_module
 from minivllm.engine import wire
 from minivllm.engine.async_client import AsyncProcessClient
 from minivllm.engine.connection import EngineConnection
@@ -105,6 +107,33 @@ def test_only_the_user_can_reach_the_sockets_and_they_are_removed() -> None:
     connection.close()
     assert not directory.exists() and is_gone(connection.process.pid)
     connection.close()
+
+
+def test_ctrl_c_while_the_process_is_made_ends_it_quietly(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The engine has not been told yet what to start, and the frontend not where it is."""
+    started: list[subprocess.Popen[bytes]] = []
+    directories: list[Path] = []
+    make_process, make_directory = subprocess.Popen, connection_module._private_directory
+
+    def interrupted(*arguments: Any, **settings: Any) -> subprocess.Popen[bytes]:
+        started.append(make_process(*arguments, **settings))
+        os.kill(os.getpid(), signal.SIGINT)
+        return started[0]
+
+    def recorded() -> Path:
+        directories.append(make_directory())
+        return directories[0]
+
+    monkeypatch.setattr(connection_module.subprocess, "Popen", interrupted)
+    monkeypatch.setattr(connection_module, "_private_directory", recorded)
+    with pytest.raises(KeyboardInterrupt):
+        connect()
+    gc.collect()
+    assert started[0].poll() == 0
+    assert not directories[0].exists()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_closing_gives_every_descriptor_and_thread_back() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
 
+from drafting_cases import GREEDY, MAX_TOKENS, PARAMS, PROMPTS, SETTINGS, always_drafts, recorded_guesses
 from hypothesis import given
 from hypothesis import strategies as st
 from parity_reference import (
     assert_pool_unused,
-    random_prompts,
     reference_model,
     reference_tokens,
     run,
@@ -29,28 +29,11 @@ from parity_reference import (
 )
 from scripted_drafter import speculator_of
 
-from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
-from minivllm.spec_decode.drafter import DraftTask
 from minivllm.worker.draft_model import PrefixFingerprints
 from minivllm.worker.layer_caches import page_bytes
 
 TinyModel = Callable[..., Path]
-_WORDS = random_prompts((6, 9, 7), seed=21)
-PROMPTS = [_WORDS[0] * 3, _WORDS[1], _WORDS[2] * 2 + _WORDS[0], _WORDS[0], _WORDS[1] * 3]
-PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
-    SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=3),
-    SamplingParams(temperature=0.7, max_tokens=24, ignore_eos=True, seed=4, top_p=0.9, top_k=50),
-    SamplingParams(temperature=1.3, max_tokens=17, ignore_eos=True, seed=5, min_p=0.01),
-    SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
-]
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "chunks": {"max_num_batched_tokens": 7},
-    "preemption": {"max_model_len": 64, "num_gpu_blocks_override": 1 + 12},
-    "no prefix cache": {"enable_prefix_caching": False, "max_num_seqs": 2},
-}
 
 
 @pytest.fixture(scope="module")
@@ -75,36 +58,14 @@ def drafting(draft: Path, **settings: Any) -> dict[str, Any]:
     return {"speculative_config": {**config, **settings}}
 
 
-def always_drafts(llm: LLM, count: int = 3) -> LLM:
-    """However costly it is: how many guesses pay is not what is tested."""
-    speculator_of(llm).lengths.choose = lambda request_id, batch_size: count  # type: ignore[method-assign]
-    return llm
-
-
-def recorded_guesses(llm: LLM) -> list[tuple[list[int], list[int]]]:
-    """(known tokens, guesses) of every request and step from here on."""
-    drafter = speculator_of(llm).drafter
-    original, recorded = drafter.propose, []
-
-    def propose(tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
-        known = {task.request_id: task.token_ids.tolist() for task in tasks}
-        proposals = original(tasks)
-        recorded.extend((known[request_id], list(guess)) for request_id, guess in proposals.items())
-        return proposals
-
-    drafter.propose = propose  # type: ignore[method-assign]
-    return recorded
-
-
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_guesses_are_the_greedy_tokens_of_the_draft_model_whatever_became_of_its_cache(
     model: Path, other_model: Path, settings: dict[str, Any]
 ) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     with always_drafts(tiny_llm(model, **drafting(other_model), **settings)) as llm:
         recorded = recorded_guesses(llm)
         for _ in range(2):  # the second time from the prefix cache
-            assert tokens_of(run(llm, PROMPTS, params)) == reference_tokens(model, PROMPTS, max_tokens=16)
+            assert tokens_of(run(llm, PROMPTS, GREEDY)) == reference_tokens(model, PROMPTS)
         assert "num_gpu_blocks_override" not in settings or llm.get_metrics().num_preemptions > 0
         assert_pool_unused(llm)
     assert any(len(guess) == 3 for _, guess in recorded)
@@ -130,7 +91,7 @@ def test_where_draft_and_model_are_the_same_every_guess_is_right_also_at_random(
 def test_right_guesses_save_their_share_of_steps(model: Path, plain: list[list[int]]) -> None:
     with always_drafts(tiny_llm(model, **drafting(model))) as llm:
         assert tokens_of(run(llm, PROMPTS[:1], PARAMS[0])) == plain[:1]
-        assert llm.get_metrics().num_steps == 1 + -(-(24 - 1) // 4)
+        assert llm.get_metrics().num_steps == 1 + -(-(MAX_TOKENS - 1) // 4)
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
@@ -160,9 +121,9 @@ def test_the_drafter_computes_every_token_once(model: Path, plain: list[list[int
             computed.clear()
             assert tokens_of(run(llm, PROMPTS[:1], PARAMS[0])) == plain[:1]
             sums.append(sum(computed))
-        # 18 prompt tokens and 23 of the answer (the last one is never computed); then without the prompt's two blocks,
+        # 18 prompt tokens and 15 of the answer (the last one is never computed); then without the prompt's two blocks,
         # and without those of the answer: its tokens are the same, but not its blocks, until it has said them.
-        assert sums[0] == 18 + 23 - 1
+        assert sums[0] == 18 + 15 - 1
         assert sums[1] <= sums[0] - 16
 
 

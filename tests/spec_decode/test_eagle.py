@@ -20,6 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
 
+from drafting_cases import GREEDY, MAX_TOKENS, PARAMS, PROMPTS, SETTINGS, always_drafts
 from eagle_heads import (
     DRAFT_VOCAB,
     HIDDEN,
@@ -33,7 +34,6 @@ from eagle_heads import (
 )
 from parity_reference import (
     assert_pool_unused,
-    random_prompts,
     reference_model,
     reference_tokens,
     run,
@@ -41,9 +41,8 @@ from parity_reference import (
     tiny_llm,
     tokens_of,
 )
-from scripted_drafter import speculator_of
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM
 from minivllm.errors import ConfigError, ModelError
 from minivllm.worker.eagle import EagleDraft
 from minivllm.worker.graph_capture import RecordedGraphs
@@ -51,23 +50,6 @@ from minivllm.worker.layer_caches import page_bytes
 
 TinyModel = Callable[..., Path]
 VERSIONS = ("eagle", "eagle3")
-_WORDS = random_prompts((6, 9, 7), seed=21)
-PROMPTS = [_WORDS[0] * 3, _WORDS[1], _WORDS[2] * 2 + _WORDS[0], _WORDS[0], _WORDS[1] * 3]
-MAX_TOKENS = 16
-GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-PARAMS = [
-    GREEDY,
-    SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, ignore_eos=True, seed=3),
-    SamplingParams(temperature=0.7, max_tokens=MAX_TOKENS, ignore_eos=True, seed=4, top_p=0.9, top_k=50),
-    SamplingParams(temperature=1.3, max_tokens=MAX_TOKENS, ignore_eos=True, seed=5, min_p=0.01),
-    GREEDY,
-]
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "chunks": {"max_num_batched_tokens": 7},
-    "preemption": {"max_model_len": 64, "num_gpu_blocks_override": 1 + 10},
-    "no prefix cache": {"enable_prefix_caching": False, "max_num_seqs": 2},
-}
 SETTINGS_AS_PARAMETERS = [
     pytest.param(settings, id=name, marks=[pytest.mark.slow] if name in ("plain", "no prefix cache") else [])
     for name, settings in SETTINGS.items()
@@ -101,12 +83,6 @@ def knowing_heads(known_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 def drafting(version: str, head: Path, count: int = 3) -> dict[str, Any]:
     config = {"method": version, "model": str(head), "num_speculative_tokens": count, "verification_cost": 0.0}
     return {"speculative_config": config}
-
-
-def always_drafts(llm: LLM, count: int = 3) -> LLM:
-    """However costly it is: how many guesses pay is not what is tested."""
-    speculator_of(llm).lengths.choose = lambda request_id, batch_size: count  # type: ignore[method-assign]
-    return llm
 
 
 def draft_of(llm: LLM) -> EagleDraft:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
 
+from drafting_cases import recorded_guesses
 from parity_reference import (
     assert_pool_unused,
     random_prompts,
@@ -24,11 +25,9 @@ from parity_reference import (
     tiny_llm,
     tokens_of,
 )
-from scripted_drafter import speculator_of
 
-from minivllm import LLM, SamplingParams
+from minivllm import SamplingParams
 from minivllm.errors import ConfigError
-from minivllm.spec_decode.drafter import DraftTask
 
 TinyModel = Callable[..., Path]
 
@@ -52,21 +51,6 @@ def shallow_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         weights[f"model.layers.2.{name}"] = torch.zeros_like(weights[f"model.layers.2.{name}"])
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
-
-
-def recorded_guesses(llm: LLM) -> list[tuple[list[int], list[int]]]:
-    """(known tokens, guesses) of every request and step from here on."""
-    drafter = speculator_of(llm).drafter
-    original, recorded = drafter.propose, []
-
-    def propose(tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
-        known = {task.request_id: task.token_ids.tolist() for task in tasks}
-        proposals = original(tasks)
-        recorded.extend((known[request_id], list(guess)) for request_id, guess in proposals.items())
-        return proposals
-
-    drafter.propose = propose  # type: ignore[method-assign]
-    return recorded
 
 
 def test_guesses_are_the_greedy_tokens_of_the_cut_model(model: Path) -> None:
