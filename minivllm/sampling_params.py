@@ -14,6 +14,7 @@ from minivllm.errors import RequestError
 MAX_N = 128
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
+MAX_STOP_PATTERNS = 16
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_CHOICES = 1000
 MAX_EXTRA_ARGS_BYTES = 1024 * 1024
@@ -179,6 +180,8 @@ class SamplingParams(
     presence_penalty, frequency_penalty: subtracted for tokens already generated, once / per occurrence, in [-2, 2].
     repetition_penalty: divides (multiplies, below zero) the logits of tokens in prompt or output, > 0.
     stop: strings that end the text; stop_token_ids: ids that end it; include_stop_str_in_output keeps the string.
+    stop_regex: regular expressions (Python's syntax, without anchors, lookaround and backreferences) that end the text
+        as soon as one of them has matched, before the match; include_stop_str_in_output keeps it.
     ignore_eos: go on after the model's end-of-sequence ids.
     min_tokens: no end before this many tokens; max_tokens: at most so many (None: the rest of the context).
     logprobs / prompt_logprobs: how many alternatives to report per generated / prompt token (None: off, 0: only the
@@ -207,6 +210,7 @@ class SamplingParams(
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     stop: list[str] = msgspec.field(default_factory=list)
+    stop_regex: list[str] = msgspec.field(default_factory=list)
     stop_token_ids: list[int] = msgspec.field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -226,8 +230,9 @@ class SamplingParams(
     output_kind: OutputKind = OutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            msgspec.structs.force_setattr(self, "stop", [self.stop])
+        for name in ("stop", "stop_regex"):
+            if isinstance(getattr(self, name), str):
+                msgspec.structs.force_setattr(self, name, [getattr(self, name)])
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             _number(name, getattr(self, name))
         _integer("n", self.n, 1, MAX_N)
@@ -253,8 +258,10 @@ class SamplingParams(
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings")
-        for text in (*self.stop, *self.bad_words):
-            _check(isinstance(text, str) and text != "", "stop and bad_words", text, "non-empty strings")
+        num_patterns = len(self.stop_regex)
+        _check(num_patterns <= MAX_STOP_PATTERNS, "stop_regex", num_patterns, f"at most {MAX_STOP_PATTERNS} strings")
+        for text in (*self.stop, *self.stop_regex, *self.bad_words):
+            _check(isinstance(text, str) and text != "", "stop, stop_regex and bad_words", text, "non-empty strings")
         for token in (*self.stop_token_ids, *(self.allowed_token_ids or ()), *(self.logit_bias or ())):
             _integer("a token id", token, 0)
         if self.allowed_token_ids is not None:

@@ -37,6 +37,7 @@ class SamplingOptions:
     max_tokens: Annotated[int | None, _option("Most tokens of an answer.")] = None
     min_tokens: Annotated[int | None, _option("No end before so many tokens.")] = None
     stop: Annotated[list[str] | None, _option("Text that ends the answer (may be repeated).")] = None
+    stop_regex: Annotated[list[str] | None, _option("Regular expression that ends it (may be repeated).")] = None
     stop_token_ids: Annotated[list[int] | None, _option("Token id that ends the answer (may be repeated).")] = None
     include_stop_str_in_output: Annotated[
         bool, _option("Keep the stop text in the answer.", "--include-stop-str-in-output")

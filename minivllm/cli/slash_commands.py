@@ -26,6 +26,7 @@ SETTINGS = (
     "frequency_penalty",
     "repetition_penalty",
     "stop",
+    "stop_regex",
     "stop_token_ids",
     "include_stop_str_in_output",
     "ignore_eos",
@@ -117,7 +118,7 @@ def _set(session: ChatSession, argument: str) -> tuple[str, Next]:
         # None means "as if never set": the field's own default, which for max_tokens is the rest of the context.
         value = None if name == "max_tokens" else getattr(SamplingParams(), name)
     values = {**msgspec.to_builtins(session.params, str_keys=False), name: value}
-    if name in ("stop", "bad_words") and isinstance(value, str):
+    if name in ("stop", "stop_regex", "bad_words") and isinstance(value, str):
         values[name] = [value]
     if name == "logit_bias" and isinstance(value, dict):
         values[name] = {int(key) if key.isdecimal() else key: bias for key, bias in value.items()}

@@ -16,11 +16,12 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections import deque
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer as TokenizersBackend
 
-from minivllm.frontend.stop_strings import StopAutomaton
+from minivllm.frontend.stop_matcher import StopMatch, StopMatcher
 
 _BYTE_FALLBACK_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -138,49 +139,49 @@ class WindowStream:
 
 
 class Detokenizer:
-    """Text of one sequence with its stop strings.
+    """Text of one sequence with its stop strings and expressions.
 
-    Text that may begin a stop string is held back until decided. Stop strings that end in the first ``min_tokens``
-    tokens do not count, as in vLLM. After ``stop_string`` is set the sequence is over: the text ends before the stop
-    string (behind it with ``include_stop_string``) and no more tokens may be pushed.
+    Text that may begin a match is held back until decided. Matches that end in the first ``min_tokens`` tokens do not
+    count, as in vLLM. After ``stop_match`` is set the sequence is over: the text ends before the match (behind it with
+    ``include_stop_string``) and no more tokens may be pushed.
     """
 
     def __init__(
         self,
         stream: TokenStream,
-        stops: StopAutomaton | None = None,
+        stops: StopMatcher | None = None,
         *,
         min_tokens: int = 0,
         include_stop_string: bool = False,
     ) -> None:
         self._stream = stream
         self._stops = stops
-        self._state = 0
+        self._state = None if stops is None else stops.start
         self._num_tokens_to_ignore = min_tokens
         self._include_stop_string = include_stop_string
-        self._held = ""
+        self._held: deque[str] = deque()
+        self._num_held = 0
         self._released: list[str] = []
-        self.stop_string: str | None = None
+        self.stop_match: StopMatch | None = None
 
     def push(self, token_id: int) -> bool:
-        """Add one token; True if its text completed a stop string."""
+        """Add one token; True if its text completed a match."""
         text = self._stream.push(token_id)
         if self._num_tokens_to_ignore > 0:
             self._num_tokens_to_ignore -= 1
             self._release(text, look_for_stops=False)
         elif text:
             self._release(text)
-        return self.stop_string is not None
+        return self.stop_match is not None
 
     def flush(self) -> bool:
-        """End the sequence and release what was held back; True if a stop string turned up in the last of it."""
-        if self.stop_string is None:
+        """End the sequence and release what was held back; True if a match turned up in the last of it."""
+        if self.stop_match is None:
             text = self._stream.flush()
             self._release(text, look_for_stops=self._num_tokens_to_ignore == 0)
-            if self.stop_string is None:
-                self._released.append(self._held)
-                self._held = ""
-        return self.stop_string is not None
+            if self.stop_match is None:
+                self._release_held(0)
+        return self.stop_match is not None
 
     def take(self) -> str:
         """The text released since the last call, and forget it."""
@@ -199,18 +200,29 @@ class Detokenizer:
             self._released.append(text)
             return
         if look_for_stops:
-            self._state, num_read, stop = self._stops.scan(self._state, text)
+            self._state, num_read, self.stop_match = self._stops.scan(self._state, text)
+            text = text[:num_read]
         else:
-            self._state, num_read, stop = self._stops.skip(self._state, text), len(text), None
-        text = self._held + text[:num_read]
-        if stop is not None:
-            self.stop_string = stop
-            num_held = 0 if self._include_stop_string else len(stop)
-            self._held = ""
+            self._state = self._stops.skip(self._state, text)
+        self._held.append(text)
+        self._num_held += len(text)
+        if self._include_stop_string:
+            self._release_held(0)
+        elif self.stop_match is not None:
+            self._release_held(self.stop_match.length)
+            self._held.clear()
         else:
-            num_held = 0 if self._include_stop_string else self._stops.num_held(self._state)
-            self._held = text[len(text) - num_held :]
-        self._released.append(text[: len(text) - num_held])
+            self._release_held(self._stops.num_held(self._state))
+
+    def _release_held(self, num_held: int) -> None:
+        """Release all but the last so many characters. Piece by piece, since an expression may hold back much."""
+        while self._num_held > num_held:
+            piece = self._held.popleft()
+            num_released = min(len(piece), self._num_held - num_held)
+            self._released.append(piece[:num_released])
+            self._num_held -= num_released
+            if num_released < len(piece):
+                self._held.appendleft(piece[num_released:])
 
 
 def _decoder_types(backend: TokenizersBackend) -> set[str]:

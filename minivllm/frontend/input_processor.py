@@ -20,6 +20,9 @@ import msgspec
 from minivllm.config import EngineConfig
 from minivllm.errors import ContextLengthError, RequestError
 from minivllm.frontend.beam_search import BeamSearchParams
+from minivllm.frontend.stop_matcher import FirstStop, StopMatcher
+from minivllm.frontend.stop_regex import compile_stop_patterns
+from minivllm.frontend.stop_strings import StopAutomaton
 from minivllm.logits_processors import load_logits_processors
 from minivllm.messages import EngineRequest, LoRARequest
 from minivllm.sampling_params import OutputKind, PoolingParams, SamplingParams, StructuredOutputs
@@ -43,7 +46,7 @@ MAX_ADAPTER_TEXT_LENGTH = 4096
 class PreparedRequest:
     """A valid request, ready to be submitted: one sequence per completion, in order of their index.
 
-    request_id: the caller's, echoed. internal_id: unique in this frontend.
+    request_id: the caller's, echoed. internal_id: unique in this frontend. stops: what ends the text, besides tokens.
     """
 
     request_id: str
@@ -53,6 +56,7 @@ class PreparedRequest:
     params: SamplingParams
     arrival_time: float
     sequences: list[EngineRequest]
+    stops: StopMatcher | None = None
 
 
 class InputProcessor:
@@ -96,6 +100,7 @@ class InputProcessor:
         if pooling is not None and not isinstance(pooling, PoolingParams):
             raise RequestError(f"The pooling parameters are {_shown(pooling)}, but must be a PoolingParams.")
         max_tokens = self._resolve_max_tokens(len(token_ids), params)
+        stops = self._stop_matcher(params)
         bad_words = self._bad_words_token_ids(params.bad_words)
         thinking = None if params.thinking_budget is None else self._thinking_token_ids()
         if request_id is not None:
@@ -130,6 +135,7 @@ class InputProcessor:
             params=params,
             arrival_time=arrival_time,
             sequences=sequences,
+            stops=stops,
         )
 
     def render_chat(
@@ -245,10 +251,6 @@ class InputProcessor:
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or [])
         self._check_token_ids("the ids of logit_bias", list(params.logit_bias or ()))
-        if params.stop:
-            self._require_tokenizer("stop with strings")
-        for index, stop in enumerate(params.stop):
-            _check_text(f"stop[{index}]", stop, MAX_STOP_STRING_LENGTH)
         if params.num_sequences > params.n and params.output_kind is not OutputKind.FINAL_ONLY:
             raise RequestError(
                 f"best_of is {params.best_of} and n is {params.n}, but which ones are best is known at the end only: "
@@ -261,6 +263,16 @@ class InputProcessor:
             count = getattr(params, name)
             if count is not None and count > self._vocab_size:
                 raise RequestError(f"{name} is {count}, but the model's vocabulary has only {self._vocab_size} tokens.")
+
+    def _stop_matcher(self, params: SamplingParams) -> StopMatcher | None:
+        for name, stops in (("stop", params.stop), ("stop_regex", params.stop_regex)):
+            if stops:
+                self._require_tokenizer(name)
+            for index, stop in enumerate(stops):
+                _check_text(f"{name}[{index}]", stop, MAX_STOP_STRING_LENGTH)
+        matchers: list[StopMatcher] = [StopAutomaton(params.stop)] if params.stop else []
+        matchers += compile_stop_patterns(params.stop_regex)
+        return FirstStop(matchers) if len(matchers) > 1 else matchers[0] if matchers else None
 
     def _check_processors(self, params: SamplingParams) -> None:
         """extra_args are for somebody, and nobody objects to them."""

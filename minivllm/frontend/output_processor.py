@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from minivllm.frontend.detokenizer import Detokenizer, TokenDecoder
 from minivllm.frontend.input_processor import PreparedRequest
 from minivllm.frontend.outputs import CompletionOutput, Logprob, PositionLogprobMap, RequestMetrics, RequestOutput
-from minivllm.frontend.stop_strings import StopAutomaton
+from minivllm.frontend.stop_matcher import StopMatcher
 from minivllm.messages import EngineOutput, FinishReason, PositionLogprobs
 from minivllm.sampling_params import OutputKind
 
@@ -124,7 +124,7 @@ class _Sequence:
         index: int,
         sequence_id: str,
         decoder: TokenDecoder | None,
-        stops: StopAutomaton | None,
+        stops: StopMatcher | None,
     ) -> None:
         params = request.params
         self.request = request
@@ -165,9 +165,9 @@ class _Sequence:
             self._cumulative_logprob += position_logprobs.logprobs[0]
             if self._logprobs is not None:
                 self._logprobs.append(logprob_map(position_logprobs, self._decoder))
-        stop_string = self._detokenizer.stop_string if self._detokenizer is not None else None
-        if stop_string is not None:
-            self.finish(FinishReason.STOP, stop_string)
+        stop_match = self._detokenizer.stop_match if self._detokenizer is not None else None
+        if stop_match is not None:
+            self.finish(FinishReason.STOP, stop_match.reason)
         elif output.finish_reason is not None:
             self.finish(output.finish_reason, output.stop_reason)
         if num_kept:
@@ -175,12 +175,14 @@ class _Sequence:
         return num_kept
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """End the sequence, once; text still held back is released, and a stop string in it counts."""
+        """End the sequence, once; text still held back is released, and a match in it counts."""
         self.request.num_unfinished -= 1
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.has_news = True
-        if self._detokenizer is not None and self._detokenizer.stop_string is None and self._detokenizer.flush():
-            self.finish_reason, self.stop_reason = FinishReason.STOP, self._detokenizer.stop_string
+        if self._detokenizer is not None and self._detokenizer.stop_match is None:
+            self._detokenizer.flush()
+            if self._detokenizer.stop_match is not None:
+                self.finish_reason, self.stop_reason = FinishReason.STOP, self._detokenizer.stop_match.reason
 
     def make_output(self) -> CompletionOutput:
         """All so far, or in a delta stream what is new since the last call."""
@@ -234,9 +236,8 @@ class RequestState:
         )
         self.num_unfinished = params.num_sequences
         self._finished_outputs: dict[int, CompletionOutput] = {}
-        stops = StopAutomaton(params.stop) if params.stop else None
         self.sequences = [
-            _Sequence(self, index, engine_request.request_id, decoder, stops)
+            _Sequence(self, index, engine_request.request_id, decoder, prepared.stops)
             for index, engine_request in enumerate(prepared.sequences)
         ]
 

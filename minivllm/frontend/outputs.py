@@ -31,7 +31,7 @@ class CompletionOutput:
     token_ids keeps the token that ended the completion; text leaves it out (unless include_stop_str_in_output).
     cumulative_logprob: sum over the completion so far; None unless logprobs were asked for.
     finish_reason: "stop", "length", "abort", "error", or None while it runs.
-    stop_reason: the stop string or stop token id that ended it; None for an end-of-sequence token.
+    stop_reason: the stop string, stop expression or stop token id that ended it; None for an end-of-sequence token.
     """
 
     index: int

@@ -1,11 +1,8 @@
 """Stop strings: found wherever tokens cut them, in time linear in the text, however long they are.
 
 All stop strings of a request form one Aho-Corasick automaton (Aho and Corasick 1975). Its state after some text is the
-longest suffix of the text that begins a stop string, which is exactly the part a stream must hold back.
-
-**Which match counts.** The one that is complete first: reading character by character, generation ends as soon as the
-text ends in a stop string. If several end at the same character, the longest counts (it starts earliest). So the result
-does not depend on how tokens cut the text or on the order in which the stop strings were given.
+longest suffix of the text that begins a stop string, which is exactly the part a stream must hold back. Which of
+several matches counts, ``stop_matcher`` tells.
 """
 
 from __future__ import annotations
@@ -13,9 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from minivllm.frontend.stop_matcher import StopMatch
+
 
 class StopAutomaton:
-    """Immutable once built; one per request, shared by its n sequences. States are ints, 0 is the start."""
+    """Implements StopMatcher. States are ints."""
+
+    start = 0
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._children: list[dict[str, int]] = [{}]
@@ -54,23 +55,20 @@ class StopAutomaton:
             state = self._fallback[state]
         return self._children[state][char]
 
-    def scan(self, state: int, text: str) -> tuple[int, int, str | None]:
-        """Read text from a state: (new state, characters read, the stop string that ended the reading or None)."""
+    def scan(self, state: int, text: str) -> tuple[int, int, StopMatch | None]:
         if state == 0 and self._children[0].keys().isdisjoint(text):
             return 0, len(text), None
         for position, char in enumerate(text):
             state = self._step(state, char)
             stop = self._match[state]
             if stop is not None:
-                return state, position + 1, stop
+                return state, position + 1, StopMatch(stop, len(stop))
         return state, len(text), None
 
     def skip(self, state: int, text: str) -> int:
-        """Read text from a state without looking for stop strings; one may still begin in it and end later."""
         for char in text:
             state = self._step(state, char)
         return state
 
     def num_held(self, state: int) -> int:
-        """How many of the last characters may yet turn out to begin a stop string."""
         return self._num_held[state]

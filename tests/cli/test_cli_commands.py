@@ -167,7 +167,7 @@ def test_sampling_flags_override_the_models_defaults(engines: list[ScriptedEngin
     code = exit_code(
         *shlex.split(
             "chat -p x --temperature 0.1 --top-p 0.5 --top-k 7 --min-p 0.2 --max-tokens 9 --min-tokens 2 --stop a "
-            "--stop b "
+            "--stop b --stop-regex [0-9]+ "
             "--stop-token-ids 4 --include-stop-str-in-output --ignore-eos --bad-words w --repetition-penalty 1.1 "
             "--presence-penalty 0.3 --frequency-penalty 0.4 --no-skip-special-tokens"
         )
@@ -182,6 +182,7 @@ def test_sampling_flags_override_the_models_defaults(engines: list[ScriptedEngin
         max_tokens=9,
         min_tokens=2,
         stop=["a", "b"],
+        stop_regex=["[0-9]+"],
         stop_token_ids=[4],
         include_stop_str_in_output=True,
         ignore_eos=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from parity_reference import (
 )
 
 from minivllm import LLM, SamplingParams
+from minivllm.sampling_params import OutputKind
 
 TinyModel = Callable[..., Path]
 
@@ -172,4 +174,34 @@ def test_a_stop_string_ends_the_text_before_it_and_frees_the_request(llm: LLM) -
     kept = run(llm, [PROMPTS[0]], msgspec.structs.replace(SEEDED[0], include_stop_str_in_output=True, **cut))
     assert kept[0].outputs[0].text == stopped.text + stop
     llm.generate({"prompt_token_ids": PROMPTS[1]}, SamplingParams(max_tokens=2), use_tqdm=False)
+    assert_pool_unused(llm)
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("pattern", ["[aeiou][^aeiou]", "(?i)P.*N[^x]", r"\W{2,3}\w+\x14"])
+def test_a_stop_expression_ends_streams_and_whole_answers_alike(llm: LLM, pattern: str, include: bool) -> None:
+    free_text = run(llm, [PROMPTS[0]], SEEDED[0])[0].outputs[0].text
+    match = min(
+        (
+            match
+            for end in range(len(free_text) + 1)
+            for start in range(end)
+            if (match := re.compile(pattern).fullmatch(free_text, start, end))
+        ),
+        key=lambda match: match.span()[::-1],
+    )
+    params = msgspec.structs.replace(SEEDED[0], stop_regex=[pattern], include_stop_str_in_output=include)
+    whole = run(llm, [PROMPTS[0]], params)[0].outputs[0]
+    assert whole.text == free_text[: match.end() if include else match.start()]
+    assert (whole.finish_reason, whole.stop_reason) == ("stop", pattern)
+    engine = llm.llm_engine
+    engine.add_request(
+        None, {"prompt_token_ids": PROMPTS[0]}, msgspec.structs.replace(params, output_kind=OutputKind.DELTA)
+    )
+    pieces = []
+    while engine.has_unfinished_requests():
+        pieces += [output.outputs[0] for output in engine.step()]
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == ("stop", pattern)
+    assert [token for piece in pieces for token in piece.token_ids] == list(whole.token_ids)
     assert_pool_unused(llm)

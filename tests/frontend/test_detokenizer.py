@@ -12,6 +12,7 @@ from small_tokenizers import FAMILIES, TEXTS, byte_fallback_bpe, byte_level_bpe
 from tokenizers import Tokenizer
 
 from minivllm.frontend.detokenizer import Detokenizer, TokenDecoder
+from minivllm.frontend.stop_matcher import StopMatch
 from minivllm.frontend.stop_strings import StopAutomaton
 
 TOKENIZERS = {name: make() for name, make in FAMILIES.items()}
@@ -140,7 +141,7 @@ def test_stop_string_ends_the_text_where_it_is_first_complete(text: str, stops: 
     found = first_stop(text, stops)
     expected = text if found is None else text[: found[1] if include else found[0]]
     assert "".join(emissions) == expected
-    assert detokenizer.stop_string == (None if found is None else found[2])
+    assert detokenizer.stop_match == (None if found is None else StopMatch(found[2], len(found[2])))
 
 
 @settings(max_examples=300, deadline=None)
@@ -164,7 +165,7 @@ def test_stop_result_does_not_depend_on_how_tokens_cut_the_text(
     coarse = Detokenizer(Pieces(pieces), StopAutomaton(shuffled))
     fine = Detokenizer(Pieces(list(text)), StopAutomaton(stops))
     assert "".join(pushes(coarse, list(range(len(pieces))))[0]) == "".join(pushes(fine, list(range(len(text))))[0])
-    assert coarse.stop_string == fine.stop_string
+    assert coarse.stop_match == fine.stop_match
 
 
 @settings(max_examples=400, deadline=None)
@@ -207,7 +208,7 @@ def test_stop_string_made_of_byte_tokens_is_found_in_the_flush() -> None:
     detokenizer = Detokenizer(DECODERS["byte-fallback"].stream(True), StopAutomaton(["😀"]))
     emissions, _ = pushes(detokenizer, tokenizer.encode("ab😀").ids)
     assert "".join(emissions) == "ab"
-    assert detokenizer.stop_string == "😀"
+    assert detokenizer.stop_match == StopMatch("😀", 1)
 
 
 def test_cumulative_text_is_the_same_as_all_deltas() -> None:

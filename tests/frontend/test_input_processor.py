@@ -93,6 +93,9 @@ def test_bad_prompt_is_refused_naming_what_was_given(prompt: Any, words: list[st
         ({"logit_bias": {VOCAB: 1.0}}, ["logit_bias", str(VOCAB)]),
         ({"stop": ["a\ud800"]}, ["stop[0]", "U+D800"]),
         ({"stop": ["ok", "x" * 5000]}, ["stop[1]", "5000", "1024"]),
+        ({"stop_regex": ["a\ud800"]}, ["stop_regex[0]", "U+D800"]),
+        ({"stop_regex": ["ok", "x" * 5000]}, ["stop_regex[1]", "5000", "1024"]),
+        ({"stop_regex": ["ok", "(x"]}, ["stop_regex[1] is '(x'", "missing )"]),
         ({"bad_words": ["\ud800"]}, ["bad_words[0]", "U+D800"]),
         ({"min_tokens": 62, "max_tokens": None}, ["min_tokens is 62", "at most 61", "64"]),
     ],
@@ -108,7 +111,7 @@ def test_parameters_of_another_type_are_refused() -> None:
         processor().process(IDS, {"max_tokens": 3})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("what", ["a text", {"stop": ["x"]}, {"bad_words": ["x"]}])
+@pytest.mark.parametrize("what", ["a text", {"stop": ["x"]}, {"stop_regex": ["x"]}, {"bad_words": ["x"]}])
 def test_text_without_a_tokenizer_is_refused(what: Any) -> None:
     prompt, params = (what, {}) if isinstance(what, str) else (IDS, what)
     with pytest.raises(RequestError, match="needs a tokenizer"):

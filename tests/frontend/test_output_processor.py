@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_client import EOS, engine_config, logprobs_at
-from small_tokenizers import byte_level_bpe
+from small_tokenizers import byte_level_bpe, wrapped
 
 from minivllm.frontend.detokenizer import TokenDecoder
 from minivllm.frontend.input_processor import InputProcessor, PreparedRequest
@@ -33,18 +33,14 @@ class Frontend:
 
     def __init__(self, decoder: TokenDecoder | None = DECODER) -> None:
         self.inputs = InputProcessor(
-            engine_config(max_model_len=4096), None, model_vocab_size=VOCAB + 10, eos_token_ids=(EOS,)
+            engine_config(max_model_len=4096), wrapped(BACKEND), model_vocab_size=VOCAB + 10, eos_token_ids=(EOS,)
         )
         self.outputs = OutputProcessor(decoder)
 
     def add(self, prompt_ids: tuple[int, ...] = (1, 2, 3), **params: Any) -> PreparedRequest:
-        stop = params.pop("stop", [])
         prepared = self.inputs.process(
             {"prompt_token_ids": list(prompt_ids)}, SamplingParams(max_tokens=None, **params), request_id="mine"
         )
-        # The input processor has no tokenizer here and would refuse stop strings.
-        if stop:
-            object.__setattr__(prepared, "params", SamplingParams(max_tokens=None, stop=stop, **params))
         self.outputs.add_request(prepared)
         return prepared
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
@@ -91,3 +92,18 @@ def test_a_stop_string_or_list_ends_the_text_before_it(client: openai.OpenAI, st
     answer = client.chat.completions.create(model="scripted", messages=say("one two three four"), stop=stop)
     assert answer.choices[0].message.content == "one two "
     assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("given", ["t[hx]+r", ["[0-9]", "t[hx]+r"]])
+@pytest.mark.parametrize(("include", "content"), [(False, "one two "), (True, "one two thr")])
+def test_a_stop_expression_ends_the_text_before_its_match_or_behind_it(
+    client: openai.OpenAI, given: str | list[str], include: bool, content: str
+) -> None:
+    extra = {"stop_regex": given, "include_stop_str_in_output": include}
+    options: dict[str, Any] = {"model": "scripted", "messages": say("one two three four"), "extra_body": extra}
+    answer = client.chat.completions.create(**options).choices[0]
+    assert (answer.message.content, answer.finish_reason) == (content, "stop")
+    assert answer.model_extra is not None and answer.model_extra["stop_reason"] == "t[hx]+r"
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**options, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == content
+    assert chunks[-1].finish_reason == "stop"

@@ -113,6 +113,7 @@ def test_sampling_parameters_reach_the_engine_unchanged(client: openai.OpenAI, s
             "min_p": 0.1,
             "repetition_penalty": 1.1,
             "min_tokens": 1,
+            "stop_regex": "x{9}",
             "stop_token_ids": [9],
             "allowed_token_ids": [5, 6],
             "ignore_eos": False,
@@ -125,6 +126,7 @@ def test_sampling_parameters_reach_the_engine_unchanged(client: openai.OpenAI, s
     assert (params.temperature, params.top_p, params.seed, params.top_k, params.min_p) == (0.7, 0.9, 11, 7, 0.1)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.5, 1.1)
     assert (params.logit_bias, params.stop, params.stop_token_ids) == ({5: -3.0}, ["zz"], [9])
+    assert params.stop_regex == ["x{9}"]
     assert (params.min_tokens, params.allowed_token_ids) == (1, [5, 6])
     assert (request.priority, request.cache_salt) == (3, "tenant")
 

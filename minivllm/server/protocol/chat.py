@@ -221,7 +221,7 @@ ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ChatChoice(TypedDict):
-    """stop_reason: the stop string or token id that ended it."""
+    """stop_reason: the stop string, stop expression or token id that ended it."""
 
     index: int
     message: AnswerMessage

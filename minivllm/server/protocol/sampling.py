@@ -8,7 +8,14 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from minivllm.errors import RequestError
-from minivllm.sampling_params import MAX_N, MAX_STOP_STRINGS, OutputKind, SamplingParams, StructuredOutputs
+from minivllm.sampling_params import (
+    MAX_N,
+    MAX_STOP_PATTERNS,
+    MAX_STOP_STRINGS,
+    OutputKind,
+    SamplingParams,
+    StructuredOutputs,
+)
 from minivllm.server.errors import ApiError
 
 MAX_STOP_LENGTH = 1024
@@ -67,6 +74,7 @@ class SamplingFields(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_regex: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_PATTERNS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LIST_LENGTH)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -95,8 +103,9 @@ class SamplingFields(Body):
         values |= {"structured_outputs": self.structure(), "extra_args": self.vllm_xargs}
         if self.repetition_detection is not None:
             values["repetition_detection"] = self.repetition_detection.model_dump(exclude_none=True)
-        if isinstance(self.stop, str):
-            values["stop"] = [self.stop]
+        for name in ("stop", "stop_regex"):
+            if isinstance(values[name], str):
+                values[name] = [values[name]]
         if self.logit_bias is not None:
             values["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
             if len(values["logit_bias"]) != len(self.logit_bias):
