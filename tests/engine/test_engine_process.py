@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,7 +111,7 @@ def test_only_the_user_can_reach_the_sockets_and_they_are_removed() -> None:
 
 
 def test_ctrl_c_while_the_process_is_made_ends_it_quietly(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ctrl_c_interrupts: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The engine has not been told yet what to start, and the frontend not where it is."""
     started: list[subprocess.Popen[bytes]] = []
@@ -119,7 +120,7 @@ def test_ctrl_c_while_the_process_is_made_ends_it_quietly(
 
     def interrupted(*arguments: Any, **settings: Any) -> subprocess.Popen[bytes]:
         started.append(make_process(*arguments, **settings))
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
         return started[0]
 
     def recorded() -> Path:

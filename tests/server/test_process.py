@@ -132,7 +132,9 @@ def test_a_killed_core_reaches_every_client_health_and_the_exit_code(start: Call
     assert psutil.wait_procs(children, timeout=30)[1] == []
 
 
-def test_ctrl_c_ends_a_start_at_once_and_quietly(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_start_at_once_and_quietly(
+    ctrl_c_interrupts: None, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
     """As a terminal sends it: to the whole process group, here while the engine process imports."""
     log = tmp_path / "log"
     command = [sys.executable, "-m", "minivllm.cli.main", "serve", str(tiny_model("llama")), "--port", "0"]
