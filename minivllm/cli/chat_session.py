@@ -300,9 +300,11 @@ class ChatSession:
         attachment = Attachment(name=path.name, text=text, num_tokens=tokens)
         used = self.num_context_tokens() + sum(other.num_tokens for other in self.attachments)
         if used + tokens >= self.max_model_len:
+            free = max(0, self.max_model_len - used)
+            remedy = "/drop or /compact make room" if used else "start with a larger --max-model-len"
             raise RequestError(
-                f"{path} has {tokens:,} tokens, but of the context's {self.max_model_len:,} only "
-                f"{max(0, self.max_model_len - used):,} are free: /drop or /compact make room, or take a smaller file."
+                f"{path} has {tokens:,} tokens, but of the context's {self.max_model_len:,} only {free:,} are free: "
+                f"{remedy}, or take a smaller file."
             )
         self.attachments.append(attachment)
         return attachment

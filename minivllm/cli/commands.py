@@ -44,7 +44,7 @@ def minivllm(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """A serving engine for language models that can be read in an afternoon.
+    """A serving engine for language models, whose core can be read in an afternoon.
 
     Example: minivllm chat
     """

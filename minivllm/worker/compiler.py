@@ -34,7 +34,10 @@ def cache_directory() -> Path:
 def cannot_compile_reason(device: torch.device) -> str | None:
     """Why torch.compile cannot work here, or None if it can. Makes the directory for compiled code."""
     if device.type != "cuda" and find_cpp_compiler() is None:
-        return "no C++ compiler (g++ or clang++) was found, which torch.compile needs on a CPU"
+        return (
+            "no C++ compiler (g++ or clang++) was found, which torch.compile needs on a CPU; "
+            "install one, or name one in CXX"
+        )
     directory = cache_directory()
     advice = "set MINIVLLM_HOME to a directory that can hold it"
     try:

@@ -273,7 +273,10 @@ class Worker:
     def wait_for_builds(self) -> None:
         """Let what is being compiled in the background be finished, for the next start; Ctrl-C leaves it."""
         if self._compiler.is_building:
-            logger.info("Compiling for the next start … (Ctrl-C leaves it for then)")
+            logger.info(
+                "Finishing the compiled model, so that the next start finds it; Ctrl-C leaves it for then.",
+                extra={"is_notice": True},
+            )
             with suppress(KeyboardInterrupt):
                 self._compiler.finish_builds()
 

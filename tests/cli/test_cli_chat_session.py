@@ -331,8 +331,10 @@ def test_a_file_goes_with_the_next_message_once_and_only_if_it_can_fit(tmp_path:
     with pytest.raises(RequestError, match="not UTF-8 text"):
         run_command(session, f"/read {path}")
     path.write_text("x" * 600)
-    with pytest.raises(RequestError, match=r"has 600 tokens, but of the context's 512 only \d+ are free"):
+    with pytest.raises(RequestError, match=r"has 600 tokens, but of the context's 512 only \d+ are free: /drop or"):
         run_command(session, f"/read {path}")
+    with pytest.raises(RequestError, match="only 512 are free: start with a larger --max-model-len"):
+        run_command(session_with(), f"/read {path}")
     with pytest.raises(RequestError, match="Cannot read"):
         run_command(session, f"/read {tmp_path}")
 
