@@ -183,8 +183,8 @@ class _Compiler:
             return begin
         if kind == "SUBPATTERN":
             _, added, removed, inner = argument
-            if added & re.ASCII:
-                flags &= ~re.UNICODE
+            if added & (re.ASCII | re.UNICODE):  # one takes the other's place
+                flags &= ~(re.ASCII | re.UNICODE)
             return self.sequence(inner, (flags | added) & ~removed, then)
         if kind in _REFUSED:
             raise ValueError(

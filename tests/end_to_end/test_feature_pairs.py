@@ -36,6 +36,7 @@ _WORDS = random_prompts((7, 9, 6), seed=21)
 # Repeated beginnings give lookups something to find; all are longer than the small budget, none ends with a block.
 PROMPTS = [_WORDS[0] * 3, _WORDS[1] * 2, _WORDS[2] * 2 + _WORDS[0], _WORDS[0] * 2 + _WORDS[1]]
 PRIORITIES = [3, 0, 2, 1]
+STOP_REGEX = r"(?s).{12,}[a-z]\W"
 ADAPTED = [True, False, True, False]
 
 
@@ -151,6 +152,12 @@ ANSWERS = (
         {"logits_processors": ["custom_processors:NoRepeats"]},
         {"extra_args": {"no_repeats": True}},
         changes_answer=True,
+    ),
+    Feature(
+        "stop expression",
+        params={"stop_regex": [STOP_REGEX], "include_stop_str_in_output": True},
+        changes_answer=True,
+        is_at_work=lambda run: any(c.stop_reason == STOP_REGEX for c in run.completions),
     ),
     Feature(
         "logprobs",

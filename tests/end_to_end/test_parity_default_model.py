@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from parity_reference import reference_logits, reference_tokens, run, tokens_of
 
 from minivllm import LLM, SamplingParams
+from minivllm.cli.bench.text_cases import PROMPTS
 from minivllm.frontend.tokenizer import load_tokenizer
 from minivllm.models.gguf_file import find_gguf
 
@@ -109,6 +111,18 @@ def test_the_default_model_equals_transformers(
     for prompt, completion in zip(prompts, completions):
         assert len(completion) == MAX_TOKENS or completion[-1] in eos
         assert completion == likeliest_after_each(smollm2_path, prompt, completion)
+
+
+@pytest.mark.slow
+def test_tokens_guessed_from_a_prompt_to_repair_leave_the_default_models_answer(smollm2_path: Path) -> None:
+    tokenizer = load_tokenizer(smollm2_path)
+    question = PROMPTS["repair"](random.Random(0))
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}])
+    guessing = {"method": "ngram", "verification_cost": 0.0}
+    with engine(smollm2_path, enforce_eager=True, speculative_config=guessing) as llm:
+        [completion] = tokens_of(run(llm, [prompt], GREEDY))
+        assert llm.get_metrics().num_accepted_tokens > 10
+    assert completion == likeliest_after_each(smollm2_path, prompt, completion)
 
 
 @pytest.mark.matrix

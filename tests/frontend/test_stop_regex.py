@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import regex
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minivllm.errors import RequestError
@@ -140,13 +140,14 @@ def test_an_expression_is_refused_if_and_only_if_it_matches_the_empty_text(patte
 @settings(max_examples=300, deadline=None)
 @given(
     st.characters(),
-    st.sampled_from([*ATOMS, "k", "[^s]", "ß", "[à-ý]"]),
+    st.sampled_from([*ATOMS, "k", "[^s]", "ß", "[à-ý]", r"(?a:\w)", r"(?u:\w)", "(?-i:k)", "(?s:.)"]),
     st.sampled_from(["", "(?i)", "(?a)", "(?s)", "(?ai)"]),
 )
 @example("ſ", "[^s]", "(?i)")
 @example("\u212a", "k", "(?i)")
+@example("é", r"(?u:\w)", "(?a)")
+@example("é", r"(?a:\w)", "")
 def test_a_class_contains_what_python_says(char: str, atom: str, flags: str) -> None:
-    assume(not (atom == "(?i:A)" and "a" in flags))
     matched = StopPattern(flags + atom).scan(StopPattern.start, char)[2]
     assert (matched is not None) == (re.fullmatch(flags + atom, char) is not None)
 
@@ -167,8 +168,8 @@ def test_expressions_that_ruin_backtracking_cost_no_more_than_their_size_per_cha
         state, _, match = matcher.scan(state, "a" * 10)
         assert match is None
         taken = [places for _, places in state.matches]
-        assert sum(places.bit_count() for places in taken) <= 2 * matcher.num_elements
-    assert num_advances <= 2000 * (2 * matcher.num_elements + 1)
+        assert sum(places.bit_count() for places in taken) <= matcher.num_elements
+    assert num_advances <= 2000 * (matcher.num_elements + 1)
 
 
 def test_an_open_match_holds_back_everything_and_releases_it_in_the_end() -> None:
