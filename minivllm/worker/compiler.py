@@ -131,6 +131,9 @@ class RegionCompiler:
         """True while regions stand in for what is being built aside, always with the shapes of their first call."""
         return False
 
+    def leave_builds(self) -> None:
+        """Let what is being built aside be finished by processes that may outlive this one."""
+
     def finish_builds(self) -> bool:
         """Wait for regions that are being built aside; True if there were any, whose results so far were made up."""
         return False

