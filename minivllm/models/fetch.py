@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from minivllm.errors import ModelError
-from minivllm.file_lock import exclusive
+from minivllm.models.file_lock import exclusive
 
 # (what is happening, bytes done, bytes in total)
 Progress = Callable[[str, int, int], None]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import kernels_triton_free
 import minivllm
-from minivllm.file_lock import exclusive
+from minivllm.models.file_lock import exclusive
 from minivllm.worker.compiler import (
     MAX_ROWS,
     RegionCompiler,

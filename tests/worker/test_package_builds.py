@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.file_lock import exclusive
+from minivllm.models.file_lock import exclusive
 from minivllm.worker.package_builds import PackageBuilds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="builds are child processes on Linux only")
