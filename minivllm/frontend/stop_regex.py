@@ -10,7 +10,7 @@ work for a character and the memory by the number of places.
 
 The syntax is that of Python's ``re``, whose parser reads it and which decides what a class contains. What looks beyond
 the matched text or depends on the order of attempts (anchors, lookaround, backreferences, …) is refused. A match ends
-as soon as it can (see ``StopMatcher``), so ``a+`` ends at the first a, and greedy and lazy repetition are the same.
+as soon as it can (see ``stop_matcher``), so ``a+`` ends at the first a, and greedy and lazy repetition are the same.
 """
 
 from __future__ import annotations
