@@ -1,6 +1,6 @@
 """Many streams at once through the real server and engine process, with aborts, errors and preemptions: what is left?
 
-As a program: ``python tests/server/soak.py --requests 5000 [--model smollm2]`` reports counts and memory besides.
+As a program: ``python tests/server/soak.py --requests 5000 --compiled [--model smollm2]`` reports counts and memory.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ MAX_MEMORY_GROWTH = 0.02
 """Over the last half of a long run."""
 
 
-def engine_args(model: str) -> EngineArgs:
+def engine_args(model: str, compiled: bool = False) -> EngineArgs:
     """A pool so small that requests preempt one another."""
     return EngineArgs(
         model=model,
         dtype="float32",
-        enforce_eager=True,
+        enforce_eager=not compiled,
         block_size=8,
         max_model_len=128,
         max_num_seqs=8,
@@ -197,9 +197,9 @@ async def _texts(response: httpx.Response) -> AsyncIterator[str]:
             yield event["choices"][0]["text"]
 
 
-def soak(model: str, num_requests: int, vocab_size: int) -> Findings:
+def soak(model: str, num_requests: int, vocab_size: int, compiled: bool = False) -> Findings:
     """A server of its own, the soak, and what is open afterwards compared with before."""
-    args = engine_args(model)
+    args = engine_args(model, compiled)
     with serve_in_thread(lambda: AsyncLLM.from_args(args), max_queued_requests=256, request_timeout=PATIENCE) as server:
         asyncio.run(Soak(server, 40, vocab_size).run())  # whatever is opened once is open from here on
         before = _open_things(server)
@@ -224,9 +224,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--vocab-size", type=int, default=49_152)
+    parser.add_argument("--compiled", action="store_true", help="several times faster with a real model")
     options = parser.parse_args()
     model = str(Path(options.model).resolve()) if Path(options.model).exists() else options.model
-    findings = soak(model, options.requests, options.vocab_size)
+    findings = soak(model, options.requests, options.vocab_size, options.compiled)
     print(dict(findings.kinds), f"{findings.num_preemptions} preemptions")
     print(f"memory {findings.memory[0] / 2**20:.0f} to {findings.memory[-1] / 2**20:.0f} MiB, "
           f"{findings.memory_growth:+.2%} over the last half")  # fmt: skip
