@@ -10,7 +10,7 @@ import msgspec
 
 from minivllm.errors import RequestError
 
-WORKER_METHODS = frozenset({"memory_bytes", "weight_checksums"})
+WORKER_METHODS = frozenset({"adapter_shapes", "memory_bytes", "weight_checksums"})
 """Methods of a Worker that ``collective_rpc`` of a frontend may call: they only look."""
 
 

@@ -49,6 +49,20 @@ class AdapterManager:
         """Adapters on the device, least recently used first."""
         return list(self._slots)
 
+    @property
+    def max_rank(self) -> int:
+        """The highest rank there is room for."""
+        return self._config.max_lora_rank
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """[out, in] in the whole model of every linear layer that an adapter may change, by its name there."""
+        return dict(self._expected)
+
+    def rank(self, name: str) -> int:
+        """The highest rank that an adapter in memory has in any layer."""
+        return self._adapters[name].rank
+
     def load(self, request: LoRARequest) -> str:
         """Read an adapter into host memory; its digest. Raises RequestError, and nothing changes."""
         adapter = load_adapter(
@@ -130,23 +144,29 @@ class AdapterManager:
 
 
 class BatchAdapters:
-    """Which adapter slot the request in each slot of the batch uses."""
+    """Which adapter slot the request in each slot of the batch uses, and the rank of what lies there.
+
+    lora_slots, ranks: int32 [max_num_seqs], 0 without adapter. max_rank: what ranks can be at most.
+    """
 
     def __init__(self, manager: AdapterManager, max_num_seqs: int) -> None:
         self.lora_slots = np.zeros(max_num_seqs, dtype=np.int32)
+        self.ranks = np.zeros(max_num_seqs, dtype=np.int32)
+        self.max_rank = manager.max_rank
         self._manager = manager
         self._names: dict[int, str] = {}
 
     def add(self, slot: int, request: NewRequestData, output_token_ids: list[int]) -> None:
         """The request of a slot of the batch brings its adapter into memory, if it has one."""
-        self.lora_slots[slot] = 0
+        self.lora_slots[slot] = self.ranks[slot] = 0
         if request.lora_name is not None:
             self.lora_slots[slot] = self._manager.activate(request.lora_name, self._names.values())
+            self.ranks[slot] = self._manager.rank(request.lora_name)
             self._names[slot] = request.lora_name
 
     def remove(self, slot: int) -> None:
         """The request of the slot has left; its adapter stays where it is until somebody needs the place."""
-        self.lora_slots[slot] = 0
+        self.lora_slots[slot] = self.ranks[slot] = 0
         self._names.pop(slot, None)
 
 

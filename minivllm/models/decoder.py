@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.activation import gated_activation
+from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.norm import add_rms_norm, rms_norm
 from kernels_triton_free.paged_cache import write_kv
 from kernels_triton_free.rotary import (
@@ -106,13 +107,13 @@ class LayerMethods(NamedTuple):
 class TokenInputs(NamedTuple):
     """What every region needs of the tokens in this step, int32 [tokens]; padding writes to slot 0.
 
-    positions: in the sequence. slot_mapping: page * page_size + offset in the KV cache. lora_slots: the token's
-    adapter, 0 for none; None where the linear layers have no adapters.
+    positions: in the sequence. slot_mapping: page * page_size + offset in the KV cache. adapters: that of each token;
+    None where the linear layers have no adapters.
     """
 
     positions: Tensor
     slot_mapping: Tensor
-    lora_slots: Tensor | None = None
+    adapters: RowAdapters | None = None
 
 
 class LayerCache(NamedTuple):
@@ -359,9 +360,7 @@ class Decoder:
 
     def logits(self, o: Tensor, residual: Tensor, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """Logits [len(rows), vocab] of the picked rows (int32) of what ``forward`` returned for these tokens."""
-        return self._last(
-            o, residual, rows, tokens.lora_slots, self._weights[-1][1], self.final_norm, self.head.tensors
-        )
+        return self._last(o, residual, rows, tokens.adapters, self._weights[-1][1], self.final_norm, self.head.tensors)
 
     def hidden_states(self, o: Tensor, residual: Tensor, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """Final hidden states [len(rows), hidden], normalised, of the picked rows of what ``forward`` returned.
@@ -369,7 +368,7 @@ class Decoder:
         Not compiled: it is one layer's MLP, and only requests for embeddings need it.
         """
         layer, after = self.layers[-1], self._weights[-1][1]
-        return self._final_hidden(layer, o, residual, rows, tokens.lora_slots, after, self.final_norm)
+        return self._final_hidden(layer, o, residual, rows, tokens.adapters, after, self.final_norm)
 
     def compile_hidden_states(
         self, compile_region: CompileRegion
@@ -384,7 +383,7 @@ class Decoder:
         )
 
         def hidden_states(o: Tensor, residual: Tensor, rows: Tensor, tokens: TokenInputs) -> Tensor:
-            final: Tensor = region(o, residual, rows, tokens.lora_slots, self._weights[-1][1], self.final_norm)
+            final: Tensor = region(o, residual, rows, tokens.adapters, self._weights[-1][1], self.final_norm)
             return final
 
         return hidden_states
@@ -419,7 +418,7 @@ class Decoder:
         after: AfterAttention,
         before: BeforeAttention,
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self._attention_output_and_mlp(layer, o, residual, tokens.lora_slots, after)
+        x, residual = self._attention_output_and_mlp(layer, o, residual, tokens.adapters, after)
         x, residual = add_rms_norm(x, residual, before.norm, self.config.rms_norm_eps)
         return self._queries(rotary, following, x, tokens, cos_sin, cache, before), residual
 
@@ -429,12 +428,12 @@ class Decoder:
         o: Tensor,
         residual: Tensor,
         rows: Tensor,
-        lora_slots: Tensor | None,
+        adapters: RowAdapters | None,
         after: AfterAttention,
         final_norm: Tensor,
         head: LinearTensors,
     ) -> Tensor:
-        x = self._final_hidden(layer, o, residual, rows, lora_slots, after, final_norm)
+        x = self._final_hidden(layer, o, residual, rows, adapters, after, final_norm)
         return self.head.method.apply(x, head)
 
     def _final_hidden(
@@ -443,12 +442,12 @@ class Decoder:
         o: Tensor,
         residual: Tensor,
         rows: Tensor,
-        lora_slots: Tensor | None,
+        adapters: RowAdapters | None,
         after: AfterAttention,
         final_norm: Tensor,
     ) -> Tensor:
-        slots = None if lora_slots is None else lora_slots[rows]
-        x, residual = self._attention_output_and_mlp(layer, o[rows], residual[rows], slots, after)
+        own = None if adapters is None else adapters.of(rows)
+        x, residual = self._attention_output_and_mlp(layer, o[rows], residual[rows], own, after)
         return add_rms_norm(x, residual, final_norm, self.config.rms_norm_eps)[0]
 
     def _queries(
@@ -463,7 +462,7 @@ class Decoder:
     ) -> Tensor:
         """Project to q, k, v, rotate, store k and v, and return q [tokens, kv_heads, G, D] in attention_dtype."""
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.config.head_dim
-        qkv = layer.qkv.apply(x, before.qkv, tokens.lora_slots)
+        qkv = layer.qkv.apply(x, before.qkv, tokens.adapters)
         q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
         q, k, v = q.view(-1, heads, dim), k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
         if before.q_norm is not None and before.k_norm is not None:
@@ -477,12 +476,12 @@ class Decoder:
         return q.to(self.attention_dtype).reshape(-1, kv_heads, heads // kv_heads, dim).contiguous()
 
     def _attention_output_and_mlp(
-        self, layer: DecoderLayer, o: Tensor, residual: Tensor, lora_slots: Tensor | None, after: AfterAttention
+        self, layer: DecoderLayer, o: Tensor, residual: Tensor, adapters: RowAdapters | None, after: AfterAttention
     ) -> tuple[Tensor, Tensor]:
-        x = layer.o.apply(o.to(self.dtype).flatten(1), after.o, lora_slots)
+        x = layer.o.apply(o.to(self.dtype).flatten(1), after.o, adapters)
         x, residual = add_rms_norm(x, residual, after.norm, self.config.rms_norm_eps)
-        x = gated_activation(layer.gate_up.apply(x, after.gate_up, lora_slots), self.config.hidden_act)
-        return layer.down.apply(x, after.down, lora_slots), residual
+        x = gated_activation(layer.gate_up.apply(x, after.gate_up, adapters), self.config.hidden_act)
+        return layer.down.apply(x, after.down, adapters), residual
 
 
 def rotary_frequencies(rotary: RotaryConfig, max_model_len: int) -> Tensor:

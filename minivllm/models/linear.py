@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
-from kernels_triton_free.lora import add_low_rank
+from kernels_triton_free.lora import RowAdapters, add_low_rank
 from minivllm.models.quantized_weight import QuantizedWeight, StoredWeight, stack
 
 LinearTensors = tuple[Tensor, ...]
@@ -139,17 +139,17 @@ class Linear:
         """Everything ``apply`` reads of this layer; layers of one shape share the region that reads it."""
         return (*self.tensors, *self.adapters)
 
-    def apply(self, x: Tensor, arguments: LinearTensors, lora_slots: Tensor | None = None) -> Tensor:
+    def apply(self, x: Tensor, arguments: LinearTensors, adapters: RowAdapters | None = None) -> Tensor:
         """x [tokens, in] -> [tokens, out], with the arguments of any layer of this shape.
 
-        lora_slots int32 [tokens]: adapter of each token, for layers with ``adapters`` (a, b and columns of
-        add_low_rank), which are the last three arguments; None for layers without.
+        adapters: that of each token, for layers with ``adapters`` (a, b and columns of add_low_rank), which are the
+        last three arguments; None for layers without.
         """
-        if lora_slots is None:
+        if adapters is None:
             return self.method.apply(x, arguments)
         *tensors, a, b, columns = arguments
         out = self.method.apply(x, tuple(tensors))
-        return add_low_rank(out, x, a, b, columns, lora_slots, tuple(self.sizes.values()))
+        return add_low_rank(out, x, a, b, columns, adapters, tuple(self.sizes.values()))
 
     def load(self, part: str, kind: str, tensor: StoredWeight) -> None:
         """Take this worker's shard of a checkpoint tensor: kind "weight" [out, in] or "bias" [out] of one part."""

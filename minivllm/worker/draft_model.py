@@ -54,7 +54,7 @@ class DraftDecoder:
         self.decoder = decoder
         self._runner, self._batch = runner, runner.batch
         self.caches: list[LayerCache] = []
-        self._builder = runner.make_builder(decoder, lora_slots=None)
+        self._builder = runner.make_builder(decoder, adapters=None)
         # Masks are those of the step that was verified; what a grammar allows next is not known yet.
         self._sampler = Sampler(runner.sampling_state)
         self._fingerprints = PrefixFingerprints(limits.max_model_len + 1)

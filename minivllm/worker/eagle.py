@@ -46,7 +46,7 @@ class EagleDraft:
         self.head = head
         self._runner, self._batch = runner, runner.batch
         self.caches: list[LayerCache | tuple[Tensor]] = []
-        self._builder = runner.make_builder(head, lora_slots=None, token_offset=1)
+        self._builder = runner.make_builder(head, adapters=None, token_offset=1)
         # Masks are those of the step that was verified; what a grammar allows next is not known yet.
         self._sampler = Sampler(runner.sampling_state)
         self._fingerprints = PrefixFingerprints(limits.max_model_len + 1)

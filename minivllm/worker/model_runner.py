@@ -114,25 +114,24 @@ class ModelRunner:
         self._newest: PendingStep | None = None
         self._pooler = Pooler(decoder)
         self._slot_states: list[SlotState] = [self.sampling_state, self._pooler]
-        lora_slots = None
+        batch_adapters = None
         if adapters is not None:
             batch_adapters = BatchAdapters(adapters, limits.max_num_seqs)
             self._slot_states.append(batch_adapters)
-            lora_slots = batch_adapters.lora_slots
         # The kernel that CUDA has for decode wants a fixed batch size; on a CPU one graph serves them all.
         self.decode_batches = attention_buckets(limits.max_num_seqs) if device.type == "cuda" else []
         self.decode_options = DecodeOptions.of(device)
         if self.decode_batches and compiler.enabled:
             logger.info("Kernel options of decode attention: %s.", self.decode_options.origin)
-        self.builder = self.make_builder(decoder, lora_slots)
+        self.builder = self.make_builder(decoder, batch_adapters)
         self.speculation: Speculation | None = None
         self.graphs: StepGraphs | None = None
         self.guessing_models: list[GuessingModel] = []
         self._attention: AttentionBackend
         self.use_regions(compiler)
 
-    def make_builder(self, decoder: Decoder, lora_slots: np.ndarray | None, token_offset: int = 0) -> StepInputBuilder:
-        """Builds what a decoder reads of the batch; lora_slots, token_offset: see StepInputBuilder."""
+    def make_builder(self, decoder: Decoder, adapters: BatchAdapters | None, token_offset: int = 0) -> StepInputBuilder:
+        """Builds what a decoder reads of the batch; adapters, token_offset: see StepInputBuilder."""
         limits, device = self.limits, decoder.device
         return StepInputBuilder(
             self.batch,
@@ -143,7 +142,7 @@ class ModelRunner:
             windows=list(dict.fromkeys(decoder.config.layer_windows)),
             gathers_pages=device.type == "cpu",
             device=device,
-            lora_slots=lora_slots,
+            adapters=adapters,
             verify_size=limits.verify_size,
             decode_batches=self.decode_batches,
             token_offset=token_offset,

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import TileLists
+from kernels_triton_free.lora import RowAdapters
+from minivllm.lora.manager import BatchAdapters
 from minivllm.models.decoder import TokenInputs
 from minivllm.worker.device_buffers import StagingBuffer, rounded_capacity, to_device
 from minivllm.worker.persistent_batch import PersistentBatch, WorkerRequest
@@ -76,8 +78,8 @@ class StepInputBuilder:
 
     gathers_pages: tiles of several queries read a copy of the step's pages (CPU) instead of the cache in place (CUDA).
     Decode lists are then as wide as the cache has pages, which FlexAttention's CPU template asserts; else as wide as a
-    request can have, and without full pages. lora_slots int [max_num_seqs]: adapter of the request in each slot of the
-    batch, kept up to date by its owner; None without adapters. verify_size: rows of 2 to this many tokens are one tile
+    request can have, and without full pages. adapters: which one the request in each slot of the batch uses, kept up to
+    date by its owner; None without adapters. verify_size: rows of 2 to this many tokens are one tile
     each, which reads the cache in place as decode does; 0: there are no such tiles. decode_batches: numbers of tiles
     that rows with a single token are padded to, ascending; empty: any number from 2. token_offset: the token ids are
     those so much further in the sequence than the positions (1 for an EAGLE head).
@@ -94,7 +96,7 @@ class StepInputBuilder:
         windows: list[int | None],
         gathers_pages: bool,
         device: torch.device,
-        lora_slots: np.ndarray | None = None,
+        adapters: BatchAdapters | None = None,
         verify_size: int = 0,
         decode_batches: Sequence[int] = (),
         token_offset: int = 0,
@@ -102,7 +104,7 @@ class StepInputBuilder:
         self._token_offset = token_offset
         self._batch, self._windows, self._tile_size, self._device = batch, windows, tile_size, device
         self._gathers_pages, self.verify_size = gathers_pages, verify_size
-        self._lora_slots, self._decode_batches = lora_slots, decode_batches
+        self._adapters, self._decode_batches = adapters, decode_batches
         max_blocks = batch.block_table.host.shape[1]
         width = num_pages if self._gathers_pages else max_blocks + 1
         tokens = rounded_capacity(max_num_batched_tokens)
@@ -117,8 +119,9 @@ class StepInputBuilder:
             "tile_tokens": (tiles * tile_size,),
             "token_places": (tokens,),
         }
-        if lora_slots is not None:
+        if adapters is not None:
             fields["lora_slots"] = (tokens,)
+            self._span = torch.arange(max(2, adapters.max_rank), dtype=torch.int32, device=device)
         if verify_size:
             fields |= {
                 "verify_position": (sequences, verify_size),
@@ -173,8 +176,8 @@ class StepInputBuilder:
         for name in ("positions", "token_index", "slot_mapping"):
             host[name][total:padded] = 0
 
-        if self._lora_slots is not None:
-            host["lora_slots"][:total] = self._lora_slots[token_slots]
+        if self._adapters is not None:
+            host["lora_slots"][:total] = self._adapters.lora_slots[token_slots]
             host["lora_slots"][total:padded] = 0
         decode = None
         if num_decode or not rows:
@@ -191,8 +194,12 @@ class StepInputBuilder:
         device = self._buffer.device
         token_ids = self._token_ids[:padded]
         torch.index_select(self._batch.token_ids.device.view(-1), 0, device["token_index"][:padded], out=token_ids)
-        lora_slots = None if self._lora_slots is None else device["lora_slots"][:padded]
-        inputs = TokenInputs(device["positions"][:padded], device["slot_mapping"][:padded], lora_slots)
+        adapters = None
+        if self._adapters is not None:
+            # Code for a single row has fixed sizes; otherwise sizes are dynamic, which compilers take to be 2 or more.
+            rank = len(self._span) if padded == 1 else max(2, int(self._adapters.ranks[slots].max(initial=0)))
+            adapters = RowAdapters(device["lora_slots"][:padded], self._span[:rank])
+        inputs = TokenInputs(device["positions"][:padded], device["slot_mapping"][:padded], adapters)
         return StepInputs(rows, total, token_ids, inputs, decode, verify, prefill)
 
     def _padded_tiles(self, rows: int, least: int) -> int:

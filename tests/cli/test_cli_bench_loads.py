@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 from minivllm.cli.bench import rounds
 from minivllm.cli.bench.command import bench
 from minivllm.cli.bench.drive import Task, drive
+from minivllm.cli.bench.random_adapters import ranks_of
 from minivllm.cli.bench.report import Measurement, Report, read_report
 from minivllm.cli.bench.side_minivllm import load
 from minivllm.cli.bench.sides import Answer, SideSpec
@@ -97,6 +100,36 @@ def test_a_sweep_has_a_point_for_every_load_and_names_the_knee(measured: Callabl
 def test_a_sweep_over_something_else_is_refused(measured: Callable[..., tuple[Report, str]], flags: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"batch or rate|belongs to a sweep over the rate"):
         measured("sweep", *flags)
+
+
+def test_requests_of_a_side_with_adapters_use_random_ones_in_turn(tiny_model: Callable[..., Path]) -> None:
+    side = load({"model": str(tiny_model("llama")), "enforce_eager": True, "lora": 2, "max_lora_rank": 20})
+    with side.engine as engine:
+        assert [adapter.name for adapter in engine.list_loras()] == ["random-0", "random-1"]
+        assert not any(Path(adapter.path).exists() for adapter in engine.list_loras()), "they are in memory"
+        used: list[str] = []
+        add_request = engine.add_request
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            used.append(kwargs["lora"].name)
+            return add_request(*args, **kwargs)
+
+        with patch.object(engine, "add_request", recording):
+            records, _ = drive(side, [Task([5, 6, 7], 3) for _ in range(3)])
+    assert used == ["random-0", "random-1", "random-0"]
+    assert [(len(record.token_ids), record.error) for record in records] == [(3, None)] * 3
+
+
+def test_ranks_of_random_adapters_are_mixed_as_far_as_there_is_room() -> None:
+    assert ranks_of(5, 64) == [8, 16, 32, 64, 8]
+    assert ranks_of(3, 20) == [8, 16, 8]
+    assert ranks_of(2, 4) == [4, 4]
+
+
+@pytest.mark.parametrize("count", [-1, "four", True, 1.5])
+def test_a_number_of_adapters_that_is_none_is_refused(count: object) -> None:
+    with pytest.raises(ConfigError, match=r"lora is .*, but must be a number of adapters"):
+        load({"model": "any", "lora": count})
 
 
 def test_the_knee_is_where_the_rate_stops_following_the_load() -> None:

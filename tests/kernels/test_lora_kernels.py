@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kernels_triton_free.lora as lora
-from kernels_triton_free.lora import add_low_rank, add_low_rank_reference, plan_groups
+from kernels_triton_free.lora import RowAdapters, add_low_rank, add_low_rank_reference, plan_groups
+from minivllm.worker.compiler import cannot_compile_reason, mark_dynamic, only_marked_sizes_are_dynamic
 
 IN_FEATURES = 9
 COLUMNS = 16
@@ -26,7 +28,7 @@ def ranges_of_adapters(draw: st.DrawFn) -> Ranges:
 
 
 def random_case(ranges: Ranges, slots: list[int], sizes: tuple[int, ...], seed: int) -> tuple[Tensor, ...]:
-    """The arguments of add_low_rank in float64, sizes aside."""
+    """out, x, a, b, columns and slots in float64."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -35,6 +37,12 @@ def random_case(ranges: Ranges, slots: list[int], sizes: tuple[int, ...], seed: 
     out, x = random(len(slots), sum(sizes)), random(len(slots), IN_FEATURES)
     a, b = random(COLUMNS, len(sizes), IN_FEATURES), random(COLUMNS, sum(sizes))
     return out, x, a, b, torch.tensor(ranges, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32)
+
+
+def with_span(case: tuple[Tensor, ...], rank: int) -> tuple[Any, ...]:
+    """The arguments of add_low_rank, sizes aside, whose adapters have at most this rank."""
+    *tensors, slots = case
+    return *tensors, RowAdapters(slots, torch.arange(rank, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("cost", [0, lora.GROUP_COST], ids=["grouped", "stacked"])
@@ -53,8 +61,52 @@ def test_every_row_gets_the_update_of_its_own_adapter(
     lora._plan_of.cache_clear()
     with patch.multiple(lora, GROUP_COST=cost, ROW_COST=0):
         torch.testing.assert_close(lora._add_stacked(*case, sizes), expected)
-        torch.testing.assert_close(add_low_rank(*case, sizes), expected)
+        torch.testing.assert_close(add_low_rank(*with_span(case, COLUMNS), sizes), expected)
     lora._plan_of.cache_clear()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ranges_of_adapters(),
+    st.lists(st.integers(0, 4), min_size=1, max_size=12),
+    st.sampled_from([(8,), (5, 7), (8, 2, 2)]),
+    st.integers(0, 1000),
+    st.integers(0, 3),
+)
+def test_gathering_gives_the_same_for_every_span_that_holds_the_ranks_of_the_batch(
+    ranges: Ranges, slots: list[int], sizes: tuple[int, ...], seed: int, surplus: int
+) -> None:
+    case = random_case(ranges, slots, sizes, seed)
+    rank = max(ranges[slot][1] - ranges[slot][0] for slot in slots)
+    gathered = lora._add_gathered(*case, torch.arange(rank + surplus, dtype=torch.int32), sizes)
+    # Its loops sum in float32, whatever the dtype.
+    torch.testing.assert_close(gathered, add_low_rank_reference(*case, sizes), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="needs a C++ compiler")
+def test_compiled_code_gathers_few_rows_and_multiplies_many_without_compiling_again() -> None:
+    ranges = [(0, 0), (0, 3), (3, 8), (8, 16)]
+    compiled = torch.compile(add_low_rank, fullgraph=True, backend="inductor")
+    multiplied = []
+    original = lora.plan_groups
+
+    def counting(columns: Tensor, slots: Tensor) -> tuple[lora.RowGroup, ...]:
+        multiplied.append(len(slots))
+        return original(columns, slots)
+
+    lora._plan_of.cache_clear()
+    with patch.multiple(lora, plan_groups=counting, MAX_GATHERED=40), torch.no_grad(), only_marked_sizes_are_dynamic():
+        for num_rows, span in ((5, 8), (8, 5), (4, 8), (9, 8)):
+            slots = [index % 4 if span == 8 else index % 3 for index in range(num_rows)]
+            case = random_case(ranges, slots, (8, 2, 2), span)
+            out, x, a, b, columns, rows = with_span(case, span)
+            mark_dynamic((out, x, *rows), ())
+            with torch.compiler.set_stance("default" if num_rows == 5 else "fail_on_recompile"):
+                added = compiled(out, x, a, b, columns, rows, (8, 2, 2))
+            torch.testing.assert_close(added, add_low_rank_reference(*case, (8, 2, 2)), rtol=1e-4, atol=1e-4)
+    lora._plan_of.cache_clear()
+    assert multiplied == [9]
 
 
 @settings(max_examples=60, deadline=None)
@@ -92,9 +144,10 @@ def test_an_adapter_whose_products_overflow_harms_no_other_row(dtype: torch.dtyp
     b = torch.randn(4, 4, generator=generator).to(dtype)
     columns = torch.tensor([[0, 0], [0, 2], [2, 4]], dtype=torch.int32)
     slots = torch.tensor([0, 1, 2], dtype=torch.int32)
-    expected = add_low_rank(out.clone(), x, a, b, columns, slots, (4,))
+    rows = RowAdapters(slots, torch.arange(2, dtype=torch.int32))
+    expected = add_low_rank(out, x, a, b, columns, rows, (4,))
     a[2:] = torch.finfo(dtype).max
-    updated = add_low_rank(out.clone(), x, a, b, columns, slots, (4,))
+    updated = add_low_rank(out, x, a, b, columns, rows, (4,))
     assert not updated[2].isfinite().all()
     torch.testing.assert_close(updated[:2], expected[:2], rtol=0, atol=0)
     torch.testing.assert_close(updated[0], out[0], rtol=0, atol=0)

@@ -22,7 +22,11 @@ class SideOptions:
     """What is measured, and against whom."""
 
     engine: Annotated[
-        str, typer.Option(help="What is measured: minivllm, or minivllm,ARGUMENT=VALUE,… for other settings.")
+        str,
+        typer.Option(
+            help="What is measured: minivllm, or minivllm,ARGUMENT=VALUE,… for other settings; with lora=N requests "
+            "use N random adapters of ranks 8 to 64 in turn."
+        ),
     ] = "minivllm"
     vs: Annotated[
         list[str] | None,

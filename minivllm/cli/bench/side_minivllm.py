@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from minivllm.cli.bench.drive import Progress, Task
+from minivllm.cli.bench.random_adapters import RANKS, ranks_of, write_random_adapters
 from minivllm.config import EngineArgs
+from minivllm.errors import ConfigError
 from minivllm.frontend.llm_engine import LLMEngine
-from minivllm.messages import SchedulerStats
+from minivllm.messages import LoRARequest, SchedulerStats
 from minivllm.sampling_params import OutputKind, SamplingParams
 
 SECONDS_BETWEEN_STATS = 0.02
@@ -17,10 +21,10 @@ SECONDS_BETWEEN_STATS = 0.02
 
 
 class MinivllmEngine:
-    """LLMEngine, step by step."""
+    """LLMEngine, step by step. adapters: the requests use them in turn; empty: none."""
 
-    def __init__(self, engine: LLMEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: LLMEngine, adapters: Sequence[LoRARequest] = ()) -> None:
+        self.engine, self._adapters = engine, adapters
         config = engine.client.config
         self.facts: dict[str, Any] = {
             "dtype": config.dtype,
@@ -43,7 +47,8 @@ class MinivllmEngine:
         params = SamplingParams(
             temperature=0.0, max_tokens=task.max_tokens, ignore_eos=True, output_kind=OutputKind.DELTA
         )
-        self.engine.add_request(str(index), {"prompt_token_ids": task.prompt}, params)
+        lora = self._adapters[index % len(self._adapters)] if self._adapters else None
+        self.engine.add_request(str(index), {"prompt_token_ids": task.prompt}, params, lora=lora)
 
     def step(self) -> Iterable[Progress]:
         outputs = self.engine.step()
@@ -71,5 +76,22 @@ class MinivllmEngine:
 
 
 def load(arguments: dict[str, Any]) -> MinivllmEngine:
-    """Raises ConfigError or ModelError."""
-    return MinivllmEngine(LLMEngine.from_args(EngineArgs.from_kwargs(**arguments)))
+    """The engine with its arguments; one more, ``lora``, is how many random adapters the requests use in turn.
+
+    Raises ConfigError or ModelError.
+    """
+    arguments = dict(arguments)
+    count = arguments.pop("lora", 0)
+    if type(count) is not int or count < 0:
+        raise ConfigError(f"lora is {count!r}, but must be a number of adapters, 0 for none.")
+    if not count:
+        return MinivllmEngine(LLMEngine.from_args(EngineArgs.from_kwargs(**arguments)))
+    room = {"max_loras": count, "max_lora_rank": max(RANKS), "enable_lora": True}
+    args = EngineArgs.from_kwargs(**(room | arguments))
+    engine = LLMEngine.from_args(args)
+    [shapes, *_] = engine.client.call("collective_rpc", "adapter_shapes", [])
+    with tempfile.TemporaryDirectory() as directory:
+        adapters = write_random_adapters(Path(directory), shapes, ranks_of(count, args.max_lora_rank))
+        for adapter in adapters:
+            engine.add_lora(adapter)
+    return MinivllmEngine(engine, adapters)
