@@ -191,7 +191,7 @@ class AsyncLLM(TextFrontend):
         return list(await self._call("stop_profile"))
 
     async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker (one of a list: memory_bytes, weight_checksums); their results."""
+        """Call adapter_shapes, memory_bytes or weight_checksums on every worker; their results."""
         return list(await self._call("collective_rpc", method, list(args)))
 
     async def num_recompilations(self) -> int:

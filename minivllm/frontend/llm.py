@@ -239,7 +239,7 @@ class LLM:
         return list(self.llm_engine.client.call("stop_profile"))
 
     def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
-        """Call a method of every worker (one of a list: memory_bytes, weight_checksums); their results."""
+        """Call adapter_shapes, memory_bytes or weight_checksums on every worker; their results."""
         return list(self.llm_engine.client.call("collective_rpc", method, list(args)))
 
     def close(self) -> None:

@@ -340,7 +340,7 @@ class Worker:
 
     def adapter_shapes(self) -> dict[str, tuple[int, int]]:
         """[out, in] in the whole model of every linear layer that a LoRA adapter may change, by name."""
-        return self.adapters.shapes
+        return {} if self._adapters is None else self._adapters.shapes
 
     def memory_bytes(self) -> dict[str, int]:
         """Device memory of weights and KV cache [bytes]; nothing of what a sleeping worker keeps elsewhere.
