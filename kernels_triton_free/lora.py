@@ -65,7 +65,8 @@ def add_low_rank(
     arguments = (out, x, a, b, columns, rows.slots)
     if out.device.type != "cpu":
         return _add_stacked(*arguments, sizes)
-    if not torch.compiler.is_compiling():
+    # Plain torch.compile would compile again for other spans: it guards how far its loops may go.
+    if not torch.compiler.is_exporting():
         return _add_by_products(*arguments, sizes)
     if out.shape[0] == 1:
         return _add_gathered(*arguments, rows.span, sizes)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import kernels_triton_free.lora as lora
 from kernels_triton_free.lora import RowAdapters, add_low_rank, add_low_rank_reference, plan_groups
-from minivllm.worker.compiler import cannot_compile_reason, mark_dynamic, only_marked_sizes_are_dynamic
 
 IN_FEATURES = 9
 COLUMNS = 16
@@ -81,32 +80,6 @@ def test_gathering_gives_the_same_for_every_span_that_holds_the_ranks_of_the_bat
     gathered = lora._add_gathered(*case, torch.arange(rank + surplus, dtype=torch.int32), sizes)
     # Its loops sum in float32, whatever the dtype.
     torch.testing.assert_close(gathered, add_low_rank_reference(*case, sizes), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="needs a C++ compiler")
-def test_compiled_code_gathers_few_rows_and_multiplies_many_without_compiling_again() -> None:
-    ranges = [(0, 0), (0, 3), (3, 8), (8, 16)]
-    compiled = torch.compile(add_low_rank, fullgraph=True, backend="inductor")
-    multiplied = []
-    original = lora.plan_groups
-
-    def counting(columns: Tensor, slots: Tensor) -> tuple[lora.RowGroup, ...]:
-        multiplied.append(len(slots))
-        return original(columns, slots)
-
-    lora._plan_of.cache_clear()
-    with patch.multiple(lora, plan_groups=counting, MAX_GATHERED=40), torch.no_grad(), only_marked_sizes_are_dynamic():
-        for num_rows, span in ((5, 8), (8, 5), (4, 8), (9, 8)):
-            slots = [index % 4 if span == 8 else index % 3 for index in range(num_rows)]
-            case = random_case(ranges, slots, (8, 2, 2), span)
-            out, x, a, b, columns, rows = with_span(case, span)
-            mark_dynamic((out, x, *rows), ())
-            with torch.compiler.set_stance("default" if num_rows == 5 else "fail_on_recompile"):
-                added = compiled(out, x, a, b, columns, rows, (8, 2, 2))
-            torch.testing.assert_close(added, add_low_rank_reference(*case, (8, 2, 2)), rtol=1e-4, atol=1e-4)
-    lora._plan_of.cache_clear()
-    assert multiplied == [9]
 
 
 @settings(max_examples=60, deadline=None)
