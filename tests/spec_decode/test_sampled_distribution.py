@@ -44,7 +44,7 @@ class StubbornDrafter:
     def propose(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
         return {task.request_id: TOKENS[:1] * min(task.max_tokens, NUM_DRAFTS) for task in tasks}
 
-    def finish(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+    def finish(self, request_id: str, output_token_ids: Sequence[int], cache_salt: str | None = None) -> None:
         """It learns nothing."""
 
 
