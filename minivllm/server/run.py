@@ -21,7 +21,6 @@ from minivllm.server.app import build_app
 from minivllm.server.engine import AsyncEngine
 from minivllm.server.service import Service
 from minivllm.server.settings import ServerSettings
-from minivllm.server.time_slices import take_short_turns
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,6 @@ class ServerRun:
         host, port = listener.getsockname()[:2]
         names = ", ".join(model.name for model in self.service.models.all)
         logger.info("Serving %s on http://%s:%d", names, _in_url(host), port)
-        take_short_turns()
         loop = asyncio.get_running_loop()
         for number in self._signals:
             loop.add_signal_handler(number, self._on_signal, number)
