@@ -11,8 +11,8 @@ what they need and no more: adapter s has the columns ``columns[s, 0]`` to ``col
 Gathering costs (rows * highest rank) and no call, which decode steps on a CPU want: packages of compiled code choose it
 for few rows. Stacking multiplies (rows * columns in the range) and takes few products of fixed shapes, which captured
 graphs want; grouping multiplies (rows * own rank), which a prefill of many adapters wants. Between these two a CPU
-operator decides by counting, over the adapters that occur in the batch and no others, and a batch without any costs
-nothing. Elsewhere reading on the host who uses what would stall the device, and all columns are stacked.
+operator decides by counting, over the adapters that occur in the batch and no others, and a batch without any costs a
+copy. Elsewhere reading on the host who uses what would stall the device, and all columns are stacked.
 """
 
 from __future__ import annotations

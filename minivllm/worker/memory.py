@@ -116,7 +116,7 @@ def collapse_into_huge_pages(share: float = 1.0, maps: Path = Path("/proc/self/s
     the time: bfloat16 decode became 6 % faster. Moved are large private mappings that belong to no file and are in use
     for the most part, which on a CPU after loading are the weights. Nothing happens where the system has no such thing.
     share: of its time that this works; it sleeps for the rest, because a process whose pages are being moved waits
-    when it asks for new ones. Alone, 600 MB take a second.
+    when it asks for new ones. Alone, 600 MB took 1.5 s.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE") or not maps.is_file():
         return 0

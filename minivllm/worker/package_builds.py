@@ -64,7 +64,7 @@ class PackageBuilds:
                 self._take_end(next(iter(self._running)))
 
     def leave(self) -> None:
-        """Let what is not over be built by processes that may outlive this one."""
+        """Let what is not over be built by processes that may outlive this one; how that goes is not heard of."""
         builds, self._waiting = [build for _, build in self._waiting], []
         if builds:
 
@@ -72,7 +72,11 @@ class PackageBuilds:
                 for build in builds:
                     build()
 
-            self._fork(one_after_another)
+            _, report = self._fork(one_after_another)
+            os.close(report)
+        for build in self._running.values():
+            os.close(build.report)
+        self._running.clear()
 
     def _take_end(self, pid: int, options: int = 0) -> None:
         ended, status = os.waitpid(pid, options)
