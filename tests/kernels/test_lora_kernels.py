@@ -44,14 +44,18 @@ def with_span(case: tuple[Tensor, ...], rank: int) -> tuple[Any, ...]:
     return *tensors, RowAdapters(slots, torch.arange(rank, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("cost", [0, lora.GROUP_COST], ids=["grouped", "stacked"])
-@settings(max_examples=40, deadline=None)
-@given(
+CASES = (
     ranges_of_adapters(),
     st.lists(st.integers(0, 4), min_size=1, max_size=12),
     st.sampled_from([(8,), (5, 7), (8, 2, 2)]),
     st.integers(0, 1000),
 )
+"""Columns of each adapter, adapter of each row, features of each part, seed."""
+
+
+@pytest.mark.parametrize("cost", [0, lora.GROUP_COST], ids=["grouped", "stacked"])
+@settings(max_examples=40, deadline=None)
+@given(*CASES)
 def test_every_row_gets_the_update_of_its_own_adapter(
     cost: int, ranges: Ranges, slots: list[int], sizes: tuple[int, ...], seed: int
 ) -> None:
@@ -65,13 +69,7 @@ def test_every_row_gets_the_update_of_its_own_adapter(
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    ranges_of_adapters(),
-    st.lists(st.integers(0, 4), min_size=1, max_size=12),
-    st.sampled_from([(8,), (5, 7), (8, 2, 2)]),
-    st.integers(0, 1000),
-    st.integers(0, 3),
-)
+@given(*CASES, st.integers(0, 3))
 def test_gathering_gives_the_same_for_every_span_that_holds_the_ranks_of_the_batch(
     ranges: Ranges, slots: list[int], sizes: tuple[int, ...], seed: int, surplus: int
 ) -> None:
