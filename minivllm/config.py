@@ -22,6 +22,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 QUANTIZATIONS = ("int8", "int4", "fp8")
 POLICIES = ("fcfs", "priority")
+PERFORMANCE_MODES = ("throughput", "interactivity")
 CUDA_GRAPH_MODES = get_args(CudaGraphMode)
 # Method of speculative decoding -> the keys of speculative_config that it has for itself.
 _SPECULATIVE_KEYS: dict[Any, tuple[str, ...]] = {
@@ -142,7 +143,10 @@ class EngineArgs:
     seed: seeds dummy weights and requests that bring no seed of their own.
     max_model_len: prompt plus output tokens of one request [tokens].
     max_num_seqs: requests that may run at the same time.
-    max_num_batched_tokens: token budget of one step.
+    max_num_batched_tokens: token budget of one step. None follows performance_mode.
+    performance_mode: what the budget is chosen for. "throughput": whole prompts in few steps. "interactivity": short
+        steps, so that prompts which arrive hardly delay the answers that are being written. None means interactivity
+        for AsyncLLM and the server, throughput otherwise.
     long_prefill_token_threshold: cap on the tokens one request gets per step; 0 is no cap.
     gpu_memory_utilization: share of the device's memory that engine and cache may use when the cache is not sized
         explicitly; on a CPU it is the share of the memory that is free after loading.
@@ -188,6 +192,7 @@ class EngineArgs:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    performance_mode: str | None = None
     long_prefill_token_threshold: int = 0
     gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
@@ -220,6 +225,8 @@ class EngineArgs:
         if self.quantization is not None:
             _choice("quantization", self.quantization, QUANTIZATIONS)
         _choice("scheduling_policy", self.scheduling_policy, POLICIES)
+        if self.performance_mode is not None:
+            _choice("performance_mode", self.performance_mode, PERFORMANCE_MODES)
         if self.cudagraph_mode is not None:
             _choice("cudagraph_mode", self.cudagraph_mode, CUDA_GRAPH_MODES)
             if self.enforce_eager and self.cudagraph_mode != "none":

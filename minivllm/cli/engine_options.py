@@ -16,6 +16,7 @@ from minivllm.config import (
     DTYPES,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
+    PERFORMANCE_MODES,
     POLICIES,
     QUANTIZATIONS,
     SPECULATIVE_METHODS,
@@ -83,7 +84,16 @@ class EngineOptions:
     device: Annotated[str, _option(f"{', '.join(DEVICES)}.")] = "auto"
     max_model_len: Annotated[int | None, _option("Prompt plus answer of one request, in tokens.")] = None
     max_num_seqs: Annotated[int | None, _option("Requests that may run at the same time.")] = None
-    max_num_batched_tokens: Annotated[int | None, _option("Token budget of one step.")] = None
+    max_num_batched_tokens: Annotated[
+        int | None, _option("Token budget of one step, if performance-mode does not suit.")
+    ] = None
+    performance_mode: Annotated[
+        str | None,
+        _option(
+            f"{' or '.join(PERFORMANCE_MODES)}: whole prompts in few steps, or short steps that keep answers flowing "
+            "while prompts arrive. serve takes the latter."
+        ),
+    ] = None
     long_prefill_token_threshold: Annotated[
         int, _option("Most tokens one request gets in a step; 0 is no such limit.")
     ] = 0

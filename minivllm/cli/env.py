@@ -92,7 +92,10 @@ def _defaults() -> dict[str, dict[str, str]]:
         "kv_cache": {"value": f"{limits.memory_utilization:.0%} {share}", "why": "unless it is sized explicitly"},
         "block_size": {"value": str(DEFAULT_BLOCK_SIZE), "why": "tokens per KV page"},
         "max_num_seqs": {"value": str(limits.max_num_seqs), "why": "requests that run at the same time"},
-        "max_num_batched_tokens": {"value": str(limits.max_num_batched_tokens), "why": "token budget of one step"},
+        "max_num_batched_tokens": {
+            "value": str(limits.max_num_batched_tokens),
+            "why": "token budget of one step; a server takes less",
+        },
         "decode_options": {"value": "tuned" if tuned.cases else chosen, "why": tuned.origin},
     }
 

@@ -41,12 +41,17 @@ class DeviceDefaults:
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    interactive_max_num_batched_tokens: int
     memory_utilization: float
 
 
 DEFAULTS: dict[str, DeviceDefaults] = {
-    "cpu": DeviceDefaults(max_num_seqs=64, max_num_batched_tokens=2048, memory_utilization=0.5),
-    "cuda": DeviceDefaults(max_num_seqs=256, max_num_batched_tokens=8192, memory_utilization=0.9),
+    "cpu": DeviceDefaults(
+        64, max_num_batched_tokens=2048, interactive_max_num_batched_tokens=128, memory_utilization=0.5
+    ),
+    "cuda": DeviceDefaults(
+        256, max_num_batched_tokens=8192, interactive_max_num_batched_tokens=2048, memory_utilization=0.9
+    ),
 }
 
 
@@ -62,6 +67,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
     cache_dtype, cache_reason = resolve_cache_dtype(args.kv_cache_dtype, dtype, device, capability)
     defaults = DEFAULTS[device]
+    max_num_seqs = args.max_num_seqs or defaults.max_num_seqs
     max_model_len = args.max_model_len or decoder.max_position_embeddings
     if max_model_len < 2:
         raise ConfigError(f"max_model_len is {max_model_len}, but must hold a prompt and an answer: at least 2 tokens.")
@@ -93,8 +99,8 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
             enable_prefix_caching=args.enable_prefix_caching,
         ),
         scheduler=SchedulerConfig(
-            max_num_seqs=args.max_num_seqs or defaults.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens or defaults.max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=resolve_token_budget(args, defaults, max_num_seqs),
             max_model_len=max_model_len,
             long_prefill_token_threshold=args.long_prefill_token_threshold,
             policy=args.scheduling_policy,  # type: ignore[arg-type]
@@ -126,6 +132,15 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
         cache_reason,
     )
     return config, decoder
+
+
+def resolve_token_budget(args: EngineArgs, defaults: DeviceDefaults, max_num_seqs: int) -> int:
+    """Tokens per step. Half of a small budget is left for prompts when everybody else decodes."""
+    if args.max_num_batched_tokens is not None:
+        return args.max_num_batched_tokens
+    if args.performance_mode == "interactivity":
+        return max(defaults.interactive_max_num_batched_tokens, 2 * max_num_seqs)
+    return defaults.max_num_batched_tokens
 
 
 def resolve_graph_mode(mode: str | None, device: str, enforce_eager: bool) -> CudaGraphMode:

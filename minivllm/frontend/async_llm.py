@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -69,6 +70,8 @@ class AsyncLLM(TextFrontend):
         """Start an engine process and load the model; blocks until it is ready. Raises ConfigError or ModelError."""
         from minivllm.engine.client import make_async_client
 
+        if args.performance_mode is None:
+            args = replace(args, performance_mode="interactivity")
         client = make_async_client(args)
         try:
             return cls(client, load_model_tokenizer(args, client.config.model_path, client.config.load_format))

@@ -16,6 +16,9 @@ from minivllm.models.decoder import TokenInputs
 from minivllm.worker.device_buffers import StagingBuffer, rounded_capacity, to_device
 from minivllm.worker.persistent_batch import PersistentBatch, WorkerRequest
 
+MIN_TILES = 256
+"""Room for tiles of prompts on a CPU: as much as the default budget of 2048 tokens takes."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -110,6 +113,8 @@ class StepInputBuilder:
         tokens = rounded_capacity(max_num_batched_tokens)
         sequences = rounded_capacity(max_num_seqs)
         tiles = rounded_capacity(min(tokens, sequences + -(-tokens // tile_size)) + 2)
+        if device.type == "cpu":  # where they cost nothing: engines of different budgets share their compiled code
+            tiles = max(tiles, MIN_TILES)
         fields: dict[str, tuple[int, ...]] = {
             "token_index": (tokens,),
             "positions": (tokens,),

@@ -44,6 +44,13 @@ def test_tokens_per_step_count_those_that_came_together() -> None:
     assert speed.samples == [6 / 3.0] and per_step.samples == [6 / 3]
 
 
+def test_tokens_after_the_end_of_the_answer_do_not_count() -> None:
+    record = Record(token_ids=[5, 5, 5, 2, 5, 2, 5], times=[1.0, 2.0, 2.0, 3.0, 3.5, 3.5, 3.5])
+    case = TextCase("repair", lambda text: [1], 7, frozenset({2}))
+    speed, per_step = case.figures([[Task([1], 7)]], [Answer(3.0, [record], 0, {})])
+    assert speed.samples == [3 / 2.0] and per_step.samples == [3 / 2]
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"), [(["--method", "luck"], "--method is 'luck'"), (["--kind", "poem"], "--kind is 'poem'")]
 )

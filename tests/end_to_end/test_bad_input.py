@@ -120,6 +120,7 @@ def test_bad_sampling_parameters_are_refused(values: dict[str, Any], named: tupl
         ({"cudagraph_mode": "full"}, ("cudagraph_mode", "'full'", "full_decode")),
         ({"cudagraph_mode": "piecewise", "enforce_eager": True}, ("cudagraph_mode", "enforce_eager")),
         ({"cudagraph_mode": "piecewise", "enforce_eager": False, "device": "cpu"}, ("'piecewise'", "CUDA", "cpu")),
+        ({"performance_mode": "fast"}, ("performance_mode", "'fast'", "interactivity")),
         ({"max_num_seqs": 0}, ("max_num_seqs", "0", "at least 1")),
         ({"num_gpu_blocks_override": 16}, ("16 blocks", "128", "17", "max_model_len")),
         ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 1000}, ("kv_cache_memory_bytes", "128")),

@@ -27,7 +27,9 @@ def speculation(
     kind: Annotated[
         list[str] | None, typer.Option(help="Prompts: " + ", ".join(PROMPTS) + ". Repeatable. [default: all]")
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each request generates.")] = 128,
+    new_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens that each request generates; those after its end do not count.")
+    ] = 128,
     dtype: Annotated[str, typer.Option(help="Weights and activations.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Prompts of each kind, after one for warm-up.")] = 5,
     enforce_eager: Annotated[
@@ -54,7 +56,8 @@ def speculation(
             return tokenizer.encode(text)
         return tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
-    cases = [TextCase(name, encode, new_tokens) for name in kind or PROMPTS]
+    end_ids = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+    cases = [TextCase(name, encode, new_tokens, end_ids) for name in kind or PROMPTS]
     common = {"enforce_eager": enforce_eager}
     specs = [
         SideSpec(f"minivllm, {method}", "minivllm", {**common, "speculative_config": {"method": method}}),

@@ -17,6 +17,7 @@ NUM_PROMPTS = 16
 _NAMES = ("Amara", "Bruno", "Chiara", "Dmitri", "Elena", "Farid", "Greta", "Hiro", "Irene", "Jonas", "Kavya", "Luis")
 _PLACES = ("Lisbon", "Oslo", "Kyoto", "Quito", "Tunis", "Riga", "Perth", "Lima", "Turin", "Accra")
 _WARES = ("lamps", "maps", "kettles", "violins", "ladders", "mirrors", "bicycles", "compasses")
+_STORES = ("Inventory", "Stock", "Depot", "Shelf", "Warehouse")
 _THEMES = ("a lighthouse keeper", "an old clock", "a lost letter", "a garden in winter", "a night train", "two rivers")
 
 
@@ -43,18 +44,30 @@ def _extraction(source: random.Random) -> str:
 
 
 def _repair(source: random.Random) -> str:
-    item, total = source.choice(_WARES), f"total_{source.randrange(10, 100)}"
+    items = source.choice(_WARES)
     code = (
-        f"def count_{item}(orders, limit):\n"
-        f"    {total} = 0\n"
-        "    for order in orders\n"
-        f"        if order.kind == '{item}' and order.amount <= limit:\n"
-        f"            {total} = {total} + order.amount\n"
-        f"        elif order.kind == '{item}':\n"
-        f"            {total} = {total} + limit\n"
-        f"    return {total}\n"
+        f"class {source.choice(_STORES)}:\n"
+        "    def __init__(self, path):\n"
+        "        self.path = path\n"
+        f"        self.{items} = {{}}\n"
+        "        self.changed = False\n"
+        "\n"
+        "    def add(self, name, amount):\n"
+        "        if amount < 0:\n"
+        '            raise ValueError("amount must not be negative")\n'
+        f"        self.{items}[name] = self.{items}.get(name, 0) + amount\n"
+        "        self.changed = True\n"
+        "\n"
+        "    def remove(self, name, amount)\n"
+        f"        if self.{items}.get(name, 0) < amount:\n"
+        "            raise KeyError(name)\n"
+        f"        self.{items}[name] = self.{items}[name] - amount\n"
+        "        self.changed = True\n"
+        "\n"
+        "    def total(self):\n"
+        f"        return sum(self.{items}.values())\n"
     )
-    return f"A colon is missing in this function. Write the whole function again, repaired.\n\n```python\n{code}```"
+    return f"A colon is missing in this code. Write the whole code again, repaired.\n\n```python\n{code}```"
 
 
 def _story(source: random.Random) -> str:
@@ -72,11 +85,16 @@ PROMPTS: dict[str, Callable[[random.Random], str]] = {
 
 @dataclass(frozen=True)
 class TextCase:
-    """Decoding of one request at a time whose prompt is text of a kind. encode: from a prompt to token ids."""
+    """Decoding of one request at a time whose prompt is text of a kind.
+
+    encode: from a prompt to token ids. end_ids: tokens that end an answer; what an engine generates after one, being
+    told to go on, is not the answer to anything and does not count.
+    """
 
     kind: str
     encode: Callable[[str], list[int]]
     new_tokens: int
+    end_ids: frozenset[int] = frozenset()
     x: float | None = None
 
     @property
@@ -92,8 +110,10 @@ class TextCase:
         return [[Task(self._prompt(repetition), self.new_tokens)]]
 
     def figures(self, runs: Runs, answers: Sequence[Answer]) -> list[Figure]:
-        """Speed of the tokens after those of the first step, and how many of them a step brought."""
-        times = answers[-1].records[0].times
+        """Speed of the answer's tokens after those of the first step, and how many of them a step brought."""
+        record = answers[-1].records[0]
+        ends = [index for index, token in enumerate(record.token_ids) if token in self.end_ids]
+        times = record.times[: ends[0] + 1] if ends else record.times
         later = [moment for moment in times if moment > times[0]]
         if not later:
             return []
