@@ -75,6 +75,8 @@ class SpeedCase:
         return [fresh(self.new_tokens, 0)]
 
     def figures(self, runs: Runs, answers: Sequence[Answer]) -> list[Figure]:
+        if any(len(record.token_ids) < self.new_tokens for record in answers[-1].records):
+            return []  # refused, or ended early: the time is not that of this case
         seconds = answers[-1].seconds
         if self.kind == "decode":
             seconds -= answers[0].seconds

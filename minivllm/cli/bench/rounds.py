@@ -25,7 +25,8 @@ class SideOptions:
         str,
         typer.Option(
             help="What is measured: minivllm, or minivllm,ARGUMENT=VALUE,… for other settings; with lora=N requests "
-            "use N random adapters of ranks 8 to 64 in turn."
+            "use N random adapters of ranks 8 to 64 in turn, with regex=PATTERN (a long "
+            "one, such as [ -~]{999}) all answers match it."
         ),
     ] = "minivllm"
     vs: Annotated[

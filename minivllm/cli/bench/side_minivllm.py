@@ -14,17 +14,19 @@ from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError
 from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.messages import LoRARequest, SchedulerStats
-from minivllm.sampling_params import OutputKind, SamplingParams
+from minivllm.sampling_params import OutputKind, SamplingParams, StructuredOutputs
 
 SECONDS_BETWEEN_STATS = 0.02
 """How often the cache usage is looked at: often enough for its peak, seldom enough to cost nothing."""
 
 
 class MinivllmEngine:
-    """LLMEngine, step by step. adapters: the requests use them in turn; empty: none."""
+    """LLMEngine, step by step. adapters: the requests use them in turn; empty: none. structure: of all answers."""
 
-    def __init__(self, engine: LLMEngine, adapters: Sequence[LoRARequest] = ()) -> None:
-        self.engine, self._adapters = engine, adapters
+    def __init__(
+        self, engine: LLMEngine, adapters: Sequence[LoRARequest] = (), structure: StructuredOutputs | None = None
+    ) -> None:
+        self.engine, self._adapters, self._structure = engine, adapters, structure
         config = engine.client.config
         self.facts: dict[str, Any] = {
             "dtype": config.dtype,
@@ -45,7 +47,11 @@ class MinivllmEngine:
 
     def add(self, index: int, task: Task) -> None:
         params = SamplingParams(
-            temperature=0.0, max_tokens=task.max_tokens, ignore_eos=True, output_kind=OutputKind.DELTA
+            temperature=0.0,
+            max_tokens=task.max_tokens,
+            ignore_eos=self._structure is None,
+            output_kind=OutputKind.DELTA,
+            structured_outputs=self._structure,
         )
         lora = self._adapters[index % len(self._adapters)] if self._adapters else None
         self.engine.add_request(str(index), {"prompt_token_ids": task.prompt}, params, lora=lora)
@@ -76,7 +82,8 @@ class MinivllmEngine:
 
 
 def load(arguments: dict[str, Any]) -> MinivllmEngine:
-    """The engine with its arguments; one more, ``lora``, is how many random adapters the requests use in turn.
+    """The engine with its arguments, and two more: ``lora`` is how many random adapters the requests use in turn,
+    ``regex`` what all answers match: they end where it lets them.
 
     Raises ConfigError or ModelError.
     """
@@ -84,8 +91,10 @@ def load(arguments: dict[str, Any]) -> MinivllmEngine:
     count = arguments.pop("lora", 0)
     if type(count) is not int or count < 0:
         raise ConfigError(f"lora is {count!r}, but must be a number of adapters, 0 for none.")
+    pattern = arguments.pop("regex", None)
+    structure = None if pattern is None else StructuredOutputs(regex=str(pattern))
     if not count:
-        return MinivllmEngine(LLMEngine.from_args(EngineArgs.from_kwargs(**arguments)))
+        return MinivllmEngine(LLMEngine.from_args(EngineArgs.from_kwargs(**arguments)), structure=structure)
     room = {"max_loras": count, "max_lora_rank": max(RANKS), "enable_lora": True}
     args = EngineArgs.from_kwargs(**(room | arguments))
     engine = LLMEngine.from_args(args)
@@ -94,4 +103,4 @@ def load(arguments: dict[str, Any]) -> MinivllmEngine:
         adapters = write_random_adapters(Path(directory), shapes, ranks_of(count, args.max_lora_rank))
         for adapter in adapters:
             engine.add_lora(adapter)
-    return MinivllmEngine(engine, adapters)
+    return MinivllmEngine(engine, adapters, structure)
