@@ -168,21 +168,40 @@ def gathered_sdpa_attention(
     return out[0].transpose(0, 1).reshape(queries, kv_heads, group, head_dim)
 
 
-def pack_tiles(q: Tensor, tile_tokens: Tensor, tile_size: int) -> Tensor:
+def chunks_of_tiles(tile_tokens: Tensor, tile_size: int, kv_heads: int) -> Tensor:
+    """tile_tokens int [tiles * tile_size] -> int [tiles * kv_heads * tile_size]: where what each tile holds is found
+    among the chunks (token, KV head) of q. The same for all layers of a step."""
+    head = torch.arange(kv_heads, dtype=tile_tokens.dtype, device=tile_tokens.device)
+    return (tile_tokens.view(-1, 1, tile_size) * kv_heads + head[:, None]).flatten()
+
+
+def chunks_of_tokens(token_places: Tensor, tile_size: int, kv_heads: int) -> Tensor:
+    """token_places int [n] -> int [n * kv_heads]: where each token's chunks are found in the tiles."""
+    head = torch.arange(kv_heads, dtype=token_places.dtype, device=token_places.device)
+    tile, row = token_places // tile_size, token_places % tile_size
+    return ((tile[:, None] * kv_heads + head) * tile_size + row[:, None]).flatten()
+
+
+def pack_tiles(q: Tensor, tile_tokens: Tensor, tile_size: int, chunks: Tensor | None = None) -> Tensor:
     """Gather tokens into tiles. q [tokens, kv_heads, G, D], tile_tokens int [tiles * tile_size] (padding: any token).
 
-    Returns a new buffer [tiles, kv_heads, tile_size * G, D].
+    chunks: what chunks_of_tiles says, if that is known. Returns a new buffer [tiles, kv_heads, tile_size * G, D].
     """
     _, kv_heads, group, head_dim = q.shape
-    tiles = q.index_select(0, tile_tokens).view(-1, tile_size, kv_heads, group, head_dim)
-    return tiles.transpose(1, 2).reshape(-1, kv_heads, tile_size * group, head_dim)
+    if chunks is None:
+        chunks = chunks_of_tiles(tile_tokens, tile_size, kv_heads)
+    tiles = q.reshape(-1, group * head_dim).index_select(0, chunks)
+    return tiles.view(-1, kv_heads, tile_size * group, head_dim)
 
 
-def unpack_tiles(out: Tensor, token_places: Tensor, tile_size: int) -> Tensor:
+def unpack_tiles(out: Tensor, token_places: Tensor, tile_size: int, chunks: Tensor | None = None) -> Tensor:
     """Inverse of pack_tiles. out [tiles, kv_heads, tile_size * G, D], token_places int [n]: tile * tile_size + row.
 
-    Returns [n, kv_heads, G, D].
+    chunks: what chunks_of_tokens says, if that is known. Returns [n, kv_heads, G, D].
     """
-    tiles, kv_heads, rows, head_dim = out.shape
-    by_token = out.view(tiles, kv_heads, tile_size, rows // tile_size, head_dim).transpose(1, 2)
-    return by_token.reshape(tiles * tile_size, kv_heads, rows // tile_size, head_dim).index_select(0, token_places)
+    _, kv_heads, rows, head_dim = out.shape
+    group = rows // tile_size
+    if chunks is None:
+        chunks = chunks_of_tokens(token_places, tile_size, kv_heads)
+    tokens = out.reshape(-1, group * head_dim).index_select(0, chunks)
+    return tokens.view(-1, kv_heads, group, head_dim)

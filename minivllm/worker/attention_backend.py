@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_triton_free.attention import (
+    chunks_of_tiles,
+    chunks_of_tokens,
     gathered_flex_attention,
     gathered_sdpa_attention,
     pack_tiles,
@@ -65,6 +67,7 @@ class FlexAttentionBackend(AttentionBackend):
         self._has_fixed_batches = bool(decode_batches)
         self._verify: dict[int | None, Callable] = {}
         self._prefill: dict[int | None, Callable] = {}
+        self._chunks: tuple[PrefillTiles, Tensor, Tensor] | None = None
         for window in windows:
             in_place = partial(paged_flex_attention, scale=scale, window=window, kernel_options=options)
             widths = (3,) if device.type == "cpu" else ()
@@ -123,12 +126,20 @@ class FlexAttentionBackend(AttentionBackend):
         return unpack_tiles(out, tiles.token_places, tiles.tile_size)
 
     def _attend_prefill(self, tiles: PrefillTiles, cache: LayerCache, window: int | None, q: Tensor) -> Tensor:
-        packed = pack_tiles(q, tiles.tile_tokens, tiles.tile_size).to(self._compute_dtype)
+        to_tiles, to_tokens = self._chunks_of(tiles, q.shape[1])
+        packed = pack_tiles(q.to(self._compute_dtype), tiles.tile_tokens, tiles.tile_size, to_tiles)
         pages = () if tiles.step_pages is None else (tiles.step_pages,)
         out = self._prefill[window](
             packed, cache.k, cache.v, *pages, tiles.lists[window], tiles.q_position, tiles.kv_position
         )
-        return unpack_tiles(out, tiles.token_places, tiles.tile_size)
+        return unpack_tiles(out, tiles.token_places, tiles.tile_size, to_tokens)
+
+    def _chunks_of(self, tiles: PrefillTiles, kv_heads: int) -> tuple[Tensor, Tensor]:
+        """Ways into the tiles and out of them, which the first layer of a step works out for all."""
+        if self._chunks is None or self._chunks[0] is not tiles:
+            to_tiles = chunks_of_tiles(tiles.tile_tokens, tiles.tile_size, kv_heads)
+            self._chunks = tiles, to_tiles, chunks_of_tokens(tiles.token_places, tiles.tile_size, kv_heads)
+        return self._chunks[1:]
 
 
 class GatherSdpaBackend(AttentionBackend):
