@@ -31,7 +31,7 @@ MAX_MEMORY_GROWTH = 0.02
 """Over the last half of a long run."""
 
 
-def engine_args(model: str, compiled: bool = False) -> EngineArgs:
+def engine_args(model: str, compiled: bool = False, max_num_seqs: int = 8) -> EngineArgs:
     """A pool so small that requests preempt one another."""
     return EngineArgs(
         model=model,
@@ -39,9 +39,9 @@ def engine_args(model: str, compiled: bool = False) -> EngineArgs:
         enforce_eager=not compiled,
         block_size=8,
         max_model_len=128,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        num_gpu_blocks_override=40,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=8 * max_num_seqs,
+        num_gpu_blocks_override=5 * max_num_seqs,
     )
 
 
@@ -197,9 +197,8 @@ async def _texts(response: httpx.Response) -> AsyncIterator[str]:
             yield event["choices"][0]["text"]
 
 
-def soak(model: str, num_requests: int, vocab_size: int, compiled: bool = False) -> Findings:
+def soak(args: EngineArgs, num_requests: int, vocab_size: int) -> Findings:
     """A server of its own, the soak, and what is open afterwards compared with before."""
-    args = engine_args(model, compiled)
     with serve_in_thread(lambda: AsyncLLM.from_args(args), max_queued_requests=256, request_timeout=PATIENCE) as server:
         asyncio.run(Soak(server, 40, vocab_size).run())  # whatever is opened once is open from here on
         before = _open_things(server)
@@ -225,9 +224,11 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--vocab-size", type=int, default=49_152)
     parser.add_argument("--compiled", action="store_true", help="several times faster with a real model")
+    parser.add_argument("--max-num-seqs", type=int, default=24, help="more run faster; the pool grows with them")
     options = parser.parse_args()
     model = str(Path(options.model).resolve()) if Path(options.model).exists() else options.model
-    findings = soak(model, options.requests, options.vocab_size, options.compiled)
+    args = engine_args(model, options.compiled, options.max_num_seqs)
+    findings = soak(args, options.requests, options.vocab_size)
     print(dict(findings.kinds), f"{findings.num_preemptions} preemptions")
     print(f"memory {findings.memory[0] / 2**20:.0f} to {findings.memory[-1] / 2**20:.0f} MiB, "
           f"{findings.memory_growth:+.2%} over the last half")  # fmt: skip

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from soak import soak
+from soak import engine_args, soak
 
 
 @pytest.mark.slow
 def test_aborts_errors_and_preemptions_change_no_text_and_leave_nothing_behind(
     tiny_model: Callable[..., Path],
 ) -> None:
-    findings = soak(str(tiny_model("llama")), num_requests=600, vocab_size=384)
+    findings = soak(engine_args(str(tiny_model("llama"))), num_requests=600, vocab_size=384)
     assert findings.wrong == []
     assert findings.kinds.total() == 600 and min(findings.kinds.values()) > 20
     assert findings.num_preemptions > 20
