@@ -66,6 +66,9 @@ def engine_stats(root: str, headers: Mapping[str, str]) -> SchedulerStats:
         )
     if not float(values["engine_up"]):
         raise RequestError(f"The engine of the server at {root} is dead: the server has to be started again.")
+    missing = [metric for metric in ("kv_cache_usage_ratio", *_COUNTS.values()) if metric not in values]
+    if missing:
+        raise RequestError(f"The server at {root} does not count {missing[0]}: it runs another version of minivllm.")
     counts: dict[str, Any] = {field: int(float(values[metric])) for field, metric in _COUNTS.items()}
     return SchedulerStats(kv_cache_usage=float(values["kv_cache_usage_ratio"]), **counts)
 
