@@ -211,3 +211,19 @@ def test_overhead_names_every_part_outside_the_model(tiny_model: Callable[..., P
     assert result.exit_code == 0, result.exception
     for part in ("schedule", "build inputs", "update from output", "frontend", "overhead", "whole step"):
         assert part in result.output
+
+
+def test_a_run_that_was_refused_or_ended_early_has_no_speed(tiny_model: Callable[..., Path]) -> None:
+    """Against a pattern that ends answers, one that cannot be compiled, and one that lets them go on."""
+    case = parse_case("decode:2:8")
+    arguments = {"model": str(tiny_model("llama")), "enforce_eager": True, "device": "cpu"}
+
+    def speeds(pattern: str) -> list[list[float]]:
+        with Side(
+            complete(SideSpec("ours", "minivllm", {**arguments, "regex": pattern}), "", "auto", case.room)
+        ) as side:
+            runs = case.runs(side.facts["vocab_size"], 0)
+            return [figure.samples for figure in case.figures(runs, [side.run(tasks) for tasks in runs])]
+
+    assert speeds("[ab]{3}") == [] and speeds("(") == []
+    assert [len(samples) for samples in speeds("[ -~]*~~~~")] == [1]
