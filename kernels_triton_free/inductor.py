@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-import kernels_triton_free.linear  # noqa: F401  (defines the operator)
+import kernels_triton_free.linear
+import kernels_triton_free.lora  # noqa: F401  (they define operators)
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,12 @@ def teach_inductor() -> None:
 
     PyTorch promises to keep none of these interfaces: where one has gone, code is as slow as it would be anyway.
     """
-    for lesson in (_lower_packed_linear, _allocate_only_what_is_repacked, _multiply_several_queries_at_once):
+    for lesson in (
+        _lower_packed_linear,
+        _lower_materialize,
+        _allocate_only_what_is_repacked,
+        _multiply_several_queries_at_once,
+    ):
         try:
             lesson()
         except (ImportError, AttributeError) as error:
@@ -50,6 +56,16 @@ def _lower_packed_linear() -> None:
         layout = ir.FixedLayout(x.get_device(), x.get_dtype(), [x.get_size()[0], out_features])
         node = mkldnn_ir.LinearUnary(layout=layout, inputs=inputs, constant_args=constants)
         return ir.TensorBox.create(mkldnn_ir._create_output_node(node))
+
+
+def _lower_materialize() -> None:
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import register_lowering
+
+    @register_lowering(torch.ops.kernels_triton_free.materialize.default, type_promotion_kind=None)
+    def materialize(x: TensorBox) -> TensorBox:
+        x.realize()
+        return x
 
 
 def _allocate_only_what_is_repacked() -> None:

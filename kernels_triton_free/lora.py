@@ -1,22 +1,25 @@
 """Low-rank adapters, several in one batch: each row adds the product with its own adapter's two thin matrices.
 
-After LoRA (Hu et al., 2021), batched as in Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023), but by dense
-products. The matrices of all adapters lie one behind the other along the rank, so that adapters of different ranks take
-what they need and no more: adapter s has the columns ``columns[s, 0]`` to ``columns[s, 1]``. Three forms give the same:
+After LoRA (Hu et al., 2021), batched as in Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023), but by compiled
+loops and dense products. The matrices of all adapters lie one behind the other along the rank, each from the start of a
+chunk of 16 columns on, so that adapters of different ranks take what they need and little more; the first chunk holds
+zeros. Adapter s has the columns ``columns[s, 0]`` to ``columns[s, 1]``. Three forms give the same:
 
-    gathered  every row reads the columns of its own adapter alone, in compiled loops without any product
+    tiled     up to four rows of one adapter meet one chunk of it, in compiled loops without any product
     stacked   every row meets a whole range of columns, and what is not its own is dropped between the two products
     grouped   the rows of each adapter are gathered and meet the columns of that adapter alone
 
-Gathering costs (rows * highest rank) and no call, which decode steps on a CPU want: packages of compiled code choose it
-for few rows. Stacking multiplies (rows * columns in the range) and takes few products of fixed shapes, which captured
-graphs want; grouping multiplies (rows * own rank), which a prefill of many adapters wants. Between these two a CPU
-operator decides by counting, over the adapters that occur in the batch and no others, and a batch without any costs a
-copy. Elsewhere reading on the host who uses what would stall the device, and all columns are stacked.
+Tiles read each adapter once for four rows and take no call, which decode steps on a CPU want: packages of compiled code
+choose them where they are few. Stacking multiplies (rows * columns in the range) and takes few products of fixed
+shapes, which captured graphs want; grouping multiplies (rows * own rank), which a prefill of many adapters wants.
+Between these two a CPU operator decides by counting, over the adapters that occur in the batch and no others, and a
+batch without any costs a copy. Elsewhere reading on the host who uses what would stall the device, and all columns are
+stacked.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,32 +29,68 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+CHUNK = 16
+"""Columns that a tile multiplies, and what the first column of every adapter is a multiple of."""
+
+LANES = 4
+"""Rows that share the reading of a chunk. Their sums stay in registers."""
+
+MAX_TILES = 64
+"""Up to here compiled loops beat products: a tile takes about 0.4 ms in 30 layers of 3.5 M weights each, and the
+calls of the products 13 to 21 ms, however few there are."""
+
 GROUP_COST, ROW_COST = 2048, 64
 """What grouping costs in multiplications per feature: for each group its calls, and for each row its way out of the
 batch and back (30 µs a group and 20 GB/s, against 100 G multiplications a second over 1500 features in and out)."""
-
-MAX_GATHERED = 2048
-"""Rows times ranks up to which compiled loops beat products. Over 30 layers of 3.5 M weights each of them costs 20 to
-30 µs per step, and the calls of the products 13 to 21 ms, however few there are (CPU time of one core, 16 rows)."""
 
 _library = torch.library.Library("kernels_triton_free", "FRAGMENT")
 _library.define(
     "add_low_rank(Tensor out, Tensor x, Tensor a, Tensor b, Tensor columns, Tensor slots, int[] sizes) -> Tensor"
 )
+_library.define("materialize(Tensor x) -> Tensor")
+
+
+class AdapterTiles(NamedTuple):
+    """The products of a batch with its adapters in equal pieces: LANES rows or fewer with one chunk of their adapter.
+
+    rows int32 [tiles, lanes]: some repeated where there are fewer. adapters int32 [tiles], 0 for tiles that do nothing.
+    chunks int32 [tiles]: which of the adapter's own. places int32 [T, chunks]: tile * lanes + lane of every product of
+    each row, -1 for none.
+    """
+
+    rows: Tensor
+    adapters: Tensor
+    chunks: Tensor
+    places: Tensor
+
+    def of(self, rows: Tensor) -> AdapterTiles:
+        """For a batch of these rows [n] of the batch: what other rows have in a tile, nobody reads."""
+        new = torch.zeros(self.places.shape[0], dtype=torch.int64, device=rows.device)
+        new = new.scatter(0, rows.long(), torch.arange(rows.shape[0], device=rows.device))
+        return self._replace(rows=new[self.rows.long()].int(), places=self.places[rows])
 
 
 class RowAdapters(NamedTuple):
-    """Which adapter each row uses. slots int32 [T]: 0 for none. span int32 [R]: 0, 1, 2, …
-
-    R says to compiled code, as a tensor's size, how far its loops go: to no less than the highest rank that occurs.
-    """
+    """Which adapter each row uses. slots int32 [T]: 0 for none. tiles: for packages of compiled code, which choose them
+    if there are no more than MAX_TILES."""
 
     slots: Tensor
-    span: Tensor
+    tiles: AdapterTiles | None = None
 
     def of(self, rows: Tensor) -> RowAdapters:
         """Those of some of the rows."""
-        return RowAdapters(self.slots[rows], self.span)
+        return RowAdapters(self.slots[rows], None if self.tiles is None else self.tiles.of(rows))
+
+
+def chunks_of_rank(rank: int) -> int:
+    """How many chunks an adapter of this rank takes."""
+    return -(-rank // CHUNK)
+
+
+def lane_width(sizes: Sequence[int], device: torch.device) -> int:
+    """How many outputs lie side by side in b before the next column: see add_low_rank. On a CPU those of one register,
+    because loops over columns then read memory in order; elsewhere all, which products want."""
+    return math.gcd(16, *sizes) if device.type == "cpu" else sum(sizes)
 
 
 def add_low_rank(
@@ -59,28 +98,34 @@ def add_low_rank(
 ) -> Tensor:
     """out [T, sum(sizes)] plus B_s A_s x for every row, s being its adapter; rows with adapter 0 are left as they are.
 
-    x [T, in]. a [K, parts, in], b [K, sum(sizes)], scaling included: the matrices of all adapters along the rank.
-    columns int32 [M + 1, 2]: first column of each adapter and the one behind its last; equal where it changes nothing,
-    as for 0. rows: adapter of each row. sizes: output features of each part, stacked in out (q, k, v). All entries of b
-    must be finite: a row may meet those of other adapters multiplied by zero.
+    x [T, in]. a [chunks, 16, parts, in], b [chunks, sum(sizes) / width, 16, width], scaling included: the matrices of
+    all adapters along the rank, the outputs of b in pieces of lane_width; chunk 0 is all zeros, and so are the columns
+    between an adapter's last and the next chunk. columns int32 [M + 1, 2]: first column of each adapter, a multiple of
+    16, and the one behind its last; equal where it changes nothing, as for 0. rows: adapter of each row. sizes: output
+    features of each part, stacked in out (q, k, v). All entries of b must be finite: a row may meet those of other
+    adapters multiplied by zero.
     """
     arguments = (out, x, a, b, columns, rows.slots)
     if out.device.type != "cpu":
         return _add_stacked(*arguments, sizes)
-    # Plain torch.compile would compile again for other spans: it guards how far its loops may go.
-    if not torch.compiler.is_exporting():
+    # Plain torch.compile would compile again for other numbers of tiles: it guards how far its loops may go.
+    if rows.tiles is None or not torch.compiler.is_exporting():
         return _add_by_products(*arguments, sizes)
     if out.shape[0] == 1:
-        return _add_gathered(*arguments, rows.span, sizes)
+        return _add_tiled(out, x, a, b, columns, rows.tiles, sizes)
 
-    def gather(out: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Tensor, slots: Tensor, span: Tensor) -> Tensor:
-        return _add_gathered(out, x, a, b, columns, slots, span, sizes)
+    def by_tiles(
+        out: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Tensor, slots: Tensor, *tiles: Tensor
+    ) -> Tensor:
+        return _add_tiled(out, x, a, b, columns, AdapterTiles(*tiles), sizes)
 
-    def multiply(out: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Tensor, slots: Tensor, span: Tensor) -> Tensor:
+    def by_products(
+        out: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Tensor, slots: Tensor, *tiles: Tensor
+    ) -> Tensor:
         return _add_by_products(out, x, a, b, columns, slots, sizes)
 
-    few = out.shape[0] * rows.span.shape[0] <= MAX_GATHERED
-    added: Tensor = torch.cond(few, gather, multiply, (*arguments, rows.span))
+    few = rows.tiles.rows.shape[0] <= MAX_TILES
+    added: Tensor = torch.cond(few, by_tiles, by_products, (*arguments, *rows.tiles))
     return added
 
 
@@ -89,6 +134,7 @@ def add_low_rank_reference(
 ) -> Tensor:
     """The same, row by row and part by part."""
     result = out.clone()
+    a, b = a.flatten(0, 1), _by_column(b)
     for row, slot in enumerate(slots.tolist()):
         first, end = columns[slot].tolist()
         for part, (update, weight) in enumerate(zip(result[row].split(list(sizes)), b.split(list(sizes), dim=1))):
@@ -96,22 +142,42 @@ def add_low_rank_reference(
     return result
 
 
-def _add_gathered(
-    out: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Tensor, slots: Tensor, span: Tensor, sizes: Sequence[int]
+def _by_column(b: Tensor) -> Tensor:
+    """b of some chunks as a matrix [columns, outputs]; a view where the outputs are in one piece."""
+    return b.transpose(1, 2).reshape(b.shape[0] * b.shape[2], -1)
+
+
+def _add_tiled(
+    out: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Tensor, tiles: AdapterTiles, sizes: Sequence[int]
 ) -> Tensor:
-    """add_low_rank in loops over rows, ranks up to len(span) and features. Only worth it compiled."""
-    first, end = columns[slots.long()].unbind(1)
-    # Ranks come first: Inductor then takes the output features for the dimension to vectorise, which lie side by side.
-    column = first + span[:, None]
-    is_own = column < end
-    column = torch.where(is_own, column, 0)
-    hidden = (x[None, :, None].float() * a[column].float()).sum(-1)
-    hidden = torch.where(is_own[:, :, None], hidden, 0.0)
-    updates = [
-        (hidden[:, :, part, None] * weight[column].float()).sum(0)
-        for part, weight in enumerate(b.split(list(sizes), dim=1))
-    ]
-    return (out.float() + torch.cat(updates, dim=1)).to(out.dtype)
+    """add_low_rank in loops over tiles, columns and features. Only worth it compiled.
+
+    What is read again and again is materialised, and nothing else: Inductor would work out rows anew for every column,
+    and keep the weights, converted, in memory. Every sum over a tile's rows is its own, so that all of them share one
+    loop; what that loop leaves is ordered so that no index but the outputs' is contiguous, because Inductor vectorises
+    along the index that most operands have contiguous.
+    """
+    materialize = torch.ops.kernels_triton_free.materialize.default
+    count, lanes = tiles.rows.shape
+    parts = len(sizes)
+    first, end = columns[tiles.adapters.long()].unbind(1)
+    own = first + CHUNK * tiles.chunks
+    chunk = materialize(torch.where(own < end, own // CHUNK, 0))  # an adapter without this layer meets zeros
+    inputs = materialize(x[tiles.rows.long()].float())  # [tiles, lanes, in]
+    weight = a[chunk.long()].float()  # [tiles, 16, parts, in]
+    hidden = [(inputs[:, lane, None, None] * weight).sum(-1) for lane in range(lanes)]
+    hidden_of_all = torch.cat(hidden, -1)  # [tiles, 16, lanes * parts]
+    updates: list[list[Tensor]] = [[] for _ in range(lanes)]
+    for part, own_b in enumerate(b.split([size // b.shape[3] for size in sizes], dim=1)):
+        weight = own_b[chunk.long()].float()  # [tiles, pieces, 16, width]
+        for lane in range(lanes):
+            factor = hidden_of_all[:, None, :, lane * parts + part, None]
+            updates[lane].append((factor * weight).sum(2))
+    update = torch.cat([piece for pieces in updates for piece in pieces], 1).view(count * lanes, out.shape[1])
+    result = out.float()
+    for place in tiles.places.unbind(1):
+        result = result + torch.where(place[:, None] >= 0, update[place.long().clamp(min=0)], 0.0)
+    return result.to(out.dtype)
 
 
 def _add_by_products(
@@ -124,6 +190,7 @@ def _add_stacked(
     out: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Tensor, slots: Tensor, sizes: Sequence[int]
 ) -> Tensor:
     """add_low_rank in shapes that do not depend on who uses which adapter, over all columns."""
+    a, b = a.flatten(0, 1), _by_column(b)
     own = columns[slots.long()]
     column = torch.arange(a.shape[0], dtype=columns.dtype, device=columns.device)
     is_own = (column >= own[:, :1]) & (column < own[:, 1:])
@@ -189,7 +256,9 @@ def _add_low_rank_on_cpu(
 
 def _add_to_group(out: Tensor, x: Tensor, a: Tensor, b: Tensor, group: RowGroup, sizes: Sequence[int]) -> None:
     """Add to out [n, sum(sizes)], in place, the product of x [n, in] with the columns of a group."""
-    a, b = a[group.first : group.end], b[group.first : group.end]
+    chunks = slice(group.first // CHUNK, chunks_of_rank(group.end))
+    columns = slice(group.first % CHUNK, group.end - group.first // CHUNK * CHUNK)
+    a, b = a[chunks].flatten(0, 1)[columns], _by_column(b[chunks])[columns]
     hidden = torch.mm(x, a.flatten(0, 1).T).view(len(x), len(a), len(sizes))
     if group.foreign is not None:
         # Replaced and not multiplied by zero: another adapter's product may overflow, and inf * 0 is NaN.
@@ -207,5 +276,12 @@ def _low_rank_shape(
     return torch.empty_like(out)
 
 
+def _copy(x: Tensor) -> Tensor:
+    """A value that compiled code works out once and keeps: see kernels_triton_free.inductor."""
+    return x.clone()
+
+
+_library.impl("materialize", _copy, "CompositeExplicitAutograd")
+torch.library.register_fake("kernels_triton_free::materialize", torch.empty_like, lib=_library)
 _library.impl("add_low_rank", _add_low_rank_on_cpu, "CPU")
 torch.library.register_fake("kernels_triton_free::add_low_rank", _low_rank_shape, lib=_library)

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels_triton_free.lora import CHUNK, AdapterTiles, chunks_of_rank, lane_width
 from minivllm.config import LoRAConfig
 from minivllm.lora.checkpoint import Adapter, LowRank, load_adapter
+from minivllm.lora.tiles import adapter_tiles
 from minivllm.messages import LoRARequest, NewRequestData
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear import Linear
@@ -28,6 +30,7 @@ class AdapterManager:
 
     def __init__(self, decoder: Decoder, config: LoRAConfig) -> None:
         self._config, self._dtype, self._device = config, decoder.dtype, decoder.device
+        self._num_chunks = 1 + config.max_loras * chunks_of_rank(config.max_lora_rank)
         self._linears: list[tuple[str, Linear]] = []
         for index, layer in enumerate(decoder.layers):
             for block, linears in (("self_attn", (layer.qkv, layer.o)), ("mlp", (layer.gate_up, layer.down))):
@@ -41,8 +44,8 @@ class AdapterManager:
         # Adapter in each slot from 1 on, least recently used first.
         self._slots: dict[str, int] = {}
         self._free_slots = list(range(config.max_loras, 0, -1))
-        # By slot: the columns that its adapter has in the stacks of every layer.
-        self._columns: dict[int, range] = {}
+        # By slot: the chunks that its adapter has in the stacks of every layer. The first chunk is nobody's.
+        self._chunks: dict[int, range] = {}
 
     @property
     def names_in_slots(self) -> list[str]:
@@ -78,7 +81,7 @@ class AdapterManager:
         slot = self._slots.pop(name, None)
         if slot is not None:
             self._free_slots.append(slot)
-            del self._columns[slot]
+            del self._chunks[slot]
 
     def activate(self, name: str, in_use: Iterable[str]) -> int:
         """The slot of an adapter, into which it is copied if it is not there yet.
@@ -97,62 +100,66 @@ class AdapterManager:
         for name in self._slots:
             if name not in in_use:
                 slot = self._slots.pop(name)
-                del self._columns[slot]
+                del self._chunks[slot]
                 return slot
         raise RuntimeError(f"All {self._config.max_loras} adapter slots are in use, which admission should prevent.")
 
     def _make_stacks(self, linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
         """a, b and columns of add_low_rank for this worker's shard, with room for the largest ranks in all slots."""
-        room = self._config.max_loras * self._config.max_lora_rank
-        a = torch.zeros(room, len(linear.sizes), linear.in_features, dtype=self._dtype, device=self._device)
-        b = torch.zeros(room, linear.out_features, dtype=self._dtype, device=self._device)
+        width = lane_width(tuple(linear.sizes.values()), self._device)
+        shape_of_a = (self._num_chunks, CHUNK, len(linear.sizes), linear.in_features)
+        shape_of_b = (self._num_chunks, linear.out_features // width, CHUNK, width)
+        a, b = (torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in (shape_of_a, shape_of_b))
         columns = torch.zeros(self._config.max_loras + 1, 2, dtype=torch.int32, device=self._device)
         return a, b, columns
 
     def _place(self, slot: int, adapter: Adapter) -> None:
-        """Copy an adapter to the first columns that are free; close the gaps if what is free lies scattered."""
-        start = 0
-        for taken in sorted(self._columns.values(), key=lambda columns: columns.start):
-            if taken.start - start >= adapter.rank:
+        """Copy an adapter to the first chunks that are free; close the gaps if what is free lies scattered."""
+        size = chunks_of_rank(adapter.rank)
+        start = 1
+        for taken in sorted(self._chunks.values(), key=lambda chunks: chunks.start):
+            if taken.start - start >= size:
                 break
             start = taken.stop
-        if start + adapter.rank > self._config.max_loras * self._config.max_lora_rank:
-            start = 0
+        if start + size > self._num_chunks:
+            start = 1
             for name, other in self._slots.items():
                 if other != slot:
                     self._fill(other, self._adapters[name], start)
-                    start += self._adapters[name].rank
+                    start = self._chunks[other].stop
         self._fill(slot, adapter, start)
 
     def _fill(self, slot: int, adapter: Adapter, first: int) -> None:
-        """Copy an adapter into the columns from ``first`` on, zeros where it changes nothing or has a lower rank."""
-        self._columns[slot] = range(first, first + adapter.rank)
+        """Copy an adapter into the chunks from ``first`` on, zeros where it changes nothing or has a lower rank."""
+        self._chunks[slot] = chunks = range(first, first + chunks_of_rank(adapter.rank))
         for block, linear in self._linears:
             a, b, columns = linear.adapters
             low_ranks = [adapter.modules.get(f"{block}.{name}") for name in linear.sizes]
             rank = max((low_rank.a.shape[0] for low_rank in low_ranks if low_rank is not None), default=0)
-            columns[slot, 0], columns[slot, 1] = first, first + rank
-            a[first : first + rank] = 0
-            b[first : first + rank] = 0
-            start = 0
+            columns[slot, 0], columns[slot, 1] = first * CHUNK, first * CHUNK + rank
+            a[chunks.start : chunks.stop] = 0
+            b[chunks.start : chunks.stop] = 0
+            width, start = b.shape[3], 0
             for part, (size, low_rank) in enumerate(zip(linear.sizes.values(), low_ranks)):
                 if low_rank is not None:
-                    own, end = _own_shard(low_rank, linear, size), first + low_rank.a.shape[0]
-                    a[first:end, part].copy_(own.a, non_blocking=True)
-                    b[first:end, start : start + size].copy_(own.b.T, non_blocking=True)
+                    own, pieces = _own_shard(low_rank, linear, size), slice(start // width, (start + size) // width)
+                    for chunk, own_a, own_b in zip(chunks, own.a.split(CHUNK), own.b.T.split(CHUNK)):
+                        a[chunk, : len(own_a), part].copy_(own_a, non_blocking=True)
+                        own_b = own_b.unflatten(1, (-1, width)).transpose(0, 1)
+                        b[chunk, pieces, : len(own_a)].copy_(own_b, non_blocking=True)
                 start += size
 
 
 class BatchAdapters:
     """Which adapter slot the request in each slot of the batch uses, and the rank of what lies there.
 
-    lora_slots, ranks: int32 [max_num_seqs], 0 without adapter. max_rank: what ranks can be at most.
+    lora_slots, ranks: int32 [max_num_seqs], 0 without adapter.
     """
 
     def __init__(self, manager: AdapterManager, max_num_seqs: int) -> None:
         self.lora_slots = np.zeros(max_num_seqs, dtype=np.int32)
         self.ranks = np.zeros(max_num_seqs, dtype=np.int32)
-        self.max_rank = manager.max_rank
+        self._max_chunks = chunks_of_rank(manager.max_rank)
         self._manager = manager
         self._names: dict[int, str] = {}
 
@@ -168,6 +175,12 @@ class BatchAdapters:
         """The request of the slot has left; its adapter stays where it is until somebody needs the place."""
         self.lora_slots[slot] = self.ranks[slot] = 0
         self._names.pop(slot, None)
+
+    def tiles(self, slots: np.ndarray, padded: int) -> AdapterTiles:
+        """How the tokens of a step meet their adapters. slots [n]: each token's in the batch; padded: at least n."""
+        own = np.zeros((2, padded), dtype=np.int32)
+        own[0, : len(slots)], own[1, : len(slots)] = self.lora_slots[slots], self.ranks[slots]
+        return adapter_tiles(own[0], own[1], self._max_chunks)
 
 
 def _own_shard(low_rank: LowRank, linear: Linear, size: int) -> LowRank:

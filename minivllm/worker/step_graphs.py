@@ -210,7 +210,7 @@ class _NoCapture(GraphCapture):
 def _addresses(inputs: StepInputs, kind: str) -> list[int]:
     tensors = [inputs.token_ids, inputs.tokens.positions, inputs.tokens.slot_mapping]
     if inputs.tokens.adapters is not None:
-        tensors += inputs.tokens.adapters
+        tensors.append(inputs.tokens.adapters.slots)
     if kind == "full" and inputs.decode is not None:
         for lists in inputs.decode.lists.values():
             tensors += [tensor for tensor in lists if tensor is not None]

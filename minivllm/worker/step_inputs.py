@@ -126,7 +126,6 @@ class StepInputBuilder:
         }
         if adapters is not None:
             fields["lora_slots"] = (tokens,)
-            self._span = torch.arange(max(2, adapters.max_rank), dtype=torch.int32, device=device)
         if verify_size:
             fields |= {
                 "verify_position": (sequences, verify_size),
@@ -201,9 +200,8 @@ class StepInputBuilder:
         torch.index_select(self._batch.token_ids.device.view(-1), 0, device["token_index"][:padded], out=token_ids)
         adapters = None
         if self._adapters is not None:
-            # Code for a single row has fixed sizes; otherwise sizes are dynamic, which compilers take to be 2 or more.
-            rank = len(self._span) if padded == 1 else max(2, int(self._adapters.ranks[slots].max(initial=0)))
-            adapters = RowAdapters(device["lora_slots"][:padded], self._span[:rank])
+            pieces = self._adapters.tiles(token_slots, padded) if self._device.type == "cpu" else None
+            adapters = RowAdapters(device["lora_slots"][:padded], pieces)
         inputs = TokenInputs(device["positions"][:padded], device["slot_mapping"][:padded], adapters)
         return StepInputs(rows, total, token_ids, inputs, decode, verify, prefill)
 
