@@ -35,9 +35,9 @@ CHUNK = 16
 LANES = 4
 """Rows that share the reading of a chunk. Their sums stay in registers."""
 
-MAX_TILES = 64
-"""Up to here compiled loops beat products: a tile takes about 0.4 ms in 30 layers of 3.5 M weights each, and the
-calls of the products 13 to 21 ms, however few there are."""
+MAX_TILES = 32
+"""Up to here compiled loops are taken. Over 30 layers of 3.5 M weights each, 8 tiles took 8 to 13 ms a step and 16 took
+17 ms (two cores); the calls of the products take 13 to 21 ms, however few there are, and then their multiplications."""
 
 GROUP_COST, ROW_COST = 2048, 64
 """What grouping costs in multiplications per feature: for each group its calls, and for each row its way out of the
