@@ -1,4 +1,6 @@
 """Functions of tensors only: the engine's kernels as plain PyTorch, made fast by torch.compile.
 
 Usable without minivllm.
+
+May import: torch only.
 """

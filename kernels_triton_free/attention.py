@@ -119,6 +119,8 @@ def gathered_flex_attention(
     *,
     scale: float,
     window: int | None = None,
+    visibility: Visibility | None = None,
+    score_change: ScoreChange | None = None,
     kernel_options: FlexKernelOptions | None = None,
 ) -> Tensor:
     """As paged_flex_attention over a copy, in q's dtype, of only the pages this step reads.
@@ -129,7 +131,17 @@ def gathered_flex_attention(
     """
     k, v = k_cache[step_pages].to(q.dtype), v_cache[step_pages].to(q.dtype)
     return paged_flex_attention(
-        q, k, v, lists, q_position, kv_position, scale=scale, window=window, kernel_options=kernel_options
+        q,
+        k,
+        v,
+        lists,
+        q_position,
+        kv_position,
+        scale=scale,
+        window=window,
+        visibility=visibility,
+        score_change=score_change,
+        kernel_options=kernel_options,
     )
 
 
@@ -142,11 +154,14 @@ def gathered_sdpa_attention(
     *,
     scale: float,
     window: int | None = None,
+    visibility: Visibility | None = None,
+    score_change: ScoreChange | None = None,
 ) -> Tensor:
     """Reference for one request: gather its pages and run scaled dot-product attention.
 
     q [queries, kv_heads, G, D] at consecutive positions from first_position; pages int [n] in order, covering all of
-    them. Returns a tensor like q. Runs uncompiled, wherever PyTorch does.
+    them. visibility, score_change: as for paged_flex_attention. Returns a tensor like q. Runs uncompiled, wherever
+    PyTorch does.
     """
     queries, kv_heads, group, head_dim = q.shape
     length = first_position + queries
@@ -154,18 +169,23 @@ def gathered_sdpa_attention(
     v = gather_pages(v_cache, pages)[:length].to(q.dtype).transpose(0, 1)
     query = torch.arange(first_position, length, device=q.device)[:, None]
     key = torch.arange(length, device=q.device)[None, :]
-    visible = key <= query
-    if window is not None:
-        visible &= key > query - window
-    out = F.scaled_dot_product_attention(
-        q.reshape(queries, kv_heads * group, head_dim).transpose(0, 1)[None],
-        k[None],
-        v[None],
-        attn_mask=visible,
-        scale=scale,
-        enable_gqa=group > 1,
-    )
-    return out[0].transpose(0, 1).reshape(queries, kv_heads, group, head_dim)
+    if visibility is not None:
+        visible = visibility(query, key)
+    else:
+        visible = key <= query
+        if window is not None:
+            visible &= key > query - window
+    heads = q.reshape(queries, kv_heads * group, head_dim).transpose(0, 1)
+    if score_change is None:
+        out = F.scaled_dot_product_attention(
+            heads[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=group > 1
+        )[0]
+    else:
+        head = torch.arange(kv_heads * group, device=q.device)[:, None, None]
+        scores = heads @ k.repeat_interleave(group, 0).transpose(1, 2) * scale
+        scores = score_change(scores, head, query, key).masked_fill(~visible, -torch.inf)
+        out = scores.softmax(-1) @ v.repeat_interleave(group, 0)
+    return out.transpose(0, 1).reshape(queries, kv_heads, group, head_dim)
 
 
 def chunks_of_tiles(tile_tokens: Tensor, tile_size: int, kv_heads: int) -> Tensor:

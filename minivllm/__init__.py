@@ -14,6 +14,9 @@ __all__ = [
     "BatchUpdate",
     "BeamSearchParams",
     "CompletionOutput",
+    "DraftContext",
+    "DraftTask",
+    "Drafter",
     "EngineArgs",
     "LoRARequest",
     "LogitsProcessor",
@@ -22,41 +25,58 @@ __all__ = [
     "RepetitionDetection",
     "RequestOutput",
     "SamplingParams",
+    "SchedulingPolicy",
+    "SortedQueue",
     "StructuredOutputs",
     "__version__",
+    "register_attention",
+    "register_drafter",
+    "register_policy",
 ]
 
 if TYPE_CHECKING:
     from minivllm.config import EngineArgs
     from minivllm.frontend.async_llm import AsyncLLM
-    from minivllm.frontend.beam_search import BeamSearchParams
     from minivllm.frontend.llm import LLM
-    from minivllm.frontend.outputs import CompletionOutput, RequestOutput
-    from minivllm.logits_processors import BatchUpdate, LogitsProcessor
     from minivllm.messages import LoRARequest
+    from minivllm.plugins import register_attention, register_drafter, register_policy
+    from minivllm.processing.outputs import CompletionOutput, RequestOutput
+    from minivllm.sampling.logits_processors import BatchUpdate, LogitsProcessor
     from minivllm.sampling_params import (
+        BeamSearchParams,
         OutputKind,
         PoolingParams,
         RepetitionDetection,
         SamplingParams,
         StructuredOutputs,
     )
+    from minivllm.scheduler.policy import SchedulingPolicy
+    from minivllm.scheduler.queues import SortedQueue
+    from minivllm.spec_decode.drafter import DraftContext, Drafter, DraftTask
 
 _HOMES = {
     "LLM": "minivllm.frontend.llm",
     "AsyncLLM": "minivllm.frontend.async_llm",
-    "BatchUpdate": "minivllm.logits_processors",
-    "BeamSearchParams": "minivllm.frontend.beam_search",
-    "CompletionOutput": "minivllm.frontend.outputs",
-    "RequestOutput": "minivllm.frontend.outputs",
+    "BatchUpdate": "minivllm.sampling.logits_processors",
+    "BeamSearchParams": "minivllm.sampling_params",
+    "CompletionOutput": "minivllm.processing.outputs",
+    "RequestOutput": "minivllm.processing.outputs",
+    "DraftContext": "minivllm.spec_decode.drafter",
+    "DraftTask": "minivllm.spec_decode.drafter",
+    "Drafter": "minivllm.spec_decode.drafter",
     "EngineArgs": "minivllm.config",
     "LoRARequest": "minivllm.messages",
-    "LogitsProcessor": "minivllm.logits_processors",
+    "LogitsProcessor": "minivllm.sampling.logits_processors",
     "OutputKind": "minivllm.sampling_params",
     "PoolingParams": "minivllm.sampling_params",
     "RepetitionDetection": "minivllm.sampling_params",
     "SamplingParams": "minivllm.sampling_params",
+    "SchedulingPolicy": "minivllm.scheduler.policy",
+    "SortedQueue": "minivllm.scheduler.queues",
     "StructuredOutputs": "minivllm.sampling_params",
+    "register_attention": "minivllm.plugins",
+    "register_drafter": "minivllm.plugins",
+    "register_policy": "minivllm.plugins",
 }
 
 

@@ -103,17 +103,9 @@ class EngineOutput(msgspec.Struct, kw_only=True):
 class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a worker needs to know of a request it sees for the first time."""
 
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling_params: SamplingParams
-    seed: int
-    eos_token_ids: list[int]
-    bad_words_token_ids: list[list[int]]
+    request: EngineRequest
     block_ids: BlockIds
     num_computed_tokens: int
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    pooling: PoolingParams | None = None
 
 
 class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):

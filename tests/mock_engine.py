@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minivllm.config import CacheConfig, EngineArgs, EngineConfig, SchedulerConfig
-from minivllm.engine import client
 from minivllm.engine.core import EngineCore
+from minivllm.engine_process import client
 from minivllm.errors import ConfigError, ModelError
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
@@ -63,7 +63,8 @@ class MockExecutor:
             time.sleep(self._seconds_per_step)
         for request_id in step.finished_request_ids:
             self._requests.pop(request_id, None)
-        for request in step.new_requests:
+        for new in step.new_requests:
+            request = new.request
             first = request.prompt_token_ids[0]
             if first == RAISE:
                 raise ValueError("the model has a fever")
@@ -72,7 +73,7 @@ class MockExecutor:
             if first == CRASH:
                 os.kill(os.getpid(), signal.SIGSEGV)
             # first token, known tokens, computed tokens
-            self._requests[request.request_id] = [first, len(request.prompt_token_ids), request.num_computed_tokens]
+            self._requests[request.request_id] = [first, len(request.prompt_token_ids), new.num_computed_tokens]
         for cached in step.cached_requests:
             self._requests[cached.request_id][2] = cached.num_computed_tokens
         output = ModelRunnerOutput()
@@ -122,7 +123,7 @@ def load_core(args: EngineArgs) -> tuple[EngineCore, DecoderStandIn]:
 
 
 if __name__ == "__main__":
-    from minivllm.engine import process
+    from minivllm.engine_process import process
 
     client.load_core = load_core  # type: ignore[assignment]
     process.main()

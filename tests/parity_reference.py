@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minivllm import LLM, SamplingParams
-from minivllm.frontend.outputs import RequestOutput
+from minivllm.processing.outputs import RequestOutput
 from minivllm.worker.model_runner import ModelRunner
 
 BLOCK_SIZE = 8

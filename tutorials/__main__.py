@@ -1,4 +1,4 @@
-"""``python -m tutorials`` lists the chapters; ``--run`` runs them all, ``--run 3 7`` some."""
+"""``python -m tutorials`` lists the chapters, ``--run 3 7`` prints some of them, ``--run`` checks them all."""
 
 from __future__ import annotations
 
@@ -51,12 +51,21 @@ def list_chapters(console: Console) -> None:
         table.add_row(chapter.number, f"{escape(chapter.summary)}\n[dim]python -m {chapter.module}[/dim]")
     console.print(table)
     console.print(
-        "\nAll of them: python -m tutorials --run     Some: --run 1 5     Pictures: --save DIR", highlight=False
+        "\nRead some: python -m tutorials --run 1 5     Check all: --run     Pictures: --save DIR", highlight=False
     )
 
 
-def run_chapters(console: Console, wanted: list[Chapter], save: Path | None) -> int:
-    """Run each in a process of its own. Returns how many failed."""
+def command(chapter: Chapter, save: Path | None) -> list[str]:
+    return [sys.executable, "-m", chapter.module, *(["--save", str(save.resolve())] if save else [])]
+
+
+def print_chapters(wanted: list[Chapter], save: Path | None) -> int:
+    """Run them one after the other, each in a process of its own that prints here. Returns how many failed."""
+    return sum(subprocess.run(command(chapter, save), cwd=FOLDER.parent).returncode != 0 for chapter in wanted)
+
+
+def check_chapters(console: Console, wanted: list[Chapter], save: Path | None) -> int:
+    """Run each in a process of its own and show a line of what it proved. Returns how many failed."""
     state = {chapter.number: ["[dim]waiting[/dim]", "", ""] for chapter in wanted}
     failures: dict[str, str] = {}
 
@@ -73,9 +82,8 @@ def run_chapters(console: Console, wanted: list[Chapter], save: Path | None) -> 
             state[chapter.number][0] = "[yellow]running[/yellow]"
             live.update(table())
             started = time.perf_counter()
-            command = [sys.executable, "-m", chapter.module, *(["--save", str(save)] if save else [])]
             result = subprocess.run(
-                command,
+                command(chapter, save),
                 capture_output=True,
                 text=True,
                 encoding="utf-8",
@@ -97,7 +105,7 @@ def run_chapters(console: Console, wanted: list[Chapter], save: Path | None) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tutorials", description="Lists the chapters, or runs them.")
-    parser.add_argument("--run", nargs="*", metavar="N", help="run all chapters, or those with these numbers")
+    parser.add_argument("--run", nargs="*", metavar="N", help="print these chapters; without numbers, check all")
     parser.add_argument("--save", type=Path, metavar="DIR", help="with --run: write the pictures into DIR as PNG files")
     options = parser.parse_args()
     console = Console()
@@ -109,7 +117,9 @@ def main() -> int:
     unknown = [number for number in numbers if number not in known]
     if unknown:
         parser.error(f"There is no chapter {', '.join(unknown)}; choose from {', '.join(known)}.")
-    return 1 if run_chapters(console, [known[number] for number in numbers], options.save) else 0
+    wanted = [known[number] for number in numbers]
+    failed = print_chapters(wanted, options.save) if options.run else check_chapters(console, wanted, options.save)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

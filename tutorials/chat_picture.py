@@ -12,9 +12,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from minivllm.cli.answer_view import render_block
-from minivllm.cli.chat_session import ChatSession
-from minivllm.cli.trace import folded, heat_strip
+from minivllm.cli.conversation.chat_session import ChatSession
+from minivllm.cli.terminal.answer_view import render_block
+from minivllm.cli.trace.command import folded, heat_strip
 from minivllm.config import EngineArgs
 from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.sampling_params import SamplingParams

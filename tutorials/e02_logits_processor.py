@@ -1,8 +1,8 @@
 """B · Worked example, a new logits processor: answers that must begin with given tokens, for those who ask for it.
 
 "Answer with a JSON object" works better when the answer is made to begin with a brace. A logits processor can do that:
-it sees the logits before anything is drawn from them, and forbids all tokens but one. Fifteen lines, and nobody else in
-the batch notices.
+it sees the logits before anything is drawn from them, and forbids all tokens but one. Its two
+methods with work in them are short, and no other request in the batch notices.
 """
 
 # %% [markdown]

@@ -1,12 +1,15 @@
-"""What every chapter does: predict a number, measure it, draw a picture, set exercises.
+"""What every chapter does: tell its prose, predict a number, measure it, draw a picture, set exercises.
 
-A prediction that fails stops the chapter. Pictures are drawn in the terminal, and as PNG files with ``--save DIR``.
+The prose of a chapter are its docstring and its ``# %% [markdown]`` cells. Each is printed before the output of the
+code below it. A prediction that fails stops the chapter. Pictures are drawn in the terminal, and as PNG files with
+``--save DIR``.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -21,17 +25,22 @@ from rich.text import Text
 COLOURS = {
     "prompt": "#5fa8d3",
     "decode": "#f4a259",
-    "wasted": "#e5383b",
+    "wasted": "#ef6f6c",
+    "preempted": "#ef6f6c",
     "cached": "#8cb369",
     "idle": "#d9d9d9",
     "other": "#b392c6",
 }
-"""What a coloured cell stands for, the same in all chapters; ``wasted`` is also a preemption."""
+"""What a coloured cell stands for, the same in all chapters. Black text is readable on each."""
+
+LINES = {"#1f6f97": "o", "#c2500b": "s", "#4d7c0f": "^", "#7e4fa3": "D"}
+"""Colours of curves and their marks: dark enough for a white ground, and told apart without colour."""
 
 Cell = tuple[str, str]
 """A cell of a picture: its text, and what it stands for (a key of COLOURS, or "" for an empty place)."""
 
 _BAR_WIDTH = 40
+_PROSE_WIDTH = 100
 _MOST_ROWS = 16
 
 
@@ -57,20 +66,49 @@ class Lesson:
         name, _, idea = self.title.partition(": ")
         self.console.rule(Text(name, style="bold"))
         self.console.print(idea, style="italic", markup=False)
+        # The caller is the chapter; a notebook or a test that has no file shows no prose.
+        self._file = sys._getframe(1).f_code.co_filename
+        self._prose = _prose_cells(Path(self._file)) if Path(self._file).is_file() else []
+        if self._prose:
+            self._print_prose("\n".join(doc.strip().splitlines()[2:]))
+        self._tell()
+
+    def _tell(self) -> None:
+        """Print the prose above the line of the chapter that is running now."""
+        line, frame = 0, sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == self._file and frame.f_code.co_name == "<module>":
+                line = frame.f_lineno
+            frame = frame.f_back
+        while self._prose and self._prose[0][0] < line:
+            self._print_prose(self._prose.pop(0)[1])
+
+    def _print_prose(self, text: str) -> None:
+        width = min(self.console.width, _PROSE_WIDTH)
+        for paragraph in re.split(r"^(## .+)$", text, flags=re.MULTILINE):
+            if paragraph.startswith("## "):
+                self.console.print(Text(f"\n{paragraph[3:]}", style="bold underline"))
+            elif paragraph.strip():
+                self.console.print()
+                self.console.print(Markdown(paragraph), width=width)
 
     def heading(self, text: str) -> None:
-        self.console.print(f"\n[bold]{text}[/bold]")
+        self._tell()
+        self.console.print(f"\n[bold]{escape(text)}[/bold]")
 
     def say(self, text: str) -> None:
+        self._tell()
         self.console.print(text, markup=False)
 
     def predict(self, what: str, value: Any, because: str) -> None:
         """Commit to a value before anything runs."""
+        self._tell()
         self._predictions[what] = value
         self.console.print(f"  predict   {what} = [bold]{_shown(value)}[/bold]  [dim]{because}[/dim]")
 
     def measure(self, what: str, value: Any, within: float = 0.0) -> None:
         """Compare with the prediction. within: allowed relative difference. Raises PredictionFailed."""
+        self._tell()
         predicted = self._predictions.pop(what)
         agrees = value == predicted if within == 0 else abs(value - predicted) <= within * abs(predicted)
         if not agrees:
@@ -79,6 +117,7 @@ class Lesson:
 
     def check(self, holds: bool, claim: str) -> None:
         """A claim that is true or not. Raises PredictionFailed."""
+        self._tell()
         if not holds:
             raise PredictionFailed(f"This does not hold: {claim}.")
         self.console.print(f"  [green]holds[/green]     {claim}", highlight=False)
@@ -98,6 +137,7 @@ class Lesson:
         name: of the PNG file. legend: what the colours mean here, if not what their names say; {} draws none.
         narrow: no space between cells.
         """
+        self._tell()
         width = (not narrow) + max((len(text) for cells in rows.values() for text, _ in cells), default=1)
         label_width = 1 + max(map(len, rows))
         picture = Text(f"\n{title}\n", style="italic")
@@ -115,10 +155,11 @@ class Lesson:
             picture.append(f" {meaning} ", f"black on {COLOURS[kind]}").append(" ")
         self.console.print(picture, no_wrap=True, crop=False, overflow="ignore")
         if self._folder is not None:
-            _save_cells(self._folder / f"{name}.png", title, rows, legend)
+            _save_cells(self._folder / f"{name}.png", title, rows, legend, narrow)
 
     def bars(self, name: str, title: str, values: Mapping[str, float], unit: str) -> None:
         """A picture of horizontal bars."""
+        self._tell()
         most = max(values.values()) or 1
         table = Table(title=escape(f"{title} [{unit}]"), title_justify="left", box=None, show_header=False)
         for label, value in values.items():
@@ -126,15 +167,27 @@ class Lesson:
         self.console.print(table)
         if self._folder is not None:
             figure, axes = _figure(7, 0.8 + 0.4 * len(values))
-            axes.barh(list(values), list(values.values()), color=COLOURS["prompt"])
+            drawn = axes.barh(list(values), list(values.values()), color=COLOURS["prompt"])
+            axes.bar_label(drawn, [_shown(value) for value in values.values()], padding=4)
+            axes.margins(x=0.12)
             axes.invert_yaxis()
             axes.set(title=title, xlabel=unit)
             _save(figure, self._folder / f"{name}.png")
 
     def curves(
-        self, name: str, title: str, x: Sequence[float], series: Mapping[str, Sequence[float]], axes: str
+        self,
+        name: str,
+        title: str,
+        x: Sequence[float],
+        series: Mapping[str, Sequence[float]],
+        axes: str,
+        log: bool = False,
     ) -> None:
-        """A picture of curves over the same x. axes: "name of x, name of y". In the terminal, bars of some x."""
+        """A picture of curves over the same x. axes: "name of x, name of y". In the terminal, bars of some x.
+
+        log: both axes of the PNG are logarithmic, for x that double from place to place.
+        """
+        self._tell()
         x_name, y_name = axes.split(", ", 1)
         most = max(max(values) for values in series.values()) or 1
         table = Table(title=escape(f"{title}: {y_name}"), title_justify="left", box=None, header_style="dim")
@@ -153,9 +206,17 @@ class Lesson:
         self.console.print(table)
         if self._folder is not None:
             figure, plot = _figure(7, 4)
-            for index, (label, values) in enumerate(series.items()):
-                plot.plot(x, values, label=label, color=kinds[index % len(kinds)], marker="o", markersize=3)
+            for (label, values), (colour, mark) in zip(series.items(), LINES.items()):
+                plot.plot(x, values, label=label, color=colour, marker=mark, markersize=5, linewidth=2)
             plot.set(title=title, xlabel=x_name, ylabel=y_name)
+            plot.grid(alpha=0.3)
+            if log:
+                plot.set(xscale="log", yscale="log")
+            for axis in (plot.xaxis, plot.yaxis):
+                axis.set_major_formatter(lambda value, _: f"{value:,g}")
+            if log or len(x) <= _MOST_ROWS // 2:  # every place has its own mark below the axis
+                plot.set_xticks(list(x))
+                plot.set_xticks([], minor=True)
             plot.legend()
             _save(figure, self._folder / f"{name}.png")
 
@@ -178,10 +239,9 @@ class Lesson:
         unknown = set(self._solutions) - {*numbers, "all"}
         if unknown:
             sys.exit(f"There is no exercise {', '.join(sorted(unknown))}: choose from {', '.join(numbers)} or all.")
-        if self._exercises:
-            self.heading("Exercises (solutions: --solution N)")
+        self._tell()
         for number, (text, _) in zip(numbers, self._exercises):
-            self.console.print(f"  {number}. {text}", markup=False)
+            self.console.print(f"  {number}. {text}  (solution: --solution {number})", markup=False)
         for number, (text, solution) in zip(numbers, self._exercises):
             if number in self._solutions or "all" in self._solutions:
                 print(f"\nExercise {number}: {text}\nSolution {number}: {solution()}", flush=True)
@@ -204,6 +264,20 @@ def _parse(title: str, arguments: Sequence[str] | None) -> argparse.Namespace:
         except OSError as error:
             parser.error(f"--save: {options.save} cannot be written ({error.strerror}); name another directory.")
     return options
+
+
+def _prose_cells(path: Path) -> list[tuple[int, str]]:
+    """(number of its first line, text) of every ``# %% [markdown]`` cell of a chapter."""
+    found: list[tuple[int, list[str]]] = []
+    is_prose = False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith("# %%"):
+            is_prose = line.startswith("# %% [markdown]")
+            if is_prose:
+                found.append((number, []))
+        elif is_prose and line.startswith("#"):
+            found[-1][1].append(line[2:])
+    return [(number, "\n".join(lines)) for number, lines in found]
 
 
 def _shown(value: Any) -> str:
@@ -231,18 +305,22 @@ def _legend(rows: Mapping[str, Sequence[Cell]]) -> dict[str, str]:
     return {kind: kind for kind in COLOURS if kind in used}
 
 
-def _save_cells(path: Path, title: str, rows: Mapping[str, Sequence[Cell]], legend: Mapping[str, str]) -> None:
-    figure, axes = _figure(min(24.0, 2.5 + 0.32 * max(map(len, rows.values()))), 1.2 + 0.34 * len(rows))
+def _save_cells(
+    path: Path, title: str, rows: Mapping[str, Sequence[Cell]], legend: Mapping[str, str], narrow: bool
+) -> None:
+    columns, most = max(map(len, rows.values())), max(len(text) for cells in rows.values() for text, _ in cells)
+    cell = 0.16 if narrow else max(0.3, 0.14 + 0.085 * most)  # inches; a picture of 70 narrow cells fits a page
+    figure, axes = _figure(max(6.0, 0.4 + 0.09 * max(map(len, rows)) + cell * columns), 1.3 + 0.34 * len(rows))
     from matplotlib.patches import Patch, Rectangle
 
     for y, cells in enumerate(rows.values()):
         for x, (text, kind) in enumerate(cells):
             if kind:
                 axes.add_patch(Rectangle((x, y), 1, 1, facecolor=COLOURS[kind], edgecolor="white"))
-            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=7)
+            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8 if narrow else 9)
     axes.set(xlim=(0, max(map(len, rows.values()))), ylim=(len(rows), 0), title=title, xticks=[])
     axes.set_yticks([y + 0.5 for y in range(len(rows))], list(rows))
     patches = [Patch(color=COLOURS[kind], label=meaning) for kind, meaning in legend.items()]
     if patches:
-        axes.legend(handles=patches, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+        figure.legend(handles=patches, fontsize=10, loc="outside lower center", ncols=len(patches), frameon=False)
     _save(figure, path)

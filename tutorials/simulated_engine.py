@@ -54,7 +54,7 @@ class Step:
 
 
 def run(scheduler: Scheduler, arrivals: Iterable[Arrival]) -> list[Step]:
-    """Schedule until everybody is done; step 0 is the first step of this call."""
+    """Schedule until all requests are done; step 0 is the first step of this call."""
     coming = deque(sorted(arrivals, key=lambda arrival: arrival.step))
     steps: list[Step] = []
     while coming or scheduler.has_unfinished_requests():

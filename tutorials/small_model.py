@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from minivllm.models.checkpoint import iterate_weights
+from minivllm.checkpoints.checkpoint import iterate_weights
+from minivllm.checkpoints.hf_config import read_decoder_config
+from minivllm.compilation.compiler import RegionCompiler
 from minivllm.models.decoder import Decoder
-from minivllm.models.hf_config import read_decoder_config
-from minivllm.worker.compiler import RegionCompiler
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,8 +1,17 @@
 """Draws the README's chart of speeds and writes its tables, from the reports that ``minivllm bench`` left.
 
-Every ``.json`` file in ``tutorials/measurements`` is a report as ``minivllm bench model --json FILE`` writes it, with
-the machine and the command it came from. To publish new figures, put the file there, then run
-``python -m tutorials.speed_picture``: chart and README follow.
+Every ``.json`` file in ``tutorials/measurements`` is a report as ``minivllm bench … --json FILE`` writes it, with the
+machine and the command it came from; those of ``bench model`` are drawn. To publish new figures, put the file there,
+then run ``python -m tutorials.speed_picture``: chart and README follow. A peer whose own way of running is more than
+5 % faster than the way it was driven gets no ratio.
+
+On a CPU two commands measure all peers, each with a --peer-python for every engine that lives in another Python:
+
+    minivllm bench model --vs transformers,vllm,openvino --case decode:1 --case decode:4 --case decode:16 \\
+        --case prefill:512 --repeats 2 --calibrate 1 --json tutorials/measurements/cpu_1_float32.json
+    minivllm bench model --engine minivllm,quantization=int4 --vs llama.cpp,openvino,weights=int4 --case decode:1 \\
+        --case decode:4 --case decode:16 --case prefill:512 --repeats 2 --calibrate 1 \\
+        --json tutorials/measurements/cpu_2_int4.json
 """
 
 from __future__ import annotations
@@ -12,21 +21,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from minivllm.cli.bench.report import Report, read_report
-from minivllm.cli.bench.statistics import median
+from minivllm.bench.reports.report import Report, machine_text, read_report
+from minivllm.bench.reports.statistics import median
 
 FOLDER = Path(__file__).parent
 MEASUREMENTS = FOLDER / "measurements"
 PICTURE = FOLDER / "pictures" / "speed.svg"
 README = FOLDER.parent / "README.md"
 BEGIN, END = "<!-- speed -->\n", "<!-- end of speed -->"
-PACKAGES = ("torch", "transformers", "llama-cpp-python", "vllm")
-COLOURS = ("#f4a259", "#5fa8d3", "#8cb369", "#b392c6")
+COLOURS = ("#f4a259", "#5fa8d3", "#8cb369", "#b392c6", "#d1788f", "#7a8aa0")
 
 
 def reports(folder: Path = MEASUREMENTS) -> list[Report]:
-    """All reports that are kept, in the order of their file names."""
-    return [read_report(path) for path in sorted(folder.glob("*.json"))]
+    """All reports of ``bench model`` that are kept, in the order of their file names."""
+    kept = [read_report(path) for path in sorted(folder.glob("*.json"))]
+    return [report for report in kept if report.kind == "model"]
 
 
 def speeds(report: Report) -> dict[str, dict[str, float]]:
@@ -41,9 +50,10 @@ def speeds(report: Report) -> dict[str, dict[str, float]]:
 def section(report: Report) -> str:
     """One report as Markdown: what ran where, and a table of cases. The ratio is first side to each other one."""
     table = speeds(report)
-    first, *others = dict.fromkeys(side for row in table.values() for side in row)
+    first, *others = _sides(report)
+    refused = {(one.case, one.against) for one in report.comparisons if not one.holds}
     lines = [
-        f"`minivllm {shlex.join(report.command)}` on {_machine(report)}, with {_versions(report)}:",
+        f"`minivllm {shlex.join(report.command)}` on {machine_text(report)}, with {_versions(report)}:",
         "",
         "| case | " + " | ".join([first, *(f"{side} | ratio" for side in others)]) + " |",
         "|---|" + "---:|" * (1 + 2 * len(others)),
@@ -52,6 +62,7 @@ def section(report: Report) -> str:
         cells = [_figure(row.get(first))]
         for side in others:
             ratio = f"{row[first] / row[side]:.2f} ×" if first in row and side in row else "n/a"
+            ratio = "not calibrated" if (case, side) in refused else ratio
             cells += [_figure(row.get(side)), ratio]
         lines.append("| " + " | ".join([case, *cells]) + " |")
     return "\n".join(lines) + "\n"
@@ -77,11 +88,12 @@ def draw(kept: list[Report], path: Path) -> None:
 
     tables = [speeds(report) for report in kept]
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "minivllm", "font.size": 9}):
-        figure = Figure(figsize=(9.5, 0.6 + sum(0.5 + 0.5 * len(table) for table in tables)), layout="constrained")
-        panels = figure.subplots(len(tables), squeeze=False, height_ratios=[1 + len(table) for table in tables])
+        heights = [0.6 + 0.17 * (1 + len(_sides(report))) * len(table) for report, table in zip(kept, tables)]
+        figure = Figure(figsize=(9.5, 0.3 + sum(heights)), layout="constrained")
+        panels = figure.subplots(len(tables), squeeze=False, height_ratios=heights)
         for report, table, axes in zip(kept, tables, panels[:, 0]):
             _bars(axes, table, _sides(report))
-            axes.set_title(f"minivllm {shlex.join(report.command)}", fontsize=9, loc="left")
+            axes.set_title(machine_text(report), fontsize=9, loc="left")
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
@@ -109,18 +121,10 @@ def _figure(value: float | None) -> str:
     return f"{value:,.3g} tok/s" if value < 1000 else f"{value:,.0f} tok/s"
 
 
-def _machine(report: Report) -> str:
-    """Accelerators where there are any, else the processor, its cores and the instructions that decide its speed."""
-    devices = [str(device["name"]) for device in report.machine.get("cuda_devices") or ()]
-    if devices:
-        return ", ".join(devices)
-    cpu = report.machine["cpu"]
-    flags = [name for name in cpu["flags"] if name in ("amx_bf16", "avx512_bf16")] or cpu["flags"][-1:]
-    return f"{cpu['usable_cores']} cores of {cpu['model']} ({', '.join(flags)})"
-
-
 def _versions(report: Report) -> str:
-    return ", ".join(f"{name} {report.versions[name]}" for name in PACKAGES if report.versions.get(name))
+    """Of what ran: torch, and every peer as its own process told."""
+    own = [f"{name} {facts['version']}" for name, facts in report.configuration["sides"].items() if "version" in facts]
+    return ", ".join([f"torch {report.versions['torch']}", *own])
 
 
 def main() -> int:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
 from minivllm import LLM, SamplingParams
+from minivllm.batch.layer_caches import allocate_caches
 from minivllm.models.decoder import TokenInputs
-from minivllm.worker.layer_caches import allocate_caches
 from tutorials.lesson import Lesson
 from tutorials.small_model import engine_arguments, small_decoder
 
@@ -38,7 +38,7 @@ def next_token(token_ids: list[int]) -> int:
     """The likeliest next token, computed from nothing but the tokens."""
     global tokens_computed
     tokens_computed += len(token_ids)
-    notes = allocate_caches(decoder, num_pages=1, page_size=len(token_ids))
+    notes = allocate_caches(decoder, num_blocks=1, block_size=len(token_ids))
     places = torch.arange(len(token_ids), dtype=torch.int32)
 
     def attend(layer: int, q: Tensor) -> Tensor:

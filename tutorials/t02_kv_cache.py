@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
+from minivllm.batch.layer_caches import allocate_caches, block_bytes
 from minivllm.models.decoder import LayerCache, TokenInputs
-from minivllm.worker.layer_caches import allocate_caches, page_bytes
 from tutorials.lesson import Lesson
 from tutorials.small_model import small_decoder
 
@@ -29,7 +29,7 @@ tokens_computed = 0
 
 def fresh_notes() -> list[LayerCache]:
     """Keys and values of up to CAPACITY tokens, for each layer."""
-    return allocate_caches(decoder, num_pages=1, page_size=CAPACITY)
+    return allocate_caches(decoder, num_blocks=1, block_size=CAPACITY)
 
 
 @torch.inference_mode()
@@ -89,7 +89,7 @@ per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
 lesson.predict("bytes per token", per_token, "2 (K, V) x layers x kv_heads x head_dim x 4 bytes")
 notes = fresh_notes()
 lesson.measure("bytes per token", sum(cache.k.nbytes + cache.v.nbytes for cache in notes) // CAPACITY)
-lesson.check(page_bytes(decoder, CAPACITY) == per_token * CAPACITY, "the engine sizes its pages by the same formula")
+lesson.check(block_bytes(decoder, CAPACITY) == per_token * CAPACITY, "the engine sizes its pages by the same formula")
 
 # %% [markdown]
 # ## The surprise
@@ -104,7 +104,7 @@ weight_bytes = sum(tensor.nbytes for tensor in weights) + decoder.head.tensors[0
 crossing = -(-weight_bytes // per_token)
 lesson.predict("tokens until the cache is larger", crossing, f"{weight_bytes:,} bytes of weights / {per_token} bytes")
 length = 1
-while page_bytes(decoder, length) < weight_bytes:
+while block_bytes(decoder, length) < weight_bytes:
     length += 1
 lesson.measure("tokens until the cache is larger", length)
 lesson.say(
@@ -150,13 +150,13 @@ def spoilt() -> str:
         start = len(token_ids)
         token_ids.append(int(logits.argmax()))
     changed = next(i for i in range(N) if token_ids[P + i] != naive[i])
-    return f"token {changed} differs: whoever hands out somebody else's notes (chapter 6) corrupts answers silently"
+    return f"token {changed} differs: to hand out the notes of another text (chapter 6) corrupts answers silently"
 
 
 @lesson.exercise("How much smaller is the cache because 4 query heads share 2 KV heads? Build the other model and see.")
 def without_sharing() -> str:
     mha = small_decoder(num_key_value_heads=4)
-    factor = page_bytes(mha, 1) / page_bytes(decoder, 1)
+    factor = block_bytes(mha, 1) / block_bytes(decoder, 1)
     assert factor == 2
     return f"{factor:g} times smaller; with 32 query heads on 8 KV heads, as in Llama 3 8B, 4 times"
 

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import torch
 
 from kernels_triton_free.attention import gathered_sdpa_attention
 from kernels_triton_free.paged_cache import write_kv
+from minivllm.attention.tile_lists import blocks_read, new_lists, write_lists
 from minivllm.kv_cache.manager import KVCacheManager
-from minivllm.messages import EngineRequest, NewRequestData, SchedulerOutput
+from minivllm.messages import EngineRequest
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams
-from minivllm.worker.persistent_batch import PersistentBatch
-from minivllm.worker.step_inputs import Row, StepInputBuilder
 from tutorials.lesson import Cell, Lesson
 
 lesson = Lesson(__doc__)
@@ -46,8 +46,8 @@ def request(name: str, num_tokens: int) -> Request:
 
 # %% [markdown]
 # ## How many users fit?
-# Requests of 20 to 200 tokens arrive until the memory of 256 blocks of 16 tokens is full. Whoever reserves 512 tokens
-# for each, as a plain tensor ``[batch, max_len]`` does, can count on his fingers how many that will be.
+# Requests of 20 to 200 tokens arrive until the memory of 256 blocks of 16 tokens is full. A plain tensor
+# ``[batch, max_len]`` reserves 512 tokens for each of them: 4,096 tokens are room for eight.
 
 # %%
 lesson.heading("Users in the same memory")
@@ -112,7 +112,10 @@ owner = {block: name for name, table in tables.items() for block in table}
 kinds = dict(zip(names, ["prompt", "decode", "cached", "other", "wasted"]))
 cells: list[Cell] = [("null", "idle")]
 cells += [(owner.get(b, ""), kinds.get(owner.get(b, ""), "")) for b in range(1, 25)]
-lesson.cells("t03_blocks", "Physical blocks 0 to 24 and who has them", {"memory": cells}, legend={})
+legend = {"idle": "the null block"} | {kind: f"a block of {name}" for name, kind in kinds.items()}
+numbers: list[Cell] = [(str(b), "") for b in range(25)]
+memory = {"block": numbers, "owner": cells}
+lesson.cells("t03_blocks", "Physical blocks 0 to 24 and which request has them", memory, legend=legend)
 for name, table in tables.items():
     lesson.say(f"  block table of {name}: {table}")
 lesson.check(tables["R6"] != sorted(tables["R6"]), "the blocks of R6 are neither neighbours nor in order")
@@ -139,53 +142,32 @@ lesson.check(torch.equal(*outputs), "attention over scattered blocks equals atte
 # ## The block mask
 # The compiled engine does not gather. It gives FlexAttention the *physical* cache and, for every tile of queries, the
 # list of pages to read: a **full** page is visible to all queries of the tile, a **partial** one is masked inside.
-# Everything else is never touched. ``StepInputBuilder`` makes these lists from the block table; here they are for one
+# Everything else is never touched. ``write_lists`` makes these lists from the block tables; here they are for one
 # step that decodes R1 and takes in a chunk of R6, and the rule that must come out: a query at position p sees (p + 1)
 # // 4 full pages, and one more, partially, if p + 1 is no multiple of 4.
 
 # %%
 lesson.heading("Which pages a step reads")
-batch = PersistentBatch(8, 64, 4, 25, torch.device("cpu"))
-data = [
-    NewRequestData(
-        request_id=name,
-        prompt_token_ids=names[name].prompt_token_ids,
-        sampling_params=SamplingParams(),
-        seed=0,
-        eos_token_ids=[],
-        bad_words_token_ids=[],
-        block_ids=(tables[name],),
-        num_computed_tokens=0,
-    )
-    for name in ("R1", "R6")
-]
-batch.apply(SchedulerOutput(new_requests=data))
-builder = StepInputBuilder(
-    batch,
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
-    num_pages=25,
-    tile_size=8,
-    windows=[None],
-    gathers_pages=False,  # as on a GPU: pages are read in place
-    device=torch.device("cpu"),
-)
-decode_at, chunk = len(names["R1"].prompt_token_ids) - 1, range(8, 24)
-inputs = builder.build([Row(batch.requests["R1"], decode_at, 1), Row(batch.requests["R6"], 8, 16)])
-assert inputs.prefill is not None and inputs.decode is not None
-lists = inputs.prefill.lists[None]
-assert lists.full_count is not None and lists.full_pages is not None
+decode_at, chunk = len(names["R1"].all_token_ids) - 1, range(8, 24)
+table = np.zeros((2, 16), dtype=np.int32)  # R1 has batch slot 0, R6 has batch slot 1
+table[0, : len(tables["R1"])], table[1, : len(tables["R6"])] = tables["R1"], tables["R6"]
+first_queries, last_queries = np.array([8, 16]), np.array([15, 23])
+lists = new_lists(tiles=2, width=16)
+write_lists(lists, blocks_read(first_queries, last_queries, None, block_size=4), table, np.array([1, 1]))
+decode = new_lists(tiles=1, width=16)
+ranges = blocks_read(np.array([decode_at]), np.array([decode_at]), None, block_size=4, tells_full=False)  # as on a GPU
+write_lists(decode, ranges, table, np.array([0]))
 picture: dict[str, list[Cell]] = {"page": [(str(page), "") for page in range(25)]}
 seen: list[tuple[int, int]] = []
 for tile, positions in enumerate((chunk[:8], chunk[8:])):
-    full = lists.full_pages[tile, 0, 0, : int(lists.full_count[tile])].tolist()
-    partial = lists.partial_pages[tile, 0, 0, : int(lists.partial_count[tile])].tolist()
+    full = lists.full[tile, : lists.full_count[tile]].tolist()
+    partial = lists.partial[tile, : lists.partial_count[tile]].tolist()
     seen.append((len(full), len(partial)))
     row: list[Cell] = [
         ("F", "cached") if p in full else ("P", "decode") if p in partial else ("", "") for p in range(25)
     ]
     picture[f"R6, queries {positions[0]}-{positions[-1]}"] = row
-decode_pages = inputs.decode.lists[None].partial_pages[0, 0, 0, : -(-(decode_at + 1) // 4)].tolist()
+decode_pages = decode.partial[0, : decode.partial_count[0]].tolist()
 picture[f"R1, query {decode_at}"] = [("P", "decode") if p in decode_pages else ("", "") for p in range(25)]
 first, second = chunk[:8], chunk[8:]
 rule = [((a + 1) // 4, b // 4 + 1 - (a + 1) // 4) for a, b in ((first[0], first[-1]), (second[0], second[-1]))]

@@ -1,4 +1,4 @@
-"""04 · Continuous batching: a batch is as slow as its longest answer, unless those who are done make room at once.
+"""04 · Continuous batching: a batch is as slow as its longest answer, unless requests that are done make room at once.
 
 A step reads all weights, whether it writes a token for one request or for sixteen; batching is nearly free. The
 question is who sits in the batch. Orca (Yu et al. 2022) answered it anew in every step.
@@ -7,7 +7,7 @@ question is who sits in the batch. Orca (Yu et al. 2022) answered it anew in eve
 # %% [markdown]
 # ## Static batching, the control
 # Sixteen requests, four slots, answers of 2 to 20 tokens. A static batch takes four, and takes the next four when all
-# of them are done. The engine's scheduler can be made to work like that, by not telling it of anybody else in the
+# of them are done. The engine's scheduler can be made to work like that, by not telling it of the others in the
 # meantime.
 
 # %%
@@ -111,8 +111,9 @@ lesson.bars(
 
 # %% [markdown]
 # ## The surprise: one long answer
-# Averages hide it. Let fifteen people want 4 tokens, and one of them 100. How much slower does that one person make
-# everybody else? In a static batch three neighbours wait 96 steps for nothing, and everybody behind them as well.
+# Averages hide it. Let fifteen people want 4 tokens, and one of them 100. How much slower does that one
+# request make the others? In a static batch three neighbours are done 96 steps before their places are free, and all
+# requests behind them wait as well.
 
 # %%
 lesson.heading("Fifteen short answers and a long one")

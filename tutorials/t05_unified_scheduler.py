@@ -13,9 +13,11 @@ one question per step: how many more tokens do we compute, for whom? The answer 
 # %%
 from __future__ import annotations
 
+import inspect
 import random
 
-from minivllm.cli.trace import TraceStep, Workload, simulated_steps
+from minivllm.cli.trace.command import TraceStep, Workload, simulated_steps
+from minivllm.scheduler.scheduler import Scheduler
 from tutorials.lesson import Cell, Lesson
 
 lesson = Lesson(__doc__)
@@ -26,7 +28,7 @@ def heat_strip(steps: list[TraceStep], num_requests: int) -> dict[str, list[Cell
 
     def cell(step: TraceStep, name: str) -> Cell:
         if name in step.preempted:
-            return "x", "wasted"
+            return "x", "preempted"
         if name not in step.num_scheduled_tokens:
             return "", ""
         return str(step.num_scheduled_tokens[name]), "decode" if name in step.decoding else "prompt"
@@ -47,10 +49,10 @@ for number in range(4):
 lesson.cells("t05_figure", "The articles' figure", heat_strip(steps, 3))
 
 # %% [markdown]
-# ## The whole idea in twelve lines
+# ## The whole idea in one function
 # If the rule is that simple, it can be written down from memory. Here it is, for a cache that never fills up. The
-# engine's scheduler is 450 lines because of everything else: memory, preemption, prefix hits, drafts, aborts, steps in
-# flight.
+# engine's ``Scheduler`` is longer because of everything else: memory, preemption, prefix hits, drafts, aborts, steps in
+# flight. How much longer is counted below.
 
 
 # %%
@@ -78,7 +80,8 @@ def predicted_steps(budget: int, prompts: list[int], max_tokens: int, max_num_se
     return steps
 
 
-lesson.heading("Twelve lines against the real scheduler")
+lines = [len(inspect.getsource(part).splitlines()) for part in (predicted_steps, Scheduler)]
+lesson.heading(f"{lines[0]} lines against the real scheduler of {lines[1]}")
 draw = random.Random(0)
 workloads = [
     (
@@ -90,7 +93,7 @@ workloads = [
     for _ in range(200)
 ]
 predicted = [predicted_steps(*workload) for workload in workloads]
-lesson.predict("steps of 200 random workloads", sum(map(len, predicted)), "the twelve lines above")
+lesson.predict("steps of 200 random workloads", sum(map(len, predicted)), "the function above")
 measured = [
     [
         step.num_scheduled_tokens
@@ -103,9 +106,10 @@ lesson.check(measured == predicted, "every one of those dictionaries is the same
 
 # %% [markdown]
 # ## When memory runs out: preemption
-# Four blocks of 4 tokens are 16 tokens, for three prompts of 4 that want to grow to 4 + 8. Somebody has to go: the one
-# who came last loses all blocks, and waits at the front of the queue. His answer so far is not lost, it is *known*, and
-# computed again later as if it were a prompt. To the scheduler it is just somebody who lacks more tokens.
+# Four blocks of 4 tokens are 16 tokens, for three prompts of 4 that want to grow to 4 + 8. One has to go. To
+# *preempt* a request is to take all its blocks: the request that came last loses them, and waits at the front of the
+# queue. Its answer so far is not lost. These tokens are *known*, and are computed again later as if they were a prompt.
+# To the scheduler it is a request that lacks more tokens than before.
 
 # %%
 lesson.heading("Preemption")
@@ -121,14 +125,14 @@ lesson.check(
         not s.preempted or set(s.num_scheduled_tokens) <= set(steps[i - 1].num_scheduled_tokens)
         for i, s in enumerate(steps)
     ),
-    "a step that preempts admits nobody",
+    "a step that preempts admits no new request",
 )
 
 # %% [markdown]
 # ## The surprise: urgent is not first
 # With ``policy="priority"`` the waiting queue and the choice of the victim follow the priority. R3 arrives late, but is
-# urgent. It does not throw anybody out to get in: admission only takes what is free. But when the blocks run out later,
-# it is not the last one who goes, as before, but the least important one, wherever he stands.
+# urgent. It preempts no other request to get in: admission only takes what is free. But when the blocks run out later,
+# the request to go is not the last one, as before, but the least important one, wherever it stands in the queue.
 
 # %%
 lesson.heading("Priority")
@@ -178,7 +182,7 @@ def threshold() -> str:
 
 
 @lesson.exercise(
-    "How many blocks does the preemption example need so that nobody is ever preempted? Find the smallest number."
+    "How many blocks does the preemption example need so that no request is ever preempted? Find the smallest number."
 )
 def enough_blocks() -> str:
     for blocks in range(5, 20):
@@ -193,7 +197,7 @@ def enough_blocks() -> str:
 
 lesson.passed(
     "the articles' figure comes out of the real scheduler",
-    "twelve lines predict 200 random workloads",
+    f"{lines[0]} lines predict 200 random workloads",
     "the last one to come is preempted first, or the least important one",
-    "a step that preempts admits nobody",
+    "a step that preempts admits no new request",
 )

@@ -1,7 +1,7 @@
 """06 · Prefix caching: blocks that are done can be found again by a hash of everything up to them.
 
 System prompts, conversations and retries start with the same tokens over and over. Chapter 3 gave the blocks back
-when a request was done; but their contents are still there. So do not forget them before somebody needs the room.
+when a request was done; but their contents are still there. So do not forget them before the room is needed.
 """
 
 # %% [markdown]
@@ -57,7 +57,7 @@ lesson.cells(
 )
 
 # %% [markdown]
-# So put what is the same for everybody *first*: a system prompt that begins with the time of day caches nothing.
+# So put what all users share *first*: a system prompt that begins with the time of day caches nothing.
 #
 # ## A conversation, with and without
 # Every turn sends the whole conversation again. Turn *n* of a chat with 32 new tokens per turn has 32·n tokens, of
@@ -90,18 +90,18 @@ lesson.check(replies[0] == replies[1], "the conversations are the same, token by
 
 # %% [markdown]
 # ## Who is forgotten first
-# Blocks nobody uses wait in a queue. New blocks are taken from its front, and freed ones put at its back, so the front
-# is what was not used for the longest time: LRU, for the price of a linked list. A request gives its blocks back **tail
-# first**. Why that matters is the surprise of this chapter. Four users take turns with prompts of 17 tokens: 4 full
-# blocks each, which can be found again, and a fifth with a single token. 4·4 + 1 = 17 blocks hold it all. What happens
-# with fewer?
+# Blocks that no request uses wait in a queue. New blocks are taken from its front, freed ones are put at its back, so
+# the front is what was not used for the longest time: LRU, for the price of a linked list. A request gives its blocks
+# back **tail first**. Why that matters is the surprise of this chapter. Four users take turns with prompts of 17
+# tokens: 4 full blocks each, which can be found again, and a fifth with a single token. 4·4 + 1 = 17 blocks hold all of
+# it. What happens with fewer?
 #
 # The control is a manager that gives blocks back head first; ``KVCacheManager`` takes it as an argument.
 
 
 # %%
 class HeadFirst(FullAttentionManager):
-    """Frees the first block of a sequence first, as anybody would write it."""
+    """Frees the first block of a sequence first, the obvious way."""
 
     def free(self, request_id: str, num_computed_tokens: int) -> None:
         table = self.tables.pop(request_id, None)
@@ -143,7 +143,7 @@ lesson.say(
 # %% [markdown]
 # ## The queue itself
 # After one request of 4 full blocks and one with a single token, this is the order in which blocks will be reused. The
-# block with a single token has no name: nobody can ever find it, so it goes first.
+# block with a single token has no name: it can never be found, so it goes first.
 
 # %%
 lesson.heading("The free queue after one request")

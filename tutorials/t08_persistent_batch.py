@@ -1,7 +1,7 @@
 """08 · The persistent batch: what a step sends is what changed, however long the conversations are.
 
-A GPU waits for nobody. If the CPU rebuilds the input of every step from scratch, the GPU is idle meanwhile, and the
-more so the longer the sequences. So the worker remembers, and the scheduler only sends differences.
+A GPU is expensive while it waits. If the CPU rebuilds the input of every step from scratch, the GPU is idle meanwhile,
+and the more so the longer the sequences. So the worker remembers, and the scheduler only sends differences.
 """
 
 # %% [markdown]
@@ -19,12 +19,12 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.config import SchedulerConfig
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput
 from minivllm.scheduler.scheduler import Scheduler
 from minivllm.scheduler.step_plan import StepPlan
-from minivllm.worker.persistent_batch import PersistentBatch
 from tutorials.lesson import Lesson
 from tutorials.simulated_engine import Arrival
 
@@ -74,7 +74,7 @@ class Worker:
 
 # %% [markdown]
 # ## Predict
-# When nobody needs a new block, a decode step sends one token per request: its id, 4 bytes, and where it goes, 8 bytes.
+# When no request needs a new block, a decode step sends one token per request: its id, 4 bytes, and its place, 8 bytes.
 # When a block is full, each request also sends the block's id (again 4 + 8) and which positions it holds (16 of them).
 
 # %%
@@ -98,8 +98,8 @@ lesson.say(
 
 # %% [markdown]
 # ## The surprise: length does not matter
-# Thirty times the context, the same bytes, at both borders. The control, which rebuilds, grows with every token anybody
-# ever said.
+# Thirty times the context, the same bytes, at both borders. The control, which rebuilds, grows with every token of the
+# conversations.
 
 # %%
 lesson.heading("The same step at any length")
@@ -122,16 +122,17 @@ lesson.curves(
     lengths,
     {"persistent batch": persistent, "rebuilt from scratch": rebuilt},
     "tokens per request, bytes to the device",
+    log=True,
 )
 lesson.say(f"  at 3,072 tokens: {rebuilt[-1] / persistent[-1]:,.0f} times less")
 
 # %% [markdown]
 # ## Stable slots
-# A request keeps its row, its *slot*, for as long as it runs. When somebody leaves, nothing is moved up to close the
+# A request keeps its row, its *slot*, for as long as it runs. When a request leaves, nothing is moved up to close the
 # gap; a step gathers the rows it needs. So leaving costs nothing at all, and a newcomer takes the slot over.
 
 # %%
-lesson.heading("Somebody leaves, somebody comes")
+lesson.heading("One request leaves, another one comes")
 worker = Worker(4, prompt_len=64)
 worker.step()
 slots = {name: request.slot for name, request in worker.batch.requests.items()}
@@ -190,5 +191,5 @@ def crossover() -> str:
 lesson.passed(
     f"a decode step of {USERS} requests sends {USERS * 12} bytes at any length",
     f"rebuilding would send {rebuilt[-1]:,} at 3,072 tokens",
-    "nobody's slot changes when others come and go",
+    "no slot changes when other requests come and go",
 )

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from minivllm import LLM, SamplingParams
-from minivllm.messages import NewRequestData
-from minivllm.worker.sampler import Sampler
-from minivllm.worker.sampling_state import SamplingState
+from minivllm.messages import EngineRequest
+from minivllm.sampling.sampler import Sampler
+from minivllm.sampling.sampling_state import SamplingState
 from tutorials.lesson import Lesson
 from tutorials.small_model import engine_arguments
 
@@ -32,15 +32,15 @@ DRAWS = 20_000
 
 
 def enter(state: SamplingState, slot: int, seed: int = 0, **params: Any) -> None:
-    data = NewRequestData(
+    data = EngineRequest(
         request_id=f"slot {slot}",
         prompt_token_ids=[0],
         sampling_params=SamplingParams(**params),
         seed=seed,
         eos_token_ids=[],
         bad_words_token_ids=[],
-        block_ids=([],),
-        num_computed_tokens=0,
+        max_tokens=16,
+        arrival_time=0.0,
     )
     state.add(slot, data, [])
 
@@ -97,7 +97,7 @@ lesson.measure("different tokens", [len(set(draw(temperature=t, top_p=0.8))) for
 
 # %% [markdown]
 # ## Chance without state
-# A random number generator has a state, and a batch shares it: add a request, and everybody else's random numbers
+# A random number generator has a state, and a batch shares it: add a request, and the random numbers of all others
 # change. Preempt one, and its answer changes. The engine has no generator. The noise for a token is a *hash* of the
 # request's seed, the position and the token id; the token with the largest logit + noise wins (Gumbel-max), which is
 # exactly a draw from the softmax. The control draws with ``torch.multinomial``, as one would.

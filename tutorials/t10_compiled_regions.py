@@ -25,11 +25,12 @@ from torch import Tensor
 from kernels_triton_free.attention import gathered_sdpa_attention
 from kernels_triton_free.norm import rms_norm
 from minivllm import LLM, SamplingParams
+from minivllm.batch.layer_caches import allocate_caches
+from minivllm.compilation.compiler import RegionCompiler, mark_dynamic
+from minivllm.device.policy import DevicePolicy
+from minivllm.graphs.graph_capture import GraphCapture, RecordedGraphs
+from minivllm.graphs.step_graphs import GraphChoice, bucket_for, decode_buckets, token_buckets
 from minivllm.models.decoder import Decoder, TokenInputs
-from minivllm.worker.compiler import RegionCompiler, mark_dynamic
-from minivllm.worker.graph_capture import GraphCapture, RecordedGraphs
-from minivllm.worker.layer_caches import allocate_caches
-from minivllm.worker.step_graphs import GraphChoice, attention_buckets, bucket_for, decode_buckets, token_buckets
 from tutorials.lesson import Cell, Lesson
 from tutorials.small_model import engine_arguments, small_decoder
 
@@ -50,7 +51,7 @@ class CountingCompiler(RegionCompiler):
 @torch.inference_mode()
 def run(decoder: Decoder, num_tokens: int, num_rows: int = 2) -> Tensor:
     """A step of ``num_tokens`` tokens of one request; logits of its last rows."""
-    caches = allocate_caches(decoder, num_pages=64, page_size=16)
+    caches = allocate_caches(decoder, num_blocks=64, block_size=16)
     positions = torch.arange(num_tokens, dtype=torch.int32)
     tokens = TokenInputs(positions, positions + 16)  # page 0 is the null page
 
@@ -180,7 +181,7 @@ token_ids, positions = torch.zeros(5, dtype=torch.int32), torch.arange(5, dtype=
 @torch.inference_mode()
 def captured(breaks_at_attention: bool) -> tuple[GraphCapture, Tensor]:
     """A step of five tokens, captured; the logits that a replay overwrites."""
-    caches = allocate_caches(decoder, num_pages=2, page_size=16)
+    caches = allocate_caches(decoder, num_blocks=2, block_size=16)
     tokens = TokenInputs(positions, positions + 16)
     with GraphCapture(RecordedGraphs()) as capture:
 
@@ -238,7 +239,8 @@ lesson.measure("5 times a factor that Python changed from 2 to 3", y.item())
 
 # %%
 lesson.heading("Padding waste for batches of 1 to 64")
-buckets = {"powers of two": attention_buckets(64), "decode_buckets": decode_buckets(64), "all": list(range(1, 65))}
+powers = DevicePolicy(type="cuda").decode_batches(64)
+buckets = {"powers of two": powers, "decode_buckets": decode_buckets(64), "all": list(range(1, 65))}
 
 
 def formula(sizes: list[int]) -> int:
@@ -318,7 +320,7 @@ lesson.cells("t10_replays", "Steps and the graphs they replay", strip, legend=na
 # %%
 @lesson.exercise("SmolLM3 leaves out the rotary embedding in every fourth layer. How many graphs is such a model?")
 def two_kinds() -> str:
-    from minivllm.models.hf_config import build_decoder_config
+    from minivllm.checkpoints.hf_config import build_decoder_config
     from tutorials.small_model import SHAPE
 
     entries = {**SHAPE, "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 8, "no_rope_layer_interval": 4}

@@ -24,9 +24,9 @@ import msgspec
 
 from minivllm.config import EngineArgs
 from minivllm.engine import wire
-from minivllm.engine.client import EngineClient, make_client
-from minivllm.engine.connection import EngineConnection
-from minivllm.engine.process_client import ProcessClient
+from minivllm.engine_process.client import EngineClient, make_client
+from minivllm.engine_process.connection import EngineConnection
+from minivllm.engine_process.process_client import ProcessClient
 from minivllm.errors import EngineDeadError
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason
 from minivllm.sampling_params import SamplingParams
@@ -95,15 +95,15 @@ lesson.predict("modes of the socket files", {"0o600"}, "read and write for the o
 lesson.measure("modes of the socket files", modes)
 
 # %% [markdown]
-# ## The surprise: nobody has to ask
-# An engine in this process steps when somebody calls ``get_outputs``. The other one has a loop of its own: it takes
+# ## The surprise: it steps without being asked
+# An engine in this process steps when its owner calls ``get_outputs``. The other one has a loop of its own: it takes
 # what is in its queue, steps, and puts results into the next queue, while we do whatever we like. So submit a request
 # to both, and then do *not* ask for its tokens.
 
 # %%
 lesson.heading("Submit, and look away")
 before = (near.stats().num_steps, far.stats().num_steps)
-lesson.predict("steps without asking (near, far)", (0, 40), "near: nobody calls step; far: a loop of its own")
+lesson.predict("steps without asking (near, far)", (0, 40), "near: nothing calls step; far: a loop of its own")
 for client in (near, far):
     client.add_request(request("R2", 12, 40))
 deadline = time.monotonic() + 30
@@ -117,8 +117,8 @@ lesson.check(waiting == 40, "all 40 tokens were waiting in the socket")
 
 # %% [markdown]
 # ## Abort
-# When a user goes away his request must go too, at once, and with its blocks. Aborts are idempotent: for somebody who
-# has finished meanwhile, nothing happens.
+# When a user goes away, the request must go too, at once, and with its blocks. Aborts are idempotent: for a request
+# that has finished meanwhile, nothing happens.
 
 # %%
 lesson.heading("Abort")
@@ -157,9 +157,9 @@ lesson.measure("ends", dict(sorted(ends.items())))
 
 # %% [markdown]
 # ## Death
-# The worst case: the engine is killed while somebody waits. Two pipes tell each side of the other's end, even after
-# kill -9: the kernel closes them. Everybody who waits gets an error that says what happened, nobody waits forever, and
-# nothing is left behind.
+# The worst case: the engine is killed while a caller waits. Two pipes tell each side of the other's end, even after
+# kill -9: the kernel closes them. Every caller that waits gets an error that says what happened, none waits forever,
+# and nothing is left behind.
 
 # %%
 lesson.heading("kill -9")
@@ -211,5 +211,5 @@ def no_such_model() -> str:
 lesson.passed(
     "frames that are no messages are refused",
     "the process answers as the core does, and steps without being asked",
-    "an abort frees everything, a bad request harms nobody, a death reaches who waits",
+    "an abort frees everything, a bad request harms no other, a death reaches every caller that waits",
 )

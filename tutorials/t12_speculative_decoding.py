@@ -1,14 +1,14 @@
 """12 · Speculative decoding: guess several tokens, check them in one step, and lose nothing when a guess is wrong.
 
 Chapter 2 ended with a complaint: a decode step reads all weights to write one token. Checking five tokens reads them
-once as well. So let somebody cheap guess, and let the model check (Leviathan et al. 2023). To the scheduler of
+once as well. So let something cheap guess, and let the model check (Leviathan et al. 2023). To the scheduler of
 chapter 5 that is nothing new: a request with four guesses lacks five tokens.
 """
 
 # %% [markdown]
 # ## A drafter that is as good as we like
 # ``Drafter`` is the seam: it sees the tokens so far and proposes some. This one has read the answer in advance, and
-# forgets it with a given probability, position by position. It is of no use to anybody, except to see how much a
+# forgets it with a given probability, position by position. It is of no use except to see how much a
 # drafter is worth.
 
 # %%
@@ -18,12 +18,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, Drafter, DraftTask, SamplingParams, register_drafter
 from minivllm.messages import SchedulerStats
-from minivllm.spec_decode.adaptive import DraftLengths, StepCost
-from minivllm.spec_decode.drafter import Drafter, DraftTask
-from minivllm.spec_decode.speculator import Speculator
-from minivllm.worker.speculation import Speculation
+from minivllm.spec_decode.adaptive import StepCost
 from tutorials.lesson import Lesson
 from tutorials.small_model import engine_arguments
 
@@ -31,7 +28,7 @@ lesson = Lesson(__doc__)
 PROMPT, N, K = [(11 * i + 5) % 512 for i in range(20)], 120, 4
 
 
-class Oracle:
+class Oracle(Drafter):
     """Knows the answer, but is wrong where ``is_wrong`` says so."""
 
     cost_per_token = 0.0
@@ -51,18 +48,13 @@ class Oracle:
         pass
 
 
-class AlwaysK(DraftLengths):
-    """The engine learns how many guesses pay, and asks for so many. Here it is always K, to be predictable."""
-
-    def choose(self, request_id: str, batch_size: int) -> int:
-        return K
-
-
 def generate(drafter: Drafter | None, params: SamplingParams) -> tuple[list[int], SchedulerStats]:
-    with LLM(**engine_arguments()) as llm:
-        if drafter is not None:
-            runner = llm.llm_engine.client.core.executor.worker.runner
-            runner.speculation = Speculation(Speculator(drafter, AlwaysK(K, StepCost(0.0, 0.05))), runner.batch)
+    speculative = None
+    if drafter is not None:
+        register_drafter("oracle", lambda context: drafter)
+        # The engine learns how many guesses pay. Where checking costs nothing it is always K, to be predictable.
+        speculative = {"method": "oracle", "num_speculative_tokens": K, "verification_cost": 0.0}
+    with LLM(**engine_arguments(), speculative_config=speculative) as llm:
         [output] = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
         return list(output.outputs[0].token_ids), llm.get_metrics()
 
@@ -123,11 +115,11 @@ lesson.curves(
 )
 
 # %% [markdown]
-# ## The surprise: a drafter cannot do harm
+# ## The surprise: a drafter cannot change the answer
 # Not even one that is always wrong. The answer is the same token by token, because the model itself samples every
 # token; a guess is accepted only if it *is* that token. It holds for random sampling as well: the noise depends on seed
-# and position (chapter 9), not on how many tokens a step checks. What a bad drafter costs is work: the wrong guesses
-# were computed.
+# and position (chapter 9), not on how many tokens a step checks. What a bad drafter does cost is work, and with it
+# time: the wrong guesses were computed.
 
 # %%
 lesson.heading("The same answer, whoever guesses")
@@ -139,9 +131,9 @@ for quality in (0.8, 0.0):
     lesson.check(tokens == sampled and tokens != answer, f"temperature 1, quality {quality:g}: the same random answer")
 drafted = sum(min(K, N - written - 1) for written in range(1, N))
 lesson.predict(
-    "tokens computed by the one who is always wrong", len(PROMPT) + N - 1 + drafted, "4 guesses a step for nothing"
+    "tokens computed with guesses that are all wrong", len(PROMPT) + N - 1 + drafted, "4 guesses a step for nothing"
 )
-lesson.measure("tokens computed by the one who is always wrong", runs[0.0][1].num_computed_tokens)
+lesson.measure("tokens computed with guesses that are all wrong", runs[0.0][1].num_computed_tokens)
 
 # %% [markdown]
 # ## A real drafter

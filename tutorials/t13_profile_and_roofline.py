@@ -1,9 +1,9 @@
 """13 · Reading a profile: what a step must do at least, where its time goes, and how far the two are apart.
 
 "Is it fast?" has an answer without rivals. A step must read certain bytes and do certain multiplications; a machine
-can read so many bytes and do so many multiplications in a second. The larger of the two quotients is a time nobody
-can beat: the roofline (Williams et al. 2009). This chapter counts both, for one step, and then looks where the rest
-of the time went.
+can read so many bytes and do so many multiplications in a second. The larger of the two quotients is a time that no
+program can beat: the roofline (Williams et al. 2009). This chapter counts both, for one step, and then looks where the
+rest of the time went.
 """
 
 # %% [markdown]
@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from minivllm import LLM, SamplingParams
-from minivllm.cli.bench.bounds import kv_bytes_per_token, weight_bytes
-from minivllm.cli.bench.parts import timed
+from minivllm.bench.parts.bounds import kv_bytes_per_token, weight_bytes
+from minivllm.bench.parts.parts import timed
 from tutorials.lesson import Lesson
 from tutorials.small_model import engine_arguments, small_decoder
 
@@ -89,7 +89,7 @@ lesson.measure("weight_bytes() of the bench", weight_bytes(small_decoder()))
 # %% [markdown]
 # ## Predict: a prompt
 # A prompt of 200 tokens reads the same weights once and does 200 times the work. Or does it? Only the last token needs
-# logits. So the head runs for one row; and since nobody reads the other rows of the last layer's *output*, everything
+# logits. So the head runs for one row; and since nothing reads the other rows of the last layer's *output*, everything
 # behind its attention (output projection and MLP) can run for that one row too. All other tokens are done when their
 # keys and values are written. That is why the engine picks rows at the beginning of its last region, and with two
 # layers it is no trifle.
@@ -144,6 +144,7 @@ lesson.curves(
         "what an H100 can do": [ridge] * len(batches),
     },
     "batch, operations per byte",
+    log=True,
 )
 limit = 2 * WEIGHTS_8B / (KV_8B * CONTEXT)
 lesson.check(
@@ -170,8 +171,8 @@ with LLM(**engine_arguments()) as llm:
     parts: dict[str, list[float]] = {name: [] for name in ("schedule", "inputs", "attention", "sample", "update")}
     places = [
         (core.scheduler, "schedule"),
-        (runner.builder, "build"),
-        (runner._attention, "attend"),
+        (runner.model, "build"),
+        (runner.model.attention, "attend"),
         (runner, "_sample"),
         (core.scheduler, "update_from_output"),
     ]

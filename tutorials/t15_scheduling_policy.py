@@ -1,25 +1,26 @@
-"""15 · Add a scheduling policy in forty lines: vLLM V0's order, measured against V1's.
+"""15 · Add a scheduling policy: vLLM V0's order, measured against V1's.
 
-Who comes first? V0 said: victims of a preemption, then newcomers, then those who are running, so that the batch is
-large. V1 turned it round. Both are short, since everything else (memory, chunks, preemption, results) stays as it is.
+Which request comes first? V0 said: victims of a preemption, then newcomers, then those that are running, so that the
+batch is large. V1 turned it round. Both are short, since everything else (memory, chunks, preemption, results) stays.
 """
 
 # %% [markdown]
 # ## The policy
-# ``Scheduler.schedule`` is two calls and a message. V0's order is the other way round, and a step that admits anybody
-# runs nobody else: prompts and answers never mix. Victims stand at the front of the waiting queue already.
+# A scheduling policy decides three things: the queue of the requests that wait, the victim when memory is short, and
+# the turns of a step. V1's turns are: serve the running requests, then admit waiting ones. V0's order is the other way
+# round, and a step that admits a request serves no other: prompts and answers never mix. Preempted requests stand at
+# the front of the waiting queue already.
 
 # %%
 from __future__ import annotations
 
 from itertools import pairwise
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, SamplingParams, SchedulingPolicy, SortedQueue, register_policy
 from minivllm.config import SchedulerConfig
 from minivllm.kv_cache.manager import KVCacheManager
-from minivllm.messages import SchedulerOutput
+from minivllm.scheduler.policy import Turns
 from minivllm.scheduler.scheduler import Scheduler
-from minivllm.scheduler.step_plan import StepPlan
 from tutorials.lesson import Cell, Lesson
 from tutorials.simulated_engine import Arrival, Step, run
 from tutorials.small_model import engine_arguments
@@ -27,31 +28,32 @@ from tutorials.small_model import engine_arguments
 lesson = Lesson(__doc__)
 
 
-class V0Scheduler(Scheduler):
-    """Victims, then newcomers, then who is running."""
+class NewcomersFirst(SchedulingPolicy):
+    """V0's order: preempted requests, then new ones, then those that run."""
 
-    def schedule(self) -> SchedulerOutput:
-        plan = StepPlan(self.config.max_num_batched_tokens)
-        self._schedule_waiting(plan)
-        if not plan.requests:
-            self._schedule_running(plan)
-        return self._send(plan)
+    def take_turns(self, turns: Turns) -> None:
+        turns.admit_waiting()
+        if turns.num_scheduled_requests == 0:
+            turns.serve_running()
 
+
+register_policy("v0", NewcomersFirst)
 
 # %% [markdown]
-# That is the whole policy. (V0 never cut a prompt; here that holds as long as prompts fit into the budget.)
+# That is the whole policy, and ``scheduling_policy="v0"`` now names it. (V0 never cut a prompt; here that holds as long
+# as prompts fit into the budget.)
 #
 # ## The measuring stick
-# As in chapter 7 a step of n tokens takes 32 + n. Four readers have been reading for a while. From step 5 on somebody
-# new comes in every step, ten in all, each with a prompt of 100 tokens and an answer of 20.
+# As in chapter 7 a step of n tokens takes 32 + n. Four readers have been reading for a while. From step 5 on a
+# new request comes in every step, ten in all, each with a prompt of 100 tokens and an answer of 20.
 
 # %%
 WEIGHTS, READERS, RUSH, PROMPT = 32, 4, 10, 100
 
 
-def serve(kind: type[Scheduler], num_blocks: int = 513) -> list[Step]:
-    config = SchedulerConfig(max_num_batched_tokens=512, max_model_len=512)
-    scheduler = kind(config, KVCacheManager(num_blocks, block_size=16, max_model_len=512))
+def serve(policy: str, num_blocks: int = 513) -> list[Step]:
+    config = SchedulerConfig(max_num_batched_tokens=512, max_model_len=512, policy=policy)
+    scheduler = Scheduler(config, KVCacheManager(num_blocks, block_size=16, max_model_len=512))
     readers = [Arrival(f"R{number}", 4, 60) for number in range(READERS)]
     newcomers = [Arrival(f"N{number}", PROMPT, 20, step=5 + number) for number in range(RUSH)]
     return run(scheduler, [*readers, *newcomers])
@@ -71,7 +73,7 @@ def token_times(steps: list[Step], name: str) -> list[int]:
 
 
 def first_token_after(steps: list[Step], number: int) -> int:
-    """TTFT of a newcomer, from the beginning of the step before which he came."""
+    """TTFT of a newcomer, from the beginning of the step that could first take it in."""
     return token_times(steps, f"N{number}")[0] - clock(steps)[5 + number - 1]
 
 
@@ -82,20 +84,20 @@ def longest_gap(steps: list[Step], name: str) -> int:
 
 # %% [markdown]
 # ## Predict: time to first token
-# V0 gives a newcomer a step of his own: 32 + 100. V1 lets everybody who is running have a token in the same step, so
+# V0 gives a newcomer a step of its own: 32 + 100. V1 gives every running request a token in the same step, so
 # the last newcomer, the tenth, pays for 4 readers and 9 others besides.
 
 # %%
 lesson.heading("Time to first token (TTFT) of the ten newcomers")
-lesson.predict("TTFT, V0", [WEIGHTS + PROMPT] * RUSH, "a step of his own")
+lesson.predict("TTFT, V0", [WEIGHTS + PROMPT] * RUSH, "a step of its own")
 lesson.predict("TTFT, V1", [WEIGHTS + PROMPT + READERS + n for n in range(RUSH)], "4 readers and who came before")
-v0, v1 = serve(V0Scheduler), serve(Scheduler)
+v0, v1 = serve("v0"), serve("fcfs")
 lesson.measure("TTFT, V0", [first_token_after(v0, n) for n in range(RUSH)])
 lesson.measure("TTFT, V1", [first_token_after(v1, n) for n in range(RUSH)])
 
 # %% [markdown]
 # ## The surprise: what those few units cost
-# V0 wins, by a tenth at most. Now look at the readers. As long as somebody comes in every step, nobody who is reading
+# V0 wins, by a tenth at most. Now look at the readers. As long as a request comes in every step, no reader
 # gets a token: the gap grows with the number of *arrivals*, which no setting bounds. V1's longest gap is one step.
 
 # %%
@@ -154,17 +156,15 @@ lesson.check(clock(v1)[-1] < clock(v0)[-1], "V1 is done earlier: a mixed step re
 
 # %% [markdown]
 # ## In the engine
-# A policy changes who waits, never what is said. The engine core takes any scheduler.
+# A policy changes which request waits, never what it is answered. An engine takes any policy by its name.
 
 # %%
 lesson.heading("The same answers")
 prompts = [{"prompt_token_ids": [(13 * n + 7 * i) % 512 for i in range(10 + n)]} for n in range(6)]
 params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 answers = []
-for kind in (Scheduler, V0Scheduler):
-    with LLM(**engine_arguments()) as llm:
-        core = llm.llm_engine.client.core
-        core.scheduler = kind(core.scheduler.config, core.scheduler.kv_cache_manager)
+for policy in ("fcfs", "v0"):
+    with LLM(**engine_arguments(), scheduling_policy=policy) as llm:
         answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
 lesson.check(answers[0] == answers[1], "six answers are the same under both policies")
 
@@ -178,30 +178,23 @@ lesson.check(answers[0] == answers[1], "six answers are the same under both poli
 )
 def little_memory() -> str:
     found = {}
-    for kind in (V0Scheduler, Scheduler):
-        steps = serve(kind, num_blocks=31)
+    for policy in ("v0", "fcfs"):
+        steps = serve(policy, num_blocks=31)
         preempted = sum(len(step.preempted) for step in steps)
-        found[kind.__name__] = (preempted, sum(step.num_tokens for step in steps) - tokens)
+        found[policy] = (preempted, sum(step.num_tokens for step in steps) - tokens)
     assert all(extra >= 0 for _, extra in found.values())
     return f"(preemptions, tokens computed again): {found}"
 
 
-@lesson.exercise(
-    "Write a third policy: shortest prompt first. It is a queue, not a scheduler: see scheduler/queues.py."
-)
+@lesson.exercise("Write a third policy: shortest prompt first. Only its queue differs: see minivllm.SortedQueue.")
 def shortest_first() -> str:
-    from minivllm.request import Request
-    from minivllm.scheduler.queues import FCFSQueue
+    class ShortestFirst(SchedulingPolicy):
+        def make_queue(self) -> SortedQueue:
+            return SortedQueue(lambda request: request.num_tokens)
 
-    class ShortestFirst(FCFSQueue):
-        def add(self, request: Request) -> None:
-            waiting = [*self._requests, request]
-            self._requests.clear()
-            self._requests.extend(sorted(waiting, key=lambda entry: entry.num_tokens))
-
-    config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=512, max_model_len=512)
+    register_policy("shortest_first", ShortestFirst)
+    config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=512, max_model_len=512, policy="shortest_first")
     scheduler = Scheduler(config, KVCacheManager(513, block_size=16, max_model_len=512))
-    scheduler.waiting = ShortestFirst()
     steps = run(scheduler, [Arrival("long", 100, 2), Arrival("short", 3, 2), Arrival("middle", 50, 2)])
     order = list(dict.fromkeys(name for step in steps for name in step.scheduled))
     assert order == ["short", "middle", "long"]
@@ -209,7 +202,7 @@ def shortest_first() -> str:
 
 
 lesson.passed(
-    "V0's order is one overridden method",
+    "V0's order is one method of a policy",
     f"it saves at most {READERS + RUSH - 1} of {WEIGHTS + PROMPT + READERS + RUSH - 1} units of TTFT",
     f"and stretches the longest gap from {gaps['V1']} to {gaps['V0']:,}",
 )

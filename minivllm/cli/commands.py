@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+from typing import Annotated, Any
 
 import typer
+import typer.core
+import typer.main
 
 from minivllm import __version__
-from minivllm.cli.bench.command import bench
-from minivllm.cli.chat import chat
-from minivllm.cli.env import env
+from minivllm.cli.chat.command import chat
+from minivllm.cli.engine.env import env
 from minivllm.cli.generate import generate
 from minivllm.cli.pull import pull
 from minivllm.cli.serve import serve
-from minivllm.cli.trace import trace
+from minivllm.cli.trace.command import trace
+
+
+class _BenchCommands(typer.core.TyperGroup):
+    """Imported when one of them is asked for: they import more than all other commands together."""
+
+    @property  # type: ignore[override]
+    def commands(self) -> dict[str, Any]:
+        return self._load()
+
+    @commands.setter
+    def commands(self, none_yet: dict[str, Any]) -> None:
+        """What the constructor knows of."""
+
+    @staticmethod
+    @functools.cache
+    def _load() -> dict[str, Any]:
+        from minivllm.bench.command import bench
+
+        group: Any = typer.main.get_command(bench)
+        return group.commands
+
 
 app = typer.Typer(
     name="minivllm",
@@ -29,7 +52,18 @@ app.command("serve")(serve)
 app.command("pull")(pull)
 app.command("env")(env)
 app.command("trace")(trace)
-app.add_typer(bench, name="bench")
+app.add_typer(
+    typer.Typer(
+        cls=_BenchCommands,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        help=(
+            "Measure speed: medians of repetitions, engines in turn, same token ids.\n\n"
+            "Example: minivllm bench model --vs transformers"
+        ),
+    ),
+    name="bench",
+)
 
 
 def _print_version(wanted: bool) -> None:

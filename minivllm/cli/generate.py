@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from minivllm.cli.engine_options import EngineOptions, ModelArgument, with_model_option
-from minivllm.cli.engine_start import engine_log, running_engine
-from minivllm.cli.generation import Generation
-from minivllm.cli.option_groups import with_option_groups
-from minivllm.cli.prompts import prompt_text, read_standard_input
-from minivllm.cli.sampling_options import FALLBACK, SamplingOptions, model_defaults
-from minivllm.cli.terminal_text import ControlCharacterFilter, dim, printable
+from minivllm.cli.engine.engine_start import engine_log, running_engine
+from minivllm.cli.engine.generation import Generation
+from minivllm.cli.engine.prompts import prompt_text, read_standard_input
+from minivllm.cli.options.engine_options import EngineOptions, ModelArgument, with_model_option
+from minivllm.cli.options.option_groups import with_option_groups
+from minivllm.cli.options.sampling_options import FALLBACK, SamplingOptions, model_defaults
+from minivllm.cli.terminal.terminal_text import ControlCharacterFilter, counted, dim, printable
 from minivllm.errors import RequestError
 from minivllm.sampling_params import OutputKind, SamplingParams
 
@@ -63,7 +63,7 @@ def generate(
         batch = Batch(running, texts, as_chat, as_json)
         batch.submit(params, may_shorten=sampling.max_tokens is None)
         with ExitStack() as until_first_print:
-            until_first_print.enter_context(log.status(f"Completing {len(texts)} prompts"))
+            until_first_print.enter_context(log.status(f"Completing {counted(len(texts), 'prompt')}"))
             batch.run(until_first_print.close)
     if batch.failed:
         raise typer.Exit(RequestError.exit_code)

@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = _run(arguments)
         sys.stdout.flush()
     except MinivllmError as error:
-        from minivllm.cli.terminal_text import printable
+        from minivllm.cli.terminal.terminal_text import printable
 
         print(f"minivllm: {printable(str(error))}", file=sys.stderr)
         code = error.exit_code

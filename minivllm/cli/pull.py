@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from minivllm.cli.engine_options import ModelArgument, with_model_option
-from minivllm.cli.engine_start import engine_log
+from minivllm.cli.engine.engine_start import engine_log
+from minivllm.cli.options.engine_options import ModelArgument, with_model_option
 
 
 @with_model_option
@@ -21,7 +21,7 @@ def pull(
 
     Example: minivllm pull smollm2
     """
-    from minivllm.models.fetch import resolve_model
+    from minivllm.hub.fetch import resolve_model
 
     with engine_log(verbose=True):
         path = resolve_model(model, revision)

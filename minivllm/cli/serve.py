@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minivllm.cli.engine_options import EngineOptions, ModelArgument, with_model_option
-from minivllm.cli.option_groups import with_option_groups
+from minivllm.cli.options.engine_options import EngineOptions, ModelArgument, with_model_option
+from minivllm.cli.options.option_groups import with_option_groups
 from minivllm.errors import ConfigError
 from minivllm.messages import LoRARequest
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import socket
 
     from minivllm.frontend.async_llm import AsyncLLM
-    from minivllm.server.settings import ServerSettings
+    from minivllm.server.service.settings import ServerSettings
 
 
 def _option(help_text: str, *names: str, **settings: Any) -> Any:
@@ -74,7 +74,7 @@ class ServerOptions:
 
     def settings(self) -> ServerSettings:
         """Raises ConfigError naming the setting and what it may be."""
-        from minivllm.server.settings import ServerSettings
+        from minivllm.server.service.settings import ServerSettings
 
         return ServerSettings(
             host=self.host,
@@ -127,10 +127,10 @@ def serve(server: ServerOptions, engine: EngineOptions, model: ModelArgument = "
     args, settings = engine.engine_args(model), server.settings()
     if settings.lora_adapters or settings.lora_directory is not None:
         args = replace(args, enable_lora=True)
-    from minivllm.cli.engine_start import fetch_model
+    from minivllm.cli.engine.engine_start import fetch_model
+    from minivllm.metrics.tracing import check_packages
     from minivllm.server.logs import start_logging
     from minivllm.server.run import listen, warn_if_open
-    from minivllm.server.tracing import check_packages
 
     start_logging(as_json=settings.log_json)
     check_packages(settings.otlp_endpoint)

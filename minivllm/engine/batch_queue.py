@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
-    from minivllm.executor.uniproc import PendingOutput
+    from minivllm.executor.protocol import PendingOutput
 
 
 class BatchQueue:

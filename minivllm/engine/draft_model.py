@@ -6,14 +6,14 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from minivllm.checkpoints.hf_config import read_decoder_config, read_json_object
 from minivllm.config import SpeculativeConfig
 from minivllm.errors import ConfigError
+from minivllm.gguf.gguf_file import GGUFFile, find_gguf
+from minivllm.hub.fetch import resolve_model
 from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.eagle_checkpoint import find_tensors
-from minivllm.models.eagle_config import read_eagle_config
-from minivllm.models.fetch import resolve_model
-from minivllm.models.gguf_file import GGUFFile, find_gguf
-from minivllm.models.hf_config import read_decoder_config, read_json_object
+from minivllm.models.eagle.checkpoint import find_tensors
+from minivllm.models.eagle.config import read_eagle_config
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import torch
 
+from minivllm.attention import find_attention
+from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.config import (
     CacheConfig,
     CudaGraphMode,
@@ -21,10 +23,10 @@ from minivllm.config import (
 )
 from minivllm.engine.draft_model import resolve_draft_model
 from minivllm.errors import ConfigError
-from minivllm.logits_processors import load_logits_processors
+from minivllm.hub.fetch import resolve_model
 from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.fetch import resolve_model
-from minivllm.models.hf_config import read_decoder_config
+from minivllm.sampling.logits_processors import load_logits_processors
+from minivllm.scheduler.policy import make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
     speculative = resolve_speculation(args.speculative_config, decoder)
     if speculative is not None and speculative.model is not None:
         speculative = resolve_draft_model(speculative, path, decoder, max_model_len, args.load_format)
+    find_attention(args.attention_backend)
     load_logits_processors(args.logits_processors or ())  # what is wrong with them is said before the model is loaded
     config = EngineConfig(
         model=args.model,
@@ -103,7 +106,8 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
             max_num_batched_tokens=resolve_token_budget(args, defaults, max_num_seqs),
             max_model_len=max_model_len,
             long_prefill_token_threshold=args.long_prefill_token_threshold,
-            policy=args.scheduling_policy,  # type: ignore[arg-type]
+            policy=args.scheduling_policy,
+            has_priorities=make_policy(args.scheduling_policy).uses_priority,
             num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
         ),
         tokenizer=args.tokenizer,
@@ -119,6 +123,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
         )
         if args.enable_lora
         else None,
+        attention_backend=args.attention_backend,
         logits_processors=tuple(args.logits_processors or ()),
     )
     logger.info("Model %s: %s, weights in %s (%s).", args.model, decoder.architecture, dtype, dtype_reason)

@@ -83,7 +83,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
-    """Call one of minivllm.engine.utilities.UTILITIES; a Result with the same call_id answers."""
+    """Call one of Administration's methods; a Result with the same call_id answers."""
 
     call_id: int
     method: str

@@ -1,1 +1,5 @@
+"""The engines people call from Python: LLM, AsyncLLM, LLMEngine, beam search.
 
+May import: config, engine_process, processing, tokenizer.
+Door: `LLM` in llm.py, `AsyncLLM` in async_llm.py.
+"""

@@ -17,16 +17,16 @@ import msgspec
 
 from minivllm.config import EngineArgs
 from minivllm.errors import EngineDeadError, RequestError
-from minivllm.frontend.input_processor import PreparedRequest, Prompt
-from minivllm.frontend.output_processor import RequestState
-from minivllm.frontend.outputs import RequestOutput
-from minivllm.frontend.text_frontend import TextFrontend, load_model_tokenizer
 from minivllm.messages import EngineOutput, FinishReason, LoRARequest, RecentStep, SchedulerStats
+from minivllm.processing.input_processor import PreparedRequest, Prompt
+from minivllm.processing.output_processor import RequestState
+from minivllm.processing.outputs import RequestOutput
+from minivllm.processing.text_frontend import TextFrontend, load_model_tokenizer
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from minivllm.engine.client import AsyncEngineClient
-    from minivllm.frontend.tokenizer import Tokenizer
+    from minivllm.engine_process.client import AsyncEngineClient
+    from minivllm.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class AsyncLLM(TextFrontend):
     @classmethod
     def from_args(cls, args: EngineArgs) -> AsyncLLM:
         """Start an engine process and load the model; blocks until it is ready. Raises ConfigError or ModelError."""
-        from minivllm.engine.client import make_async_client
+        from minivllm.engine_process.client import make_async_client
 
         if args.performance_mode is None:
             args = replace(args, performance_mode="interactivity")
@@ -200,6 +200,10 @@ class AsyncLLM(TextFrontend):
     async def num_recompilations(self) -> int:
         """Regions compiled after warm-up, which should stay at 0."""
         return int(await self._call("num_recompilations"))
+
+    def kill(self) -> None:
+        """End the engine process at once, without letting it finish its step; ``close`` comes after."""
+        self.client.kill()
 
     async def close(self) -> None:
         """End the engine process; whoever still reads gets EngineDeadError. Closing twice is fine."""

@@ -10,50 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
-
-import msgspec
 
 from minivllm.errors import RequestError
-from minivllm.frontend.outputs import PositionLogprobMap
-from minivllm.sampling_params import MAX_LOGPROBS
-
-
-class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to search. Raises RequestError naming the field and its range.
-
-    beam_width: beams that are kept in every round. n: sequences to return, best first (None: all beam_width).
-    max_tokens: tokens of the longest sequence.
-    length_penalty: a score is the sum of logprobs divided by length ** length_penalty; above 0 favours long sequences.
-    early_stopping: True ends the search once beam_width sequences have ended; False goes on while a live beam could
-        still beat the worst of them at its present length; "never" while it could at its best possible length.
-    ignore_eos: only max_tokens ends a sequence.
-    """
-
-    beam_width: int
-    max_tokens: int = 16
-    n: int | None = None
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        for name, low, high in (
-            ("beam_width", 1, MAX_LOGPROBS // 2),
-            ("max_tokens", 1, None),
-            ("n", 1, self.beam_width),
-        ):
-            value = getattr(self, name)
-            if name == "n" and value is None:
-                continue
-            if type(value) is not int or value < low or (high is not None and value > high):
-                limit = "" if high is None else f" and at most {high}"
-                raise RequestError(f"{name} is {value!r}, but must be a whole number of at least {low}{limit}.")
-        penalty = self.length_penalty
-        if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not -10 <= penalty <= 10:
-            raise RequestError(f"length_penalty is {penalty!r}, but must be a number from -10 to 10.")
-        if type(self.early_stopping) is not bool and self.early_stopping != "never":
-            raise RequestError(f"early_stopping is {self.early_stopping!r}, but must be True, False or 'never'.")
+from minivllm.processing.outputs import PositionLogprobMap
+from minivllm.sampling_params import MAX_LOGPROBS, BeamSearchParams
 
 
 @dataclass(slots=True)

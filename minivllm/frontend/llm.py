@@ -12,17 +12,17 @@ import msgspec
 
 from minivllm.config import EngineArgs
 from minivllm.errors import EngineDeadError, RequestError
-from minivllm.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, run_searches
-from minivllm.frontend.input_processor import PreparedRequest, Prompt
+from minivllm.frontend.beam_search import BeamSearch, BeamSearchOutput, run_searches
 from minivllm.frontend.llm_engine import LLMEngine
-from minivllm.frontend.outputs import EmbeddingOutput, PositionLogprobMap, RequestOutput
 from minivllm.messages import LoRARequest, SchedulerStats
-from minivllm.sampling_params import OutputKind, PoolingParams, SamplingParams
+from minivllm.processing.input_processor import PreparedRequest, Prompt
+from minivllm.processing.outputs import EmbeddingOutput, PositionLogprobMap, RequestOutput
+from minivllm.sampling_params import BeamSearchParams, OutputKind, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from minivllm.frontend.tokenizer import Tokenizer
+    from minivllm.tokenizer.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "Hello"}``"""
@@ -32,7 +32,8 @@ class LLM:
     """A loaded model that completes lists of prompts. A context manager: leaving it frees the model.
 
     ``LLM(model="smollm2", max_model_len=2048)`` takes every field of ``EngineArgs`` by name; an unknown name raises
-    ConfigError. ``engine`` puts an existing engine in the place of a loaded one, which the LLM then owns.
+    ConfigError. ``engine`` puts an existing engine in the place of a loaded one, which the LLM then owns. A model that
+    is not compiled yet is compiled first, which is said on standard error (a warning of the logger "minivllm").
     """
 
     def __init__(self, model: str | None = None, *, engine: LLMEngine | None = None, **engine_args: Any) -> None:
@@ -81,10 +82,13 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        parse_special_tokens: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several (a list of such lists), by the chat template.
 
         add_generation_prompt: open the assistant's turn. chat_template_kwargs: further names the template knows.
+        parse_special_tokens: special tokens in the messages count; otherwise they are text, and only the template's own
+        ones count.
         Raises RequestError as ``generate`` does, and for a model without a chat template.
         """
         conversations: Any = messages
@@ -94,7 +98,10 @@ class LLM:
         for index, conversation in enumerate(conversations):
             with _naming("Conversation", index, len(conversations)):
                 prompt = self.llm_engine.render_chat(
-                    conversation, add_generation_prompt=add_generation_prompt, chat_template_kwargs=chat_template_kwargs
+                    conversation,
+                    add_generation_prompt=add_generation_prompt,
+                    chat_template_kwargs=chat_template_kwargs,
+                    parse_special_tokens=parse_special_tokens,
                 )
             prompts.append(prompt)
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 from minivllm.config import EngineArgs
 from minivllm.errors import EngineDeadError
-from minivllm.frontend.input_processor import PreparedRequest, Prompt
-from minivllm.frontend.outputs import RequestOutput
-from minivllm.frontend.text_frontend import TextFrontend, load_model_tokenizer
 from minivllm.messages import LoRARequest, SchedulerStats
+from minivllm.processing.input_processor import PreparedRequest, Prompt
+from minivllm.processing.outputs import RequestOutput
+from minivllm.processing.text_frontend import TextFrontend, load_model_tokenizer
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from minivllm.engine.client import EngineClient
-    from minivllm.frontend.tokenizer import Tokenizer
+    from minivllm.engine_process.client import EngineClient
+    from minivllm.tokenizer.tokenizer import Tokenizer
 
 
 class LLMEngine(TextFrontend):
@@ -36,7 +36,7 @@ class LLMEngine(TextFrontend):
     @classmethod
     def from_args(cls, args: EngineArgs) -> LLMEngine:
         """Load the model and its tokenizer, if it has one. Raises ConfigError or ModelError."""
-        from minivllm.engine.client import make_client
+        from minivllm.engine_process.client import make_client
 
         client = make_client(args)
         try:

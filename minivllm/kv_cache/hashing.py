@@ -41,8 +41,8 @@ def block_extras(request: Request, block_index: int) -> tuple[Extra, ...]:
     if block_index > 0:
         return ()
     extras: tuple[Extra, ...] = ()
-    if request.cache_salt is not None:
-        extras += ("cache_salt", request.cache_salt)
+    if request.engine_request.cache_salt is not None:
+        extras += ("cache_salt", request.engine_request.cache_salt)
     if request.lora_digest is not None:
         extras += ("lora", request.lora_digest)
     return extras

@@ -53,6 +53,10 @@ class KVCacheManager:
         """True if a request of ``num_tokens`` tokens can be served when it has the whole pool."""
         return self._coordinator.num_blocks_to_take("", num_tokens, None) <= self.pool.num_blocks - 1
 
+    def num_missing_blocks(self, request: Request) -> int:
+        """Blocks that a running request still has to take for the tokens that are known."""
+        return self._coordinator.num_blocks_to_take(request.request_id, request.num_tokens, None)
+
     def get_computed_blocks(self, request: Request) -> tuple[BlocksPerGroup, int]:
         """The longest cached prefix of a waiting request: (blocks per group, tokens in them). Changes no block.
 
@@ -73,13 +77,17 @@ class KVCacheManager:
         new_computed_blocks: BlocksPerGroup | None = None,
         num_lookahead_tokens: int = 0,
         delay_caching: bool = False,
+        num_reserved_blocks: int = 0,
     ) -> BlockIds | None:
         """Make room for the next ``num_new_tokens`` tokens of a request.
+
+        A request that is admitted gets no block unless all its known tokens could have theirs, besides the reserved.
 
         num_new_computed_tokens: tokens that need no computation, from the prefix cache or a connector.
         new_computed_blocks: what get_computed_blocks returned; given exactly when the request is admitted.
         num_lookahead_tokens: room for tokens that a drafter writes beyond the scheduled ones.
         delay_caching: the contents arrive later; call cache_blocks when they are there.
+        num_reserved_blocks: free blocks that others will need.
         Returns ids of the new blocks per group (hits not included), or None without any side effect if there is no
         room.
         """
@@ -91,8 +99,9 @@ class KVCacheManager:
         for group in self._groups:
             group.drop_skipped_blocks(request_id, num_computed)
         new_block_ids = self.no_block_ids
-        num_to_take = self._coordinator.num_blocks_to_take(request_id, num_slots, new_computed_blocks)
-        if num_to_take > self.pool.num_free_blocks:
+        num_to_hold = num_slots if new_computed_blocks is None else max(num_slots, request.num_tokens)
+        num_to_take = self._coordinator.num_blocks_to_take(request_id, num_to_hold, new_computed_blocks)
+        if num_to_take + num_reserved_blocks > self.pool.num_free_blocks:
             return None
         if new_computed_blocks is not None:
             self._admit(request, new_computed_blocks)

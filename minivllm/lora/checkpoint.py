@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from minivllm.checkpoints.checkpoint import FLOAT_TYPES, Shape
+from minivllm.checkpoints.hf_config import read_json_object
 from minivllm.errors import ModelError, RequestError
-from minivllm.models.checkpoint import FLOAT_TYPES, Shape
-from minivllm.models.hf_config import read_json_object
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

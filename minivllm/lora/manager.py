@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kernels_triton_free.lora import CHUNK, AdapterTiles, chunks_of_rank, lane_width
 from minivllm.config import LoRAConfig
+from minivllm.linear.layer import Linear
 from minivllm.lora.checkpoint import Adapter, LowRank, load_adapter
 from minivllm.lora.tiles import adapter_tiles
-from minivllm.messages import LoRARequest, NewRequestData
+from minivllm.messages import EngineRequest, LoRARequest
 from minivllm.models.decoder import Decoder
-from minivllm.models.linear import Linear
 
 
 class AdapterManager:
@@ -163,13 +163,14 @@ class BatchAdapters:
         self._manager = manager
         self._names: dict[int, str] = {}
 
-    def add(self, slot: int, request: NewRequestData, output_token_ids: list[int]) -> None:
+    def add(self, slot: int, request: EngineRequest, output_token_ids: list[int]) -> None:
         """The request of a slot of the batch brings its adapter into memory, if it has one."""
         self.lora_slots[slot] = self.ranks[slot] = 0
-        if request.lora_name is not None:
-            self.lora_slots[slot] = self._manager.activate(request.lora_name, self._names.values())
-            self.ranks[slot] = self._manager.rank(request.lora_name)
-            self._names[slot] = request.lora_name
+        if request.lora is not None:
+            name = request.lora.name
+            self.lora_slots[slot] = self._manager.activate(name, self._names.values())
+            self.ranks[slot] = self._manager.rank(name)
+            self._names[slot] = name
 
     def remove(self, slot: int) -> None:
         """The request of the slot has left; its adapter stays where it is until somebody needs the place."""

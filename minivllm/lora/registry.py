@@ -100,10 +100,11 @@ class AdapterAdmission:
 
     def may_run(self, request: Request, running: Sequence[Request]) -> bool:
         """False while the slots are taken by other adapters, or kept for those who have waited long enough."""
-        if request.lora is None:
+        lora = request.engine_request.lora
+        if lora is None:
             return True
-        names = {other.lora.name for other in running if other.lora is not None}
-        fits = request.lora.name in names or len(names) < self._max_loras
+        used = {other.engine_request.lora for other in running} - {None}
+        fits = lora in used or len(used) < self._max_loras
         if not fits or any(self._num_overtaken.get(other, 0) >= PATIENCE for other in self._ahead):
             self._ahead.append(request)
             return False

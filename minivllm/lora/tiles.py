@@ -15,7 +15,7 @@ def adapter_tiles(slots: np.ndarray, ranks: np.ndarray, max_chunks: int) -> Adap
     rank there can be takes. More tiles than pay are not filled in: one more than MAX_TILES says so.
     """
     rows = len(slots)
-    lanes = min(LANES, rows)
+    lanes = 1 if rows == 1 else LANES
     places = np.empty((rows, max_chunks), dtype=np.int32)
     planned = plan_tiles(slots, ranks, lanes, places)
     least = max_chunks if rows == 1 else 2

@@ -1,1 +1,5 @@
-"""What is counted and timed: Prometheus metrics, a dashboard for them, a line for the console."""
+"""What a server counts, times and traces: Prometheus metrics, a dashboard, a console line, OpenTelemetry.
+
+May import: processing.
+Door: `ServerMetrics` in prometheus.py.
+"""

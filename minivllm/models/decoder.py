@@ -35,17 +35,9 @@ from kernels_triton_free.rotary import (
     yarn_frequencies,
 )
 from minivllm.errors import ModelError
+from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard, never_quantized
+from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
-from minivllm.models.linear import (
-    ChooseMethod,
-    Linear,
-    LinearMethod,
-    LinearTensors,
-    PlainLinear,
-    Shard,
-    never_quantized,
-)
-from minivllm.models.quantized_weight import QuantizedWeight, StoredWeight
 
 Attend = Callable[[int, Tensor], Tensor]
 """Attention of one layer: (layer, q [tokens, kv_heads, G, D]) -> o of the same shape and dtype."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 RotaryType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
@@ -43,6 +43,14 @@ class StoredQuantization:
     group_size: int = 0
     zeros_minus_one: bool = False
     block: tuple[int, int] | None = None
+
+
+class AttentionSpec(NamedTuple):
+    """How one layer attends. window: sliding window in tokens, the query's own included, None for full attention.
+    scale: factor of the scores before the softmax."""
+
+    window: int | None
+    scale: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +97,8 @@ class DecoderConfig:
     @property
     def softmax_scale(self) -> float:
         return self.head_dim**-0.5
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """How each layer attends."""
+        return tuple(AttentionSpec(window, self.softmax_scale) for window in self.layer_windows)

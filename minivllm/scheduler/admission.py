@@ -21,3 +21,13 @@ class AdmissionPolicy(Protocol):
     def may_run(self, request: Request, running: Sequence[Request]) -> bool:
         """True if the request may join those that run; a block or two may still be missing afterwards."""
         ...
+
+
+class AdmitAll(AdmissionPolicy):
+    """Nothing else is needed."""
+
+    def begin_step(self) -> None:
+        pass
+
+    def may_run(self, request: Request, running: Sequence[Request]) -> bool:
+        return True

@@ -24,3 +24,13 @@ class KVConnector(Protocol):
     def load(self, request: Request, block_ids: BlockIds, start: int, num_tokens: int) -> None:
         """The request is admitted: fill its blocks for positions ``start`` to ``start + num_tokens - 1``."""
         ...
+
+
+class NoConnector(KVConnector):
+    """Holds nothing."""
+
+    def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        return 0
+
+    def load(self, request: Request, block_ids: BlockIds, start: int, num_tokens: int) -> None:
+        raise RuntimeError("Nothing was promised, so nothing can be loaded.")

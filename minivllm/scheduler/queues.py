@@ -1,13 +1,13 @@
-"""Order of the requests that wait: first come first served, or by priority."""
+"""Queues of the requests that wait: in order of arrival, or sorted by a key."""
 
 from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from minivllm.config import SchedulingPolicy
 from minivllm.request import Request
 
 
@@ -70,30 +70,34 @@ class FCFSQueue(RequestQueue):
         return iter(self._requests)
 
 
-class PriorityQueue(RequestQueue):
-    """Lowest (priority, arrival time) first; equal ones in order of arrival, those that come back before them."""
+class SortedQueue(RequestQueue):
+    """Lowest key first; equal ones in order of arrival, those that come back before them.
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, float, int, Request]] = []
+    key: of a request, compared with those of others; asked for when the request is added.
+    """
+
+    def __init__(self, key: Callable[[Request], Any]) -> None:
+        self._key = key
+        self._heap: list[tuple[Any, int, Request]] = []
         self._last, self._first = 0, 0
 
     def add(self, request: Request) -> None:
         self._last += 1
-        heapq.heappush(self._heap, (request.priority, request.arrival_time, self._last, request))
+        heapq.heappush(self._heap, (self._key(request), self._last, request))
 
     def prepend(self, request: Request) -> None:
         self._first -= 1
-        heapq.heappush(self._heap, (request.priority, request.arrival_time, self._first, request))
+        heapq.heappush(self._heap, (self._key(request), self._first, request))
 
     def peek(self) -> Request:
-        return self._heap[0][3]
+        return self._heap[0][-1]
 
     def pop(self) -> Request:
-        return heapq.heappop(self._heap)[3]
+        return heapq.heappop(self._heap)[-1]
 
     def remove(self, request: Request) -> None:
         for index, entry in enumerate(self._heap):
-            if entry[3] is request:
+            if entry[-1] is request:
                 del self._heap[index]
                 heapq.heapify(self._heap)
                 return
@@ -103,8 +107,4 @@ class PriorityQueue(RequestQueue):
         return len(self._heap)
 
     def __iter__(self) -> Iterator[Request]:
-        return (entry[3] for entry in sorted(self._heap, key=lambda entry: entry[:3]))
-
-
-def make_queue(policy: SchedulingPolicy) -> RequestQueue:
-    return PriorityQueue() if policy == "priority" else FCFSQueue()
+        return (entry[-1] for entry in sorted(self._heap, key=lambda entry: entry[:2]))

@@ -2,6 +2,13 @@
 
 There is no prefill and no decode: a request's computed tokens catch up with its known tokens, and a new one is sampled
 whenever they do. (vLLM V1's unified scheduler, with the chunked prefill of Sarathi-Serve.)
+
+A request is admitted only if the cache has blocks for all its known tokens, although its first chunk needs few, and
+besides for all that is known of the prompts under way. Otherwise a long prompt would start over again and again: it
+fills the cache chunk by chunk, is preempted as the last one that came, and finds room for its first chunk at once. So
+memory runs out only because answers grow. vLLM checks the whole prompt as well (``scheduler_reserve_full_isl``, on by
+default), but not what other prompts under way will take; it matters where long_prefill_token_threshold lets several
+run side by side.
 """
 
 from __future__ import annotations
@@ -25,15 +32,33 @@ from minivllm.messages import (
     SchedulerStats,
 )
 from minivllm.request import Request, RequestStatus
-from minivllm.scheduler.admission import AdmissionPolicy
-from minivllm.scheduler.connector import KVConnector
+from minivllm.scheduler.admission import AdmissionPolicy, AdmitAll
+from minivllm.scheduler.connector import KVConnector, NoConnector
 from minivllm.scheduler.drafting_stats import DraftingStats
-from minivllm.scheduler.queues import make_queue
+from minivllm.scheduler.policy import SchedulingPolicy, make_policy
 from minivllm.scheduler.step_plan import InFlightStep, StepPlan
 from minivllm.scheduler.stopping import append_until_stop
 
 NUM_RECENT_STEPS = 256
 """How many decisions are remembered for people to look at."""
+
+
+class _Turns:
+    """A step while its policy plans it; see policy.Turns."""
+
+    def __init__(self, scheduler: Scheduler, plan: StepPlan) -> None:
+        self._scheduler, self._plan = scheduler, plan
+
+    @property
+    def num_scheduled_requests(self) -> int:
+        return len(self._plan.requests)
+
+    def serve_running(self) -> None:
+        self._scheduler._serve_running(self._plan)
+
+    def admit_waiting(self) -> None:
+        if not self._plan.preempted:
+            self._scheduler._admit_waiting(self._plan)
 
 
 class Scheduler:
@@ -43,7 +68,8 @@ class Scheduler:
     before the results are there, and the results must come back in the order of the schedules.
 
     async_scheduling: schedule the next token of a request while its last one is still unknown; the workers read it
-    from device memory. connector: see KVConnector. admission: see AdmissionPolicy.
+    from device memory. connector, admission: see there; by default nothing is added to cache and memory. policy: by
+    default the one that ``config.policy`` names.
     """
 
     def __init__(
@@ -54,15 +80,17 @@ class Scheduler:
         async_scheduling: bool = False,
         connector: KVConnector | None = None,
         admission: AdmissionPolicy | None = None,
+        policy: SchedulingPolicy | None = None,
     ) -> None:
         self.config = config
         self.kv_cache_manager = kv_cache_manager
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self.waiting = make_queue(config.policy)
+        self.policy = policy or make_policy(config.policy)
+        self.waiting = self.policy.make_queue()
         self._async_scheduling = async_scheduling
-        self._connector = connector
-        self._admission = admission
+        self._connector = connector or NoConnector()
+        self._admission = admission or AdmitAll()
         self._in_flight: deque[InFlightStep] = deque()
         self._finished_request_ids: dict[str, None] = {}
         self._refused: list[EngineOutput] = []
@@ -134,11 +162,10 @@ class Scheduler:
                 request.draft_token_ids = list(token_ids) if mask is None else mask.valid_drafts(list(token_ids))
 
     def schedule(self) -> SchedulerOutput:
-        """Plan one step: running requests first, then waiting ones unless somebody was preempted."""
+        """Plan one step: running requests first, then waiting ones unless one was preempted, if the policy has nothing
+        else in mind."""
         plan = StepPlan(self.config.max_num_batched_tokens)
-        self._schedule_running(plan)
-        if not plan.preempted:
-            self._schedule_waiting(plan)
+        self.policy.take_turns(_Turns(self, plan))
         return self._send(plan)
 
     def update_from_output(
@@ -255,12 +282,12 @@ class Scheduler:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def _schedule_running(self, plan: StepPlan) -> None:
+    def _serve_running(self, plan: StepPlan) -> None:
         running = self.running
         threshold, lookahead = self.config.long_prefill_token_threshold, self.config.num_lookahead_tokens
         allocate_slots = self.kv_cache_manager.allocate_slots
         no_block_ids = self.kv_cache_manager.no_block_ids
-        rolled_back = self._rolled_back
+        rolled_back, scheduled = self._rolled_back, frozenset(plan.num_scheduled_tokens)
         index = 0
         while index < len(running) and plan.budget > 0:
             request = running[index]
@@ -278,14 +305,18 @@ class Scheduler:
             # The last token of a sequence is never computed, so neither drafts nor placeholders may reach it.
             num_left = request.num_prompt_tokens + request.max_tokens - 1 - num_computed
             num_new = min(num_new, num_left)
-            if num_new <= 0:  # its next token is in flight
+            if num_new <= 0 or request.request_id in scheduled:  # its next token is in flight, or its turn is over
                 index += 1
                 continue
 
             num_ahead = min(lookahead, num_left - num_new) if lookahead else 0
             new_block_ids = allocate_slots(request, num_new, num_lookahead_tokens=num_ahead)
+            if new_block_ids is None and scheduled:  # a step that admits preempts nobody
+                index += 1
+                continue
             while new_block_ids is None:
-                victim, position = self._preemption_victim()
+                position = self.policy.choose_victim(running)
+                victim = running[position]
                 self._preempt(victim, position, plan)
                 if victim is request:
                     break
@@ -304,38 +335,47 @@ class Scheduler:
                 self._plan_drafts(request, num_new, plan)
             index += 1
 
-    def _schedule_waiting(self, plan: StepPlan) -> None:
+    def _admit_waiting(self, plan: StepPlan) -> None:
         waiting, manager = self.waiting, self.kv_cache_manager
         threshold = self.config.long_prefill_token_threshold
         set_aside: list[Request] = []
-        if self._admission is not None:
-            self._admission.begin_step()
+        num_promised: int | None = None
+        self._admission.begin_step()
         while waiting and plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = waiting.peek()
             if request.status is RequestStatus.BLOCKED or request.num_output_placeholders:
                 # A preempted request with a token in flight must know that token before it starts over.
                 set_aside.append(waiting.pop())
                 continue
-            if self._admission is not None and not self._admission.may_run(request, self.running):
+            if not self._admission.may_run(request, self.running):
                 set_aside.append(waiting.pop())
                 continue
             hits, num_hit_tokens = manager.get_computed_blocks(request)
-            num_computed = num_hit_tokens
-            if self._connector is not None:
-                num_computed += self._connector.num_matched_tokens(request, num_hit_tokens)
+            num_computed = num_hit_tokens + self._connector.num_matched_tokens(request, num_hit_tokens)
             num_new = min(request.num_tokens - num_computed, plan.budget)
             if 0 < threshold < num_new:
                 num_new = threshold
-            if manager.allocate_slots(request, num_new, num_computed, hits) is None:
+            if num_promised is None:
+                num_promised = self._num_promised_blocks(plan)
+            if manager.allocate_slots(request, num_new, num_computed, hits, num_reserved_blocks=num_promised) is None:
                 break
+            num_promised += manager.num_missing_blocks(request)
             waiting.pop()
             block_ids = manager.get_block_ids(request.request_id)
-            if self._connector is not None and num_computed > num_hit_tokens:
+            if num_computed > num_hit_tokens:
                 self._connector.load(request, block_ids, num_hit_tokens, num_computed - num_hit_tokens)
             self._admit(request, num_computed, block_ids, plan)
             plan.add(request, num_new)
         for request in reversed(set_aside):
             waiting.prepend(request)
+
+    def _num_promised_blocks(self, plan: StepPlan) -> int:
+        """Blocks that the prompts under way will take beyond this step."""
+        return sum(
+            self.kv_cache_manager.num_missing_blocks(request)
+            for request in self.running
+            if request.num_computed_tokens + plan.num_scheduled_tokens.get(request.request_id, 0) < request.num_tokens
+        )
 
     def _admit(self, request: Request, num_computed_tokens: int, block_ids: BlockIds, plan: StepPlan) -> None:
         """Make a waiting request run, and tell the workers all they need."""
@@ -349,32 +389,12 @@ class Scheduler:
             request.num_cached_tokens = num_computed_tokens
             plan.new_requests.append(
                 NewRequestData(
-                    request_id=request_id,
-                    prompt_token_ids=request.prompt_token_ids,
-                    sampling_params=request.sampling_params,
-                    seed=request.seed,
-                    eos_token_ids=request.eos_token_ids,
-                    bad_words_token_ids=request.bad_words_token_ids,
-                    block_ids=block_ids,
-                    num_computed_tokens=num_computed_tokens,
-                    lora_name=None if request.lora is None else request.lora.name,
-                    cache_salt=request.cache_salt,
-                    pooling=request.pooling,
+                    request=request.engine_request, block_ids=block_ids, num_computed_tokens=num_computed_tokens
                 )
             )
         request.status = RequestStatus.RUNNING
         request.record_event(EventType.SCHEDULED)
         self.running.append(request)
-
-    def _preemption_victim(self) -> tuple[Request, int]:
-        """Who gives up its blocks, and its place in ``running``: the last one, or the worst (priority, arrival)."""
-        running = self.running
-        position = len(running) - 1
-        if self.config.policy == "priority":
-            position = max(
-                range(len(running)), key=lambda place: (running[place].priority, running[place].arrival_time, place)
-            )
-        return running[position], position
 
     def _preempt(self, request: Request, position: int, plan: StepPlan) -> None:
         """Take a running request's blocks; it starts over later, mostly from the prefix cache."""

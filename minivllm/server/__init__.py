@@ -1,1 +1,5 @@
-"""The OpenAI-compatible HTTP server: what comes over the wire, turned into requests of an asynchronous engine."""
+"""The OpenAI-compatible HTTP server: the application, its start and its end.
+
+May import: metrics, server.answers, server.endpoints, server.limits, server.protocol, server.service, server.wire.
+Door: `build_app` in app.py.
+"""

@@ -12,29 +12,20 @@ from starlette.types import ASGIApp
 
 from minivllm import __version__
 from minivllm.errors import EngineDeadError
-from minivllm.server.chat_endpoint import ChatRun
-from minivllm.server.completions_endpoint import CompletionRun
-from minivllm.server.embeddings_endpoint import embed, score
-from minivllm.server.errors import (
-    ErrorBody,
-    engine_dead,
-    error_response,
-    install_error_handlers,
-    shutting_down,
-)
-from minivllm.server.middleware import OPEN_PATHS, AccessLog, BodyLimit, RequireKey
-from minivllm.server.models_endpoint import load_adapter, model_card, model_list, unload_adapter
-from minivllm.server.page import add_page
+from minivllm.server.answers.streaming import ClientLeft, error_frames, event_stream, while_connected
+from minivllm.server.endpoints.chat_endpoint import ChatRun
+from minivllm.server.endpoints.completions_endpoint import CompletionRun
+from minivllm.server.endpoints.embeddings_endpoint import embed, score
+from minivllm.server.endpoints.models_endpoint import load_adapter, model_card, model_list, unload_adapter
+from minivllm.server.endpoints.page import add_page
+from minivllm.server.endpoints.responses_endpoint import ResponseRun
+from minivllm.server.endpoints.tokenization import detokenize, tokenize
+from minivllm.server.limits.json_bounds import JsonBounds
+from minivllm.server.limits.middleware import OPEN_PATHS, AccessLog, BodyLimit, RequireKey
 from minivllm.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from minivllm.server.protocol.completions import Completion, CompletionRequest
 from minivllm.server.protocol.embeddings import EmbeddingList, EmbeddingRequest, ScoreList, ScoreRequest
-from minivllm.server.protocol.models import (
-    DeletedModel,
-    LoadAdapterRequest,
-    ModelCard,
-    ModelList,
-    UnloadAdapterRequest,
-)
+from minivllm.server.protocol.models import DeletedModel, LoadAdapterRequest, ModelCard, ModelList, UnloadAdapterRequest
 from minivllm.server.protocol.responses import ResponseObject, ResponseRequest
 from minivllm.server.protocol.tokenization import (
     DetokenizeRequest,
@@ -44,12 +35,13 @@ from minivllm.server.protocol.tokenization import (
     TokenizeResponse,
     Version,
 )
-from minivllm.server.responses_endpoint import ResponseRun
-from minivllm.server.service import Service
-from minivllm.server.streaming import ClientLeft, error_frames, event_stream, while_connected
-from minivllm.server.tokenization import detokenize, tokenize
+from minivllm.server.service.service import Service
+from minivllm.server.wire.errors import ErrorBody, engine_dead, error_response, install_error_handlers, shutting_down
 
 Responses = dict[int | str, dict[str, Any]]
+
+MAX_TOTAL_BODY_BYTES = 64 * 2**20
+"""Bodies of all requests that are not over; more get 429."""
 
 
 def _errors(*statuses: int) -> Responses:
@@ -107,7 +99,10 @@ def build_app(service: Service) -> ASGIApp:
 
     app.add_exception_handler(ClientLeft, on_client_left)
     settings = service.settings
-    wrapped: ASGIApp = BodyLimit(app, settings.max_body_bytes)
+    bounds = JsonBounds(max_values=max(JsonBounds.max_values, 2 * service.max_model_len))
+    wrapped: ASGIApp = BodyLimit(
+        app, settings.max_body_bytes, max(MAX_TOTAL_BODY_BYTES, 2 * settings.max_body_bytes), bounds
+    )
     wrapped = RequireKey(wrapped, settings.api_keys)
     if settings.cors_origins:
         wrapped = CORSMiddleware(

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
+import os
 import signal
 import socket
+import threading
 from collections.abc import Generator
+from functools import partial
 
 import uvicorn
 
 from minivllm.errors import ConfigError
 from minivllm.metrics.console import StatusLine
 from minivllm.server.app import build_app
-from minivllm.server.engine import AsyncEngine
-from minivllm.server.service import Service
-from minivllm.server.settings import ServerSettings
+from minivllm.server.limits.connections import BoundedConnection, ConnectionLimits
+from minivllm.server.service.engine import AsyncEngine
+from minivllm.server.service.service import Service
+from minivllm.server.service.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +35,8 @@ DEATH_NOTICE_SECONDS = 3.0
 LAST_WORDS_SECONDS = 2.0
 """How long clients get to read their error before the connections are closed."""
 KEEP_ALIVE_SECONDS = 30
+KILL_SECONDS = 0.7
+"""After a second signal, how long connections, threads and the engine get before the process ends without them."""
 BACKLOG = 512
 
 
@@ -49,9 +56,14 @@ class ServerRun:
         self._engine = engine
         self._settings = settings
         self._stopping = asyncio.Event()
+        self._is_killed = False
         self._signals = (signal.SIGTERM, signal.SIGINT) if handle_signals else ()
+        limits = ConnectionLimits()
+        if settings.request_timeout is not None:
+            limits.write_seconds = min(limits.write_seconds, settings.request_timeout)
         config = uvicorn.Config(
             build_app(self.service),
+            http=partial(BoundedConnection, limits=limits),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             server_header=False,
@@ -93,12 +105,18 @@ class ServerRun:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.service.close()
-        return 1 if self._engine.is_dead else 0
+        return 1 if self._engine.is_dead and not self._is_killed else 0
 
     def _on_signal(self, number: int) -> None:
         if self._stopping.is_set():
             logger.warning("A second signal: exiting at once.")
+            self._is_killed = True
+            self._engine.kill()
             self.exit_now()
+            # A thread in the middle of a long text cannot be stopped, and Python would wait for it.
+            end = threading.Timer(KILL_SECONDS, os._exit, (0,))
+            end.daemon = True
+            end.start()
             return
         logger.info(
             "%s: finishing what runs, for at most %g s; once more exits at once.",
@@ -133,6 +151,8 @@ class ServerRun:
     async def _watch_engine(self) -> None:
         while not self._engine.is_dead:
             await asyncio.sleep(POLL_SECONDS)
+        if self._is_killed:
+            return
         logger.error("The engine has died; the server stops.")
         self.service.admission.is_draining = True
         self.service.metrics.engine_is_up = False
@@ -150,8 +170,10 @@ class ServerRun:
                 logger.info(text)
 
     def exit_now(self) -> None:
-        """Close all connections and return from ``run``."""
+        """Close all connections, without waiting for anybody to read, and return from ``run``."""
         self._server.should_exit = self._server.force_exit = True
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
 
 
 def listen(settings: ServerSettings) -> socket.socket:
@@ -186,6 +208,9 @@ async def serve(engine: AsyncEngine, settings: ServerSettings, listener: socket.
     """Run a server in front of ``engine`` until it is told to stop, then close the engine; the exit code."""
     try:
         run = ServerRun(engine, settings)
+        # What is there before the first request stays: the collector need not look through it again and again.
+        gc.collect()
+        gc.freeze()
         return await run.run(listener)
     finally:
         await engine.close()

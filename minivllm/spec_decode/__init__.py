@@ -1,1 +1,5 @@
-"""Speculative decoding: guess several tokens, verify them in one step, keep what the model itself would have said."""
+"""Speculative decoding: drafters with and without a model, and how many drafts pay.
+
+May import: attention, batch, compilation, config, device, models, models.eagle, sampling.
+Door: `Speculation` in speculation.py.
+"""

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
-from minivllm.spec_decode.drafter import DraftTask
+from minivllm.spec_decode.drafter import Drafter, DraftTask, GuessingModel
 
 
-class DraftModel(Protocol):
+class DraftModel(GuessingModel, Protocol):
     """A model that guesses over the persistent batch."""
 
     def num_places(self, slot: int) -> int:
@@ -26,12 +26,16 @@ class DraftModel(Protocol):
         computed), guess the ones behind them, and write these into the batch."""
 
 
-class AutoregressiveDrafter:
+class AutoregressiveDrafter(Drafter):
     """Asks a model for one token after the other."""
 
     def __init__(self, model: DraftModel, cost_per_token: float) -> None:
         self._model = model
         self.cost_per_token = cost_per_token
+
+    @property
+    def models(self) -> Sequence[GuessingModel]:
+        return (self._model,)
 
     def propose(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
         # The last guess is computed by verification, so of k guesses k - 1 need a place, behind the n known tokens.

@@ -4,9 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+
+from minivllm.attention.registry import AttentionFactory
+from minivllm.batch.paged_model import PagedModel, RunnerLimits
+from minivllm.batch.persistent_batch import PersistentBatch
+from minivllm.compilation.compiler import RegionCompiler
+from minivllm.config import SpeculativeConfig
+from minivllm.device.policy import DevicePolicy
+from minivllm.models.decoder import Decoder, HiddenTap
+from minivllm.sampling.sampling_state import SamplingState
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a drafter is made from, once, when the engine starts.
+
+    settings: speculative_config. target: the model whose tokens are guessed. batch: the requests that it serves.
+    sampling_state: how their tokens are drawn. compiler: makes the regions in use at first. draft_decoder: the loaded
+    model or head, for the methods that have one.
+    """
+
+    settings: SpeculativeConfig
+    target: PagedModel
+    batch: PersistentBatch
+    sampling_state: SamplingState
+    limits: RunnerLimits
+    compiler: RegionCompiler
+    policy: DevicePolicy
+    make_attention: AttentionFactory
+    draft_decoder: Decoder | None = None
+
+    def paged(self, decoder: Decoder, *, token_offset: int = 0) -> PagedModel:
+        """A decoder over the blocks of the batch, with caches of its own; token_offset: see StepInputBuilder."""
+        return PagedModel(decoder, self.batch, self.limits, self.policy, self.make_attention, token_offset=token_offset)
+
+
+class GuessingModel(Protocol):
+    """A model that a drafter runs beside the target, by the regions of the same compiler.
+
+    caches: of its own, if it has any: tuples of tensors [blocks, block_size, …], which nothing else holds. tap: what it
+    wants of the target's hidden states.
+    """
+
+    caches: list[Any]
+    tap: HiddenTap | None
+
+    def use_regions(self, compiler: RegionCompiler) -> None:
+        """The target has changed to the regions of this compiler."""
+
+    def allocate_caches(self) -> None:
+        """Have caches again after they were cleared."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +78,15 @@ class DraftTask:
 class Drafter(Protocol):
     """Guesses deterministically: the same tokens known, the same guesses.
 
-    cost_per_token: time to guess one token, as a share of a step of the model with a single token.
+    cost_per_token: time to guess one token, as a share of a step of the model with a single token. models: those that
+    it guesses with; mostly none.
     """
 
     cost_per_token: float
+
+    @property
+    def models(self) -> Sequence[GuessingModel]:
+        return ()
 
     def propose(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
         """Guesses by request id, 1 to max_tokens of them; requests it knows nothing for are left out."""

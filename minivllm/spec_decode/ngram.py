@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minivllm.spec_decode.drafter import DraftTask
+from minivllm.spec_decode.drafter import Drafter, DraftTask
 
 
 def longest_suffix_match(token_ids: np.ndarray, min_length: int, max_length: int) -> int | None:
@@ -35,7 +35,7 @@ def repeat(token_ids: list[int], length: int) -> list[int]:
     return [token_ids[index % len(token_ids)] for index in range(length)]
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Looks up the longest suffix of the request's own tokens."""
 
     cost_per_token = 0.0

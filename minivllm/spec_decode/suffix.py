@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minivllm.spec_decode.drafter import DraftTask
+from minivllm.spec_decode.drafter import Drafter, DraftTask
 from minivllm.spec_decode.ngram import repeat
 
 LOOKBACK = 32
@@ -82,7 +82,7 @@ class SuffixAutomaton:
         return len(self._length) - 1
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Copies what followed the longest match, in the request itself or in earlier outputs, whichever is longer.
 
     Earlier outputs are kept in two generations: when the younger one is full it becomes the older, and the older one is

@@ -5,7 +5,9 @@ The scheduler knows nothing of it: it keeps BLOCKED requests waiting, and asks e
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -24,6 +26,8 @@ from minivllm.structured_output.cache import GrammarCache
 from minivllm.structured_output.compiler import GrammarCompiler
 from minivllm.structured_output.grammar import ALL_TOKENS, Grammar
 from minivllm.structured_output.thinking import ThinkingBudget
+
+logger = logging.getLogger(__name__)
 
 COMPILE_SECONDS = 30.0
 """A request whose grammar takes longer is given up; reading the vocabulary, once, counts as well."""
@@ -60,11 +64,9 @@ class StructuredOutputManager:
 
     def prepare(self, request: Request) -> None:
         """Give a new request what guides it, or block it until its grammar is compiled."""
-        params = request.sampling_params
-        if params.thinking_budget is not None and request.thinking_token_ids is not None:
-            _attach(
-                request, ThinkingBudget(params.thinking_budget, *request.thinking_token_ids, request.prompt_token_ids)
-            )
+        params, sent = request.sampling_params, request.engine_request
+        if params.thinking_budget is not None and sent.thinking_token_ids is not None:
+            _attach(request, ThinkingBudget(params.thinking_budget, *sent.thinking_token_ids, sent.prompt_token_ids))
         structured = params.structured_outputs
         if structured is None or request.is_finished:
             return
@@ -75,7 +77,7 @@ class StructuredOutputManager:
         request.status = RequestStatus.BLOCKED
         self._blocked.append(_Blocked(request, structured, time.monotonic() + self._seconds))
         if compiled is None and structured.key not in self._compiling:
-            compiling = _submit(self._compile_pool, lambda: self._compiler.compile(structured, request.eos_token_ids))
+            compiling = _submit(self._compile_pool, lambda: self._compile(structured, sent.eos_token_ids))
             self._compiling[structured.key] = structured, compiling
 
     def poll(self, may_wait: bool) -> Iterator[tuple[Request, str | None]]:
@@ -111,6 +113,10 @@ class StructuredOutputManager:
                 _attach(request, compiled.copy())
                 yield request, None
         self._blocked = still_blocked
+        wanted = {blocked.structured.key for blocked in still_blocked}
+        for key in self._compiling.keys() - wanted:
+            if self._compiling[key][1].cancel():  # nobody waits for it any longer, and it has not begun
+                del self._compiling[key]
 
     def start_masks(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> Callable[[], TokenMasks] | None:
         """Begin to compute the masks of a step that was just scheduled; the result waits for them. None: none needed.
@@ -150,9 +156,22 @@ class StructuredOutputManager:
         }
         return {request_id: token_ids for request_id, token_ids in forced.items() if token_ids}
 
+    def _compile(self, structured: StructuredOutputs, eos_token_ids: list[int]) -> Grammar:
+        # Seconds of work, once, that every structured request waits for: beside a busy engine a thread that has
+        # stepped back would not be through before their deadline.
+        self._compiler.read_vocabulary(eos_token_ids)
+        _step_back()
+        return self._compiler.compile(structured, eos_token_ids)
+
     def shutdown(self) -> None:
         for pool in (self._compile_pool, self._mask_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _step_back() -> None:
+    """Let the calling thread have only the processor time that nobody else wants."""
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
 
 
 def _attach(request: Request, guide: Grammar | ThinkingBudget) -> None:
@@ -165,6 +184,11 @@ def _outcome(future: Future[Grammar]) -> Grammar | str:
         return future.result()
     except MinivllmError as error:
         return str(error)
+    except BaseException as error:  # a foreign library; its panics are no Exceptions
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        logger.error("A grammar could not be compiled.", exc_info=error)
+        return "The structured output cannot be compiled: the compiler failed on it. Simplify the schema or grammar."
 
 
 def _submit(pool: ThreadPoolExecutor, job: Callable[[], Result]) -> Future[Result]:

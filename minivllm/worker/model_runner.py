@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.config import CudaGraphMode
+from minivllm.attention.registry import AttentionFactory
+from minivllm.batch.layer_caches import too_large
+from minivllm.batch.paged_model import PagedModel, RunnerLimits
+from minivllm.batch.persistent_batch import PersistentBatch
+from minivllm.batch.step_inputs import Row, StepInputs
+from minivllm.compilation.compiler import RegionCompiler
+from minivllm.config import CudaGraphMode, SpeculativeConfig
+from minivllm.device.buffers import ReadBack
+from minivllm.device.policy import DevicePolicy
+from minivllm.graphs.graph_capture import GraphBackend
+from minivllm.graphs.step_graphs import StepGraphs, StepHidden
 from minivllm.lora.manager import AdapterManager, BatchAdapters
-from minivllm.messages import ModelRunnerOutput, NewRequestData, PositionLogprobs, SchedulerOutput, TokenMasks
+from minivllm.messages import EngineRequest, ModelRunnerOutput, PositionLogprobs, SchedulerOutput, TokenMasks
 from minivllm.models.decoder import Decoder
-from minivllm.spec_decode.verification import verify
-from minivllm.worker.attention_backend import AttentionBackend, FlexAttentionBackend, GatherSdpaBackend
-from minivllm.worker.compiler import RegionCompiler
-from minivllm.worker.decode_options import DecodeOptions
-from minivllm.worker.device_buffers import ReadBack
-from minivllm.worker.graph_capture import GraphBackend
-from minivllm.worker.layer_caches import allocate_caches
+from minivllm.sampling.sampler import Sampler, prompt_logprobs
+from minivllm.sampling.sampling_state import SamplingState
+from minivllm.sampling.token_masks import TokenMaskStage
+from minivllm.sampling.verification import verify
+from minivllm.spec_decode.drafter import DraftContext, GuessingModel
+from minivllm.spec_decode.speculation import Speculation, make_speculation
 from minivllm.worker.pending_step import PendingStep
-from minivllm.worker.persistent_batch import PersistentBatch
 from minivllm.worker.pooling import Pooler
-from minivllm.worker.sampler import Sampler, prompt_logprobs
-from minivllm.worker.sampling_state import SamplingState
-from minivllm.worker.speculation import Speculation
-from minivllm.worker.step_graphs import StepGraphs, StepHidden, attention_buckets
-from minivllm.worker.step_inputs import Row, StepInputBuilder, StepInputs
-from minivllm.worker.token_masks import TokenMaskStage
 
 logger = logging.getLogger(__name__)
 
@@ -41,54 +42,11 @@ PROMPT_LOGPROB_ROWS = 64
 class SlotState(Protocol):
     """Something kept for the request in each slot of the batch."""
 
-    def add(self, slot: int, request: NewRequestData, output_token_ids: list[int]) -> None:
+    def add(self, slot: int, request: EngineRequest, output_token_ids: list[int]) -> None:
         """A request enters the slot, new or back from preemption with tokens it has generated before."""
 
     def remove(self, slot: int) -> None:
         """The request of the slot has left."""
-
-
-class GuessingModel(Protocol):
-    """A model that runs beside the runner's, by the regions of the same compiler.
-
-    caches: of its own, if it has any: tuples of tensors [pages, page_size, …], which nothing else holds.
-    """
-
-    caches: list[Any]
-
-    def use_regions(self) -> None:
-        """The runner has changed to other regions."""
-
-    def allocate_caches(self) -> None:
-        """Have caches again after they were cleared."""
-
-
-@dataclass(frozen=True)
-class RunnerLimits:
-    """Sizes of the persistent buffers. verify_size: most tokens of a row whose drafts are verified, 0 for no drafts."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    page_size: int
-    num_pages: int
-    verify_size: int = 0
-
-
-def tile_size_for(query_group: int, device: torch.device) -> int:
-    """Queries per tile of a chunk. On CUDA 128, the kernel's own block; on a CPU enough for 64 rows, from where
-    FlexAttention uses fast bfloat16 products, and no more, since short chunks pay for the padding."""
-    if device.type == "cuda":
-        return 128
-    return 32 if query_group > 1 else 64
-
-
-def prefill_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In which dtype the attention of chunks is computed. On a CPU without AMX float32 is faster than bfloat16: for 512
-    tokens 3.5 instead of 5.6 ms a layer on one core."""
-    if device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
-        return torch.float32
-    return dtype
 
 
 class ModelRunner:
@@ -99,14 +57,19 @@ class ModelRunner:
         decoder: Decoder,
         compiler: RegionCompiler,
         limits: RunnerLimits,
+        policy: DevicePolicy,
+        make_attention: AttentionFactory,
         adapters: AdapterManager | None = None,
     ) -> None:
         self.decoder, self.limits = decoder, limits
+        self._policy, self._make_attention = policy, make_attention
         config, device = decoder.config, decoder.device
-        self.caches = allocate_caches(decoder, limits.num_pages, limits.page_size)
-        self.batch = PersistentBatch(
-            limits.max_num_seqs, limits.max_model_len, limits.page_size, limits.num_pages, device
-        )
+        try:
+            self.batch = PersistentBatch(
+                limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.num_blocks, device
+            )
+        except MemoryError:  # its tables are small, unless the cache is beyond all bounds
+            raise too_large(decoder, limits.num_blocks, limits.block_size) from None
         self.sampling_state = SamplingState(limits.max_num_seqs, config.vocab_size, device)
         self.token_masks = TokenMaskStage(limits.max_num_seqs, config.vocab_size, device)
         self.sampler = Sampler(self.sampling_state, masks=(self.token_masks,))
@@ -118,68 +81,39 @@ class ModelRunner:
         if adapters is not None:
             batch_adapters = BatchAdapters(adapters, limits.max_num_seqs)
             self._slot_states.append(batch_adapters)
-        # The kernel that CUDA has for decode wants a fixed batch size; on a CPU one graph serves them all.
-        self.decode_batches = attention_buckets(limits.max_num_seqs) if device.type == "cuda" else []
-        self.decode_options = DecodeOptions.of(device)
-        if self.decode_batches and compiler.enabled:
-            logger.info("Kernel options of decode attention: %s.", self.decode_options.origin)
-        self.builder = self.make_builder(decoder, batch_adapters)
+        self.model = PagedModel(decoder, self.batch, limits, policy, make_attention, adapters=batch_adapters)
         self.speculation: Speculation | None = None
         self.graphs: StepGraphs | None = None
-        self.guessing_models: list[GuessingModel] = []
-        self._attention: AttentionBackend
         self.use_regions(compiler)
-
-    def make_builder(self, decoder: Decoder, adapters: BatchAdapters | None, token_offset: int = 0) -> StepInputBuilder:
-        """Builds what a decoder reads of the batch; adapters, token_offset: see StepInputBuilder."""
-        limits, device = self.limits, decoder.device
-        return StepInputBuilder(
-            self.batch,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            num_pages=limits.num_pages,
-            tile_size=tile_size_for(decoder.config.query_group, device),
-            windows=list(dict.fromkeys(decoder.config.layer_windows)),
-            gathers_pages=device.type == "cpu",
-            device=device,
-            adapters=adapters,
-            verify_size=limits.verify_size,
-            decode_batches=self.decode_batches,
-            token_offset=token_offset,
-        )
-
-    def make_attention(self, decoder: Decoder) -> AttentionBackend:
-        """The attention that goes with the regions in use."""
-        config = decoder.config
-        if not self.compiler.enabled:
-            return GatherSdpaBackend(self.batch, config.softmax_scale)
-
-        def decode_options(batch: int) -> dict[str, int]:
-            return self.decode_options.choose(
-                batch_kv_heads=batch * decoder.num_kv_heads,
-                head_dim=config.head_dim,
-                dtype=decoder.cache_dtype,
-                page_size=self.limits.page_size,
-            )
-
-        return FlexAttentionBackend(
-            self.compiler,
-            list(dict.fromkeys(config.layer_windows)),
-            config.softmax_scale,
-            prefill_dtype(decoder.dtype, decoder.device),
-            decoder.device,
-            verifies=self.limits.verify_size > 0,
-            decode_batches=self.decode_batches,
-            decode_options=decode_options,
-        )
 
     def use_regions(self, compiler: RegionCompiler) -> None:
         """Run the model by the regions of this compiler from now on, with the attention that goes with them."""
         self.compiler = compiler
-        self.decoder.build_regions(compiler)
-        self._attention = self.make_attention(self.decoder)
+        self.model.use_regions(compiler)
         for model in self.guessing_models:
-            model.use_regions()
+            model.use_regions(compiler)
+
+    @property
+    def guessing_models(self) -> Sequence[GuessingModel]:
+        """What the drafter runs beside the model."""
+        return () if self.speculation is None else self.speculation.models
+
+    def speculate(self, settings: SpeculativeConfig, draft_decoder: Decoder | None) -> Speculation:
+        """Let a drafter guess ahead from now on. draft_decoder: see DraftContext. Raises ConfigError."""
+        context = DraftContext(
+            settings,
+            self.model,
+            self.batch,
+            self.sampling_state,
+            self.limits,
+            self.compiler,
+            self._policy,
+            self._make_attention,
+            draft_decoder,
+        )
+        self.speculation = make_speculation(context)
+        self.decoder.tap = next((model.tap for model in self.guessing_models if model.tap is not None), None)
+        return self.speculation
 
     def execute(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> ModelRunnerOutput:
         """Compute the scheduled tokens and sample where a request reached its last known token.
@@ -207,9 +141,9 @@ class ModelRunner:
             return pending
         rows = self._rows(step)
         graph = None if self.graphs is None else self.graphs.choose([row.count for row in rows])
-        inputs = self.builder.build(rows, self.compiler.min_rows if graph is None else graph.num_tokens)
+        inputs = self.model.build(rows, 0 if graph is None else graph.num_tokens)
         if graph is None or self.graphs is None:
-            hidden = StepHidden(*self.forward(inputs, self.decoder))
+            hidden = StepHidden(*self.model.forward(inputs))
         else:
             hidden = self.graphs.forward(inputs, graph)
         pending.output.pooled = self._pooler.pool(inputs, hidden.o, hidden.residual)
@@ -225,43 +159,27 @@ class ModelRunner:
         return pending
 
     def capture_graphs(self, mode: CudaGraphMode, backend: GraphBackend) -> None:
-        """Capture the steps of all buckets. Everything must be compiled, and the cache's null page free to write."""
+        """Capture the steps of all buckets. Everything must be compiled, and the cache's null block free to write."""
         limits = self.limits
         graphs = StepGraphs(
             mode,
-            self.decoder,
-            self.caches,
-            self._attention,
+            self.model,
             backend,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
         )
-        graphs.capture(lambda num_tokens: self.builder.build([], num_tokens))
+        graphs.capture(lambda num_tokens: self.model.build([], num_tokens))
         self.graphs = graphs
 
     def _rows(self, step: SchedulerOutput) -> list[Row]:
-        """Rows with a single token first, then those with few: their attention is one tile each."""
-        requests = self.batch.requests
-        single: list[Row] = []
-        few: list[Row] = []
-        several: list[Row] = []
+        rows = []
         for request_id, count in step.num_scheduled_tokens.items():
-            request = requests[request_id]
+            request = self.batch.requests[request_id]
             drafts = step.draft_token_ids.get(request_id, [])
             if drafts:
                 self.batch.write_drafts(request, drafts)
-            rows = single if count == 1 else few if count <= self.limits.verify_size else several
             rows.append(Row(request, request.num_computed_tokens, count, drafts))
-        return single + few + several
-
-    def forward(self, inputs: StepInputs, decoder: Decoder) -> tuple[Tensor, Tensor]:
-        """Run the model, or its first layers, over one step; see Decoder.forward."""
-        caches, windows = self.caches, self.decoder.config.layer_windows
-
-        def attend(layer: int, q: Tensor) -> Tensor:
-            return self._attention.attend(inputs, caches[layer], windows[layer], q)
-
-        return decoder.forward(inputs.token_ids, inputs.tokens, caches, attend)
+        return rows
 
     def _sample(self, inputs: StepInputs, hidden: StepHidden, pending: PendingStep) -> None:
         last_tokens: list[int] = []

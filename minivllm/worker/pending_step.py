@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from minivllm.batch.persistent_batch import PersistentBatch, WorkerRequest
 from minivllm.messages import ModelRunnerOutput
-from minivllm.worker.persistent_batch import PersistentBatch, WorkerRequest
-from minivllm.worker.sampling_state import SamplingState
+from minivllm.sampling.sampling_state import SamplingState
 
 
 class PendingStep:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minivllm.messages import NewRequestData
+from minivllm.batch.step_inputs import StepInputs
+from minivllm.messages import EngineRequest
 from minivllm.models.decoder import Decoder
-from minivllm.worker.step_inputs import StepInputs
 
 POOLED_ROWS = 256
 """Tokens whose final hidden states are computed at once, which bounds the memory that a long chunk takes."""
@@ -23,7 +23,7 @@ class Pooler:
         self._decoder = decoder
         self._sums: dict[int, Tensor] = {}
 
-    def add(self, slot: int, request: NewRequestData, output_token_ids: list[int]) -> None:
+    def add(self, slot: int, request: EngineRequest, output_token_ids: list[int]) -> None:
         """A request enters the slot; one that comes back from preemption starts over."""
         self._sums.pop(slot, None)
 

@@ -16,36 +16,39 @@ import msgspec
 import torch
 from torch import Tensor
 
+from minivllm.attention import find_attention
+from minivllm.batch.layer_caches import block_bytes
+from minivllm.batch.paged_model import RunnerLimits
+from minivllm.checkpoints.checkpoint import iterate_weights
+from minivllm.checkpoints.hf_config import read_decoder_config
+from minivllm.compilation.compiler import RegionCompiler, RegionsMissing, cannot_compile_reason
+from minivllm.compilation.region_packages import PackagedRegionCompiler
 from minivllm.config import EngineConfig, SpeculativeConfig
-from minivllm.errors import ConfigError, RequestError
-from minivllm.logits_processors import load_logits_processors
-from minivllm.lora.manager import AdapterManager
-from minivllm.messages import LoRARequest, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenMasks
-from minivllm.models.checkpoint import iterate_weights
-from minivllm.models.decoder import Decoder
-from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.eagle_checkpoint import find_tensors, random_tensors
-from minivllm.models.eagle_config import EagleVersion, read_eagle_config
-from minivllm.models.eagle_head import EagleHead
-from minivllm.models.hf_config import read_decoder_config
-from minivllm.profiling import record_runner
-from minivllm.quantization.choose import DeviceTraits, MethodChooser
-from minivllm.sampling_params import SamplingParams
-from minivllm.worker.compiler import RegionCompiler, cannot_compile_reason
-from minivllm.worker.device_buffers import rounded_capacity
-from minivllm.worker.graph_capture import CudaGraphs
-from minivllm.worker.layer_caches import allocate_caches, page_bytes
-from minivllm.worker.memory import (
+from minivllm.device.buffers import rounded_capacity
+from minivllm.device.memory import (
     MIN_BYTES_FOR_HUGE_PAGES,
     cache_memory,
     collapse_into_huge_pages,
     return_freed_memory,
     touched_bytes,
 )
-from minivllm.worker.model_runner import ModelRunner, RunnerLimits
+from minivllm.device.policy import DevicePolicy
+from minivllm.errors import ConfigError, RequestError
+from minivllm.graphs.graph_capture import CudaGraphs
+from minivllm.linear.choose import MethodChooser
+from minivllm.lora.manager import AdapterManager
+from minivllm.messages import EngineRequest, LoRARequest, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenMasks
+from minivllm.models.decoder import Decoder
+from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.eagle.checkpoint import find_tensors, random_tensors
+from minivllm.models.eagle.config import EagleVersion, read_eagle_config
+from minivllm.models.eagle.head import EagleHead
+from minivllm.profiling.trace_recorder import record_runner
+from minivllm.sampling.logits_processors import load_logits_processors
+from minivllm.sampling_params import SamplingParams
+from minivllm.spec_decode.speculation import Speculation, measured_step_cost
+from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.pending_step import PendingStep
-from minivllm.worker.region_packages import PackagedRegionCompiler
-from minivllm.worker.speculation import Speculation, make_speculation, measured_step_cost
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,8 @@ class Worker:
     def __init__(self, config: EngineConfig, decoder_config: DecoderConfig) -> None:
         self.config, self.decoder_config = config, decoder_config
         self.device = torch.device(config.device)
+        self.policy = DevicePolicy.of(self.device)
+        self._make_attention = find_attention(config.attention_backend)
         self._compiler = self._make_compiler()
         self._unfinished_warm_up: list[int] = []
         self._decoder: Decoder
@@ -77,8 +82,7 @@ class Worker:
         if reason is not None:
             logger.warning("Running uncompiled, which is several times slower: %s.", reason)
             return RegionCompiler(enabled=False)
-        # On CUDA graphs hide what a call costs; on a CPU nothing does.
-        if self.device.type == "cpu":
+        if self.policy.keeps_packages:
             return PackagedRegionCompiler(self.device, in_background=self.config.compile_in_background)
         return RegionCompiler(True, self.device)
 
@@ -86,14 +90,15 @@ class Worker:
     def load_model(self) -> None:
         """Load this worker's weights. Raises ModelError, or ConfigError for a quantisation that cannot be had."""
         started = time.perf_counter()
+        logger.info("Reading the weights of %s …", self.config.model)
         dtype, cache_dtype = getattr(torch, self.config.dtype), getattr(torch, self.config.cache.dtype)
         stored = self.decoder_config.quantization
         method = None if stored is None else stored.method
-        chooser = MethodChooser(self.config.quantization, method, dtype, DeviceTraits.of(self.device))
+        chooser = MethodChooser(self.config.quantization, method, dtype, self.policy)
         self._decoder = Decoder(
             self.decoder_config,
             dtype=dtype,
-            attention_dtype=dtype if self.device.type == "cuda" else cache_dtype,
+            attention_dtype=self.policy.attention_dtype(dtype, cache_dtype),
             device=self.device,
             max_model_len=self.config.scheduler.max_model_len,
             choose_method=chooser,
@@ -113,7 +118,8 @@ class Worker:
             self._adapters = AdapterManager(self._decoder, self.config.lora)
         gc.collect()
         return_freed_memory()
-        if self.device.type == "cpu" and sum(tensor.nbytes for tensor in self._weights()) >= MIN_BYTES_FOR_HUGE_PAGES:
+        num_bytes = sum(tensor.nbytes for tensor in self._weights())
+        if self.policy.wants_huge_pages and num_bytes >= MIN_BYTES_FOR_HUGE_PAGES:
             threading.Thread(target=collapse_into_huge_pages, args=(0.1,), name="huge-pages", daemon=True).start()
         chooser.log_choices()
         logger.info("Loaded %s in %.1f s.", self.config.model, time.perf_counter() - started)
@@ -129,11 +135,11 @@ class Worker:
         config = read_decoder_config(speculative.model_path, load_format)
         dtype, cache_dtype = getattr(torch, self.config.dtype), getattr(torch, self.config.cache.dtype)
         stored = None if config.quantization is None else config.quantization.method
-        chooser = MethodChooser(self.config.quantization, stored, dtype, DeviceTraits.of(self.device))
+        chooser = MethodChooser(self.config.quantization, stored, dtype, self.policy)
         decoder = Decoder(
             config,
             dtype=dtype,
-            attention_dtype=dtype if self.device.type == "cuda" else cache_dtype,
+            attention_dtype=self.policy.attention_dtype(dtype, cache_dtype),
             device=self.device,
             max_model_len=self.config.scheduler.max_model_len,
             choose_method=chooser,
@@ -149,7 +155,7 @@ class Worker:
         is_dummy = self.config.load_format == "dummy"
         tensors = random_tensors(config, self.config.seed) if is_dummy else find_tensors(path, config)
         dtype = getattr(torch, self.config.dtype)
-        chooser = MethodChooser(self.config.quantization, None, dtype, DeviceTraits.of(self.device))
+        chooser = MethodChooser(self.config.quantization, None, dtype, self.policy)
         head = EagleHead(
             config,
             tensors,
@@ -166,14 +172,14 @@ class Worker:
         return [self._decoder] if self._draft_decoder is None else [self._decoder, self._draft_decoder]
 
     def num_cache_blocks(self) -> int:
-        """How many pages the KV cache gets, the null page included.
+        """How many blocks the KV cache gets, the null block included.
 
         Explicit sizes come first; otherwise a share of the memory that is free now, and no more than
         max_num_seqs requests of max_model_len tokens can use. Raises ConfigError if not even one request of
         max_model_len fits.
         """
         cache, scheduler = self.config.cache, self.config.scheduler
-        size = sum(page_bytes(decoder, cache.block_size) for decoder in self._decoders)
+        size = sum(block_bytes(decoder, cache.block_size) for decoder in self._decoders)
         per_request = -(-scheduler.max_model_len // cache.block_size)
         if cache.num_blocks is not None:
             blocks, origin = cache.num_blocks, "num_gpu_blocks_override"
@@ -196,12 +202,12 @@ class Worker:
 
     @torch.inference_mode()
     def _profile_step(self) -> None:
-        """Run the largest step there can be, on a cache of a few pages, so that its memory can be measured."""
-        scheduler, page_size = self.config.scheduler, self.config.cache.block_size
+        """Run the largest step there can be, on a cache of two blocks, so that its memory can be measured."""
+        scheduler, block_size = self.config.scheduler, self.config.cache.block_size
         tokens, length = scheduler.max_num_batched_tokens, scheduler.max_model_len
-        limits = RunnerLimits(-(-tokens // length), tokens, length, page_size, num_pages=2)
+        limits = RunnerLimits(-(-tokens // length), tokens, length, block_size, num_blocks=2)
         counts = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
-        run_on_null_page(ModelRunner(self._decoder, RegionCompiler(enabled=False), limits, self._adapters), counts)
+        run_on_null_block(self._make_runner(RegionCompiler(enabled=False), limits), counts)
 
     @torch.inference_mode()
     def initialize(self, num_blocks: int) -> None:
@@ -213,21 +219,19 @@ class Worker:
             verify_size = min(verify_size, scheduler.max_model_len - 1)
             # Chunks are what does not fit into one tile of drafts.
             warm_up = [1] * WARM_UP_DECODES + [2] * WARM_UP_DRAFTS + [verify_size + 1] * WARM_UP_CHUNKS
-        self.runner = ModelRunner(
-            self._decoder,
+        self.runner = self._make_runner(
             self._compiler,
             RunnerLimits(
                 max_num_seqs=max(scheduler.max_num_seqs, len(warm_up)),
                 max_num_batched_tokens=max(scheduler.max_num_batched_tokens, sum(warm_up)),
                 max_model_len=scheduler.max_model_len,
-                page_size=self.config.cache.block_size,
-                num_pages=num_blocks,
+                block_size=self.config.cache.block_size,
+                num_blocks=num_blocks,
                 verify_size=verify_size,
             ),
-            self._adapters,
         )
         if speculative is not None:
-            self.runner.speculation = make_speculation(speculative, self.runner, self._draft_decoder)
+            self.runner.speculate(speculative, self._draft_decoder)
         started = time.perf_counter()
         self._warm_up(warm_up)
         if self._compiler.enabled:
@@ -241,6 +245,9 @@ class Worker:
         if self.config.profile is not None:
             record_runner(self.runner)
 
+    def _make_runner(self, compiler: RegionCompiler, limits: RunnerLimits) -> ModelRunner:
+        return ModelRunner(self._decoder, compiler, limits, self.policy, self._make_attention, self._adapters)
+
     def _warm_up(self, counts: list[int]) -> None:
         """Compile by running one step of decodes and chunks together, then a single decode.
 
@@ -248,8 +255,11 @@ class Worker:
         """
         if not self._compiler.enabled:
             return
-        self._run_warm_up_steps(counts)
-        if self.config.compile_in_background and self._compiler.is_building:
+        logger.info("Loading the compiled model …")
+        try:
+            self._run_warm_up_steps(counts)
+        except RegionsMissing:
+            self._compiler.build_in_background(lambda: self._run_warm_up_steps(counts))
             logger.info(
                 "Serving uncompiled, which is slower, while the model is compiled in the background.",
                 extra={"is_notice": True},
@@ -259,13 +269,13 @@ class Worker:
             return
         while self._compiler.finish_builds():  # a drafter's model gets its turn when the model itself is there
             self._run_warm_up_steps(counts)
-        for batch in self.runner.decode_batches:
-            run_on_null_page(self.runner, [1] * batch)
+        for batch in self.runner.model.attention.decode_batches:
+            run_on_null_block(self.runner, [1] * batch)
         self._compiler.freeze()
 
     def _run_warm_up_steps(self, counts: list[int]) -> None:
-        run_on_null_page(self.runner, counts)
-        run_on_null_page(self.runner, [1])
+        run_on_null_block(self.runner, counts)
+        run_on_null_block(self.runner, [1])
 
     def _finish_warm_up(self) -> None:
         """Between two steps: change over to compiled regions if they are all there, and slots to warm up with."""
@@ -273,7 +283,6 @@ class Worker:
         if self._compiler.is_building or len(counts) > self.runner.batch.num_free_slots:
             return
         self._unfinished_warm_up = []
-        self._compiler.finish_builds()
         self.runner.use_regions(self._compiler)
         self._warm_up(counts)
         logger.info("The model is compiled.")
@@ -299,7 +308,7 @@ class Worker:
         if k < 1:
             return
         self.runner.speculation = None
-        cost = measured_step_cost(lambda drafts: verify_on_null_page(self.runner, drafts), k)
+        cost = measured_step_cost(lambda drafts: verify_on_null_block(self.runner, drafts), k)
         self.runner.speculation = speculation
         speculation.take_costs(*cost)
         logger.info("Verifying drafts adds %.3f of a step, and %.3f for each of them (measured).", *cost)
@@ -367,7 +376,7 @@ class Worker:
         for decoder in self._decoders:
             if level == 2:
                 decoder.map_weights(lambda tensor: torch.empty(0))
-            elif self.device.type != "cpu":
+            elif self.policy.has_own_memory:
                 decoder.map_weights(lambda tensor: tensor.to("cpu"))
         self._sleep_level = level
         gc.collect()
@@ -388,11 +397,10 @@ class Worker:
                     draft_decoder.take_weights(self._draft_decoder)
             finally:
                 self._decoder, self._draft_decoder, self._adapters = decoder, draft_decoder, adapters
-        elif self.device.type != "cpu":
+        elif self.policy.has_own_memory:
             for decoder in self._decoders:
                 decoder.map_weights(lambda tensor: tensor.to(self.device))
-        limits = self.runner.limits
-        self.runner.caches.extend(allocate_caches(self._decoder, limits.num_pages, limits.page_size))
+        self.runner.model.allocate_caches()
         for model in self.runner.guessing_models:
             model.allocate_caches()
         self._sleep_level = 0
@@ -414,7 +422,7 @@ class Worker:
 
     @property
     def _caches(self) -> list[list[Any]]:
-        return [self.runner.caches, *(model.caches for model in self.runner.guessing_models)]
+        return [self.runner.model.caches, *(model.caches for model in self.runner.guessing_models)]
 
     def _weights(self) -> list[Tensor]:
         weights: list[Tensor] = []
@@ -455,15 +463,17 @@ class Worker:
         return str(path)
 
 
-def run_on_null_page(runner: ModelRunner, counts: list[int]) -> None:
-    """Run one step of made-up requests, counts[i] tokens each, that read and write nothing but the null page."""
+def run_on_null_block(runner: ModelRunner, counts: list[int]) -> None:
+    """Run one step of made-up requests, counts[i] tokens each, that read and write nothing but the null block."""
     names = [f"warm-up-{index}" for index in range(len(counts))]
     requests = [_null_request(runner, name, count, count) for name, count in zip(names, counts)]
-    runner.execute(SchedulerOutput(num_scheduled_tokens=dict(zip(names, counts)), new_requests=requests))
-    runner.execute(SchedulerOutput(finished_request_ids=names))
+    try:
+        runner.execute(SchedulerOutput(num_scheduled_tokens=dict(zip(names, counts)), new_requests=requests))
+    finally:
+        runner.execute(SchedulerOutput(finished_request_ids=names))
 
 
-def verify_on_null_page(runner: ModelRunner, num_drafts: int) -> float:
+def verify_on_null_block(runner: ModelRunner, num_drafts: int) -> float:
     """Verify so many drafts of one made-up request, of which all but one token is computed. Returns the seconds."""
     name, count = "verification", 1 + num_drafts
     request = msgspec.structs.replace(_null_request(runner, name, 2, 2 + num_drafts), num_computed_tokens=1)
@@ -477,14 +487,17 @@ def verify_on_null_page(runner: ModelRunner, num_drafts: int) -> float:
 
 
 def _null_request(runner: ModelRunner, name: str, num_prompt_tokens: int, num_tokens: int) -> NewRequestData:
-    """A greedy request with room for num_tokens, all of it in the null page."""
-    return NewRequestData(
+    """A greedy request with room for num_tokens, all of it in the null block."""
+    request = EngineRequest(
         request_id=name,
         prompt_token_ids=[0] * num_prompt_tokens,
         sampling_params=SamplingParams(temperature=0.0),
+        max_tokens=num_tokens,
         seed=0,
-        eos_token_ids=[],
-        bad_words_token_ids=[],
-        block_ids=([0] * -(-num_tokens // runner.limits.page_size),),
+        arrival_time=0.0,
+    )
+    return NewRequestData(
+        request=request,
+        block_ids=([0] * -(-num_tokens // runner.limits.block_size),),
         num_computed_tokens=0,
     )

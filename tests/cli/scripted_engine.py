@@ -13,8 +13,8 @@ from typing import Any
 
 from minivllm.config import CacheConfig, EngineArgs, EngineConfig, SchedulerConfig
 from minivllm.errors import ModelError, RequestError
-from minivllm.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.messages import SchedulerStats
+from minivllm.processing.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.sampling_params import OutputKind, SamplingParams
 
 PAGE = 8
@@ -184,7 +184,7 @@ def create_scripted_engine(args: EngineArgs) -> ScriptedEngine:
 
 
 if __name__ == "__main__":
-    from minivllm.cli import engine_start
+    from minivllm.cli.engine import engine_start
     from minivllm.cli.main import main
 
     engine_start.create_engine = create_scripted_engine  # type: ignore[assignment]

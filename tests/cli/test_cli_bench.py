@@ -12,15 +12,23 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from minivllm.cli.bench.cases import SpeedCase, WorkloadCase, parse_case
-from minivllm.cli.bench.command import bench as bench_app
-from minivllm.cli.bench.drive import Task
-from minivllm.cli.bench.model import without_features
-from minivllm.cli.bench.parts import timed
-from minivllm.cli.bench.report import read_report
-from minivllm.cli.bench.rounds import common_room
-from minivllm.cli.bench.sides import Room, Side, SideSpec, check_installed, complete, parse_sides, steady_pool
-from minivllm.cli.bench.workload_commands import parse_loads
+from minivllm.bench.command import bench as bench_app
+from minivllm.bench.model import without_features
+from minivllm.bench.parts.parts import timed
+from minivllm.bench.reports.report import read_report
+from minivllm.bench.rounds.rounds import common_room
+from minivllm.bench.rounds.side_processes import (
+    Side,
+    SideSpec,
+    check_installed,
+    complete,
+    parse_peer_pythons,
+    parse_sides,
+    steady_pool,
+)
+from minivllm.bench.sides.drive import Room, Task
+from minivllm.bench.throughput import parse_loads
+from minivllm.bench.workloads.cases import SpeedCase, WorkloadCase, parse_case
 from minivllm.errors import ConfigError, ModelError
 
 
@@ -30,13 +38,13 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_cases_are_read() -> None:
-    assert parse_case("decode:16") == SpeedCase("decode", 16, 128, 64)
-    assert parse_case("decode:2:300") == SpeedCase("decode", 2, 300, 64)
-    assert parse_case("mixed:2:300") == SpeedCase("mixed", 2, 300, 64)
-    assert parse_case("prefill:512") == SpeedCase("prefill", 1, 512, 1)
+    assert parse_case("decode:16") == SpeedCase(16, 128, 64)
+    assert parse_case("decode:2:300") == SpeedCase(2, 300, 64)
+    assert parse_case("prefill:512") == SpeedCase(1, 512, 1)
+    assert parse_case("fixed:8:512:64") == WorkloadCase("fixed:8:512:64", at_a_time=64)
 
 
-@pytest.mark.parametrize("text", ["", "decode", "decode:0", "decode:a", "decode:1:2:3", "prefill:1:2", "sort:3"])
+@pytest.mark.parametrize("text", ["decode", "decode:0", "decode:a", "decode:1:2:3", "prefill:1:2"])
 def test_another_case_is_refused_with_the_forms_there_are(text: str) -> None:
     with pytest.raises(ConfigError, match="decode:BATCH"):
         parse_case(text)
@@ -44,21 +52,15 @@ def test_another_case_is_refused_with_the_forms_there_are(text: str) -> None:
 
 def test_prompts_differ_between_runs_and_repetitions_and_are_the_same_for_everyone() -> None:
     case = parse_case("decode:3:20")
-    assert case.runs(50, 0) == case.runs(50, 0)
-    prompts = [tuple(task.prompt) for repetition in (-1, 0, 1) for run in case.runs(50, repetition) for task in run]
-    assert len(set(prompts)) == len(prompts) == 18
+    assert case.tasks(50, 0) == case.tasks(50, 0)
+    prompts = [tuple(task.prompt) for repetition in (-1, 0, 1) for task in case.tasks(50, repetition)]
+    assert len(set(prompts)) == len(prompts) == 9
     assert all(len(prompt) == 20 and max(prompt) < 50 for prompt in prompts)
-
-
-def test_the_prompts_of_a_shared_case_have_three_quarters_in_common() -> None:
-    [tasks] = parse_case("shared:4:40").runs(50, 0)
-    assert {tuple(task.prompt[:30]) for task in tasks} == {tuple(tasks[0].prompt[:30])}
-    assert len({tuple(task.prompt[30:]) for task in tasks}) == 4
 
 
 def test_sides_are_read() -> None:
     text = ["minivllm,enable_prefix_caching=false,block_size=32,dtype=float32", "transformers,llama.cpp,n=x", "vllm"]
-    mine, transformers, llama, vllm = parse_sides(text, "/some/python")
+    mine, transformers, llama, vllm = parse_sides(text, parse_peer_pythons(["llama.cpp=/some/python"]))
     assert (mine.engine, mine.arguments) == (
         "minivllm",
         {"dtype": "float32", "enable_prefix_caching": False, "block_size": 32},
@@ -66,6 +68,12 @@ def test_sides_are_read() -> None:
     assert (transformers.name, transformers.arguments, transformers.python) == ("transformers", {}, sys.executable)
     assert (llama.arguments, llama.python) == ({"n": "x"}, "/some/python")
     assert vllm.engine == "vllm"
+
+
+@pytest.mark.parametrize("text", ["vllm", "vllm=", "tgi=/some/python", "/some/python"])
+def test_another_form_of_a_peer_s_python_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be ENGINE=PATH"):
+        parse_peer_pythons([text])
 
 
 @pytest.mark.parametrize(
@@ -95,20 +103,20 @@ def test_the_room_is_that_of_the_most_demanding_cases() -> None:
 
 def test_ablation_turns_off_one_feature_at_a_time() -> None:
     base = SideSpec("minivllm", "minivllm")
-    without = without_features(base, [parse_case("mixed:8:512")])
+    without = without_features(base, [parse_case("fixed:8:512:64")])
     assert without["compile"].arguments == {"enforce_eager": True}
     assert without["prefix cache"].arguments == {"enable_prefix_caching": False}
-    assert without["chunked prefill"].arguments == {"max_num_batched_tokens": 8 * 513}
+    assert without["chunked prefill"].arguments == {"max_num_batched_tokens": 8 * 576}
     assert all(len(spec.arguments) == 1 for spec in without.values())
     eager = SideSpec("minivllm,enforce_eager=true", "minivllm", {"enforce_eager": True})
     assert "compile" not in without_features(eager, [parse_case("decode:1")]), "it is off already"
 
 
-@pytest.mark.parametrize("text", ["", "4", "2,1", "0,1", "1,x", "1,2.5"])
+@pytest.mark.parametrize("text", ["", "2,1", "0,1", "1,x", "1,2.5", "0"])
 def test_loads_of_a_sweep_ascend(text: str) -> None:
     with pytest.raises(ConfigError, match="ascending"):
-        parse_loads(text, whole=True)
-    assert parse_loads("0.5,2", whole=False) == [0.5, 2.0]
+        parse_loads("--rates", text, whole=True)
+    assert parse_loads("--rates", "0.5,2", whole=False) == [0.5, 2.0]
 
 
 def test_a_timed_method_works_as_before_and_is_put_back() -> None:
@@ -133,7 +141,7 @@ def test_a_side_that_cannot_start_says_why(tmp_path: Path) -> None:
 def test_a_missing_peer_is_told_with_the_remedy(engine: str) -> None:
     if importlib.util.find_spec({"vllm": "vllm", "llama.cpp": "llama_cpp"}[engine]) is not None:
         pytest.skip(f"{engine} is installed here")
-    with pytest.raises(ConfigError, match=r"not installed: pip install .* leave it out of --vs"):
+    with pytest.raises(ConfigError, match=r"not installed: pip install .*, name a Python .* or leave it out of --vs"):
         check_installed(SideSpec(engine, engine))
 
 
@@ -222,8 +230,8 @@ def test_a_run_that_was_refused_or_ended_early_has_no_speed(tiny_model: Callable
         with Side(
             complete(SideSpec("ours", "minivllm", {**arguments, "regex": pattern}), "", "auto", case.room)
         ) as side:
-            runs = case.runs(side.facts["vocab_size"], 0)
-            return [figure.samples for figure in case.figures(runs, [side.run(tasks) for tasks in runs])]
+            tasks = case.tasks(side.facts["vocab_size"], 0)
+            return [figure.samples for figure in case.figures(tasks, side.run(tasks))]
 
     assert speeds("[ab]{3}") == [] and speeds("(") == []
     assert [len(samples) for samples in speeds("[ -~]*~~~~")] == [1]

@@ -10,20 +10,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from minivllm.cli.bench import decode_attention
-from minivllm.cli.bench.attention import PAGE_SIZES, Tuned, allowed, keep, parse_sizes, search, tuned_case
-from minivllm.cli.bench.command import bench
-from minivllm.cli.bench.decode_attention import (
+from minivllm.attention.decode_options import CHOICES, DecodeOptions, table_path
+from minivllm.bench.command import bench
+from minivllm.bench.parts import decode_attention
+from minivllm.bench.parts.attention import PAGE_SIZES, Tuned, allowed, keep, parse_sizes, search, tuned_case
+from minivllm.bench.parts.decode_attention import (
     Heads,
     compiled_attention,
     gathered_attention,
     largest_error,
     make_case,
 )
-from minivllm.cli.bench.report import read_report
+from minivllm.bench.reports.report import read_report
+from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.errors import ConfigError, ModelError
-from minivllm.worker.compiler import cannot_compile_reason
-from minivllm.worker.decode_options import CHOICES, DecodeOptions, table_path
 
 CPU = torch.device("cpu")
 HEADS = Heads(kv_heads=2, group=3, head_dim=16, dtype=torch.float32)
@@ -141,8 +141,8 @@ def test_what_tuning_keeps_is_what_the_next_engine_on_that_gpu_uses() -> None:
     setting = {"BLOCK_N": 32, "SPLIT_KV": 8, "num_warps": 4, "num_stages": 2}
     path = keep("Some GPU", [tuned_case(case, Tuned(setting, 1e-6, 2e-6, 9, {}))])
     assert path == table_path("Some GPU")
-    options = DecodeOptions.of_gpu("Some GPU", (9, 0))
-    assert options.choose(batch_kv_heads=6, head_dim=64, dtype=torch.bfloat16, page_size=32) == setting
+    options = DecodeOptions.of_gpu("Some GPU")
+    assert options.choose(batch_kv_heads=6, head_dim=64, dtype=torch.bfloat16, block_size=32) == setting
     [kept] = options.cases
     assert (kept.batch_kv_heads, kept.group, kept.context, kept.page_size) == (6, 3, 100, 32)
     assert kept.gb_per_second == pytest.approx(2 * 3 * 100 * 2 * 64 * 2 / 1e-6 / 1e9) == 2 * kept.untuned_gb_per_second

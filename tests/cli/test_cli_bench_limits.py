@@ -13,18 +13,18 @@ import torch
 from typer.testing import CliRunner
 
 from minivllm import LLM, SamplingParams
-from minivllm.cli.bench import bounds
-from minivllm.cli.bench.command import bench
-from minivllm.cli.bench.hardware import Machine, measure_machine
-from minivllm.cli.bench.parts import StepTimes
-from minivllm.cli.bench.report import read_report
-from minivllm.cli.bench.roofline import decode_note, missing_note
-from minivllm.cli.bench.startup import engine_flags, start_engine
-from minivllm.cli.engine_options import EngineOptions
+from minivllm.bench.command import bench
+from minivllm.bench.parts import bounds
+from minivllm.bench.parts.hardware import Machine, measure_machine
+from minivllm.bench.parts.parts import StepTimes
+from minivllm.bench.parts.roofline import decode_note, missing_note
+from minivllm.bench.reports.report import read_report
+from minivllm.bench.startup import engine_flags, start_engine
+from minivllm.checkpoints.hf_config import read_decoder_config
+from minivllm.cli.options.engine_options import EngineOptions
 from minivllm.config import EngineArgs
-from minivllm.engine.client import load_core
+from minivllm.engine_process.client import load_core
 from minivllm.errors import ModelError
-from minivllm.models.hf_config import read_decoder_config
 
 
 def eager(model: Path) -> EngineArgs:
@@ -171,7 +171,7 @@ def test_startup_measures_cold_and_warm_and_the_chat(smollm2_path: Path, tmp_pat
 def test_engine_options_become_flags_again() -> None:
     import typer
 
-    from minivllm.cli.option_groups import with_option_groups
+    from minivllm.cli.options.option_groups import with_option_groups
 
     seen: list[EngineOptions] = []
 

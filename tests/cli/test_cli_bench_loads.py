@@ -1,4 +1,4 @@
-"""``bench latency``, ``throughput``, ``sweep`` and ``model --ablate`` on a real engine that lives in this process."""
+"""``bench throughput`` and ``model --ablate`` on a real engine that lives in this process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from unittest.mock import patch
 import pytest
 from typer.testing import CliRunner
 
-from minivllm.cli.bench import rounds
-from minivllm.cli.bench.command import bench
-from minivllm.cli.bench.drive import Task, drive
-from minivllm.cli.bench.random_adapters import ranks_of
-from minivllm.cli.bench.report import Measurement, Report, read_report
-from minivllm.cli.bench.side_minivllm import load
-from minivllm.cli.bench.sides import Answer, SideSpec
-from minivllm.cli.bench.workload_commands import knee_note
+from minivllm.bench.command import bench
+from minivllm.bench.reports.report import Measurement, Report, read_report
+from minivllm.bench.rounds import rounds
+from minivllm.bench.rounds.side_processes import SideSpec
+from minivllm.bench.sides.drive import Answer, Task, drive
+from minivllm.bench.sides.side_minivllm import load, ranks_of
+from minivllm.bench.throughput import knee_note
 from minivllm.errors import ConfigError
 
 
@@ -29,7 +28,7 @@ class SideInThisProcess:
         self._engine = load(spec.arguments | {"enforce_eager": True})
         self.facts = self._engine.facts
 
-    def run(self, tasks: Sequence[Task]) -> Answer:
+    def run(self, tasks: Sequence[Task], own_way: bool = False) -> Answer:
         self._engine.reset()
         records, seconds = drive(self._engine, tasks)
         return Answer(seconds, records, 1, self._engine.counters())
@@ -63,12 +62,11 @@ def samples(report: Report, metric: str) -> list[list[float]]:
     return [one.samples for one in report.measurements if one.metric == metric]
 
 
-def test_latency_has_one_value_per_request_and_one_per_gap(measured: Callable[..., tuple[Report, str]]) -> None:
-    report, text = measured("latency", "--batch", "2", "--prompt-tokens", "9", "--new-tokens", "5", "--repeats", "3")
+def test_throughput_has_one_latency_per_request_and_one_per_gap(measured: Callable[..., tuple[Report, str]]) -> None:
+    report, text = measured("throughput", "--workload", "fixed:2:9:5", "--repeats", "3")
     for metric, count in (("TTFT", 6), ("TPOT", 6), ("E2E", 6), ("ITL", 24)):
         [values] = samples(report, metric)
         assert len(values) == count and min(values) > 0, metric
-    assert samples(report, "output") == [], "rates are throughput's business"
     assert "ITL" in text and samples(report, "errors") == [[0]]
 
 
@@ -87,19 +85,26 @@ def test_throughput_counts_tokens_hits_and_what_was_shared(measured: Callable[..
 
 
 def test_a_sweep_has_a_point_for_every_load_and_names_the_knee(measured: Callable[..., tuple[Report, str]]) -> None:
-    report, text = measured("sweep", "--values", "1,2,3", "--prompt-tokens", "5", "--new-tokens", "4", "--repeats", "1")
+    report, text = measured("throughput", "--batches", "1,2,3", "--workload", "fixed:9:5:4", "--repeats", "1")
     assert [one.x for one in report.measurements if one.metric == "output"] == [1.0, 2.0, 3.0]
     assert "knee" in text
-    report, _ = measured("sweep", "--over", "rate", "--values", "50,100", "--workload", "fixed:3:5:4", "--repeats", "1")
+    report, _ = measured("throughput", "--rates", "50,100", "--workload", "fixed:3:5:4", "--repeats", "1")
     assert [one.case for one in report.measurements if one.metric == "requests"] == [
         "fixed:3:5:4 at 50/s", "fixed:3:5:4 at 100/s",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", [["--over", "moon"], ["--over", "batch", "--workload", "fixed:1:1:1"]])
-def test_a_sweep_over_something_else_is_refused(measured: Callable[..., tuple[Report, str]], flags: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"batch or rate|belongs to a sweep over the rate"):
-        measured("sweep", *flags)
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--rates", "1,2", "--batches", "1,2"], "exclude each other"),
+        (["--batches", "1,2", "--workload", "nano-256"], "goes with one fixed workload, not with nano-256"),
+        (["--rates", "2,1"], "--rates is '2,1', but must be ascending numbers"),
+    ],
+)
+def test_another_sweep_is_refused(measured: Callable[..., tuple[Report, str]], flags: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        measured("throughput", *flags)
 
 
 def test_requests_of_a_side_with_adapters_use_random_ones_in_turn(tiny_model: Callable[..., Path]) -> None:
@@ -147,7 +152,7 @@ def test_the_knee_is_where_the_rate_stops_following_the_load() -> None:
 
 @pytest.mark.slow
 def test_ablation_prints_what_each_feature_is_worth(measured: Callable[..., tuple[Report, str]]) -> None:
-    report, text = measured("model", "--ablate", "--case", "shared:2:130", "--repeats", "1")
+    report, text = measured("model", "--ablate", "--case", "shared-prefix:2:97:33:64", "--repeats", "1")
     assert "prefix cache: " in text and "chunked prefill: " in text and "compile: " in text
     assert {comparison.agreement for comparison in report.comparisons} == {1.0}, "features change no token"
     with pytest.raises(ConfigError, match="compares minivllm with itself"):

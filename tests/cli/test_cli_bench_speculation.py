@@ -10,18 +10,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from minivllm.cli.bench.command import bench as bench_app
-from minivllm.cli.bench.drive import Record, Task
-from minivllm.cli.bench.sides import Answer
-from minivllm.cli.bench.text_cases import NUM_PROMPTS, PROMPTS, TextCase
+from minivllm.bench.command import bench as bench_app
+from minivllm.bench.sides.drive import Answer, Record, Task
+from minivllm.bench.speculation import NUM_PROMPTS, PROMPTS, TextCase
 from minivllm.errors import ConfigError
 
 
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_prompts_follow_from_kind_and_repetition_and_have_room(kind: str) -> None:
     case = TextCase(kind, lambda text: list(text.encode()), 16)
-    assert case.runs(300, 1) == case.runs(300, 1)
-    prompts = [case.runs(300, repetition)[0][0].prompt for repetition in range(-1, 2 * NUM_PROMPTS)]
+    assert case.tasks(300, 1) == case.tasks(300, 1)
+    prompts = [case.tasks(300, repetition)[0].prompt for repetition in range(-1, 2 * NUM_PROMPTS)]
     assert len(set(map(tuple, prompts))) > 1
     assert max(map(len, prompts)) + case.new_tokens == case.room.longest
 
@@ -40,14 +39,14 @@ def test_the_code_to_repair_lacks_nothing_but_colons() -> None:
 def test_tokens_per_step_count_those_that_came_together() -> None:
     record = Record(token_ids=[1] * 7, times=[1.0, 2.0, 2.0, 2.0, 3.0, 4.0, 4.0])
     case = TextCase("edit", lambda text: [1], 7)
-    speed, per_step = case.figures([[Task([1], 7)]], [Answer(3.0, [record], 0, {})])
+    speed, per_step = case.figures([Task([1], 7)], Answer(3.0, [record], 0, {}))
     assert speed.samples == [6 / 3.0] and per_step.samples == [6 / 3]
 
 
 def test_tokens_after_the_end_of_the_answer_do_not_count() -> None:
     record = Record(token_ids=[5, 5, 5, 2, 5, 2, 5], times=[1.0, 2.0, 2.0, 3.0, 3.5, 3.5, 3.5])
     case = TextCase("repair", lambda text: [1], 7, frozenset({2}))
-    speed, per_step = case.figures([[Task([1], 7)]], [Answer(3.0, [record], 0, {})])
+    speed, per_step = case.figures([Task([1], 7)], Answer(3.0, [record], 0, {}))
     assert speed.samples == [3 / 2.0] and per_step.samples == [3 / 2]
 
 

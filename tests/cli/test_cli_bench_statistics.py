@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minivllm.cli.bench.drive import Record, Task
-from minivllm.cli.bench.figures import (
+from minivllm.bench.reports.figures import (
     Figure,
     inter_token_latencies,
     latency_figures,
@@ -19,8 +18,9 @@ from minivllm.cli.bench.figures import (
     resource_figures,
     throughput_figures,
 )
-from minivllm.cli.bench.sides import Answer
-from minivllm.cli.bench.statistics import knee, median, percentile, ratio_interval, summarize
+from minivllm.bench.reports.statistics import knee, median, percentile, ratio_interval, summarize
+from minivllm.bench.rounds.side_processes import Answer
+from minivllm.bench.sides.drive import Record, Task
 
 SAMPLES = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=60)
 

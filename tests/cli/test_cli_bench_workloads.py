@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from minivllm.cli.bench.cases import WorkloadCase
-from minivllm.cli.bench.drive import Progress, Task, drive
-from minivllm.cli.bench.workloads import make_workload, timed_by
+from minivllm.bench.sides.drive import Progress, Task, drive
+from minivllm.bench.workloads.cases import WorkloadCase
+from minivllm.bench.workloads.workloads import arrive, make_workload
 from minivllm.errors import ConfigError, RequestError
 
 VOCAB = 500
@@ -35,9 +35,9 @@ def shape(tasks: list[Task]) -> list[tuple[int, int, float, int | None]]:
 
 @pytest.mark.parametrize("text", EXAMPLES)
 def test_a_workload_follows_from_its_seed_and_repetitions_differ_in_contents_only(text: str) -> None:
-    first = make_workload(text, VOCAB).tasks
-    assert first == make_workload(text, VOCAB).tasks
-    again = make_workload(text, VOCAB, repetition=1).tasks
+    first = make_workload(text, VOCAB)
+    assert first == make_workload(text, VOCAB)
+    again = make_workload(text, VOCAB, repetition=1)
     assert shape(again) == shape(first)
     assert all(one.prompt != other.prompt for one, other in zip(first, again))
     assert all(0 <= token < VOCAB for task in first for token in task.prompt)
@@ -46,11 +46,11 @@ def test_a_workload_follows_from_its_seed_and_repetitions_differ_in_contents_onl
 
 @pytest.mark.parametrize("text", ["random:20:5:30", "poisson:20:10:5:9", "bursts:2:3:0.5:5:9"])
 def test_another_seed_gives_other_lengths(text: str) -> None:
-    assert shape(make_workload(text, VOCAB, seed=1).tasks) != shape(make_workload(text, VOCAB, seed=0).tasks)
+    assert shape(make_workload(text, VOCAB, seed=1)) != shape(make_workload(text, VOCAB, seed=0))
 
 
 def test_nano_256_is_what_its_name_says() -> None:
-    tasks = make_workload("nano-256", VOCAB).tasks
+    tasks = make_workload("nano-256", VOCAB)
     lengths = [length for task in tasks for length in (len(task.prompt), task.max_tokens)]
     assert len(tasks) == 256 and min(lengths) >= 100 and max(lengths) <= 1024
     assert 520 < sum(lengths) / len(lengths) < 600, "uniform, so 562 on average"
@@ -58,14 +58,14 @@ def test_nano_256_is_what_its_name_says() -> None:
 
 
 def test_a_shared_prefix_is_shared_and_the_rest_is_not() -> None:
-    tasks = make_workload("shared-prefix:4:16:4:8", VOCAB).tasks
+    tasks = make_workload("shared-prefix:4:16:4:8", VOCAB)
     assert len({tuple(task.prompt[:16]) for task in tasks}) == 1
     assert len({tuple(task.prompt[16:]) for task in tasks}) == 4
     assert all(len(task.prompt) == 20 and task.max_tokens == 8 for task in tasks)
 
 
 def test_every_turn_continues_its_conversation() -> None:
-    tasks = make_workload("multi-turn:2:3:10:4", VOCAB).tasks
+    tasks = make_workload("multi-turn:2:3:10:4", VOCAB)
     assert [task.after for task in tasks] == [None, 0, 1, None, 3, 4]
     assert [len(task.prompt) for task in tasks[:3]] == [10, 24, 38]
     for earlier, later in ((0, 1), (1, 2), (3, 4), (4, 5)):
@@ -73,14 +73,14 @@ def test_every_turn_continues_its_conversation() -> None:
 
 
 def test_a_long_prompt_comes_among_decodes() -> None:
-    *short, long = make_workload("long-among-decodes:3:200", VOCAB).tasks
+    *short, long = make_workload("long-among-decodes:3:200", VOCAB)
     assert (len(long.prompt), long.arrival) == (200, 1.0)
     assert all(task.arrival == 0 and task.max_tokens == 128 for task in short)
 
 
 def test_bursts_come_together_and_poisson_arrivals_at_their_rate() -> None:
-    assert [task.arrival for task in make_workload("bursts:2:3:0.5:5:9", VOCAB).tasks] == [0, 0, 0, 0.5, 0.5, 0.5]
-    arrivals = [task.arrival for task in make_workload("poisson:2000:10:1:2", VOCAB).tasks]
+    assert [task.arrival for task in make_workload("bursts:2:3:0.5:5:9", VOCAB)] == [0, 0, 0, 0.5, 0.5, 0.5]
+    arrivals = [task.arrival for task in make_workload("poisson:2000:10:1:2", VOCAB)]
     gaps = [after - before for before, after in pairwise(arrivals)]
     assert sum(gaps) / len(gaps) == pytest.approx(0.1, rel=0.1)
     assert sum(gap > 0.1 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.04), "exponential: 1/e"
@@ -88,14 +88,13 @@ def test_bursts_come_together_and_poisson_arrivals_at_their_rate() -> None:
 
 def test_a_rate_replaces_arrivals_but_turns_still_wait() -> None:
     workload = make_workload("multi-turn:3:2:5:2", VOCAB)
-    timed = timed_by(workload, rate=5)
-    assert [task.after for task in timed.tasks] == [task.after for task in workload.tasks]
-    starts = [task.arrival for task in timed.tasks if task.after is None]
+    timed = arrive(workload, "poisson:5")
+    assert [task.after for task in timed] == [task.after for task in workload]
+    starts = [task.arrival for task in timed if task.after is None]
     assert starts == sorted(set(starts)) and starts[0] == 0
-    assert [task.prompt for task in timed.tasks] == [task.prompt for task in workload.tasks]
-    assert WorkloadCase("fixed:2:3:4", 2, rate=5).runs(VOCAB, 0) == [
-        timed_by(make_workload("fixed:2:3:4", VOCAB), 5).tasks
-    ]
+    assert [task.prompt for task in timed] == [task.prompt for task in workload]
+    timed = arrive(make_workload("fixed:2:3:4", VOCAB), "poisson:5")
+    assert WorkloadCase("fixed:2:3:4", 2, rate=5).tasks(VOCAB, 0) == timed
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_requests_come_from_a_file_in_the_order_of_their_arrival(tmp_path: Path)
         {"prompt_token_ids": [4], "max_tokens": 1},
     ]
     file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    assert make_workload(str(file), VOCAB).tasks == [Task([4], 1, 0.0), Task([1, 2], 3, 2.0)]
+    assert make_workload(str(file), VOCAB) == [Task([4], 1, 0.0), Task([1, 2], 3, 2.0)]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,7 @@ def test_an_empty_or_missing_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(RequestError, match="holds no request"):
         make_workload(str(tmp_path / "empty.jsonl"), VOCAB)
-    with pytest.raises(RequestError, match="cannot be read"):
+    with pytest.raises(RequestError, match=r"Cannot read .*No such file"):
         make_workload(str(tmp_path / "missing.jsonl"), VOCAB)
 
 

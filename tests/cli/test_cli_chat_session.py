@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import socket
 from pathlib import Path
 
 import pytest
-from scripted_engine import ScriptedEngine
 
-from minivllm.cli.chat_session import ChatSession
-from minivllm.cli.generation import Generation
-from minivllm.cli.slash_commands import COMMANDS, Next, is_command, run_command
+from minivllm.cli.conversation.chat_session import ChatSession
+from minivllm.cli.conversation.slash_commands import COMMANDS, SETTINGS, Next, is_command, run_command
+from minivllm.cli.engine.generation import Generation
 from minivllm.errors import RequestError
-from minivllm.frontend.outputs import RequestMetrics
 from minivllm.messages import SchedulerStats
+from minivllm.processing.outputs import RequestMetrics
 from minivllm.sampling_params import SamplingParams
+from tests.cli.scripted_engine import ScriptedEngine
 
 
 def session_with(engine: ScriptedEngine | None = None, **params: object) -> ChatSession:
@@ -360,3 +364,105 @@ def test_cached_tokens_show_where_a_server_does_not_tell_its_prefill_speed() -> 
     metrics.first_token_time = 1.25
     generation = Generation(metrics=metrics, num_prompt_tokens=100, num_cached_tokens=64, finish_reason="stop")
     assert generation.statistics_line(512) == "TTFT 250 ms · 64 cached · ctx 100/512 · stop: eos"
+
+
+@pytest.fixture
+def strange_files(tmp_path: Path) -> dict[str, str]:
+    """What is no file to read, and the sentence about it."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "giant").touch()
+    os.truncate(tmp_path / "giant", 2**40)
+    (tmp_path / "link").symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.chdir(tmp_path):
+        listener.bind("socket")
+    tells_size_0 = {"/proc/kallsyms": "it has more than"} if os.path.exists("/proc/kallsyms") else {}
+    return tells_size_0 | {
+        "/dev/zero": "it is a device",
+        "/dev/null": "it is a device",
+        f"{tmp_path}/link": "it is a device",
+        f"{tmp_path}/pipe": "it is a pipe",
+        f"{tmp_path}/directory": "it is a directory",
+        f"{tmp_path}/socket": "it is a socket",
+        f"{tmp_path}/giant": "it has more than",
+        f"{tmp_path}/none": "No such file or directory",
+        "/proc/self/mem": "Cannot read",
+        "x" * 300: "File name too long",
+        "~nobody-of-this-name/x": "user who does not exist",
+        "a\0b": "null character",
+    }
+
+
+def test_only_regular_files_of_bounded_size_are_read(strange_files: dict[str, str]) -> None:
+    session = session_with()
+    for path, said in strange_files.items():
+        for command in ("/read", "/load"):
+            if command == "/load" and path == "/proc/kallsyms":
+                continue  # small enough to be looked at
+            with pytest.raises(RequestError) as refusal:
+                run_command(session, f"{command} {path}")
+            assert said in str(refusal.value), path
+            assert re.search(r"[^.]\.$", str(refusal.value)), "a sentence, with one period"
+    assert ask(session, "go on").text == "GO ON"
+
+
+def test_nothing_but_a_chat_of_ones_own_is_overwritten(strange_files: dict[str, str], tmp_path: Path) -> None:
+    session = session_with()
+    ask(session, "one")
+    for path in [*strange_files, f"{tmp_path}/none/chat.json"]:
+        if path.endswith("/none"):
+            continue
+        for command in ("/save", "/export"):
+            with pytest.raises(RequestError, match=r"so it is left alone|Cannot write|no file name|does not exist"):
+                run_command(session, f"{command} {path}")
+    assert not [path for path in tmp_path.rglob("*.part")]
+
+
+def test_every_malformed_setting_is_refused_with_a_sentence_and_every_other_takes_effect() -> None:
+    values = [
+        "[1",
+        "[1]",
+        "{",
+        '{"a": 1}',
+        '"x',
+        "1,5",
+        "abc",
+        "true",
+        "1e400",
+        "NaN",
+        "-1",
+        "5.5",
+        "5",
+        "[]",
+        '["a", 1]',
+        "[[",
+        '""',
+    ]
+    for name in SETTINGS:
+        for value in values:
+            session = session_with()
+            before = session.params
+            try:
+                run_command(session, f"/set {name}={value}")
+            except RequestError as error:
+                assert name in str(error) and re.search(r"[^.]$|[^.]\.$", str(error)), error
+                assert "Expected" not in str(error) and session.params == before
+            else:
+                assert session.params != before or value in ("true", "[]", "5", "-1", "5.5")
+    for name in ("stop", "stop_regex", "bad_words"):
+        for value in ("[1", "{", '"x', "[1]", '["a", 1]', '{"a": 1'):
+            with pytest.raises(RequestError, match=f"{name} is .* but must be a text as it is, or JSON"):
+                run_command(session_with(), f"/set {name}={value}")
+    session = session_with()
+    run_command(session, '/set stop="[1"')
+    assert session.params.stop == ["[1"]
+
+
+def test_one_of_something_is_named_in_the_singular(tmp_path: Path) -> None:
+    session = session_with()
+    ask(session, "one")
+    assert "1 exchange\n" in run_command(session, "/show")[0]
+    (tmp_path / "a").write_text("a")
+    assert "(1 token)" in run_command(session, f"/read {tmp_path / 'a'}")[0]
+    with pytest.raises(RequestError, match=r"Cannot drop 2 exchanges: the conversation has 1\.$"):
+        run_command(session, "/drop 2")

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import scripted_engine
+
+from tests.cli import scripted_engine
 
 pexpect = pytest.importorskip("pexpect")
+pyte = pytest.importorskip("pyte")
 
 CTRL_C, CTRL_D, ESCAPE = "\x03", "\x04", "\x1b"
 STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -263,7 +265,7 @@ def test_an_edited_message_is_answered_in_place_of_the_old_one(terminal: Termina
     terminal.expect("WRONG NO RIGHT")
     terminal.expect_prompt()
     terminal.type("/show\r")
-    terminal.expect("1 exchanges")
+    terminal.expect("1 exchange\r")
 
 
 def test_a_message_that_does_not_fit_is_there_to_be_changed(tmp_path: Path) -> None:
@@ -310,18 +312,35 @@ def test_files_are_read_and_written_and_images_refused(terminal: Terminal, tmp_p
     assert "## You\n\nnote.txt:\n```\ninside\n```\n\nwhat?" in (tmp_path / "out.md").read_text()
 
 
-def test_after_a_resize_answers_take_the_new_width_and_no_line_is_doubled(tmp_path: Path) -> None:
+def test_after_a_resize_answers_take_the_new_width_and_no_word_is_doubled_or_lost(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path, "--max-model-len", "5000", NO_COLOR="1", SCRIPTED_SECONDS_PER_STEP="0.002")
+    terminal.process.setwinsize(40, 60)
     terminal.expect_prompt()
     words = " ".join(f"w{number}" for number in range(100))
     terminal.type(f"{words} resize\r")
     terminal.expect("W3 W4")
-    terminal.process.setwinsize(20, 60)
-    terminal.expect("stop: eos")
-    rendered = terminal.process.before.rpartition("\x1b[2K")[2].partition("TTFT")[0]
-    lines = [line for line in rendered.split("\r\n") if line.startswith("W")]
+    screen = pyte.HistoryScreen(60, 40)
+    stream = pyte.Stream(screen)
+    stream.feed("W0 W1 W2 W3 W4")
+    terminal.process.setwinsize(40, 120)
+    terminal.expect("TTFT")
+    screen.resize(40, 120)
+    stream.feed(terminal.process.before)
+    lines = [line.rstrip() for line in screen.display if line.strip()]
     assert " ".join(lines).split() == [*words.upper().split(), "RESIZE"]
-    assert 40 < max(map(len, lines)) <= 60
+    assert 60 < max(map(len, lines)) <= 120
+    terminal.process.close(force=True)
+
+
+def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, SCRIPTED_SECONDS_PER_STEP="0.02")
+    terminal.expect_prompt()
+    terminal.type("a long enough question\r")
+    terminal.expect("A LONG")
+    terminal.type("typed ahead\r")
+    terminal.expect("stop: eos")
+    assert "typed" not in terminal.process.before
+    terminal.expect("TYPED AHEAD")
     terminal.process.close(force=True)
 
 
@@ -345,7 +364,10 @@ def test_every_command_answers_something_and_the_chat_goes_on(terminal: Terminal
         "/help": "send a text file along",
         "/system": "the chat template's own",
         "/set top_q=1": "did you mean top_p",
-        "/show": "exchanges",
+        "/show": "1 exchange",
+        "/read /dev/zero": "Cannot read /dev/zero: it is a device; give a regular file\\.",
+        "/load /dev/zero": "Cannot read /dev/zero: it is a device",
+        "/set stop=[1": r"stop is \[1, but must be a text as it is, or JSON",
         "/tokens": "2.*user",
         "/stats": "prefix cache",
         "/think on": "its chat template has no such switch",

@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import scripted_engine
-from scripted_engine import ScriptedEngine, create_scripted_engine
 from typer.testing import CliRunner
 
 from minivllm import __version__
-from minivllm.cli import engine_start
-from minivllm.cli.bench.command import bench
+from minivllm.bench.command import bench
 from minivllm.cli.commands import app
-from minivllm.cli.engine_options import EngineOptions
-from minivllm.cli.engine_start import engine_log
+from minivllm.cli.engine import engine_start
+from minivllm.cli.engine.engine_start import engine_log
 from minivllm.cli.main import main
-from minivllm.cli.sampling_options import FALLBACK, SamplingOptions, model_defaults
+from minivllm.cli.options.engine_options import EngineOptions
+from minivllm.cli.options.sampling_options import FALLBACK, SamplingOptions, model_defaults
 from minivllm.config import EngineArgs
 from minivllm.errors import MinivllmError, ModelError
-from minivllm.models.fetch import resolve_model
+from minivllm.hub.fetch import resolve_model
 from minivllm.sampling_params import SamplingParams
+from tests.cli import scripted_engine
+from tests.cli.scripted_engine import ScriptedEngine, create_scripted_engine
 
 SCRIPT = scripted_engine.__file__
 
@@ -157,7 +157,7 @@ def test_the_model_is_named_by_the_argument_or_by_the_option(
     assert seen == ["org/name"]
 
 
-@pytest.mark.parametrize("command", ["chat", "generate", "serve", "pull", "bench latency", "bench sweep"])
+@pytest.mark.parametrize("command", ["chat", "generate", "serve", "pull", "bench throughput"])
 def test_a_model_named_twice_is_refused_with_both_names(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(*command.split(), "smollm2", "--model", "org/name") == 2
     assert "named twice, as smollm2 and as --model org/name: give one of them." in capsys.readouterr().err

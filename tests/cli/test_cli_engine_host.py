@@ -7,16 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from scripted_engine import ScriptedEngine, create_scripted_engine
 
-from minivllm.cli import engine_start
-from minivllm.cli.chat_session import ChatSession
-from minivllm.cli.engine_start import EngineHost, ProgressHandler
-from minivllm.cli.trace import TraceStep, folded, heat_strip
+from minivllm.cli.conversation.chat_session import ChatSession
+from minivllm.cli.engine import engine_start
+from minivllm.cli.engine.engine_start import EngineHost, ProgressHandler
+from minivllm.cli.trace.command import TraceStep, folded, heat_strip
 from minivllm.config import EngineArgs
 from minivllm.errors import ModelError
 from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.sampling_params import SamplingParams
+from tests.cli.scripted_engine import ScriptedEngine, create_scripted_engine
 
 
 @pytest.fixture
@@ -120,10 +120,10 @@ def test_long_runs_of_decoding_are_folded_and_the_strip_fits_the_window() -> Non
 
 
 def test_progress_names_how_many_regions_are_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    from minivllm.worker.package_builds import PackageBuilds
+    from minivllm.compilation.package_builds import PackageBuilds
 
     with caplog.at_level(logging.INFO, logger="minivllm"):
-        builds = PackageBuilds()
+        builds = PackageBuilds(settle=lambda: None)
         for name in ("first", "between", "last"):
             builds.start(name, lambda: None)
         builds.wait()

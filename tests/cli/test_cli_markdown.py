@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
+import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from minivllm.cli.answer_view import MarkdownView, PlainView, answer_view
-from minivllm.cli.markdown_blocks import Block, BlockSplitter, CodeLine
+from minivllm.cli.terminal.answer_view import MarkdownView, PlainView, answer_view
+from minivllm.cli.terminal.live_text import wrap
+from minivllm.cli.terminal.markdown_blocks import Block, BlockSplitter, CodeLine
 
+wcwidth = pytest.importorskip("wcwidth")
 pyte = pytest.importorskip("pyte")
 
 ANSWER = """# Title
@@ -89,7 +93,11 @@ def screen_of(written: str, columns: int = 80, rows: int = 24) -> list[str]:
     """All lines that a terminal of this size has shown in the end, those that scrolled away first."""
     screen = pyte.HistoryScreen(columns, rows, history=10_000)
     pyte.Stream(screen).feed(written.replace("\n", "\r\n"))
-    gone = ["".join(line[column].data for column in range(columns)) for line in screen.history.top]
+    return lines_of(screen)
+
+
+def lines_of(screen: pyte.HistoryScreen) -> list[str]:
+    gone = ["".join(line[column].data for column in range(screen.columns)) for line in screen.history.top]
     return "\n".join(line.rstrip() for line in [*gone, *screen.display]).rstrip().split("\n")
 
 
@@ -158,16 +166,145 @@ def test_wide_characters_are_neither_cut_nor_doubled(monkeypatch: pytest.MonkeyP
     assert joined.count("漢") == 30 and joined.count("🎉") == 40 and joined.endswith("end")
 
 
-def test_what_is_not_finished_shows_on_one_line_and_disappears(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paragraph_can_be_read_while_it_is_written_and_becomes_markdown_when_it_is_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     stream = Terminal()
     view = MarkdownView(stream)
-    for character in "The beginning of a paragraph " + "with many more words " * 9:
+    text = "The **beginning** of a paragraph " + "with many more words " * 9
+    for character in text:
         view.feed(character)
-    [line] = screen_of(stream.getvalue())
-    assert line.startswith("…") and line.endswith("with many more words") and len(line) < 80
-    view.finish()
-    assert screen_of(stream.getvalue())[0].startswith("The beginning of a paragraph with")
+    lines = screen_of(stream.getvalue())
+    assert len(lines) == 3 and all(40 < len(line) < 80 for line in lines)
+    assert " ".join(lines).split() == text.split()
+    view.feed("\n\nNext")
+    lines = screen_of(stream.getvalue())
+    assert lines[0].startswith("The beginning of a paragraph with") and lines[-2:] == ["", "Next"]
+
+
+WORDS = st.integers(1, 12).map(lambda length: "x" * length)
+MARKUP = st.sampled_from(["{}", "{}", "{}", "**{}**", "`{}`", "*{}*", "漢{}", "{}é🎉"])
+SEPARATORS = st.sampled_from(
+    [" ", " ", " ", " ", " ", " ", " ", "\n", "\n\n", "\n- ", "\n1. ", "\n> ", "\n# ", "\n\n```py\n", "\n```\n", "\n\n"]
+)
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A Markdown text, and its words: each is there once."""
+    text, words = "", []
+    for number in range(draw(st.integers(0, 60))):
+        word = f"{draw(WORDS)}{number}y"
+        words.append(word)
+        text += draw(MARKUP).format(word) + draw(SEPARATORS)
+    return text, words
+
+
+class Watched:
+    """A MarkdownView in a pyte window."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, columns: int, rows: int) -> None:
+        self.screen = pyte.HistoryScreen(columns, rows, history=10_000)
+        self._stream = Terminal()
+        self._terminal = pyte.Stream(self.screen)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.setattr(
+            "minivllm.cli.terminal.answer_view.window_size",
+            lambda stream: os.terminal_size((self.screen.columns, self.screen.lines)),
+        )
+        self.view = MarkdownView(self._stream)
+
+    def lines(self) -> list[str]:
+        self._terminal.feed(self._stream.getvalue().replace("\n", "\r\n"))
+        self._stream.seek(0)
+        self._stream.truncate()
+        return lines_of(self.screen)
+
+    def words(self) -> list[str]:
+        return re.findall(r"x+\d+y", "\n".join(self.lines()))
+
+
+@given(answers(), st.integers(20, 90), st.integers(2, 12), st.lists(st.integers(0, 600), max_size=12))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_in_the_end_every_word_is_there_once_whole_and_in_order(
+    answer: tuple[str, list[str]], columns: int, rows: int, cuts: list[int]
+) -> None:
+    text, words = answer
+    edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        window = Watched(monkeypatch, columns, rows)
+        for start, end in pairwise(edges):
+            window.view.feed(text[start:end])
+            shown = window.words()
+            assert shown == words[: len(shown)], "also while it is written"
+        window.view.finish()
+        assert window.words() == words
+        whole = Watched(monkeypatch, columns, rows)
+        whole.view.feed(text)
+        whole.view.finish()
+        assert window.lines() == whole.lines(), "however it was cut"
+
+
+@given(answers(), st.lists(st.integers(30, 90), min_size=2, max_size=6).map(sorted), st.integers(2, 12))
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_window_that_changes_its_size_shows_no_word_twice_and_loses_none(
+    answer: tuple[str, list[str]], widths: list[int], rows: int
+) -> None:
+    """It only gets wider, since pyte cuts lines off where a terminal of today lays them out anew."""
+    text, words = answer
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        window = Watched(monkeypatch, widths[0], rows)
+        for place, columns in enumerate(widths):
+            window.screen.resize(rows, columns)
+            window.view.feed(text[place * len(text) // len(widths) : (place + 1) * len(text) // len(widths)])
+            window.lines()
+        window.view.finish()
+        assert window.words() == words
+
+
+CHARACTERS = [*"aabb  ", "漢", "🎉", "é", "👩\u200d🔬", "❤\ufe0f", "👍🏽", "e\u0301"]
+
+
+@given(st.lists(st.sampled_from(CHARACTERS), max_size=60).map("".join), st.integers(4, 20))
+def test_rows_hold_all_of_a_line_and_none_is_too_long_or_cut_inside_a_word(line: str, columns: int) -> None:
+    rows = wrap(line, columns)
+    assert "".join(rows) == line
+    for row, following in pairwise(rows):
+        assert wcwidth.wcswidth(row.rstrip(" ")) <= columns
+        is_cut = re.search(r"[ab]$", row) and re.match(r"[ab]", following)
+        assert not is_cut or not re.search("[ 漢🎉🔬👍]", row), "a word is cut only if it is longer than a row"
+        assert not re.match("[\u0301\u200d\ufe0f🏽]", following) and not row.endswith("\u200d")
+
+
+def test_a_block_that_is_taller_than_the_window_stays_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    window = Watched(monkeypatch, 30, 5)
+    words = [f"word{number}" for number in range(60)]
+    for word in words:
+        window.view.feed(f"**{word}** ")
+    window.view.feed("\n\n**short**\n\n- one\n- two")
+    window.view.finish()
+    lines = window.lines()
+    assert " ".join(lines[:-4]).split() == [f"**{word}**" for word in words]
+    assert lines[-4:] == ["short", "", " • one", " • two"]
+
+
+def test_a_table_that_is_too_wide_for_the_window_loses_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = "| name | what |\n|---|---|\n| internationalization | incomprehensibilities |\n"
+    for columns, is_drawn in ((60, True), (24, False)):
+        window = Watched(monkeypatch, columns, 20)
+        window.view.feed(table + "\nend")
+        window.view.finish()
+        shown = "\n".join(window.lines())
+        assert "internationalization" in shown and "incomprehensibilities" in shown
+        assert ("|---|" not in shown) == is_drawn
+
+
+def test_a_long_line_of_code_keeps_its_indent_where_it_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    window = Watched(monkeypatch, 20, 20)
+    window.view.feed("```\none two three four five six\n```\n")
+    window.view.finish()
+    assert window.lines() == ["  one two three four", "  five six"]
 
 
 def test_reasoning_is_dim_and_comes_as_it_is_thought(monkeypatch: pytest.MonkeyPatch) -> None:

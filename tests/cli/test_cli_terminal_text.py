@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minivllm.cli.terminal_text import ControlCharacterFilter, format_bytes, format_duration, format_rate, printable
+from minivllm.cli.terminal.terminal_text import (
+    ControlCharacterFilter,
+    format_bytes,
+    format_duration,
+    format_rate,
+    printable,
+)
 
 NASTY = st.text(alphabet=st.sampled_from("ab\x1b[]0;m\x07\x9b\x9c\x9d\\P_^\n\t\r\x00\x7f(é"), max_size=60)
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from minivllm.cli.commands import app
-from minivllm.cli.trace import Workload, heat_strip, perfetto_trace, simulate, simulated_steps
+from minivllm.cli.trace.command import Workload, heat_strip, perfetto_trace, simulate, simulated_steps
 from minivllm.errors import ConfigError
 
 ARTICLE = {"budget": 10, "prompt_lens": [3, 5, 12], "max_tokens": 3}
@@ -37,9 +37,8 @@ def test_the_command_prints_json_lines_without_importing_torch() -> None:
     assert done.returncode == 0
     assert lines[0] == {"step": 0, "num_scheduled_tokens": {"R1": 3, "R2": 5, "R3": 2}}
     assert lines[-1]["finished"] == ["R3"]
-    check = (
-        "import sys; from minivllm.cli.trace import simulate; list(simulate(budget=4, prompt_lens=[3], max_tokens=2))"
-    )
+    check = "import sys; from minivllm.cli.trace.command import simulate; "
+    check += "list(simulate(budget=4, prompt_lens=[3], max_tokens=2))"
     assert subprocess.run([sys.executable, "-c", check + "; assert 'torch' not in sys.modules"]).returncode == 0
 
 
@@ -53,8 +52,8 @@ def test_the_command_prints_json_lines_without_importing_torch() -> None:
         (["--max-tokens", "0"], "max-tokens is 0"),
         (["--policy", "lifo"], "policy is 'lifo'"),
         (["--priorities", "1,2", "--policy", "priority"], "priorities has 2 values"),
-        (["--priorities", "1,2,3"], "policy is 'fcfs'"),
-        (["--arrivals", "0"], "arrivals has 1 values"),
+        (["--priorities", "1,2,3"], "policy 'fcfs' has none"),
+        (["--arrivals", "0"], "arrivals has 1 value, but"),
         (["--num-blocks", "1"], "num-blocks is 1"),
         (["--perfetto", "/"], "cannot be written"),
     ],
@@ -73,6 +72,38 @@ def test_few_blocks_show_preemption_and_everyone_finishes() -> None:
     lines = list(simulate(**PREEMPTING))
     assert any("preempted" in line for line in lines)
     assert sorted(request_id for line in lines for request_id in line.get("finished", [])) == ["R1", "R2", "R3"]
+
+
+def test_a_prompt_that_does_not_fit_beside_the_others_waits_instead_of_starting_again_and_again() -> None:
+    preempted = [request_id for line in simulate(**PREEMPTING) for request_id in line.get("preempted", [])]
+    assert preempted == ["R2"], "an answer grew; R3's prompt of two blocks found one free, and waited"
+
+
+def test_huge_counts_are_left_out_of_the_picture_and_exact_in_json() -> None:
+    flags = ["trace", "--prompt-lens", "1000000," + "1," * 500 + "20000", "--budget", "20000", "--max-tokens", "2"]
+    lines = [json.loads(line) for line in CliRunner().invoke(app, flags).output.splitlines()]
+    assert sum(line["num_scheduled_tokens"].get("R1", 0) for line in lines) == 1_000_001
+    strip = CliRunner().invoke(app, [*flags, "--plot"]).output.splitlines()
+    assert len(strip) < 60 and max(map(len, strip)) < 1000
+    assert "20k" in strip[1] and "20000" not in strip[1] and "…" in strip[0]
+    assert "R500" in "\n".join(strip) and "R100 " not in "\n".join(strip)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompt-lens", "1000000000000"], "at most 10000000"),
+        (["--prompt-lens", "9000000,9000000"], "18,000,006 tokens in all, but at most 10,000,000"),
+        (["--arrivals", "0,0,100000000000"], "arrivals is 100000000000"),
+    ],
+)
+def test_what_nobody_could_wait_for_is_refused(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["trace", *arguments])
+    assert isinstance(result.exception, ConfigError) and said in str(result.exception)
+
+
+def test_a_pool_that_is_larger_than_all_requests_is_not_built() -> None:
+    assert list(simulate(**ARTICLE, num_blocks=10**12)) == list(simulate(**ARTICLE))
 
 
 def test_priorities_and_arrivals_decide_the_order() -> None:

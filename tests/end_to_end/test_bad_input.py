@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity_reference import (
+
+from minivllm import LLM, SamplingParams
+from minivllm.errors import ConfigError, MinivllmError, ModelError, RequestError
+from tests.parity_reference import (
     MAX_MODEL_LEN,
     assert_pool_unused,
     random_prompts,
@@ -21,9 +24,6 @@ from parity_reference import (
     tiny_llm,
     tokens_of,
 )
-
-from minivllm import LLM, SamplingParams
-from minivllm.errors import ConfigError, MinivllmError, ModelError, RequestError
 
 TinyModel = Callable[..., Path]
 

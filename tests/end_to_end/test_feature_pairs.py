@@ -1,5 +1,8 @@
 """Any two features together give what they should: every pair, generated from the list of features.
 
+A few dozen rows of several features each contain every pair (a covering array); pairs that were not at work together in
+any row, and the pairs of a row that fails, run by themselves. Slow tests run each pair by itself.
+
 Some features change the answer (a structure, an adapter, penalties, …), others must not (guessing ahead, chunks,
 preemption, …). Both of a pair are switched on, and the answer is compared with that of an engine which has only the
 former ones, token for token, and its log-probabilities within rounding. A feature that was not at work in its case
@@ -10,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,16 +20,12 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "lora"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "spec_decode"))
-
-from eagle_heads import random_head
-from lora_adapters import random_adapter
-from parity_reference import BLOCK_SIZE, random_prompts, tiny_llm
-
 from minivllm import LLM, LoRARequest, RequestOutput, SamplingParams
 from minivllm.errors import ConfigError, RequestError
 from minivllm.messages import SchedulerStats
+from tests.lora.lora_adapters import random_adapter
+from tests.parity_reference import BLOCK_SIZE, random_prompts, tiny_llm
+from tests.spec_decode.eagle_heads import random_head
 
 TinyModel = Callable[..., Path]
 
@@ -149,7 +147,7 @@ ANSWERS = (
     ),
     Feature(
         "own processor",
-        {"logits_processors": ["custom_processors:NoRepeats"]},
+        {"logits_processors": ["tests.end_to_end.custom_processors:NoRepeats"]},
         {"extra_args": {"no_repeats": True}},
         changes_answer=True,
     ),
@@ -203,6 +201,10 @@ def names(pair: Pair) -> frozenset[str]:
     return frozenset(feature.name for feature in pair)
 
 
+def pair_id(pair: Pair) -> str:
+    return " with ".join(feature.name for feature in pair)
+
+
 def engine_settings(features: Sequence[Feature]) -> dict[str, Any]:
     merged: dict[str, Any] = {"enable_prefix_caching": False}
     for feature in features:
@@ -213,12 +215,35 @@ def engine_settings(features: Sequence[Feature]) -> dict[str, Any]:
 ALL_PAIRS: list[Pair] = [pair for pair in itertools.combinations(FEATURES, 2) if not is_one_choice(pair)]
 
 
-def cases() -> list[Any]:
-    """Every pair; a third of them runs by default. Those that share an engine stand side by side."""
-    served = [pair for pair in ALL_PAIRS if names(pair) not in CONTRADICTIONS]
-    marked = [(pair, [] if index % 3 == 0 else [pytest.mark.slow]) for index, pair in enumerate(served)]
-    marked.sort(key=lambda entry: json.dumps(engine_settings(entry[0]), sort_keys=True))
-    return [pytest.param(pair, marks=marks, id=" with ".join(f.name for f in pair)) for pair, marks in marked]
+SERVED_PAIRS: list[Pair] = [pair for pair in ALL_PAIRS if names(pair) not in CONTRADICTIONS]
+MAX_ROW = 8
+"""Features of a row. More would be fewer rows, in which some features leave others nothing to do."""
+
+Row = tuple[Feature, ...]
+
+
+def covering_rows() -> list[Row]:
+    """Rows of compatible features with every served pair: a row grows by the feature that adds most new pairs."""
+    served, missing = {names(pair) for pair in SERVED_PAIRS}, {names(pair) for pair in SERVED_PAIRS}
+
+    def gain(feature: Feature, row: list[Feature]) -> int:
+        pairs = {names((feature, other)) for other in row}
+        return len(pairs & missing) if pairs <= served and feature not in row else 0
+
+    rows: list[Row] = []
+    while missing:
+        row = list(next(pair for pair in SERVED_PAIRS if names(pair) in missing))
+        while len(row) < MAX_ROW:
+            gains = [gain(feature, row) for feature in FEATURES]
+            if max(gains) == 0:
+                break
+            row.append(FEATURES[gains.index(max(gains))])
+        missing.difference_update(names(pair) for pair in itertools.combinations(row, 2))
+        rows.append(tuple(row))
+    return rows
+
+
+ROWS = covering_rows()
 
 
 class Engines:
@@ -333,15 +358,49 @@ def logprob_values(outputs: list[RequestOutput]) -> list[float]:
     return [value.logprob for entry in entries for value in entry.values()]
 
 
-@pytest.mark.parametrize("pair", cases())
+def check(engines: Engines, reference: Reference, features: Sequence[Feature]) -> set[str]:
+    """Compare the answer of an engine with these features; the names of those that were at work."""
+    run, expected = engines.run(features), reference.answer(features)
+    assert shown(run.outputs) == shown(expected)
+    assert logprob_values(run.outputs) == pytest.approx(logprob_values(expected), abs=1e-4)
+    return {feature.name for feature in features if feature.is_at_work(run)}
+
+
+def check_pair(engines: Engines, reference: Reference, pair: Pair) -> None:
+    at_work = check(engines, reference, pair)
+    for feature in pair:
+        assert feature.name in at_work, f"{feature.name} was not at work"
+
+
+def test_rows_of_features_give_the_answer_of_the_plain_engine_and_every_pair_is_at_work(
+    engines: Engines, reference: Reference
+) -> None:
+    proven: set[frozenset[str]] = set()
+    for row in ROWS:
+        try:
+            at_work = check(engines, reference, row)
+        except AssertionError as error:
+            for pair in itertools.combinations(row, 2):  # which two do not get on?
+                check_pair(engines, reference, pair)
+            raise AssertionError(f"{[f.name for f in row]} fail together, but no two of them alone") from error
+        proven |= {frozenset(pair) for pair in itertools.combinations(at_work, 2)}
+    left = [pair for pair in SERVED_PAIRS if names(pair) not in proven]
+    for pair in left:
+        check_pair(engines, reference, pair)
+    print(f"{len(SERVED_PAIRS)} pairs in {len(ROWS)} rows, {len(left)} of them by themselves")
+
+
+def test_the_rows_contain_every_pair_and_no_contradiction() -> None:
+    contained = [names(pair) for row in ROWS for pair in itertools.combinations(row, 2)]
+    assert set(contained) == {names(pair) for pair in SERVED_PAIRS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", SERVED_PAIRS, ids=pair_id)
 def test_a_pair_of_features_gives_the_answer_of_the_plain_engine(
     engines: Engines, reference: Reference, pair: Pair
 ) -> None:
-    run, expected = engines.run(pair), reference.answer(pair)
-    assert shown(run.outputs) == shown(expected)
-    assert logprob_values(run.outputs) == pytest.approx(logprob_values(expected), abs=1e-4)
-    for feature in pair:
-        assert feature.is_at_work(run), f"{feature.name} was not at work"
+    check_pair(engines, reference, pair)
 
 
 @pytest.mark.parametrize("feature", ANSWERS, ids=lambda feature: feature.name)
@@ -349,7 +408,7 @@ def test_a_feature_that_changes_answers_changes_this_one(reference: Reference, f
     assert shown(reference.answer([feature])) != shown(reference.answer([]))
 
 
-@pytest.mark.parametrize("pair", [pair for pair in ALL_PAIRS if names(pair) in CONTRADICTIONS], ids=str)
+@pytest.mark.parametrize("pair", [pair for pair in ALL_PAIRS if names(pair) in CONTRADICTIONS], ids=pair_id)
 def test_a_pair_that_contradicts_itself_is_refused_with_a_sentence(engines: Engines, pair: Pair) -> None:
     with pytest.raises((RequestError, ConfigError), match=CONTRADICTIONS[names(pair)]):
         engines.run(pair)

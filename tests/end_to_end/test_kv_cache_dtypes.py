@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from parity_reference import engine_logits, greedy, random_prompts, reference_model, runner_of, tiny_llm
 from torch import Tensor
 from transformers import DynamicCache
 
+from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.engine.resolve import resolve_cache_dtype
 from minivllm.errors import ConfigError
 from minivllm.models.decoder import Decoder
 from minivllm.worker import worker
-from minivllm.worker.compiler import cannot_compile_reason
+from tests.parity_reference import engine_logits, greedy, random_prompts, reference_model, runner_of, tiny_llm
 
 TinyModel = Callable[..., Path]
 GPU_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16]
@@ -66,7 +66,7 @@ def test_logits_are_those_over_keys_and_values_rounded_the_same_way(
 ) -> None:
     directory, prompt = tiny_model(family), random_prompts((70,))[0]
     with as_on_a_gpu(dtype), tiny_llm(directory, max_num_batched_tokens=24) as llm:
-        assert {cache.k.dtype for cache in runner_of(llm).caches} == {dtype}
+        assert {cache.k.dtype for cache in runner_of(llm).model.caches} == {dtype}
         completion, logits = engine_logits(llm, prompt, max_tokens=8)
     token_ids = prompt + completion[:-1]
     ours = distance(logits, logits_over_rounded(directory, token_ids, dtype))
@@ -88,7 +88,7 @@ def test_a_cpu_attends_over_bfloat16_pages_compiled(tiny_model: TinyModel) -> No
 def assert_close_over_bfloat16_pages(directory: Path, **settings: Any) -> None:
     prompt = random_prompts((70,))[0]
     with tiny_llm(directory, kv_cache_dtype="bfloat16", **settings) as llm:
-        assert {cache.v.dtype for cache in runner_of(llm).caches} == {torch.bfloat16}
+        assert {cache.v.dtype for cache in runner_of(llm).model.caches} == {torch.bfloat16}
         completion, logits = engine_logits(llm, prompt, max_tokens=8)
     # Queries and outputs of attention are in bfloat16 as well: 2 ** -9 each time.
     assert distance(logits, logits_over_rounded(directory, prompt + completion[:-1], torch.bfloat16)) < 2**-7
@@ -101,9 +101,9 @@ def test_the_same_memory_holds_more_tokens_in_fewer_bits(tiny_model: TinyModel) 
     num_pages = {}
     for name in ("float32", "bfloat16"):
         with tiny_llm(directory, kv_cache_dtype=name, **memory) as llm:
-            num_pages[name] = runner_of(llm).limits.num_pages
+            num_pages[name] = runner_of(llm).limits.num_blocks
     with as_on_a_gpu(torch.float8_e4m3fn), tiny_llm(directory, **memory) as llm:
-        num_pages["fp8_e4m3"] = runner_of(llm).limits.num_pages
+        num_pages["fp8_e4m3"] = runner_of(llm).limits.num_blocks
         [sizes] = llm.collective_rpc("memory_bytes")
         assert sizes["kv_cache"] == 400 * page
         assert greedy(llm, random_prompts()), "and it generates"

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from custom_processors import Forbid, NoRepeats, OwnMinP, Unfinished, WrongShape
-from parity_reference import assert_pool_unused, random_prompts, run, tiny_llm, tokens_of
 
-from minivllm import SamplingParams
+from minivllm import EngineArgs, SamplingParams
 from minivllm.errors import ConfigError, RequestError
+from minivllm.sampling.logits_processors import load_logits_processors
+from tests.end_to_end.custom_processors import Forbid, NoRepeats, OwnMinP, Unfinished, WrongShape
+from tests.parity_reference import assert_pool_unused, random_prompts, run, tiny_llm, tokens_of
 
 TinyModel = Callable[..., Path]
 VOCABULARY = 416
@@ -72,12 +73,12 @@ def test_a_token_forbidden_by_a_request_is_forbidden_for_this_request_alone(
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_a_processor_sees_the_output_so_far_and_no_rejected_guess(model: Path, settings: dict[str, Any]) -> None:
     params = [sampled(i, extra_args={"no_repeats": i != 1}, logit_bias={40: 20.0}) for i in range(len(PROMPTS))]
-    with tiny_llm(model, logits_processors=["custom_processors:NoRepeats"]) as llm:
+    with tiny_llm(model, logits_processors=["tests.end_to_end.custom_processors:NoRepeats"]) as llm:
         plain = tokens_of(run(llm, PROMPTS, params))
     for index, tokens in enumerate(plain):  # token 40 is what they would say all the time
         assert tokens.count(40) == (1 if index != 1 else LENGTHS[1])
         assert index == 1 or len(set(tokens)) == len(tokens)
-    with tiny_llm(model, logits_processors=["custom_processors:NoRepeats"], **settings) as llm:
+    with tiny_llm(model, logits_processors=["tests.end_to_end.custom_processors:NoRepeats"], **settings) as llm:
         assert tokens_of(run(llm, PROMPTS, params)) == plain
 
 
@@ -113,21 +114,24 @@ def test_extra_args_are_plain_values_by_name_and_not_too_many(value: Any) -> Non
         (Unfinished, "lacks __init__, apply, update_state"),
         ("Forbid", "must name a class as 'package.module:Class'"),
         ("no_such_module:Forbid", "cannot be imported: No module named 'no_such_module'"),
-        ("custom_processors:Forbids", "cannot be imported"),
+        ("tests.end_to_end.custom_processors:Forbids", "cannot be imported"),
         ("json:dumps", "must be a subclass"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_has_not_the_protocol_is_refused_before_the_model_is_loaded(model: Path, entry: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny_llm(model, logits_processors=[entry])
 
 
-def test_a_class_cannot_go_to_another_process_and_a_list_is_a_list(model: Path) -> None:
-    with pytest.raises(ConfigError, match="name it as"):
-        tiny_llm(model, logits_processors=[Forbid], multiprocess=True)
+def test_a_class_goes_to_another_process_by_its_import_path_and_a_list_is_a_list(model: Path) -> None:
+    local = type("Local", (Forbid,), {"__module__": "__main__"})
+    with pytest.raises(ConfigError, match="put it into a module"):
+        tiny_llm(model, logits_processors=[local], multiprocess=True)
+    args = EngineArgs(logits_processors=[NoRepeats]).for_another_process()
+    assert load_logits_processors(args.logits_processors) == (NoRepeats,)
     with pytest.raises(ConfigError, match="must be a list"):
-        tiny_llm(model, logits_processors="custom_processors:Forbid")
+        tiny_llm(model, logits_processors="tests.end_to_end.custom_processors:Forbid")
 
 
 def test_logits_of_another_shape_are_an_error_that_names_the_processor(model: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity_reference import assert_pool_unused, tiny_llm
 
 from minivllm import LLM, SamplingParams
+from tests.parity_reference import assert_pool_unused, tiny_llm
 
 TinyModel = Callable[..., Path]
 
@@ -78,7 +78,7 @@ def test_nothing_is_compiled_after_warm_up_over_300_random_steps(tiny_model: Tin
         before = llm.get_metrics().num_steps
         drive(llm, num_steps=300, seed=1)
         assert llm.get_metrics().num_steps - before >= 250  # a step without any request is not counted
-        assert llm.llm_engine.client.core.num_recompilations() == 0  # type: ignore[attr-defined]
+        assert llm.llm_engine.client.core.executor.num_recompilations() == 0  # type: ignore[attr-defined]
         assert llm.get_metrics().num_preemptions > 0
         assert_pool_unused(llm)
 

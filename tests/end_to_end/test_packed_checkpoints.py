@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
 from safetensors.torch import load_file, save_file
 
+from minivllm.checkpoints.checkpoint import iterate_weights
+from minivllm.checkpoints.hf_config import read_decoder_config
+from minivllm.checkpoints.packed_weights import read_quantization
 from minivllm.errors import ConfigError, ModelError
-from minivllm.models.checkpoint import iterate_weights
-from minivllm.models.hf_config import read_decoder_config
-from minivllm.models.packed_weights import read_quantization
-from minivllm.models.quantized_weight import Float8Weight, GroupedWeight, QuantizedWeight, RestoredWeight
+from minivllm.linear.stored_weight import Float8Weight, GroupedWeight, QuantizedWeight, RestoredWeight
+from tests.parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
 
 TinyModel = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]

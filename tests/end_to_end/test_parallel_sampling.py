@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity_reference import BLOCK_SIZE, assert_pool_unused, random_prompts, run, tiny_llm, tokens_of
 
 from minivllm import LLM, SamplingParams
+from tests.parity_reference import BLOCK_SIZE, assert_pool_unused, random_prompts, run, tiny_llm, tokens_of
 
 TinyModel = Callable[..., Path]
 PROMPT = random_prompts((40,), seed=5)[0]

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity_reference import reference_logits, run, tokens_of
 
 from minivllm import LLM, SamplingParams
-from minivllm.cli.bench.text_cases import PROMPTS
-from minivllm.frontend.tokenizer import load_tokenizer
-from minivllm.models.gguf_file import find_gguf
+from minivllm.bench.speculation import PROMPTS
+from minivllm.gguf.gguf_file import find_gguf
+from minivllm.tokenizer.tokenizer import load_tokenizer
+from tests.parity_reference import reference_logits, run, tokens_of
 
 MAX_TOKENS = 64
 BLOCK_SIZE = 32
@@ -112,7 +112,7 @@ def test_the_default_model_equals_transformers(
         assert [output.num_cached_tokens for output in again] == [
             (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts[:-4:-1]
         ]
-        assert llm.llm_engine.client.core.num_recompilations() == 0  # type: ignore[attr-defined]
+        assert llm.llm_engine.client.core.executor.num_recompilations() == 0  # type: ignore[attr-defined]
     assert_greedy(smollm2_path, llm.llm_engine.client.eos_token_ids, prompts, completions)
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from model_families import FAMILIES
-from parity_reference import (
+
+from minivllm import SamplingParams
+from tests.model_families import FAMILIES
+from tests.parity_reference import (
     BLOCK_SIZE,
     assert_pool_unused,
     engine_logits,
@@ -22,8 +24,6 @@ from parity_reference import (
     tiny_llm,
     tokens_of,
 )
-
-from minivllm import SamplingParams
 
 TinyModel = Callable[..., Path]
 

@@ -10,15 +10,15 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from gguf_models import write_gguf
-from parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kernels_triton_free.quantized_linear import INT4_MAX_ROWS, INT8_MAX_ROWS, can_multiply_int4
 from minivllm import LLM
 from minivllm.errors import ConfigError
-from minivllm.quantization.rounding import round_to_groups, round_to_int8_rows
+from minivllm.linear.rounding import round_to_groups, round_to_int8_rows
+from tests.gguf_models import write_gguf
+from tests.parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
 
 pytestmark = pytest.mark.skipif(
     not can_multiply_int4(), reason="this CPU has no 4-bit operator whose order of weights is known"
@@ -87,7 +87,7 @@ def test_compiled_as_well_without_compiling_again(tiny_model: TinyModel, tmp_pat
     reference = with_values(source, tmp_path / "reference", values, tied=True)
     with tiny_llm(source, quantization=quantization, enforce_eager=False) as llm:
         assert_logits_equal(llm, reference)
-        assert llm.llm_engine.client.core.num_recompilations() == 0  # type: ignore[attr-defined]
+        assert llm.llm_engine.client.core.executor.num_recompilations() == 0  # type: ignore[attr-defined]
 
 
 def stored_in(types: dict[str, str]) -> Values:

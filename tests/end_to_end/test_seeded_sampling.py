@@ -11,7 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from parity_reference import (
+
+from minivllm import LLM, SamplingParams
+from minivllm.sampling_params import OutputKind
+from tests.parity_reference import (
     assert_pool_unused,
     greedy,
     random_prompts,
@@ -20,9 +23,6 @@ from parity_reference import (
     tiny_llm,
     tokens_of,
 )
-
-from minivllm import LLM, SamplingParams
-from minivllm.sampling_params import OutputKind
 
 TinyModel = Callable[..., Path]
 

@@ -13,13 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity_reference import assert_pool_unused, random_prompts, reference_tokens, run, runner_of, tiny_llm, tokens_of
 
 from minivllm import LLM, EngineArgs, LoRARequest, SamplingParams
 from minivllm.engine.resolve import resolve_async_scheduling
 from minivllm.errors import ConfigError
-from minivllm.frontend.outputs import RequestOutput
+from minivllm.processing.outputs import RequestOutput
 from minivllm.sampling_params import RepetitionDetection, StructuredOutputs
+from tests.parity_reference import (
+    assert_pool_unused,
+    random_prompts,
+    reference_tokens,
+    run,
+    runner_of,
+    tiny_llm,
+    tokens_of,
+)
 
 TinyModel = Callable[..., Path]
 

@@ -17,23 +17,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import mock_engine
 import psutil
 import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mock_engine import COMMAND, CRASH, HANG, RAISE, expected_tokens
 
 from minivllm.config import EngineArgs
-from minivllm.engine import connection as connection_module
 from minivllm.engine import wire
-from minivllm.engine.async_client import AsyncProcessClient
-from minivllm.engine.connection import EngineConnection
-from minivllm.engine.process_client import ProcessClient
+from minivllm.engine_process import connection as connection_module
+from minivllm.engine_process.async_client import AsyncProcessClient
+from minivllm.engine_process.connection import EngineConnection
+from minivllm.engine_process.process_client import ProcessClient
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, ModelError, RequestError
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason, SchedulerStats
 from minivllm.sampling_params import SamplingParams
+from tests import mock_engine
+from tests.mock_engine import COMMAND, CRASH, HANG, RAISE, expected_tokens
 
 
 def connect(model: str = "mock", **arguments: Any) -> EngineConnection:
@@ -190,7 +190,9 @@ def test_log_of_the_engine_goes_to_the_loggers_of_the_frontend(
     with caplog.at_level(logging.WARNING):
         connection._router.send_multipart([connection._identity, b"\xc1"])
         client.call("heartbeat")
-    assert [(record.name, record.levelname) for record in caplog.records] == [("minivllm.engine.process", "WARNING")]
+    assert [(record.name, record.levelname) for record in caplog.records] == [
+        ("minivllm.engine_process.process", "WARNING")
+    ]
     assert "malformed" in caplog.text
 
 
@@ -344,7 +346,7 @@ def test_ctrl_c_and_sigterm_leave_the_end_to_the_frontend() -> None:
 PARENT = """
 import sys, time
 sys.path[:0] = {tests!r}
-from test_engine_process import connect, request, ProcessClient
+from tests.engine.test_engine_process import connect, request, ProcessClient
 connection = connect({model!r})
 client = ProcessClient(connection)
 client.add_request(request("a", [{first}], max_tokens=200))
@@ -355,9 +357,7 @@ time.sleep(1000)
 
 @pytest.mark.parametrize(("model", "first_token"), [("mock:0.01", 5), ("mock", HANG)])
 def test_death_of_the_parent_ends_the_engine_even_in_a_step_that_hangs(model: str, first_token: int) -> None:
-    program = PARENT.format(
-        tests=[str(Path(__file__).parent), str(Path(__file__).parents[1])], model=model, first=first_token
-    )
+    program = PARENT.format(tests=[str(Path(__file__).parents[2])], model=model, first=first_token)
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid, directory = parent.stdout.readline().split()
@@ -369,9 +369,9 @@ def test_death_of_the_parent_ends_the_engine_even_in_a_step_that_hangs(model: st
 
 
 def test_program_that_forgets_to_close_leaves_nothing(tmp_path: Path) -> None:
-    program = PARENT.format(
-        tests=[str(Path(__file__).parent), str(Path(__file__).parents[1])], model="mock", first=5
-    ).replace("time.sleep(1000)", "")
+    program = PARENT.format(tests=[str(Path(__file__).parents[2])], model="mock", first=5).replace(
+        "time.sleep(1000)", ""
+    )
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
     pid, directory = done.stdout.split()
     assert is_gone(int(pid)) and not Path(directory).exists()
@@ -407,9 +407,8 @@ def test_asynchronous_client_tells_of_a_death_once_and_fails_every_call() -> Non
 
 def test_mock_engine_needs_no_torch() -> None:
     """Else these tests would start slowly; and the frontend's half of a process split would carry torch along."""
-    program = (
-        "import sys, minivllm.engine.connection, minivllm.engine.async_client, minivllm.engine.process_client, "
-        "minivllm.engine.process, minivllm.engine.client; sys.exit('torch' in sys.modules)"
-    )
+    names = ("connection", "async_client", "process_client", "process", "client")
+    modules = ", ".join(f"minivllm.engine_process.{name}" for name in names)
+    program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
     assert mock_engine.VOCAB_SIZE == 1000

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from minivllm import LLM, EngineArgs, SamplingParams, profiling
-from minivllm.engine.client import load_core
+from minivllm import LLM, EngineArgs, SamplingParams
+from minivllm.engine_process.client import load_core
 from minivllm.errors import ConfigError
+from minivllm.profiling import trace_recorder as profiling
 
 RANGES = ("schedule", "execute", "prepare", "first", "between", "last", "attention", "sample", "output")
 NUM_LAYERS = 3
@@ -67,8 +68,8 @@ def test_without_a_profile_no_method_is_wrapped(tiny_model: Callable[..., Path])
         (core.scheduler, {"schedule", "update_from_output"}),
         (core.executor, {"execute_model"}),
         (runner, {"_sample"}),
-        (runner.builder, {"build"}),
-        (runner._attention, {"attend"}),
+        (runner.model, {"build"}),
+        (runner.model.attention, {"attend"}),
     ):
         assert not methods & set(vars(owner)), owner
     core.shutdown()

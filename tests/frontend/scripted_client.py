@@ -28,7 +28,7 @@ def engine_config(max_model_len: int = 64, policy: str = "fcfs", seed: int = 0, 
         seed=seed,
         enforce_eager=True,
         cache=CacheConfig(),
-        scheduler=SchedulerConfig(max_model_len=max_model_len, policy=policy),  # type: ignore[arg-type]
+        scheduler=SchedulerConfig(max_model_len=max_model_len, policy=policy, has_priorities=policy == "priority"),
     )
 
 

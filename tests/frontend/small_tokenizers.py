@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from minivllm.frontend.tokenizer import Tokenizer as FrontendTokenizer
+from minivllm.tokenizer.tokenizer import Tokenizer as FrontendTokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. STOP words and stop words, END of text.",

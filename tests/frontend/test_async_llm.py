@@ -13,17 +13,17 @@ from typing import Any
 
 import psutil
 import pytest
-from mock_engine import COMMAND, HANG, RAISE, expected_tokens
-from small_tokenizers import byte_level_bpe, wrapped
 
 from minivllm.config import EngineArgs
-from minivllm.engine.async_client import AsyncProcessClient
-from minivllm.engine.connection import EngineConnection
+from minivllm.engine_process.async_client import AsyncProcessClient
+from minivllm.engine_process.connection import EngineConnection
 from minivllm.errors import EngineDeadError, RequestError
 from minivllm.frontend.async_llm import AsyncLLM
-from minivllm.frontend.outputs import RequestOutput
 from minivllm.messages import SchedulerStats
+from minivllm.processing.outputs import RequestOutput
 from minivllm.sampling_params import OutputKind, SamplingParams
+from tests.frontend.small_tokenizers import byte_level_bpe, wrapped
+from tests.mock_engine import COMMAND, HANG, RAISE, expected_tokens
 
 TOKENIZER = wrapped(byte_level_bpe())
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity_reference import BLOCK_SIZE, assert_pool_unused, greedy, random_prompts, reference_model, tiny_llm
 from safetensors.torch import load_file, save_file
 
 from minivllm import BeamSearchParams, SamplingParams
 from minivllm.errors import RequestError
+from tests.parity_reference import BLOCK_SIZE, assert_pool_unused, greedy, random_prompts, reference_model, tiny_llm
 
 TinyModel = Callable[..., Path]
 MAX_TOKENS = 7

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from small_tokenizers import FAMILIES, TEXTS, byte_fallback_bpe, byte_level_bpe
 from tokenizers import Tokenizer
 
-from minivllm.frontend.detokenizer import Detokenizer, TokenDecoder
-from minivllm.frontend.stop_matcher import StopMatch
-from minivllm.frontend.stop_strings import StopAutomaton
+from minivllm.stop_conditions.stop_matcher import StopMatch
+from minivllm.stop_conditions.stop_strings import StopAutomaton
+from minivllm.tokenizer.detokenizer import Detokenizer, TokenDecoder
+from tests.frontend.small_tokenizers import FAMILIES, TEXTS, byte_fallback_bpe, byte_level_bpe
 
 TOKENIZERS = {name: make() for name, make in FAMILIES.items()}
 DECODERS = {name: TokenDecoder(tokenizer) for name, tokenizer in TOKENIZERS.items()}
@@ -89,7 +89,7 @@ def test_token_text_keeps_the_leading_space_and_shows_special_tokens() -> None:
 
 
 def test_real_default_tokenizer_streams_what_it_decodes_at_once(smollm2_path: Path) -> None:
-    from minivllm.frontend.tokenizer import load_tokenizer
+    from minivllm.tokenizer.tokenizer import load_tokenizer
 
     backend = load_tokenizer(smollm2_path).backend
     decoder, draw = TokenDecoder(backend), random.Random(0)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_client import engine_config
-from small_tokenizers import byte_level_bpe, wrapped
 
 from minivllm.errors import RequestError
-from minivllm.frontend.input_processor import InputProcessor
-from minivllm.frontend.tokenizer import Tokenizer
+from minivllm.processing.input_processor import InputProcessor
 from minivllm.sampling_params import SamplingParams
+from minivllm.tokenizer.tokenizer import Tokenizer
+from tests.frontend.scripted_client import engine_config
+from tests.frontend.small_tokenizers import byte_level_bpe, wrapped
 
 VOCAB = 500
 TEMPLATE = (
@@ -175,7 +175,7 @@ def test_bad_words_are_given_as_ids_at_the_start_and_behind_a_space() -> None:
 
 def test_priority_is_refused_where_it_would_be_ignored() -> None:
     assert processor(policy="priority").process(IDS, SamplingParams(), priority=-3).sequences[0].priority == -3
-    with pytest.raises(RequestError, match="first come, first served"):
+    with pytest.raises(RequestError, match="has no priorities"):
         processor().process(IDS, SamplingParams(), priority=1)
     for value in (True, 1.5, "1", 2**63):
         with pytest.raises(RequestError, match="priority is"):

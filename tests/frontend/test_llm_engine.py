@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_client import EOS, ScriptedClient, engine_config
-from small_tokenizers import byte_level_bpe, wrapped
 
 from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError, EngineDeadError, ModelError, RequestError
 from minivllm.frontend.llm import LLM
 from minivllm.frontend.llm_engine import LLMEngine
-from minivllm.frontend.outputs import RequestOutput
-from minivllm.frontend.text_frontend import default_sampling_params
 from minivllm.messages import EngineRequest
+from minivllm.processing.outputs import RequestOutput
+from minivllm.processing.text_frontend import default_sampling_params
 from minivllm.sampling_params import OutputKind, SamplingParams
+from tests.frontend.scripted_client import EOS, ScriptedClient, engine_config
+from tests.frontend.small_tokenizers import byte_level_bpe, wrapped
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 TOKENIZER = wrapped(byte_level_bpe(), TEMPLATE)
@@ -255,7 +255,7 @@ def test_unknown_engine_argument_is_refused_before_loading() -> None:
 def test_engine_that_cannot_get_a_tokenizer_frees_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     core = client(config=engine_config(model_path=str(tmp_path)))
     module = type("client_module", (), {"make_client": staticmethod(lambda args: core)})
-    monkeypatch.setitem(__import__("sys").modules, "minivllm.engine.client", module)
+    monkeypatch.setitem(__import__("sys").modules, "minivllm.engine_process.client", module)
     with pytest.raises(ModelError):
         LLMEngine.from_args(EngineArgs(model="x", tokenizer=str(tmp_path / "missing")))
     assert core.closed == 1

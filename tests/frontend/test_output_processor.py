@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_client import EOS, engine_config, logprobs_at
-from small_tokenizers import byte_level_bpe, wrapped
 
-from minivllm.frontend.detokenizer import TokenDecoder
-from minivllm.frontend.input_processor import InputProcessor, PreparedRequest
-from minivllm.frontend.output_processor import OutputProcessor
-from minivllm.frontend.outputs import RequestMetrics, RequestOutput
 from minivllm.messages import EngineEvent, EngineOutput, EventType, FinishReason
+from minivllm.processing.input_processor import InputProcessor, PreparedRequest
+from minivllm.processing.output_processor import OutputProcessor
+from minivllm.processing.outputs import RequestMetrics, RequestOutput
 from minivllm.sampling_params import OutputKind, SamplingParams
+from minivllm.tokenizer.detokenizer import TokenDecoder
+from tests.frontend.scripted_client import EOS, engine_config, logprobs_at
+from tests.frontend.small_tokenizers import byte_level_bpe, wrapped
 
 BACKEND = byte_level_bpe()
 DECODER = TokenDecoder(BACKEND)

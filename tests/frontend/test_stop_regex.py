@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minivllm.errors import RequestError
-from minivllm.frontend.detokenizer import Detokenizer
-from minivllm.frontend.stop_matcher import FirstStop, StopMatcher
-from minivllm.frontend.stop_regex import MAX_ELEMENTS, StopPattern, compile_stop_patterns
-from minivllm.frontend.stop_strings import StopAutomaton
+from minivllm.stop_conditions.stop_matcher import FirstStop, StopMatcher
+from minivllm.stop_conditions.stop_regex import MAX_ELEMENTS, StopPattern, compile_stop_patterns
+from minivllm.stop_conditions.stop_strings import StopAutomaton
+from minivllm.tokenizer.detokenizer import Detokenizer
 
 CHARACTERS = "aAb1 \né"
 CLASSES = [".", "[ab]", "[^a]", "[^a1]", "[a-b1]", r"\w", r"\W", r"\s", r"\S", r"\d", r"[\D]", "(?i:A)"]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 import unicodedata
 from functools import cache
 from pathlib import Path
@@ -15,12 +18,12 @@ import pytest
 import regex
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from model_families import CORPUS
 
 from minivllm.errors import ModelError, RequestError
-from minivllm.frontend.gguf_tokenizer import LLAMA3_PATTERN, QWEN2_PATTERN, merges_from_scores
-from minivllm.frontend.tokenizer import Tokenizer, load_tokenizer
-from minivllm.models.gguf_file import GGUFFile
+from minivllm.gguf.gguf_file import GGUFFile
+from minivllm.tokenizer.gguf_tokenizer import LLAMA3_PATTERN, QWEN2_PATTERN, build_gguf_tokenizer, merges_from_scores
+from minivllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from tests.model_families import CORPUS
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PATTERNS = {
@@ -314,3 +317,59 @@ def test_merges_follow_scores_and_leave_special_tokens_out() -> None:
         ("ab", "a"),
         ("a", "b"),
     ]
+
+
+# --- GGUF, kept on disk ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_built_from_a_gguf_file_is_what_transformers_would_make_of_it(smollm2_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    ours = build_gguf_tokenizer(smollm2_path)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=ours.backend_tokenizer, **ours.special_tokens)
+    assert theirs.backend_tokenizer.to_str() == ours.backend_tokenizer.to_str()
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_token_id, ours.eos_token_id)
+    assert len(theirs) == len(ours)
+    assert theirs.special_tokens_map == ours.special_tokens
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GGUF file that has not changed for a while."""
+    monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path / "home"))
+    path = write_vocabulary(
+        tmp_path / "a.gguf", "gpt2", ["a", "b", "ab", "<e>"], [1, 1, 1, 3], merges=["a b"], eos_token_id=3
+    )
+    os.utime(path, (1_000_000_000, 1_000_000_000))
+    return path
+
+
+def test_a_second_start_reads_the_tokenizer_that_the_first_one_built(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load_tokenizer(kept)
+    monkeypatch.setattr("minivllm.tokenizer.gguf_tokenizer.build_gguf_tokenizer", None)
+    second = load_tokenizer(kept)
+    assert second.backend.to_str() == first.backend.to_str()
+    assert (second.eos_token_id, second.special_ids, second.vocab_size) == (3, frozenset({3}), 4)
+    assert second.encode("ab<e>") == [2, 3]
+
+
+def test_a_file_that_changed_or_a_damaged_copy_is_built_again(kept: Path) -> None:
+    assert load_tokenizer(kept).encode("ab") == [2]
+    (copy,) = (kept.parent / "home/tokenizers").iterdir()
+    copy.write_text(copy.read_text().replace("ab", "ba"))
+    assert load_tokenizer(kept).encode("ab") == [2]
+    write_vocabulary(kept, "gpt2", ["b", "a", "ab", "<e>"], [1, 1, 1, 3], merges=["a b"], eos_token_id=3)
+    assert load_tokenizer(kept).encode("a") == [1]
+    os.utime(kept, (1_000_000_001, 1_000_000_001))
+    assert load_tokenizer(kept).encode("a") == [1]
+
+
+def test_the_tokenizer_of_a_gguf_file_needs_no_transformers(kept: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from minivllm.tokenizer.gguf_tokenizer import load_gguf_tokenizer;"
+        f"load_gguf_tokenizer(Path({str(kept)!r})); print('transformers' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == "False", result.stderr

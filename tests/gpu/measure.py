@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
-from paged_case import decode_lists, make_case, reference  # noqa: E402
 
 from kernels_triton_free.attention import paged_flex_attention  # noqa: E402
+from tests.gpu.paged_case import decode_lists, make_case, reference  # noqa: E402
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "msgspec", "gguf", "typer")
 REPEATS = 20
@@ -168,7 +168,7 @@ def decode_attention(device: torch.device, tiny: bool, save: Save) -> list[dict[
 def cheap_weights() -> Iterator[None]:
     """Dummy weights meanwhile repeat a million random values: drawing eight billion takes minutes, and no product is
     faster or slower for it."""
-    from minivllm.models import checkpoint
+    from minivllm.checkpoints import checkpoint
 
     values = torch.randn(2**20, generator=torch.Generator().manual_seed(0)).mul_(0.02)
     original = checkpoint.dummy_weight
@@ -212,7 +212,7 @@ def started(shape: dict[str, Any], device: torch.device, tiny: bool, **arguments
 
 def decode_steps(engine: Any, batch: int, context: int, steps: int) -> list[float]:
     """Wall time of decode steps of ``batch`` requests after a few that settle [seconds]; the engine is empty again."""
-    from minivllm.cli.bench.parts import start_decoding, time_steps
+    from minivllm.bench.parts.parts import start_decoding, time_steps
 
     settling = 5
     start_decoding(engine, batch, context, steps + settling + 8)
@@ -225,7 +225,7 @@ def decode_steps(engine: Any, batch: int, context: int, steps: int) -> list[floa
 
 def decode_figures(engine: Any, batch: int, context: int, steps: int, copied: float) -> dict[str, float]:
     """A decode step against reading weights and KV at the speed of a copy. copied: GB/s."""
-    from minivllm.cli.bench import bounds
+    from minivllm.bench.parts import bounds
 
     decoder = engine.client.core.executor.worker.runner.decoder
     step = statistics.median(decode_steps(engine, batch, context, steps))
@@ -244,7 +244,7 @@ def device_busy_milliseconds(engine: Any, batch: int, context: int, steps: int) 
     """Time per decode step in which the device runs kernels or copies, by the profiler; None on a CPU."""
     if not torch.cuda.is_available():
         return None
-    from minivllm.cli.bench.parts import start_decoding, time_steps
+    from minivllm.bench.parts.parts import start_decoding, time_steps
 
     start_decoding(engine, batch, context, steps + 13)
     time_steps(engine, (), 5)
@@ -261,9 +261,9 @@ def device_busy_milliseconds(engine: Any, batch: int, context: int, steps: int) 
 
 def llama_8b(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
     """Llama-3.1-8B's shape: decode of 1 request and of 64 against a copy, prefill, host gap, recompilations."""
-    from minivllm.cli.bench import bounds
-    from minivllm.cli.bench.hardware import matmul_peak
-    from minivllm.cli.bench.roofline import prefill_seconds
+    from minivllm.bench.parts import bounds
+    from minivllm.bench.parts.hardware import matmul_peak
+    from minivllm.bench.parts.roofline import prefill_seconds
 
     copied = copy_bandwidth(device, tiny)["gb_per_second"]
     steps, context, prompt = (4, 20, 30) if tiny else (60, 512, 2048)
@@ -282,7 +282,7 @@ def llama_8b(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
         flops = bounds.prefill_flops(core.executor.worker.runner.decoder.config, prompt)
         peak = matmul_peak(device, torch.bfloat16, 64 if tiny else 8192)
         results["prefill"] = {"tokens": prompt, "seconds": seconds, "share_of_matmul_peak": flops / seconds / peak}
-        results["recompilations"] = core.num_recompilations()
+        results["recompilations"] = core.executor.num_recompilations()
     return results
 
 
@@ -306,7 +306,7 @@ def nano_256(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
         seconds = time.perf_counter() - began
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         assert tokens == sum(one.max_tokens or 0 for one in params)
-        recompilations = engine.client.core.num_recompilations()
+        recompilations = engine.client.core.executor.num_recompilations()
     return {"output_tokens": tokens, "seconds": seconds, "output_tokens_per_second": tokens / seconds} | {
         "recompilations": recompilations
     }
@@ -325,8 +325,8 @@ def variants(device: torch.device, tiny: bool, save: Save, changes: dict[str, di
                     f"batch_{batch}": decode_figures(engine, batch, context, steps, copied)
                     for batch in ((1,) if tiny else (1, 64))
                 } | {
-                    "kv_cache_blocks": core.executor.worker.runner.limits.num_pages,
-                    "recompilations": core.num_recompilations(),
+                    "kv_cache_blocks": core.executor.worker.runner.limits.num_blocks,
+                    "recompilations": core.executor.num_recompilations(),
                 }
         except Exception as error:
             results[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
@@ -382,7 +382,7 @@ def speculation(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
                 "seconds": time.perf_counter() - began,
                 "steps": engine.stats().num_steps - before,
                 "token_ids": list(output.outputs[0].token_ids),
-                "recompilations": engine.client.core.num_recompilations(),
+                "recompilations": engine.client.core.executor.num_recompilations(),
             }
     tokens = [results[name].pop("token_ids") for name in ("none", "ngram")]
     results["tokens_in_common"] = sum(a == b for a, b in zip(*tokens)) / len(tokens[0])

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from paged_case import make_case, reference, run_decode, run_prefill
 
 from kernels_triton_free.attention import paged_flex_attention
+from tests.gpu.paged_case import make_case, reference, run_decode, run_prefill
 
 pytestmark = [
     pytest.mark.gpu,

@@ -89,7 +89,7 @@ def test_every_graph_mode_gives_the_tokens_of_uncompiled(config_directory: Path,
         graphs = llm.llm_engine.client.core.executor.worker.runner.graphs
         kinds = set() if graphs is None else {choice.kind for choice in graphs.num_replays}
         assert kinds == {name for name in ("full", "piecewise") if name in mode}
-        assert llm.llm_engine.client.core.num_recompilations() == 0
+        assert llm.llm_engine.client.core.executor.num_recompilations() == 0
 
 
 def test_graphs_are_captured_anew_after_a_sleep(config_directory: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_head_that_guesses_changes_no_token(config_directory: Path, tmp_path: 
     with make_llm(config_directory, dtype="float32", speculative_config=speculation, **limits) as llm:
         assert greedy(llm, prompts) == expected
         assert llm.get_metrics().num_draft_tokens > 0
-        assert llm.llm_engine.client.core.num_recompilations() == 0
+        assert llm.llm_engine.client.core.executor.num_recompilations() == 0
 
 
 @pytest.mark.parametrize("method", [{"method": "ngram"}, {"method": "early_exit", "num_layers": 1}], ids=str)
@@ -177,7 +177,7 @@ def test_speculation_changes_no_token(config_directory: Path, method: dict[str, 
     speculative = {**method, "num_speculative_tokens": 3}
     with make_llm(config_directory, dtype="float32", max_num_seqs=16, speculative_config=speculative) as llm:
         assert greedy(llm, prompts) == expected
-        assert llm.llm_engine.client.core.num_recompilations() == 0
+        assert llm.llm_engine.client.core.executor.num_recompilations() == 0
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_e4m3", "fp8_e5m2"])
@@ -192,7 +192,7 @@ def test_compiled_equals_uncompiled_over_pages_of_fewer_bits(config_directory: P
         expected = [tokens[0] for tokens in greedy(llm, prompts)]
     with make_llm(config_directory, **arguments) as llm:
         got = [tokens[0] for tokens in greedy(llm, prompts)]
-        assert {cache.k.element_size() for cache in llm.llm_engine.client.core.executor.worker.runner.caches} == {
+        assert {cache.k.element_size() for cache in llm.llm_engine.client.core.executor.worker.runner.model.caches} == {
             2 if kv_cache_dtype == "bfloat16" else 1
         }
     assert sum(a == b for a, b in zip(got, expected)) >= 14
@@ -214,11 +214,11 @@ def test_nothing_compiles_after_warm_up(config_directory: Path) -> None:
                 started += 1
             engine.step()
             steps += 1
-        assert core.num_recompilations() == 0
+        assert core.executor.num_recompilations() == 0
 
 
 def test_a_place_written_twice_before_a_flush_holds_the_last_value() -> None:
-    from minivllm.worker.device_buffers import MirroredTable
+    from minivllm.device.buffers import MirroredTable
 
     choose = np.random.default_rng(0)
     table = MirroredTable(64, 512, torch.device("cuda"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minivllm.models.linear import LinearMethod
-from minivllm.quantization.choose import DeviceTraits
-from minivllm.quantization.cuda_methods import DequantizedGroupLinear, DequantizedInt8Linear, Float8Linear
-from minivllm.quantization.rounding import round_to_float8_rows, round_to_groups, round_to_int8_rows
+from minivllm.device.policy import DevicePolicy
+from minivllm.linear.cuda_methods import DequantizedGroupLinear, DequantizedInt8Linear, Float8Linear
+from minivllm.linear.layer import LinearMethod
+from minivllm.linear.rounding import round_to_float8_rows, round_to_groups, round_to_int8_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16 = torch.bfloat16
@@ -25,7 +25,7 @@ def restored(method: LinearMethod, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 2, 17, 128])
 @pytest.mark.parametrize("method", [DequantizedInt8Linear(BF16), DequantizedGroupLinear(32, 4, BF16), Float8Linear()])
 def test_products_equal_float64_over_the_rounded_weight(method: LinearMethod, rows: int, compiled: bool) -> None:
-    if isinstance(method, Float8Linear) and not DeviceTraits.of(torch.device("cuda")).multiplies_float8:
+    if isinstance(method, Float8Linear) and not DevicePolicy.of(torch.device("cuda")).multiplies_float8:
         pytest.skip("this GPU has no float8 products")
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(256, 512, generator=generator).to(BF16).cuda()

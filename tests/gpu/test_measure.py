@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import run_steps
 import torch
-from run_steps import STEPS, Step, run_step
 
-from minivllm.worker.compiler import cannot_compile_reason
+from minivllm.compilation.compiler import cannot_compile_reason
+from tests.gpu import run_steps
+from tests.gpu.run_steps import STEPS, Step, run_step
 
 REASON = cannot_compile_reason(torch.device("cpu"))
 

@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from attention_cases import AttentionCase, TileShape, assert_attends, random_case
 from torch import Tensor
 
 from kernels_triton_free.attention import (
@@ -19,7 +18,8 @@ from kernels_triton_free.attention import (
     paged_flex_attention,
     unpack_tiles,
 )
-from minivllm.worker.compiler import cannot_compile_reason
+from minivllm.compilation.compiler import cannot_compile_reason
+from tests.kernels.attention_cases import AttentionCase, TileShape, assert_attends, random_case
 
 CPU_OPTIONS = {"PARTITION_SIZE": 1}
 needs_compiler = pytest.mark.skipif(

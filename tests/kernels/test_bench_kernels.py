@@ -27,7 +27,7 @@ from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_lin
 from kernels_triton_free.norm import add_rms_norm, rms_norm
 from kernels_triton_free.paged_cache import copy_pages, gather_pages, write_kv
 from kernels_triton_free.rotary import apply_rotary, default_frequencies, rotary_table
-from minivllm.worker.compiler import cannot_compile_reason
+from minivllm.compilation.compiler import cannot_compile_reason
 
 HIDDEN, INNER, KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 576, 1536, 3, 3, 64, 64
 REQUESTS, PROMPT, PAGES_PER_REQUEST, TILE_SIZE = 16, 512, 8, 32

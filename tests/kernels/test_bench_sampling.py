@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from kernels_triton_free.penalties import apply_penalties
-from kernels_triton_free.sampling import (
+from kernels_triton_free.sampling.draw import (
     draw_from_candidates,
     draw_from_vocabulary,
     scale_by_temperature,
     token_logprobs,
     top_candidates,
 )
-from kernels_triton_free.sampling_noise import gumbel_noise
+from kernels_triton_free.sampling.noise import gumbel_noise
+from kernels_triton_free.sampling.penalties import apply_penalties
 
 ROWS, VOCAB_SIZE = 16, 49_152
 

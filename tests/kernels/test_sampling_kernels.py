@@ -14,9 +14,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kernels_triton_free import sampling_noise
-from kernels_triton_free.penalties import apply_penalties
-from kernels_triton_free.sampling import (
+from kernels_triton_free.sampling import noise as sampling_noise
+from kernels_triton_free.sampling.draw import (
     draw_from_candidates,
     draw_from_vocabulary,
     likeliest,
@@ -25,7 +24,8 @@ from kernels_triton_free.sampling import (
     top_candidates,
     truncation_threshold,
 )
-from kernels_triton_free.sampling_noise import gumbel_noise, gumbel_noise_at, noise_bits, row_keys
+from kernels_triton_free.sampling.noise import gumbel_noise, gumbel_noise_at, noise_bits, row_keys
+from kernels_triton_free.sampling.penalties import apply_penalties
 
 WORD = 0xFFFFFFFF
 INT64 = st.integers(-(2**63), 2**63 - 1)

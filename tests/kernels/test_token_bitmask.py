@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels_triton_free.token_bitmask import apply_token_bitmask_, bitmask_words
+from kernels_triton_free.sampling.token_bitmask import apply_token_bitmask_, bitmask_words
 
 SIZES = [1, 31, 32, 33, 416, 1000]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from lora_adapters import TinyModel, linear_shapes, random_matrices, write_adapter
 from torch import Tensor
 
 from minivllm.errors import RequestError
 from minivllm.lora.checkpoint import Adapter, load_adapter
+from tests.lora.lora_adapters import TinyModel, linear_shapes, random_matrices, write_adapter
 
 Matrices = dict[str, Tensor]
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from lora_adapters import TinyModel, merged_logprobs, merged_model, merged_tokens, random_adapter
-from parity_reference import assert_pool_unused, random_prompts, runner_of, tiny_llm, tokens_of
 
 from minivllm import LLM, LoRARequest, SamplingParams
-from minivllm.frontend.outputs import RequestOutput
+from minivllm.processing.outputs import RequestOutput
+from tests.lora.lora_adapters import TinyModel, merged_logprobs, merged_model, merged_tokens, random_adapter
+from tests.parity_reference import assert_pool_unused, random_prompts, runner_of, tiny_llm, tokens_of
 
 MAX_TOKENS = 8
 Adapters = list[LoRARequest | None]
@@ -100,7 +100,7 @@ def test_adding_adapters_compiles_nothing(tiny_model: TinyModel, tmp_path: Path)
             outputs = run_mixed(llm, prompts[:count], adapters[:count])
             for output, prompt, adapter in zip(outputs, prompts, adapters):
                 assert output.outputs[0].token_ids == merged_tokens(model, adapter, prompt, MAX_TOKENS), adapter
-        assert llm.llm_engine.client.core.num_recompilations() == 0  # type: ignore[attr-defined]
+        assert llm.llm_engine.client.core.executor.num_recompilations() == 0  # type: ignore[attr-defined]
 
 
 def test_completions_of_one_prompt_share_its_adapter(tiny_model: TinyModel, tmp_path: Path) -> None:

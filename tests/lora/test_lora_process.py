@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from lora_adapters import TinyModel, merged_tokens, random_adapter
-from parity_reference import random_prompts
 
 from minivllm import EngineArgs, LoRARequest, SamplingParams
 from minivllm.errors import RequestError
 from minivllm.frontend.async_llm import AsyncLLM
+from tests.lora.lora_adapters import TinyModel, merged_tokens, random_adapter
+from tests.parity_reference import random_prompts
 
 
 def test_adapters_come_and_go_while_others_stream(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lora_adapters import TinyModel, merged_tokens, random_adapter
-from parity_reference import BLOCK_SIZE, assert_pool_unused, random_prompts, tiny_llm
 
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.errors import ConfigError, RequestError
 from minivllm.lora.registry import PATIENCE, AdapterAdmission
 from minivllm.messages import EngineRequest
 from minivllm.request import Request
+from tests.lora.lora_adapters import TinyModel, merged_tokens, random_adapter
+from tests.parity_reference import BLOCK_SIZE, assert_pool_unused, random_prompts, tiny_llm
 
 MAX_TOKENS = 6
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
@@ -212,16 +212,16 @@ def test_no_arrangement_exceeds_the_slots_or_starves_anyone(
         if not originals & set(waiting):
             break
         # Requests for adapters that run already never stop arriving.
-        used = sorted({request.lora.name for request in running if request.lora is not None})
+        used = sorted({lora.name for request in running if (lora := request.engine_request.lora) is not None})
         waiting += [waiting_request(1000 + step, int(name[1:])) for name in used]
         admission.begin_step()
         for request in list(waiting):
             if len(running) < 8 and admission.may_run(request, running):
                 for other in waiting[: waiting.index(request)]:
-                    overtaken[other] = overtaken.get(other, 0) + (request.lora is not None)
+                    overtaken[other] = overtaken.get(other, 0) + (request.engine_request.lora is not None)
                 waiting.remove(request)
                 running.append(request)
-        names = {request.lora.name for request in running if request.lora is not None}
+        names = {request.engine_request.lora for request in running} - {None}
         assert len(names) <= max_loras
         if running:
             running.remove(data.draw(st.sampled_from(running), label="finishes") if step < 40 else running[0])

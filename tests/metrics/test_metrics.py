@@ -9,10 +9,10 @@ from importlib.resources import files
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from minivllm.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.messages import SchedulerStats
 from minivllm.metrics.console import StatusLine
 from minivllm.metrics.prometheus import MAX_DRAFT_POSITIONS, ServerMetrics
+from minivllm.processing.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 
 def values_of(metrics: ServerMetrics) -> dict[str, float]:

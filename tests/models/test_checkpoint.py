@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_models import write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from model_families import FAMILIES
 from safetensors.torch import load_file, save_file
 
+from minivllm.checkpoints.checkpoint import expected_shapes, iterate_weights
+from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
-from minivllm.models.checkpoint import expected_shapes, iterate_weights
 from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.hf_config import read_decoder_config
+from tests.gguf_models import write_gguf
+from tests.model_families import FAMILIES
 
 TinyModel = Callable[..., Path]
 

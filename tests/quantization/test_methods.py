@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.quantized_linear import INT4_MAX_ROWS, can_multiply_int4
-from minivllm.models.linear import Linear, LinearMethod, PackedLinear, Shard
-from minivllm.models.quantized_weight import Float8Weight, GroupedWeight, RestoredWeight, stack
-from minivllm.quantization.cpu_methods import Int4Linear, Int8Linear
-from minivllm.quantization.cuda_methods import DequantizedGroupLinear, DequantizedInt8Linear, Float8Linear
-from minivllm.quantization.rounding import round_to_float8_rows, round_to_groups, round_to_int8_rows
+from minivllm.linear.cpu_methods import Int4Linear, Int8Linear
+from minivllm.linear.cuda_methods import DequantizedGroupLinear, DequantizedInt8Linear, Float8Linear
+from minivllm.linear.layer import Linear, LinearMethod, PackedLinear, Shard
+from minivllm.linear.rounding import round_to_float8_rows, round_to_groups, round_to_int8_rows
+from minivllm.linear.stored_weight import Float8Weight, GroupedWeight, RestoredWeight, stack
 
 needs_int4 = pytest.mark.skipif(not can_multiply_int4(), reason="this CPU's order of 4-bit weights is not known")
 BIASES = pytest.mark.parametrize("has_bias", [False, True])

@@ -8,14 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from minivllm.messages import (
-    EngineRequest,
-    FinishReason,
-    ModelRunnerOutput,
-    NewRequestData,
-    PositionLogprobs,
-    SchedulerOutput,
-)
+from minivllm.messages import EngineRequest, FinishReason, ModelRunnerOutput, PositionLogprobs, SchedulerOutput
 from minivllm.sampling_params import SamplingParams
 
 VOCAB_SIZE = 5
@@ -47,7 +40,7 @@ def reference_generation(request: EngineRequest, max_model_len: int) -> tuple[li
 class KnownRequest:
     """One request as the worker sees it; ``table`` is None while it is preempted."""
 
-    data: NewRequestData
+    data: EngineRequest
     token_ids: list[int]
     num_computed_tokens: int
     table: list[int] | None
@@ -101,12 +94,14 @@ class SimulatedWorker:
         for request_id in step.preempted_request_ids:
             assert self.requests[request_id].table is not None
             self.requests[request_id].table = None
-        entered = list(step.new_requests) + [entry for entry in step.cached_requests if entry.resumed]
+        entered = [(new.request.request_id, new.num_computed_tokens) for new in step.new_requests]
+        entered += [(entry.request_id, entry.num_computed_tokens) for entry in step.cached_requests if entry.resumed]
         assert not (step.preempted_request_ids and entered), "a preemption admits nobody in the same step"
-        for data in step.new_requests:
+        for new in step.new_requests:
+            data = new.request
             assert data.request_id not in self.requests and data.request_id not in self.finished
             self.requests[data.request_id] = KnownRequest(
-                data, list(data.prompt_token_ids), data.num_computed_tokens, list(data.block_ids[0]), self.num_steps
+                data, list(data.prompt_token_ids), new.num_computed_tokens, list(new.block_ids[0]), self.num_steps
             )
         for difference in step.cached_requests:
             request = self.requests[difference.request_id]
@@ -119,8 +114,8 @@ class SimulatedWorker:
                 assert request.table is not None
                 request.table += difference.new_block_ids[0]
             request.num_computed_tokens = difference.num_computed_tokens
-        for entry in entered:
-            assert entry.num_computed_tokens <= len(self.requests[entry.request_id].token_ids) - 1
+        for request_id, num_computed_tokens in entered:
+            assert num_computed_tokens <= len(self.requests[request_id].token_ids) - 1
         assert sum(request.table is not None for request in self.requests.values()) <= self.max_num_seqs
 
     def _slot(self, request: KnownRequest, position: int) -> int:

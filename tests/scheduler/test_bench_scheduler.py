@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from simulated_worker import make_engine_request
 
 from minivllm.config import SchedulerConfig
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput
 from minivllm.request import Request
 from minivllm.scheduler.scheduler import Scheduler
+from tests.scheduler.simulated_worker import make_engine_request
 
 
 @pytest.mark.parametrize("num_running", [64, 256])

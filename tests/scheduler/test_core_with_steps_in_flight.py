@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_worker import VOCAB_SIZE, SimulatedWorker, make_engine_request, reference_generation
 
 from minivllm.config import CacheConfig, EngineConfig, SchedulerConfig
+from minivllm.engine.administration import Administration
 from minivllm.engine.core import EngineCore
 from minivllm.errors import RequestError
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason, ModelRunnerOutput, SchedulerOutput, TokenMasks
+from tests.scheduler.simulated_worker import VOCAB_SIZE, SimulatedWorker, make_engine_request, reference_generation
 
 MAX_MODEL_LEN = 16
 BLOCK_SIZE = 2
@@ -159,7 +160,7 @@ def test_a_late_stop_costs_one_token_and_the_length_none(is_async: bool) -> None
     for request in (endless, stopped):
         core.add_request(request)
         run_dry(core, received)
-        core.reset_prefix_cache()
+        Administration(core).reset_prefix_cache()
         assert_answer(request, received[request.request_id])
     assert num_computed(executor, "endless") == 3 + 8 - 1
     assert num_computed(executor, "stopped") == 3 + (stop + 1) - 1 + is_async
@@ -184,7 +185,7 @@ def test_whoever_ends_leaves_at_most_one_step_behind_and_the_workers_hear_of_it_
         assert len(received.get(f"r{phase}", [])) == num_outputs == phase
         assert sum(f"r{phase}" in step.num_scheduled_tokens for step in executor.steps) == phase + (phase > 0)
         assert executor.worker.finished == [f"r{phase}", f"later{phase}"]
-        core.check_integrity()
+        core.scheduler.check_integrity()
     core.shutdown()
 
 
@@ -209,11 +210,11 @@ def test_calls_about_the_whole_model_wait_for_steps_in_flight() -> None:
     core.add_request(make_engine_request("r", [1, 2], max_tokens=9))
     core.step()
     with pytest.raises(RequestError, match="1 requests are unfinished"):
-        core.sleep()
+        Administration(core).sleep()
     assert executor.calls == []
     core.abort_requests(["r"])
     assert core.has_work() and not core.has_unfinished_requests()
-    core.sleep()
+    Administration(core).sleep()
     assert executor.calls == [("sleep", (1,))]
     assert not core.has_work() and executor.worker.requests == {}
     core.shutdown()
@@ -264,14 +265,14 @@ def test_any_life_of_many_requests_gives_every_one_what_it_would_get_alone(
         core.add_request(request)
         for _ in range(random.randrange(4)):
             take(core.step(), received)
-            core.check_integrity()
+            core.scheduler.check_integrity()
         if random.random() < 0.2:
             victim = random.choice(list(given_requests))
             if victim in core.scheduler.requests:
                 aborted.add(victim)
             core.abort_requests([victim])
     run_dry(core, received)
-    core.check_integrity()
+    core.scheduler.check_integrity()
     for request_id, request in given_requests.items():
         outputs = received.get(request_id, [])
         if request_id in aborted:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from simulated_worker import SimulatedWorker, make_engine_request, next_token, reference_generation
 
 from minivllm.config import SchedulerConfig
 from minivllm.errors import RequestError
@@ -19,6 +18,7 @@ from minivllm.messages import (
 )
 from minivllm.request import Request, RequestStatus
 from minivllm.scheduler.scheduler import NUM_RECENT_STEPS, Scheduler
+from tests.scheduler.simulated_worker import SimulatedWorker, make_engine_request, next_token, reference_generation
 
 
 class Engine:
@@ -159,13 +159,55 @@ def engine_about_to_preempt() -> tuple[Engine, Request]:
     engine = Engine(
         num_blocks=10, block_size=2, max_num_batched_tokens=12, long_prefill_token_threshold=4, policy="priority"
     )
-    engine.add("Low", distinct(14), max_tokens=1, priority=5)
+    engine.add("Low", distinct(12), max_tokens=1, priority=5)
     engine.step()
     low = engine.scheduler.requests["Low"]
     engine.add("High", distinct(4, 50), max_tokens=4, priority=-5)
     engine.add("Mid", distinct(1, 90), max_tokens=4)
     assert engine.step()[0].num_scheduled_tokens == {"Low": 4, "High": 4, "Mid": 1}
     return engine, low
+
+
+def test_a_prompt_waits_until_the_cache_has_room_for_all_of_it() -> None:
+    engine = Engine(num_blocks=11, block_size=2, max_num_batched_tokens=4)
+    engine.add("R1", distinct(3), max_tokens=9)
+    engine.add("R2", distinct(16, 50), max_tokens=1)
+    steps = []
+    while engine.scheduler.has_requests():
+        steps.append(engine.step()[0])
+    assert steps[0].num_scheduled_tokens == {"R1": 3, "R2": 1}, "8 blocks of 10 are enough beside 2"
+    engine = Engine(num_blocks=10, block_size=2, max_num_batched_tokens=4)
+    engine.add("R1", distinct(3), max_tokens=9)
+    engine.add("R2", distinct(16, 50), max_tokens=1)
+    assert engine.step()[0].num_scheduled_tokens == {"R1": 3}, "7 blocks are free, the prompt takes 8"
+    while "R1" in engine.scheduler.requests:
+        assert "R2" not in engine.step()[0].num_scheduled_tokens
+    engine.finish()
+    assert engine.scheduler.stats().num_preemptions == 0
+
+
+def test_a_prompt_under_way_keeps_the_blocks_for_its_rest() -> None:
+    engine = Engine(num_blocks=11, block_size=2, max_num_batched_tokens=8, long_prefill_token_threshold=4)
+    engine.add("R1", distinct(12), max_tokens=1)
+    engine.add("R2", distinct(10, 50), max_tokens=1)
+    assert engine.step()[0].num_scheduled_tokens == {"R1": 4}, "R1 takes 6 blocks of 10 in the end, R2 would take 5"
+    engine.add("R3", distinct(8, 90), max_tokens=1)
+    engine.scheduler.abort_requests(["R2"])
+    assert engine.step()[0].num_scheduled_tokens == {"R1": 4, "R3": 4}
+
+
+def test_a_resumed_request_needs_room_for_its_answer_so_far_as_well() -> None:
+    engine = Engine(num_blocks=6, block_size=2)
+    engine.add("R1", distinct(4), max_tokens=6)
+    engine.add("R2", distinct(4, 50), max_tokens=2)
+    planned, _ = engine.step()
+    assert planned.num_scheduled_tokens == {"R1": 4, "R2": 4}
+    while not planned.preempted_request_ids:
+        planned, _ = engine.step()
+    assert planned.preempted_request_ids == ["R2"], "R1 grows into the last block"
+    while "R1" in engine.scheduler.requests:
+        assert "R2" not in engine.step()[0].num_scheduled_tokens, "3 blocks for 5 known tokens, of which 2 are free"
+    engine.finish()
 
 
 def test_priority_preempts_the_worst_even_if_it_was_already_scheduled_in_this_step() -> None:
@@ -320,7 +362,9 @@ def test_an_id_can_be_used_again_after_an_abort_even_in_flight() -> None:
     results = ModelRunnerOutput(sampled_token_ids={"R1": [1]})
     assert engine.scheduler.update_from_output(planned, results) == []
     planned = engine.scheduler.schedule()
-    assert planned.finished_request_ids == ["R1"] and planned.new_requests[0].prompt_token_ids == distinct(3, 30)
+    assert planned.finished_request_ids == ["R1"] and planned.new_requests[0].request.prompt_token_ids == distinct(
+        3, 30
+    )
 
 
 def test_two_unfinished_requests_cannot_share_an_id() -> None:

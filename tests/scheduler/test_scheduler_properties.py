@@ -10,16 +10,23 @@ from collections import deque
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulated_worker import VOCAB_SIZE, SimulatedWorker, make_engine_request, next_token, reference_generation
 
+from minivllm.cli.trace.command import Workload, simulated_steps
 from minivllm.config import SchedulerConfig
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import EngineOutput, EngineRequest, EventType, FinishReason, ModelRunnerOutput, SchedulerOutput
 from minivllm.request import Request, RequestStatus
 from minivllm.scheduler.scheduler import Scheduler
+from tests.scheduler.simulated_worker import (
+    VOCAB_SIZE,
+    SimulatedWorker,
+    make_engine_request,
+    next_token,
+    reference_generation,
+)
 
 MAX_MODEL_LEN = 16
 
@@ -137,6 +144,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         idle = not self.in_flight
         ready = any(request.status is not RequestStatus.BLOCKED for request in self.scheduler.requests.values())
         step = self.scheduler.schedule()
+        if step.new_requests or any(entry.resumed for entry in step.cached_requests):
+            missing = sum(self.manager.num_missing_blocks(request) for request in self.scheduler.running)
+            assert missing <= self.manager.pool.num_free_blocks, "somebody was admitted whose prompt has no room"
         assert step.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
         assert step.num_scheduled_tokens or not (idle and ready), "a step made no progress"
         if self.config.long_prefill_token_threshold:
@@ -337,6 +347,45 @@ def test_busy_lives_keep_every_invariant(seed: int) -> None:
 def test_long_busy_lives_keep_every_invariant(seed: int) -> None:
     life = busy_life(seed, num_actions=2000)
     assert not life.scheduler.has_requests() and not life.worker.requests
+
+
+@given(
+    prompts=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    arrivals=st.lists(st.integers(0, 12), min_size=12, max_size=12),
+    budget=st.integers(1, 24),
+    threshold=st.integers(0, 8),
+    block_size=st.integers(1, 4),
+    num_spare_blocks=st.integers(0, 30),
+    policy=st.sampled_from(["fcfs", "priority"]),
+)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_only_the_growth_of_answers_preempts(
+    prompts: list[int],
+    arrivals: list[int],
+    budget: int,
+    threshold: int,
+    block_size: int,
+    num_spare_blocks: int,
+    policy: str,
+) -> None:
+    """Requests that want one token each have no answer that could grow: none is preempted, however small the cache."""
+    steps = list(
+        simulated_steps(
+            Workload(
+                budget=budget,
+                prompt_lens=prompts,
+                max_tokens=1,
+                block_size=block_size,
+                num_blocks=1 + -(-max(prompts) // block_size) + num_spare_blocks,
+                policy=policy,
+                priorities=[place % 3 for place in range(len(prompts))] if policy == "priority" else (),
+                arrivals=arrivals[: len(prompts)],
+                threshold=threshold,
+            )
+        )
+    )
+    assert not any(step.preempted for step in steps)
+    assert sum(sum(step.num_scheduled_tokens.values()) for step in steps) == sum(prompts)
 
 
 def test_busy_lives_do_meet_preemptions_and_prefix_hits() -> None:

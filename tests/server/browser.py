@@ -17,6 +17,9 @@ FLAGS = (
     *("--disable-component-update", "--disable-sync", "--remote-debugging-pipe", "--window-size=1400,900"),
 )
 
+KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
+"""Windows key codes, and what a key types."""
+
 
 class Browser:
     """One page. errors: uncaught exceptions, violations of the security policy and failures that the console tells.
@@ -70,10 +73,10 @@ class Browser:
         """What a JavaScript expression gives."""
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
-    def wait_for(self, expression: str, seconds: float = 30.0) -> None:
+    def wait_for(self, expression: str, seconds: float = 15.0) -> None:
         """Wait for a JavaScript expression that must become true; fails if it does not."""
         end = time.monotonic() + seconds
-        while not self.value(expression):
+        while not self.value(f"Boolean({expression})"):
             assert time.monotonic() < end, f"{expression} never came true; errors: {self.errors}"
             time.sleep(0.02)
 
@@ -84,6 +87,23 @@ class Browser:
 
     def press(self, element_id: str) -> None:
         self.value(f"document.getElementById({element_id!r}).click()")
+
+    def type(self, text: str) -> None:
+        """Text to whatever has the focus."""
+        self.call("Input.insertText", text=text)
+
+    def key(self, name: str, shift: bool = False) -> None:
+        """Press and release one of KEYS."""
+        code, text = KEYS[name]
+        pressed = {"key": name, "code": name, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
+        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **pressed)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **pressed)
+
+    def look(self, width: int, height: int, scheme: str, is_phone: bool = False) -> None:
+        """Be a screen of this size [CSS pixels] whose owner prefers ``scheme``, "dark" or "light"."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 2 if is_phone else 1, "mobile": is_phone}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))

@@ -4,7 +4,7 @@ The engine process is the mock of tests/mock_engine.py (real scheduler, sockets 
 comes from a third process. Besides the rate on the clock it tells the tokens per second of CPU time of the API process
 alone, which does not depend on what else the machine does.
 
-As a program: ``python tests/server/capacity.py --streams 32 --tokens 256``.
+As a program: ``python -m tests.server.capacity --streams 32 --tokens 256``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from mock_engine import COMMAND, VOCAB_SIZE
-from model_families import save_word_tokenizer
-from serving import serve_in_thread
-
-from minivllm.cli.bench.report import read_report
+from minivllm.bench.reports.report import read_report
 from minivllm.config import EngineArgs
-from minivllm.engine.async_client import AsyncProcessClient
-from minivllm.engine.connection import EngineConnection
+from minivllm.engine_process.async_client import AsyncProcessClient
+from minivllm.engine_process.connection import EngineConnection
 from minivllm.frontend.async_llm import AsyncLLM
-from minivllm.frontend.tokenizer import load_tokenizer
+from minivllm.tokenizer.tokenizer import load_tokenizer
+from tests.mock_engine import COMMAND, VOCAB_SIZE
+from tests.model_families import save_word_tokenizer
+from tests.server.serving import serve_in_thread
 
 
 @dataclass(frozen=True)

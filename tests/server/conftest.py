@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import openai
 import pytest
-from serving import ScriptedCore, Scripts, Served, ServedCore, serve_in_thread, served
 
-from minivllm import EngineArgs, LoRARequest
+from minivllm import EngineArgs
 from minivllm.frontend.async_llm import AsyncLLM
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "lora"))
-
-from lora_adapters import random_adapter
+from tests.lora.lora_adapters import random_adapter
+from tests.server.serving import RealServer, ScriptedCore, Scripts, ServedCore, serve_in_thread, served
 
 
 @pytest.fixture(scope="session")
@@ -43,20 +38,6 @@ TOOL_TEMPLATE = """{%- for tool in tools or [] %}{{ tool.function | tojson }}{% 
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
 {% endfor %}<|im_start|>assistant
 """
-
-
-@dataclass
-class RealServer:
-    """A server in front of a real engine process. adapters: the first is served, the others lie in ``directory``."""
-
-    served: Served
-    model: Path
-    directory: Path
-    adapters: list[LoRARequest]
-
-    @property
-    def url(self) -> str:
-        return self.served.url
 
 
 @pytest.fixture(scope="session")

@@ -8,15 +8,16 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from minivllm import LoRARequest
 from minivllm.config import CacheConfig, EngineConfig, SchedulerConfig
 from minivllm.errors import EngineDeadError
 from minivllm.frontend.async_llm import AsyncLLM
-from minivllm.frontend.tokenizer import Tokenizer, load_tokenizer
 from minivllm.messages import (
     EngineEvent,
     EngineOutput,
@@ -28,7 +29,8 @@ from minivllm.messages import (
     SchedulerStats,
 )
 from minivllm.server.run import ServerRun, listen
-from minivllm.server.settings import ServerSettings
+from minivllm.server.service.settings import ServerSettings
+from minivllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 EOS = 1
 VOCAB_SIZE = 384
@@ -57,7 +59,9 @@ class ScriptedCore:
             seed=0,
             enforce_eager=True,
             cache=CacheConfig(),
-            scheduler=SchedulerConfig(max_model_len=max_model_len, max_num_seqs=max_num_seqs, policy="priority"),
+            scheduler=SchedulerConfig(
+                max_model_len=max_model_len, max_num_seqs=max_num_seqs, policy="priority", has_priorities=True
+            ),
         )
         self.script = script
         self.step_seconds = 0.0
@@ -205,6 +209,20 @@ class ServedCore(Served):
     """A running server with a scripted core below it."""
 
     core: ScriptedCore
+
+
+@dataclass
+class RealServer:
+    """A server in front of a real engine process. adapters: the first is served, the others lie in ``directory``."""
+
+    served: Served
+    model: Path
+    directory: Path
+    adapters: list[LoRARequest]
+
+    @property
+    def url(self) -> str:
+        return self.served.url
 
 
 @contextmanager

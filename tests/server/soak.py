@@ -1,6 +1,6 @@
 """Many streams at once through the real server and engine process, with aborts, errors and preemptions: what is left?
 
-As a program: ``python tests/server/soak.py --requests 5000 --compiled [--model smollm2]`` reports counts and memory.
+As a program: ``python -m tests.server.soak --requests 5000 --compiled [--model smollm2]`` reports counts and memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 
 import httpx
 import psutil
-from serving import Served, serve_in_thread
 
 from minivllm.config import EngineArgs
 from minivllm.frontend.async_llm import AsyncLLM
+from tests.server.serving import Served, serve_in_thread
 
 NUM_CASES = 24
 CONCURRENCY = 32

@@ -12,16 +12,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import RealServer
-from lora_adapters import merged_tokens
-from parity_reference import random_prompts
-from serving import ServedCore
 
 from minivllm.errors import ConfigError
-from minivllm.frontend.tokenizer import load_tokenizer
 from minivllm.messages import LoRARequest
-from minivllm.server.models import ServedModels
-from minivllm.server.settings import ServerSettings
+from minivllm.server.service.models import ServedModels
+from minivllm.server.service.settings import ServerSettings
+from minivllm.tokenizer.tokenizer import load_tokenizer
+from tests.lora.lora_adapters import merged_tokens
+from tests.parity_reference import random_prompts
+from tests.server.serving import RealServer, ServedCore
 
 PROMPT = random_prompts((11,), seed=3)[0]
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -11,10 +11,10 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import ScriptedCore, Scripts, served
 
-from minivllm.server.admission import MAX_RETRY_AFTER, Admission, Ticket
-from minivllm.server.errors import ApiError
+from minivllm.server.limits.admission import MAX_RETRY_AFTER, Admission, Ticket
+from minivllm.server.wire.errors import ApiError
+from tests.server.serving import ScriptedCore, Scripts, served
 
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(["enter", "tokens", "start", "leave"]), st.integers(1, 12), st.integers(0, 9)),

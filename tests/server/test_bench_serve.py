@@ -14,23 +14,22 @@ from typing import Any
 
 import msgspec
 import pytest
-from capacity import measure
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import ScriptedCore, Scripts, ServedCore, served
 from typer.testing import CliRunner
 
-from minivllm.cli.bench.arrivals import arrive
-from minivllm.cli.bench.command import bench
-from minivllm.cli.bench.drive import Task
-from minivllm.cli.bench.report import Measurement, Report, make_report, read_report
-from minivllm.cli.bench.serve import keeps, parse_slo
-from minivllm.cli.bench.served_requests import LoadGenerator, ServedRecord, Target, token_times
-from minivllm.cli.bench.statistics import percentile
-from minivllm.cli.bench.workloads import make_workload
-from minivllm.cli.openai_server import server_root
+from minivllm.bench.command import bench
+from minivllm.bench.reports.report import Measurement, Report, make_report, read_report
+from minivllm.bench.reports.statistics import percentile
+from minivllm.bench.serve import keeps, parse_slo
+from minivllm.bench.sides.drive import Task
+from minivllm.bench.workloads.served_requests import LoadGenerator, ServedRecord, Target, token_times
+from minivllm.bench.workloads.workloads import arrive, make_workload
+from minivllm.cli.engine.openai_server import server_root
 from minivllm.errors import ConfigError
 from minivllm.messages import EngineRequest
+from tests.server.capacity import measure
+from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
 WORD = 40
 """A token with a visible text of its own."""
@@ -80,7 +79,7 @@ def test_a_closed_loop_keeps_its_places_full_and_never_more(endless: ServedCore,
     finally:
         endless.core.add_request = add  # type: ignore[method-assign]
     assert most == 3
-    tasks = make_workload("random:12:4:9", 300).tasks
+    tasks = make_workload("random:12:4:9", 300)
     sent = endless.core.admitted[2:]  # the first two warm up
     assert sorted(request.prompt_token_ids for request in sent) == sorted(task.prompt for task in tasks)
     assert len(samples(report, "TTFT")) == 12
@@ -275,7 +274,7 @@ def test_arrivals_have_the_rate_and_the_spread_that_were_asked_for() -> None:
     workload = make_workload("fixed:4001:1:1", 100)
 
     def gaps(text: str) -> list[float]:
-        times = [task.arrival for task in arrive(workload, text, seed=3).tasks]
+        times = [task.arrival for task in arrive(workload, text, seed=3)]
         assert times[0] == 0.0
         return [after - before for before, after in pairwise(times)]
 
@@ -287,7 +286,7 @@ def test_arrivals_have_the_rate_and_the_spread_that_were_asked_for() -> None:
         assert sum(gaps(text)) / 4000 == pytest.approx(1 / 20, rel=0.1)
         assert variation(gaps(text)) == pytest.approx(expected, rel=0.1)
     assert gaps("poisson:20") != gaps("gamma:20:0.25")
-    assert [task.arrival for task in arrive(make_workload("fixed:5:1:1", 100), "burst:2:3").tasks] == [0, 0, 3, 3, 6]
+    assert [task.arrival for task in arrive(make_workload("fixed:5:1:1", 100), "burst:2:3")] == [0, 0, 3, 3, 6]
 
 
 def test_a_trace_is_sent_at_its_own_times(endless: ServedCore, tmp_path: Path) -> None:
@@ -318,6 +317,10 @@ def test_goodput_needs_every_limit_kept() -> None:
         (["--arrivals", "gamma:1:-2"], "gamma:RATE:SHAPE"),
         (["--arrivals", "poisson:1", "--concurrency", "2"], "exclude each other"),
         (["--overload", "10", "--arrivals", "poisson:1"], "excludes --arrivals"),
+        (["--overload", "10", "--rates", "1,2"], "and --rates"),
+        (["--arrivals", "poisson:1", "--rates", "1,2"], "exclude each other"),
+        (["--rates", "4,2"], "--rates is '4,2', but must be ascending numbers"),
+        (["--rates", "1,2", "--against", "a.json"], "leave out --rates"),
         (["--endpoint", "embeddings"], "completions or chat"),
         (["--url", "localhost:8000"], "--url is 'localhost:8000'"),
         (["--url", "http://127.0.0.1:9", "--model", ""], None),
@@ -339,12 +342,12 @@ def test_a_sweep_over_rates_draws_the_curve_of_a_server(endless: ServedCore, tmp
     endless.core.admitted.clear()
     files = {name: tmp_path / f"sweep.{name}" for name in ("json", "csv", "png")}
     flags = [part for name, path in files.items() for part in (f"--{name}", str(path))]
-    command = ["sweep", "--url", endless.url, "--values", "40,400", "--workload", "fixed:6:3:5", "--repeats", "2"]
+    command = ["serve", "--url", endless.url, "--rates", "40,400", "--workload", "fixed:6:3:5", "--repeats", "2"]
     command += ["--vocab-size", "300"]
     result = CliRunner().invoke(bench, [*command, "--slo", "e2e:60000", *flags])
     assert result.exit_code == 0, result.output + repr(result.exception)
     report = read_report(files["json"])
-    assert (report.kind, report.configuration["rates"]) == ("sweep", [40, 400])
+    assert (report.kind, report.configuration["rates"]) == ("serve", "40,400")
     assert {(one.x, one.case, one.side) for one in report.measurements} == {
         (rate, f"fixed:6:3:5 at {rate}/s", "endless") for rate in (40, 400)
     }
@@ -359,19 +362,3 @@ def test_a_sweep_over_rates_draws_the_curve_of_a_server(endless: ServedCore, tmp
     assert any("rate" in note and "endless: " in note for note in report.notes)
     assert files["csv"].read_text().count("fixed:6:3:5 at 40/s,") == len(report.measurements) / 2
     assert files["png"].read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--url", "http://127.0.0.1:9", "--over", "batch"], "with --url it must be rate"),
-        (["--url", "http://127.0.0.1:9", "--vs", "transformers"], "leave them out with --url"),
-        (["--url", "http://127.0.0.1:9", "--values", "4,2"], "at least two ascending numbers"),
-        (["--url", "http://127.0.0.1:9", "--workload", "nonsense"], "nonsense"),
-        (["--url", "http://127.0.0.1:9", "--endpoint", "embeddings"], "completions or chat"),
-        (["--slo", "ttft:5"], "give its --url"),
-    ],
-)
-def test_a_mistake_in_a_sweep_gets_a_sentence(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(bench, ["sweep", *arguments])
-    assert isinstance(result.exception, ConfigError) and message in str(result.exception)

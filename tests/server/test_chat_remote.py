@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ScriptedCore, Scripts, ServedCore, served
 
-from minivllm.cli.chat_remote import RemoteSession
-from minivllm.cli.slash_commands import run_command
+from minivllm.cli.chat.chat_remote import RemoteSession
+from minivllm.cli.conversation.slash_commands import run_command
 from minivllm.errors import ModelError, RequestError
 from minivllm.sampling_params import SamplingParams
+from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
 KEY = "chat-key"
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import openai
 import pytest
-from serving import Scripts, ServedCore
+
+from tests.server.serving import Scripts, ServedCore
 
 
 @pytest.fixture

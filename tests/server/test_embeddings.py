@@ -10,10 +10,10 @@ import numpy as np
 import openai
 import pytest
 import torch
-from conftest import RealServer
-from parity_reference import random_prompts, reference_model
 
-from minivllm.frontend.tokenizer import load_tokenizer
+from minivllm.tokenizer.tokenizer import load_tokenizer
+from tests.parity_reference import random_prompts, reference_model
+from tests.server.serving import RealServer
 
 PROMPTS = random_prompts((5, 12, 3), seed=9)
 

@@ -14,11 +14,10 @@ import jsonschema
 import openai
 import pytest
 import torch
-from conftest import RealServer
-from serving import ScriptedCore, Scripts, ServedCore, served
 
 from minivllm import LogitsProcessor
-from minivllm.logits_processors import BatchUpdate
+from minivllm.sampling.logits_processors import BatchUpdate
+from tests.server.serving import RealServer, ScriptedCore, Scripts, ServedCore, served
 
 SCHEMA = {
     "type": "object",

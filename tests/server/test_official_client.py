@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import RealServer
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
-from serving import ScriptedCore, Scripts, ServedCore, served
+
+from tests.server.serving import RealServer, ScriptedCore, Scripts, ServedCore, served
 
 FULL: dict[str, Any] = {"prompt": "say:" + "a b c d " * 100, "max_tokens": 300}
 

@@ -1,4 +1,4 @@
-"""Programs that are not ours: requests exactly as ``llm`` and lm-evaluation-harness form them, and, where they are
+"""Programs that are not ours: requests as ``llm``, litellm and lm-evaluation-harness form them, and, where they are
 installed, the programs themselves.
 
 The judge of a score is transformers in float32.
@@ -18,10 +18,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from conftest import RealServer
-from parity_reference import reference_logits
 
-from minivllm.frontend.tokenizer import load_tokenizer
+from minivllm.tokenizer.tokenizer import load_tokenizer
+from tests.parity_reference import reference_logits
+from tests.server.serving import RealServer
 
 TOOLS = [
     {
@@ -86,6 +86,14 @@ def test_what_llm_sends_to_chat_is_answered(real_server: RealServer, case: str) 
         assert chunks[-1]["choices"][0]["finish_reason"] is not None
     else:
         assert response.json()["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_what_litellm_sends_back_of_an_answer_is_answered(real_server: RealServer) -> None:
+    again = {"provider_specific_fields": {"refusal": None}, "function_call": None}
+    messages = [QUESTION, {"role": "assistant", "content": "A model.", "tool_calls": None, **again}, QUESTION]
+    body = {"model": "tiny", "messages": messages, "max_tokens": 12}
+    response = httpx.post(f"{real_server.url}/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
 
 
 def test_what_llm_sends_for_a_schema_gets_an_answer_that_follows_it(real_server: RealServer) -> None:

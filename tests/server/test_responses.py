@@ -6,7 +6,10 @@ from typing import Any
 
 import openai
 import pytest
-from serving import ServedCore
+
+from tests.server.serving import ServedCore
+
+QUESTION: Any = [{"role": "user", "content": "say:well"}]
 
 
 def test_a_response_carries_the_text_and_its_settings(client: openai.OpenAI) -> None:
@@ -58,6 +61,28 @@ def test_the_length_limit_makes_a_response_incomplete(client: openai.OpenAI) -> 
     assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
 
 
+def test_nothing_is_kept_and_the_answer_says_so(client: openai.OpenAI) -> None:
+    """The client's own default is to store; what only works with a store is refused when it is asked for."""
+    response = client.responses.create(model="scripted", input="say:x", store=True)
+    assert response.to_dict()["store"] is False
+    with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported here"):
+        client.responses.create(model="scripted", input="say:x", previous_response_id=response.id)
+
+
+def test_the_output_of_a_function_may_come_in_parts(client: openai.OpenAI, server: ServedCore) -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    output: Any = {"type": "function_call_output", "call_id": "c1", "name": "f"}
+    parts: Any = [{"type": "input_text", "text": "four"}, {"type": "input_text", "text": "five"}]
+    items: Any = [{"role": "user", "content": "go"}, call, {**output, "output": parts}, *QUESTION]
+    assert client.responses.create(model="scripted", input=items).output_text == "well"
+    prompt = server.run.service.engine.tokenizer.decode(server.core.admitted[-1].prompt_token_ids, False)
+    assert "four\nfive" in prompt
+    items[2]["output"] = [{"type": "input_image", "image_url": "data:,"}]
+    with pytest.raises(openai.BadRequestError, match="at most 0 images") as raised:
+        client.responses.create(model="scripted", input=items)
+    assert raised.value.param == "input.2.output.0"
+
+
 def test_items_become_the_turns_of_a_conversation(client: openai.OpenAI, server: ServedCore) -> None:
     first = client.responses.create(model="scripted", input=[{"role": "user", "content": "say:first"}])
     turns: Any = [{"role": "user", "content": "say:first"}]
@@ -73,7 +98,6 @@ def test_items_become_the_turns_of_a_conversation(client: openai.OpenAI, server:
     ("given", "param"),
     [
         ({"previous_response_id": "resp-1"}, "previous_response_id"),
-        ({"store": True}, "store"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import ScriptedCore, Scripts, ServedCore, served
+
+from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
 KEY = "schema-key"
 CONFIGURATION = """

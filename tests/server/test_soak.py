@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from soak import engine_args, soak
+
+from tests.server.soak import engine_args, soak
 
 
 @pytest.mark.slow

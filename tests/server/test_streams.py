@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import ScriptedCore, Scripts, ServedCore, served
+
+from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
 LONG = "a b c d " * 200
 

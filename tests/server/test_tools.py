@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel
-from serving import ScriptedCore, Scripts, ServedCore, served
+
+from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
 TEMPLATE = """{%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool.function | tojson }}{% endfor %} <tool_call></tool_call> <think><|im_end|>
@@ -142,11 +146,13 @@ def test_a_named_tool_forces_its_arguments(client: openai.OpenAI, server: Served
         ask(client, "x", tool_choice="required")
 
 
-def test_required_tools_force_a_list_of_calls(client: openai.OpenAI, server: ServedCore) -> None:
+def test_required_tools_force_calls_as_the_model_writes_them(client: openai.OpenAI, server: ServedCore) -> None:
+    """The judge is jsonschema, on the arguments behind the references that moved."""
     import jsonschema
 
-    written = (
-        '[{"name": "get_weather", "parameters": {"city": "Rome"}}, {"name": "nested", "parameters": {"at": {"x": 1}}}]'
+    written = "\n".join(
+        f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        for name, arguments in (("get_weather", '{"city": "Rome"}'), ("nested", '{"at": {"x": 1}}'))
     )
     point = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
     nested = {"$defs": {"Point": point}, "type": "object", "properties": {"at": {"$ref": "#/$defs/Point"}}}
@@ -160,12 +166,84 @@ def test_required_tools_force_a_list_of_calls(client: openai.OpenAI, server: Ser
             deltas = [delta for chunk in answer for delta in chunk.choices[0].delta.tool_calls or []]
             assert "".join(delta.function.arguments for delta in deltas) == '{"city": "Rome"}{"at": {"x": 1}}'
     structured = server.core.admitted[-1].sampling_params.structured_outputs
-    assert structured is not None
-    schema = json.loads(structured.json)
-    jsonschema.validate(json.loads(written), schema)
-    for wrong in ("[]", '[{"name": "x", "parameters": {}}]', written.replace('"x": 1', '"x": "1"')):
+    assert structured is not None and structured.tool_calls is not None and structured.tool_calls.answer is None
+    [_, (_, schema, _)] = structured.tool_calls.calls
+    jsonschema.validate({"name": "nested", "arguments": {"at": {"x": 1}}}, json.loads(schema))
+    for wrong in ({}, {"name": "x", "arguments": {}}, {"name": "nested", "arguments": {"at": {"x": "1"}}}):
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(json.loads(wrong), schema)
+            jsonschema.validate(wrong, json.loads(schema))
+
+
+def test_only_allowed_tools_are_offered(client: openai.OpenAI, server: ServedCore) -> None:
+    other = {"type": "function", "function": {"name": "other", "description": "The other one."}}
+    named = [{"type": "function", "function": {"name": "get_weather"}}]
+
+    def choice(mode: str, tools: Any) -> dict[str, Any]:
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    answer = ask(client, CALL, tools=[WEATHER, other], tool_choice=choice("auto", named))
+    assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"
+    prompt = server.run.service.engine.tokenizer.decode(server.core.admitted[-1].prompt_token_ids, False)
+    assert "The weather" in prompt and "The other one" not in prompt
+    ask(client, CALL, tools=[WEATHER, other], tool_choice=choice("required", named))
+    structured = server.core.admitted[-1].sampling_params.structured_outputs
+    assert structured is not None and len(structured.tool_calls.calls) == 1
+    tools: Any = [{"type": "function", **tool["function"]} for tool in (WEATHER, other)]
+    allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "other"}]}
+    client.responses.create(model="scripted", input=f"say:{CALL}", tools=tools, tool_choice=allowed)
+    structured = server.core.admitted[-1].sampling_params.structured_outputs
+    assert structured is not None and "other" in structured.tool_calls.calls[0][1]
+    with pytest.raises(openai.BadRequestError, match="tools has only other"):
+        ask(client, "x", tools=[other], tool_choice=choice("auto", named))
+
+
+@pytest.mark.parametrize("max_tokens", range(14, 40, 5))
+def test_a_call_that_was_cut_can_be_sent_back(client: openai.OpenAI, server: ServedCore, max_tokens: int) -> None:
+    """With what the tool said to it; the model sees as much of the arguments as there is."""
+    tool: Any = {"type": "function", **WEATHER["function"], "strict": None}
+    long = CALL.replace("Paris", "Paris by the Seine in France, which is in Europe")
+    first = client.responses.create(
+        model="scripted", input=f"say:{long}", tools=[tool], max_output_tokens=max_tokens + 20
+    )
+    [item] = first.output
+    assert first.status == item.status == "incomplete"
+    if item.type != "function_call":
+        return
+    back: Any = [
+        {"role": "user", "content": "Weather?"},
+        item.model_dump(exclude_unset=True),
+        {"type": "function_call_output", "call_id": item.call_id, "output": "The arguments were cut off."},
+        {"role": "user", "content": "say:again"},
+    ]
+    assert client.responses.create(model="scripted", input=back, tools=[tool]).output_text == "again"
+    prompt = server.run.service.engine.tokenizer.decode(server.core.admitted[-1].prompt_token_ids, False)
+    [seen] = re.findall("<tool_call>(.*)</tool_call>\n*<", prompt)
+    assert "Paris by the Seine in France, which is in Europe".startswith(seen) and seen in item.arguments
+
+
+ARGUMENTS = st.dictionaries(
+    st.sampled_from("abc"), st.integers() | st.lists(st.sampled_from(['é"', "\U0001f600", 1.5]))
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(arguments=ARGUMENTS, cut=st.floats(0, 1), ascii=st.booleans())
+def test_any_beginning_of_arguments_is_an_object_for_the_template(
+    arguments: dict[str, Any], cut: float, ascii: bool
+) -> None:
+    from minivllm.server.answers.chat_messages import template_messages
+    from minivllm.server.protocol.chat import AssistantMessage, ToolCall
+
+    whole = json.dumps(arguments, ensure_ascii=ascii)
+
+    def seen(text: str) -> Any:
+        call = ToolCall(id="c", function={"name": "f", "arguments": text})
+        [message] = template_messages([AssistantMessage(role="assistant", tool_calls=[call])], "")
+        return message["tool_calls"][0]["function"]["arguments"]
+
+    assert seen(whole) == arguments
+    assert set(seen(whole[: round(cut * len(whole))])) <= set(arguments)
+    assert seen("{'city': 'Rome'}") == "{'city': 'Rome'}"  # not JSON, but what the model wrote
 
 
 def test_a_real_engine_writes_what_the_clients_parse_helper_reads(
@@ -174,10 +252,9 @@ def test_a_real_engine_writes_what_the_clients_parse_helper_reads(
     """Random weights, so only the grammar can have made it valid."""
     import asyncio
 
-    from serving import serve_in_thread
-
     from minivllm.config import EngineArgs
     from minivllm.frontend.async_llm import AsyncLLM
+    from tests.server.serving import serve_in_thread
 
     args = EngineArgs(model=str(tiny_model("llama")), enforce_eager=True, max_model_len=512, num_gpu_blocks_override=40)
     with serve_in_thread(lambda: AsyncLLM.from_args(args)) as running:

@@ -12,12 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import ScriptedCore, Scripts, ServedCore, served
 
 from minivllm.errors import ConfigError
-from minivllm.server import service, tracing
-from minivllm.server.settings import ServerSettings
-from minivllm.server.tracing import NoTracing, OpenTelemetryTracing, make_tracing
+from minivllm.metrics import tracing
+from minivllm.metrics.tracing import NoTracing, OpenTelemetryTracing, make_tracing
+from minivllm.server.service import service
+from minivllm.server.service.settings import ServerSettings
+from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -135,7 +136,7 @@ def test_a_missing_package_is_a_sentence(monkeypatch: pytest.MonkeyPatch, caplog
 def test_nothing_of_it_is_imported_unless_it_is_wanted() -> None:
     # The API alone, which does nothing by itself, may be there for the sake of the web framework.
     program = (
-        "import sys, minivllm.server.app, minivllm.server.tracing as tracing; tracing.make_tracing(None, {}); "
+        "import sys, minivllm.server.app, minivllm.metrics.tracing as tracing; tracing.make_tracing(None, {}); "
         "sys.exit(any(name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter')) for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0

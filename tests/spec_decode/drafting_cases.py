@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
-
-from parity_reference import random_prompts
-from scripted_drafter import speculator_of
 
 from minivllm import LLM, SamplingParams
 from minivllm.spec_decode.drafter import DraftTask
+from tests.parity_reference import random_prompts
+from tests.spec_decode.scripted_drafter import speculator_of
 
 _WORDS = random_prompts((6, 9, 7), seed=21)
 PROMPTS = [_WORDS[0] * 3, _WORDS[1], _WORDS[2] * 2 + _WORDS[0], _WORDS[0], _WORDS[1] * 3]

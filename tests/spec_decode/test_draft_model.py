@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
-
-from drafting_cases import GREEDY, MAX_TOKENS, PARAMS, PROMPTS, SETTINGS, always_drafts, recorded_guesses
 from hypothesis import given
 from hypothesis import strategies as st
-from parity_reference import (
+
+from minivllm.batch.layer_caches import block_bytes
+from minivllm.errors import ConfigError
+from minivllm.spec_decode.draft_model import PrefixFingerprints
+from tests.parity_reference import (
     assert_pool_unused,
     reference_model,
     reference_tokens,
@@ -27,11 +26,16 @@ from parity_reference import (
     tiny_llm,
     tokens_of,
 )
-from scripted_drafter import speculator_of
-
-from minivllm.errors import ConfigError
-from minivllm.worker.draft_model import PrefixFingerprints
-from minivllm.worker.layer_caches import page_bytes
+from tests.spec_decode.drafting_cases import (
+    GREEDY,
+    MAX_TOKENS,
+    PARAMS,
+    PROMPTS,
+    SETTINGS,
+    always_drafts,
+    recorded_guesses,
+)
+from tests.spec_decode.scripted_drafter import speculator_of
 
 TinyModel = Callable[..., Path]
 
@@ -131,8 +135,8 @@ def test_both_caches_count(model: Path, other_model: Path) -> None:
     megabyte = 2**20
     with tiny_llm(model, num_gpu_blocks_override=None, kv_cache_memory_bytes=megabyte, **drafting(other_model)) as llm:
         worker = llm.llm_engine.client.core.executor.worker  # type: ignore[attr-defined]
-        page = sum(page_bytes(decoder, 8) for decoder in worker._decoders)
-        assert len(worker._decoders) == 2 and runner_of(llm).limits.num_pages == megabyte // page
+        page = sum(block_bytes(decoder, 8) for decoder in worker._decoders)
+        assert len(worker._decoders) == 2 and runner_of(llm).limits.num_blocks == megabyte // page
         assert worker.memory_bytes()["kv_cache"] == megabyte // page * page
 
 
@@ -178,7 +182,7 @@ def test_a_compiled_draft_model_gives_the_same_tokens_and_compiles_nothing_after
         assert tokens_of(run(llm, PROMPTS[1:2], PARAMS[1])) == expected[1:2]
         metrics = llm.get_metrics()
         assert metrics.num_accepted_tokens > 0.9 * metrics.num_draft_tokens > 0
-        assert llm.llm_engine.client.core.num_recompilations() == 0  # type: ignore[attr-defined]
+        assert llm.llm_engine.client.core.executor.num_recompilations() == 0  # type: ignore[attr-defined]
 
 
 @given(st.lists(st.integers(0, 5), max_size=12), st.lists(st.integers(0, 5), max_size=12))

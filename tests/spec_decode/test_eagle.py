@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +17,22 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
-
-from drafting_cases import GREEDY, MAX_TOKENS, PARAMS, PROMPTS, SETTINGS, always_drafts
-from eagle_heads import (
+from minivllm import LLM
+from minivllm.batch.layer_caches import block_bytes
+from minivllm.errors import ConfigError, ModelError
+from minivllm.graphs.graph_capture import RecordedGraphs
+from minivllm.spec_decode.eagle import EagleDraft
+from tests.parity_reference import (
+    assert_pool_unused,
+    reference_model,
+    reference_tokens,
+    run,
+    runner_of,
+    tiny_llm,
+    tokens_of,
+)
+from tests.spec_decode.drafting_cases import GREEDY, MAX_TOKENS, PARAMS, PROMPTS, SETTINGS, always_drafts
+from tests.spec_decode.eagle_heads import (
     DRAFT_VOCAB,
     HIDDEN,
     VOCAB,
@@ -32,21 +43,6 @@ from eagle_heads import (
     random_weights,
     save_head,
 )
-from parity_reference import (
-    assert_pool_unused,
-    reference_model,
-    reference_tokens,
-    run,
-    runner_of,
-    tiny_llm,
-    tokens_of,
-)
-
-from minivllm import LLM
-from minivllm.errors import ConfigError, ModelError
-from minivllm.worker.eagle import EagleDraft
-from minivllm.worker.graph_capture import RecordedGraphs
-from minivllm.worker.layer_caches import page_bytes
 
 TinyModel = Callable[..., Path]
 VERSIONS = ("eagle", "eagle3")
@@ -280,9 +276,9 @@ def test_it_is_wrong_if_tokens_or_features_are_shifted_by_one(
     with always_drafts(tiny_llm(known_model, **drafting(version, knowing_heads[version]))) as llm:
         draft = draft_of(llm)
         features = draft.head.features
-        draft._builder._token_offset = 0
+        draft._model._builder._token_offset = 0
         assert acceptance(llm, known_model) < 0.1
-        draft._builder._token_offset = 1
+        draft._model._builder._token_offset = 1
         for shift in (1, -1):
             draft.head.features = lambda *args, s=shift: features(*args).roll(s, 0)  # type: ignore[method-assign]
             assert llm.reset_prefix_cache()
@@ -359,8 +355,8 @@ def test_cache_and_features_count(model: Path, heads: dict[str, Path], version: 
     with tiny_llm(model, **settings, **drafting(version, heads[version])) as llm:
         worker = llm.llm_engine.client.core.executor.worker  # type: ignore[attr-defined]
         page = 8 * 4 * (2 * 3 * 32 + 2 * 32 + HIDDEN)
-        assert page == sum(page_bytes(decoder, 8) for decoder in worker._decoders)
-        assert runner_of(llm).limits.num_pages == megabyte // page
+        assert page == sum(block_bytes(decoder, 8) for decoder in worker._decoders)
+        assert runner_of(llm).limits.num_blocks == megabyte // page
         assert worker.memory_bytes()["kv_cache"] == megabyte // page * page
 
 
@@ -384,7 +380,7 @@ def test_a_compiled_head_is_right_too_and_nothing_is_compiled_after_warm_up(
         assert acceptance(llm, known_model) > 0.97
         for prompt in PROMPTS[1:3]:
             run(llm, [prompt], GREEDY)
-        assert llm.llm_engine.client.core.num_recompilations() == 0  # type: ignore[attr-defined]
+        assert llm.llm_engine.client.core.executor.num_recompilations() == 0  # type: ignore[attr-defined]
 
 
 # -- what cannot work ------------------------------------------------------------------------------------------------

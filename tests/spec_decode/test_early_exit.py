@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
-
-from drafting_cases import recorded_guesses
-from parity_reference import (
+from minivllm import SamplingParams
+from minivllm.errors import ConfigError
+from tests.parity_reference import (
     assert_pool_unused,
     random_prompts,
     reference_model,
@@ -25,9 +23,7 @@ from parity_reference import (
     tiny_llm,
     tokens_of,
 )
-
-from minivllm import SamplingParams
-from minivllm.errors import ConfigError
+from tests.spec_decode.drafting_cases import recorded_guesses
 
 TinyModel = Callable[..., Path]
 

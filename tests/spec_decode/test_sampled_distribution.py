@@ -6,7 +6,6 @@ token followed each other one is compared with what these distributions let expe
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,14 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
-
-from eagle_heads import random_head
-from parity_reference import random_prompts, reference_model, tiny_llm
-from scripted_drafter import speculator_of
-
 from minivllm import SamplingParams
 from minivllm.spec_decode.drafter import DraftTask
+from tests.parity_reference import random_prompts, reference_model, tiny_llm
+from tests.spec_decode.eagle_heads import random_head
+from tests.spec_decode.scripted_drafter import speculator_of
 
 TinyModel = Callable[..., Path]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -10,14 +9,19 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
-
-from parity_reference import assert_pool_unused, greedy, random_prompts, reference_tokens, run, tiny_llm, tokens_of
-from scripted_drafter import ScriptedDrafter, speculator_of
-
 from minivllm import LLM, SamplingParams
-from minivllm.frontend.outputs import RequestOutput
-from minivllm.worker.speculation import measured_step_cost
+from minivllm.processing.outputs import RequestOutput
+from minivllm.spec_decode.speculation import measured_step_cost
+from tests.parity_reference import (
+    assert_pool_unused,
+    greedy,
+    random_prompts,
+    reference_tokens,
+    run,
+    tiny_llm,
+    tokens_of,
+)
+from tests.spec_decode.scripted_drafter import ScriptedDrafter, speculator_of
 
 TinyModel = Callable[..., Path]
 
@@ -196,7 +200,7 @@ def test_compiled_verification_gives_the_same_tokens_and_compiles_nothing_after_
             assert tokens_of(outputs) == tokens_of(plain[batch])
         metrics = llm.get_metrics()
         assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens
-        assert llm.llm_engine.client.core.num_recompilations() == 0  # type: ignore[attr-defined]
+        assert llm.llm_engine.client.core.executor.num_recompilations() == 0  # type: ignore[attr-defined]
 
 
 def test_the_cost_of_verification_is_measured_in_steps() -> None:

@@ -26,7 +26,7 @@ def test_keys_keep_the_names_of_vllm() -> None:
     [
         ("ngram", "speculative_config is 'ngram', but must be a dictionary with at least a 'method'."),
         ({}, "speculative_config['method'] is None, but must be one of ngram, "),
-        ({"method": "oracle"}, "speculative_config['method'] is 'oracle', but must be one of ngram, "),
+        ({"method": "crystal_ball"}, "speculative_config['method'] is 'crystal_ball', but must be one of ngram, "),
         ({"method": "ngram", "num_tokens": 3}, "has a key 'num_tokens', but with method 'ngram' it may have: method, "),
         ({"method": "suffix", "prompt_lookup_min": 1}, "has a key 'prompt_lookup_min', but with method 'suffix'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "['num_speculative_tokens'] is 0, but must be at least 1."),

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minivllm.messages import NewRequestData, PositionLogprobs
+from minivllm.messages import EngineRequest, PositionLogprobs
+from minivllm.sampling.sampler import Sampler
+from minivllm.sampling.sampling_state import SamplingState
+from minivllm.sampling.verification import verify
 from minivllm.sampling_params import SamplingParams
-from minivllm.spec_decode.verification import verify
-from minivllm.worker.sampler import Sampler
-from minivllm.worker.sampling_state import SamplingState
 
 VOCAB = 4
 NUM_DRAWS = 50_000
@@ -34,16 +34,16 @@ class MarkovModel:
         return self.logits[torch.as_tensor(np.asarray(token_ids, dtype=np.int64))]
 
 
-def new_request(name: str, params: SamplingParams, seed: int, prompt: list[int]) -> NewRequestData:
-    return NewRequestData(
+def new_request(name: str, params: SamplingParams, seed: int, prompt: list[int]) -> EngineRequest:
+    return EngineRequest(
         request_id=name,
         prompt_token_ids=prompt,
         sampling_params=params,
         seed=seed,
         eos_token_ids=[1],
         bad_words_token_ids=[[2, 3], [0, 1, 1]],
-        block_ids=([],),
-        num_computed_tokens=0,
+        max_tokens=16,
+        arrival_time=0.0,
     )
 
 

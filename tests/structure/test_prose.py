@@ -12,12 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("*/**/*.md")])
 PROSE = [*DOCUMENTS, *sorted([*ROOT.glob("minivllm/**/*.py"), *ROOT.glob("kernels_triton_free/**/*.py")])]
-PROSE += sorted([*ROOT.glob("tutorials/**/*.py"), *ROOT.glob("minivllm/**/*.html")])
+PROSE += sorted([*ROOT.glob("tutorials/**/*.py"), *ROOT.glob("minivllm/**/*.html"), *ROOT.glob("minivllm/**/*.js")])
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 # Words that are right here, although they look like others misspelt.
 CORRECT_HERE = {
     "te": "the pattern [te][0-9] finds tutorials and examples",
+    "nd": "the Unicode category of decimal digits",
 }
 
 

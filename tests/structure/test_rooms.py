@@ -1,4 +1,8 @@
-"""The rooms of the package: who may import whom, what may never be imported, how large a file may grow."""
+"""The packages: who may import whom, what may never be imported, how large files and packages may grow.
+
+Every package declares in its ``__init__.py`` what it is for, what it may import, and its door. These declarations are
+compared with the real graph of modules, imports inside functions and for type checking included.
+"""
 
 from __future__ import annotations
 
@@ -27,69 +31,11 @@ TOP_LEVEL = {
     ".gitignore",
 }
 
-# What every room may import besides itself and the vocabulary. A room without an entry may import nothing else.
-ROOMS: dict[str, set[str]] = {
-    "kernels": set(),
-    "vocabulary": set(),
-    "kv_cache": set(),
-    "scheduler": {"kv_cache"},
-    "models": {"kernels"},
-    "quantization": {"models", "kernels"},
-    "lora": {"models", "kernels"},
-    "spec_decode": {"models", "kernels"},
-    "structured_output": {"kernels"},
-    "profiling": set(),
-    "logits_processors": set(),
-    "worker": {"profiling", "logits_processors", "models", "kernels", "quantization", "lora", "spec_decode"},
-    "executor": {"worker", "models"},
-    "engine": {
-        "profiling",
-        "logits_processors",
-        "scheduler",
-        "kv_cache",
-        "executor",
-        "models",
-        "structured_output",
-        "lora",
-    },
-    "metrics": set(),
-    "frontend": {"engine", "metrics", "structured_output", "logits_processors"},
-    "server": {"frontend", "metrics"},
-    "cli": {"frontend", "server"},
-    "package": {"frontend", "logits_processors"},
-}
-VOCABULARY = {
-    "minivllm.errors",
-    "minivllm.config",
-    "minivllm.sampling_params",
-    "minivllm.messages",
-    "minivllm.request",
-}
+VOCABULARY = "minivllm"
+"""Modules beside the packages: configuration, messages, errors. All packages of minivllm may import them."""
 
-# Imports that the rooms would not allow, each with its reason.
-EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("minivllm.frontend.tokenizer", "minivllm.models.fetch"): "a tokenizer comes from the model's files",
-    ("minivllm.frontend.tokenizer", "minivllm.models.gguf_file"): "a GGUF file carries its tokenizer",
-    ("minivllm.frontend.gguf_tokenizer", "minivllm.models.gguf_file"): "a GGUF file carries its tokenizer",
-    ("minivllm.frontend.text_frontend", "minivllm.models.fetch"): "generation_config.json lies beside the weights",
-    ("minivllm.frontend.text_frontend", "minivllm.models.gguf_file"): "a GGUF file has no generation_config.json",
-    (
-        "minivllm.structured_output.compiler",
-        "minivllm.frontend.tokenizer",
-    ): "a grammar is about text, a model about tokens",
-    ("minivllm.cli.pull", "minivllm.models.fetch"): "pull fetches and starts no engine",
-    ("minivllm.cli.engine_start", "minivllm.models.fetch"): "the download draws its own progress bar",
-    ("minivllm.cli.env", "minivllm.models.fetch"): "env names the cache directory",
-    ("minivllm.cli.env", "minivllm.engine.resolve"): "env tells what an engine would choose",
-    ("minivllm.cli.env", "minivllm.worker.compiler"): "env tells why nothing would compile",
-    ("minivllm.cli.env", "minivllm.worker.decode_options"): "env tells whether decode attention is tuned here",
-    ("minivllm.cli.env", "minivllm.worker.memory"): "env tells how much memory the cache would take",
-    ("minivllm.cli.trace", "minivllm.kv_cache.manager"): "trace runs the real scheduler without a model",
-    ("minivllm.cli.trace", "minivllm.scheduler.scheduler"): "trace runs the real scheduler without a model",
-}
-
-# Benchmarks measure the parts one by one, so they reach below the frontend.
-BENCHMARKS = "minivllm.cli.bench"
+MAX_PACKAGE_LINES = 1100
+"""Of a package's own files: what a reader opens and keeps in mind."""
 
 # Everything that can run code while it reads data, and everything that would be a handwritten kernel.
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "triton"}
@@ -101,12 +47,33 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room_of(module: str) -> str:
-    if module.startswith("kernels_triton_free"):
-        return "kernels"
-    if module == "minivllm":
-        return "package"
-    return "vocabulary" if module in VOCABULARY else module.split(".")[1]
+MODULES = {module_name(path): path for path in SOURCES}
+
+
+def package_of(module: str) -> str:
+    """The package that a module, or a name in it, belongs to."""
+    while module not in MODULES:
+        module = module.rpartition(".")[0]
+    return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+PACKAGES = sorted({package_of(module) for module in MODULES} - {VOCABULARY})
+
+
+def declaration(package: str) -> str:
+    docstring = ast.get_docstring(ast.parse(MODULES[package].read_text(encoding="utf-8")))
+    assert docstring, f"{package} has no docstring"
+    return docstring
+
+
+def declared_imports(package: str) -> set[str]:
+    """The packages that ``May import: …`` names, in full."""
+    found = re.search(r"^May import: (.*?)\.$", declaration(package), re.MULTILINE | re.DOTALL)
+    assert found, f"{package} does not say what it may import"
+    names = " ".join(found[1].split()).split(", ")
+    if names[0] in ("the vocabulary only", "torch only"):
+        return set()
+    return {name if name.startswith("kernels_triton_free") else f"minivllm.{name}" for name in names}
 
 
 def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
@@ -123,56 +90,83 @@ def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
 def own_imports() -> Iterator[tuple[str, str, str]]:
     """(importing module, imported module, place) within the two packages."""
     for path in SOURCES:
-        for imported, line in imported_modules(path):
-            if imported.split(".")[0] in ("minivllm", "kernels_triton_free"):
-                yield module_name(path), imported, f"{path.relative_to(ROOT)}:{line}"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for name in names:
+                if name.split(".")[0] in ("minivllm", "kernels_triton_free"):
+                    yield module_name(path), name, f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
-def test_every_room_is_known() -> None:
-    assert {room_of(module_name(path)) for path in SOURCES} <= set(ROOMS)
+def real_imports() -> dict[str, set[str]]:
+    """package -> packages that its modules import, the vocabulary left out."""
+    graph: dict[str, set[str]] = {package: set() for package in PACKAGES}
+    for importer, imported, _ in own_imports():
+        source, target = package_of(importer), package_of(imported)
+        if VOCABULARY not in (source, target) and source != target:
+            graph[source].add(target)
+    return graph
 
 
-def test_imports_point_downwards_in_the_table_of_rooms() -> None:
-    wrong = []
-    for importer, imported, place in own_imports():
-        room, target = room_of(importer), room_of(imported)
-        allowed = {room, "vocabulary", "package", *ROOMS[room]} if room != "kernels" else {"kernels"}
-        if importer.startswith(BENCHMARKS):
-            allowed |= set(ROOMS)
-        if target not in allowed and (importer, imported) not in EXCEPTIONS:
-            wrong.append(f"{place}: {room} may not import {imported}")
-    assert not wrong, "\n".join(wrong)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_what_it_declares_and_nothing_else(package: str) -> None:
+    assert real_imports()[package] == declared_imports(package)
 
 
-def test_the_table_of_rooms_has_no_cycle() -> None:
-    placed: set[str] = set()
-    while len(placed) < len(ROOMS):
-        ready = {room for room, below in ROOMS.items() if room not in placed and below <= placed}
-        assert ready, f"These rooms import one another: {sorted(set(ROOMS) - placed)}"
+def test_packages_do_not_import_one_another_in_circles() -> None:
+    graph, placed = real_imports(), set[str]()
+    while len(placed) < len(graph):
+        ready = {package for package, below in graph.items() if package not in placed and below <= placed}
+        assert ready, f"These packages import one another: {sorted(set(graph) - placed)}"
         placed |= ready
 
 
-def test_every_exception_is_still_needed() -> None:
-    assert set(EXCEPTIONS) <= {(importer, imported) for importer, imported, _ in own_imports()}
+def test_the_vocabulary_imports_no_package() -> None:
+    for importer, imported, place in own_imports():
+        if package_of(importer) == VOCABULARY and importer != VOCABULARY:
+            assert package_of(imported) == VOCABULARY, place
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_says_what_it_is_for_and_where_its_door_is(package: str) -> None:
+    text = declaration(package)
+    assert text.split("\n")[0].endswith("."), "one sentence of purpose comes first"
+    folder = MODULES[package].parent
+    door = re.search(r"^Door: (.*)$", text, re.MULTILINE)
+    for name, file in re.findall(r"`([A-Za-z_]+)` (?:and its parts )?in (\w+\.py)", door[1] if door else ""):
+        assert re.search(rf"^(?:class|def|async def) {name}\b", (folder / file).read_text(encoding="utf-8"), re.M), name
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, VOCABULARY])
+def test_a_package_is_a_component_of_about_a_thousand_lines(package: str) -> None:
+    folder = MODULES[package].parent
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.glob("*.py"))
+    assert lines <= MAX_PACKAGE_LINES, f"{package} has {lines} lines of its own"
+    assert package.count(".") <= 2, f"{package} lies too deep"
 
 
 def test_the_frontend_reaches_the_engine_through_its_client_only() -> None:
-    reached = {imported for importer, imported, _ in own_imports() if room_of(importer) == "frontend"}
-    assert {module for module in reached if room_of(module) == "engine"} == {"minivllm.engine.client"}
+    reached = {imported for importer, imported, _ in own_imports() if package_of(importer) == "minivllm.frontend"}
+    engine = {module for module in reached if package_of(module).startswith("minivllm.engine")}
+    assert {module.rpartition(".")[0] for module in engine} <= {"minivllm.engine_process.client"}
 
 
 def test_kernels_need_only_torch_and_the_standard_library() -> None:
     import sys
 
     known = {*sys.stdlib_module_names, "torch", "kernels_triton_free"}
-    for path in ROOT.glob("kernels_triton_free/*.py"):
+    for path in ROOT.glob("kernels_triton_free/**/*.py"):
         assert {module.split(".")[0] for module, _ in imported_modules(path)} <= known, path.name
 
 
-@pytest.mark.parametrize("room", ["vocabulary", "kv_cache", "scheduler"])
-def test_decisions_are_made_without_torch(room: str) -> None:
+@pytest.mark.parametrize("package", [VOCABULARY, "minivllm.kv_cache", "minivllm.scheduler", "minivllm.executor"])
+def test_decisions_are_made_without_torch(package: str) -> None:
     for path in SOURCES:
-        if room_of(module_name(path)) == room:
+        if package_of(module_name(path)) == package:
             assert "torch" not in {module.split(".")[0] for module, _ in imported_modules(path)}, path.name
 
 
@@ -200,7 +194,8 @@ def test_nothing_is_checked_by_assert_that_a_caller_could_get_wrong() -> None:
     """Under ``python -O`` an assert is gone, so none may stand between a request and the engine."""
     for path in SOURCES:
         module = module_name(path)
-        if room_of(module) not in ("vocabulary", "frontend", "cli") or module.startswith(BENCHMARKS):
+        checked = (VOCABULARY, "minivllm.frontend", "minivllm.processing", "minivllm.tokenizer", "minivllm.cli")
+        if not package_of(module).startswith(checked[1:]) and package_of(module) != VOCABULARY:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             assert not isinstance(node, ast.Assert), f"{path.relative_to(ROOT)}:{node.lineno}"
@@ -235,3 +230,15 @@ def test_every_module_says_what_it_is_for() -> None:
         assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), (
             f"{path.relative_to(ROOT)} has no docstring"
         )
+
+
+@pytest.mark.parametrize("name", ["e01", "e02", "e03", "t14", "t15"])
+def test_a_worked_example_plugs_in_by_public_names(name: str) -> None:
+    [path] = ROOT.glob(f"tutorials/{name}_*.py")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            is_private = node.attr.startswith("_") and not node.attr.startswith("__") and not is_own
+            assert not is_private and node.attr not in ("llm_engine", "core"), f"{path.name}:{node.lineno}: {node.attr}"
+        if isinstance(node, ast.ImportFrom):
+            assert not any(alias.name.startswith("_") for alias in node.names), f"{path.name}:{node.lineno}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_vocabulary import SmallVocabulary
+
+from tests.structured_output.small_vocabulary import SmallVocabulary
 
 
 @pytest.fixture(scope="session")

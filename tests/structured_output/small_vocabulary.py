@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from minivllm.config import CacheConfig, EngineConfig, SchedulerConfig
-from minivllm.frontend.tokenizer import Tokenizer, load_tokenizer
 from minivllm.sampling_params import StructuredOutputs
 from minivllm.structured_output.compiler import GrammarCompiler
 from minivllm.structured_output.grammar import ALL_TOKENS, Grammar
+from minivllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 VOCAB_SIZE = 416  # the tokenizer has 384, as in published models the logits are wider
 EOS = [1]

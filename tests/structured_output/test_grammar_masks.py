@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from small_vocabulary import EOS, VOCAB_SIZE, SmallVocabulary, allowed
+from tokenizers import AddedToken, Tokenizer
 
+from minivllm.errors import RequestError
 from minivllm.request import RequestStatus, Stop
+from minivllm.sampling_params import ToolCalls
+from tests.structured_output.small_vocabulary import EOS, VOCAB_SIZE, SmallVocabulary, allowed
 
 CHOICES = ["red", "green", "greenish", "grün", "over the", "你好", 'say "hi"\n', "back\\slash", "/slash/"]
 
@@ -131,3 +136,28 @@ def test_a_token_that_may_not_come_ends_the_request_with_an_error(vocabulary: Sm
     assert stop.error is not None
     assert "could not be continued" in stop.error
     assert allowed(grammar) == [set(range(VOCAB_SIZE))]  # the mask thread does not fail on it
+
+
+def test_a_tag_that_is_a_token_of_its_own_may_be_that_token(word_tokenizer: Path, tmp_path: Path) -> None:
+    """Or be spelt out, as any text may; before anything else it is no text at all."""
+    shutil.copytree(word_tokenizer, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer.json"
+    backend = Tokenizer.from_file(str(path))
+    backend.add_tokens([AddedToken("<tool_call>", special=False)])
+    backend.save(str(path))
+    vocabulary = SmallVocabulary(tmp_path)
+    tag = backend.token_to_id("<tool_call>")
+    spelt = vocabulary.tokenizer.encode("<", add_special_tokens=False)
+    calls = ToolCalls(calls=[("<tool_call>", '{"enum": [1]}', "")], answer='{"type": "boolean"}')
+    grammar = vocabulary.grammar(tool_calls=calls)
+    [first] = allowed(grammar)
+    assert {tag, *spelt} < first and vocabulary.tokenizer.encode("t", add_special_tokens=False)[0] in first
+    assert grammar.append(tag) is None
+    assert allowed(grammar) == [set(vocabulary.tokenizer.encode("1", add_special_tokens=False))]
+
+
+def test_a_tool_whose_schema_cannot_be_kept_to_is_refused(vocabulary: SmallVocabulary) -> None:
+    never = '{"type": "array", "items": {"enum": []}, "minItems": 1}'
+    for schema, complaint in (('{"not": {}}', "'not' at"), (never, r"at \$\.items")):
+        with pytest.raises(RequestError, match=complaint):
+            vocabulary.grammar(tool_calls=ToolCalls(calls=[("", "{}", ""), ("", schema, "")], answer="{}"))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
+import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_vocabulary import EOS, VOCAB_SIZE, SmallVocabulary, engine_config
 
 from minivllm import LLM, SamplingParams, StructuredOutputs
 from minivllm.errors import ModelError, RequestError
@@ -21,6 +24,7 @@ from minivllm.structured_output.cache import GrammarCache
 from minivllm.structured_output.compiler import GrammarCompiler
 from minivllm.structured_output.grammar import Grammar
 from minivllm.structured_output.manager import StructuredOutputManager
+from tests.structured_output.small_vocabulary import EOS, VOCAB_SIZE, SmallVocabulary, engine_config
 
 ALL_BUT_ONE = {"json": {"type": "null"}, "regex": "a", "choice": ["a"], "grammar": 'start: "a"', "json_object": True}
 
@@ -98,10 +102,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "too deeply nested"),
     ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, "recursion"),
     ({"grammar": "start: missing"}, "missing"),
-    ({"json": {"properties": {"a": {"type": "string", "format": "color"}}}}, r"at \$\.properties\.a: Unknown format"),
-    ({"json": {"items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}, r"at \$\.items: oneOf"),
+    (
+        {"json": {"properties": {"a": {"type": "string", "format": "color"}}}},
+        r"at \$\.properties\.a has the unknown format",
+    ),
+    (
+        {"json": {"items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}},
+        r"at \$\.items: the alternatives of oneOf",
+    ),
     ({"json": {"$defs": {"x": {"enum": []}}, "$ref": "#/$defs/x"}}, "Unsatisfiable"),
-    ({"json": {"$ref": "#/$defs/nowhere"}}, "cannot be compiled"),
+    ({"json": {"$ref": "#/$defs/nowhere"}}, "nothing in the schema"),
     ({"json": {"type": "string", "not": {}, "x-guidance": {"lenient": True}}}, r"'not' at \$,"),
     ({"json": {"type": "array", "uniqueItems": True}}, r"'uniqueItems' at \$,"),
     ({"json": {"items": {"$ref": "https://example.com/x"}}}, r"at \$\.items, but only references within"),
@@ -128,6 +138,7 @@ def test_a_regex_whose_masks_take_too_long_ends_its_request_only(tiny_model: Cal
         assert neighbour.outputs[0].token_ids == alone.outputs[0].token_ids
         assert failed.outputs[0].finish_reason == "error"
         assert "could not be continued" in str(failed.error)
+        assert re.fullmatch("[a-z0-9]*", failed.outputs[0].text), "the token that no mask allowed is not delivered"
         assert llm.get_metrics().kv_cache_usage == 0
 
 
@@ -177,6 +188,28 @@ def test_equal_structures_are_compiled_once_and_a_full_cache_still_serves(word_t
         manager.prepare(later)
         assert (later.status is RequestStatus.WAITING) == bool(hits)
         manager.shutdown()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Only Linux has priorities of threads.")
+def test_compiling_steps_back_for_the_engine_but_reading_the_vocabulary_does_not(word_tokenizer: Path) -> None:
+    class Watched(GrammarCompiler):
+        def read_vocabulary(self, eos_token_ids: list[int]) -> Any:
+            seen.append(("vocabulary", os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+            return super().read_vocabulary(eos_token_ids)
+
+        def compile(self, structured: StructuredOutputs, eos_token_ids: list[int]) -> Grammar:
+            seen.append(("grammar", os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+            return super().compile(structured, eos_token_ids)
+
+    seen: list[tuple[str, int]] = []
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    manager = StructuredOutputManager(engine_config(word_tokenizer), VOCAB_SIZE)
+    manager._compiler = Watched(engine_config(word_tokenizer), VOCAB_SIZE)
+    manager.prepare(make_request("0", regex="a"))
+    while not list(manager.poll(may_wait=True)):
+        pass
+    manager.shutdown()
+    assert seen[:2] == [("vocabulary", own), ("grammar", 15)]
 
 
 def test_a_grammar_that_takes_too_long_is_given_up_and_aborted_requests_are_forgotten(word_tokenizer: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
-from schema_family import make_schema
 
 from minivllm import LLM, SamplingParams, StructuredOutputs
+from tests.structured_output.schema_family import make_schema
 
 AT_ONCE = 30
 NUM_SCHEMAS = 360

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 from minivllm import LLM, OutputKind, RepetitionDetection, SamplingParams, StructuredOutputs
 from minivllm.errors import RequestError
+from minivllm.messages import EngineRequest
+from minivllm.request import Request, RequestStatus, Stop
 from minivllm.scheduler.repetition import RepetitionDetector
+from minivllm.scheduler.stopping import append_until_stop
 from minivllm.structured_output.thinking import ThinkingBudget
 
 START, END = [90, 91], [92, 93, 94]
@@ -35,6 +38,26 @@ def repeats(token_ids: list[int], params: RepetitionDetection) -> bool:
         if len(token_ids) >= length and token_ids[-length:] == token_ids[-size:] * params.min_count:
             return True
     return False
+
+
+class Failing:
+    """A stop condition that fails on one token."""
+
+    def append(self, token_id: int) -> Stop | None:
+        return Stop(RequestStatus.FINISHED_ERROR, error="It failed.") if token_id == 9 else None
+
+
+def test_a_token_on_which_a_condition_fails_is_no_part_of_the_output() -> None:
+    params = SamplingParams()
+    request = Request(
+        EngineRequest(
+            request_id="r", prompt_token_ids=[5], sampling_params=params, max_tokens=8, seed=0, arrival_time=0.0
+        )
+    )
+    request.stop_conditions.append(Failing())
+    assert append_until_stop(request, [7, 8, 9, 7]) == [7, 8]
+    assert request.output_token_ids == [7, 8]
+    assert (request.status, request.error) == (RequestStatus.FINISHED_ERROR, "It failed.")
 
 
 @given(

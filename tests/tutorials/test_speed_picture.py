@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from minivllm.cli.bench.report import Measurement, Report
+from minivllm.bench.reports.report import Comparison, Measurement, Report
 from tutorials import speed_picture
 
 
-def report(side: str, speed: float) -> Report:
+def report(side: str, speed: float, calibration: float = 1.0) -> Report:
     first = Measurement(case="decode", side="minivllm", metric="speed", unit="tok/s", better="higher", samples=[10.0])
     other = msgspec.structs.replace(first, side=side, samples=[speed, 3 * speed, speed])
     return Report(
@@ -21,8 +21,9 @@ def report(side: str, speed: float) -> Report:
         commit=None,
         machine={"cpu": {"model": "abacus", "usable_cores": 3, "flags": ["beads"]}, "cuda_devices": []},
         versions={"torch": "1.2", "vllm": None},
-        configuration={},
+        configuration={"sides": {"minivllm": {}, side: {"version": "7"}}},
         measurements=[first, other],
+        comparisons=[Comparison("decode", "speed", "minivllm", side, 10 / speed, 1.0, 3.0, calibration=calibration)],
     )
 
 
@@ -41,8 +42,15 @@ def test_a_new_report_brings_its_machine_its_command_and_its_medians(tmp_path: P
     [read] = speed_picture.reports(tmp_path)
     text = speed_picture.with_new_part(f"before {speed_picture.BEGIN}old{speed_picture.END} after", [read])
     assert text.startswith("before ") and text.endswith(" after") and "old" not in text
-    assert "`minivllm bench model --vs slowpoke` on 3 cores of abacus (beads), with torch 1.2:" in text
+    assert (
+        "`minivllm bench model --vs slowpoke` on 3 cores of abacus (beads, no bfloat16), with torch 1.2, slowpoke 7:"
+        in text
+    )
     assert "| decode | 10 tok/s | 4 tok/s | 2.50 × |" in text
+    slow = report("snail", 1.0, calibration=0.9)
+    assert "| decode | 10 tok/s | 1 tok/s | not calibrated |" in speed_picture.section(slow)
     speed_picture.draw([read, report("hare", 40.0)], tmp_path / "chart.svg")
     chart = (tmp_path / "chart.svg").read_text(encoding="utf-8")
-    assert all(f">{words}<" in chart for words in ("slowpoke", "hare", "40 tok/s", "minivllm bench model --vs hare"))
+    assert all(
+        f">{words}<" in chart for words in ("slowpoke", "hare", "40 tok/s", "3 cores of abacus (beads, no bfloat16)")
+    )

@@ -17,6 +17,8 @@ from tutorials.__main__ import FOLDER, Chapter, chapters
 CHAPTERS = chapters()
 ISOLATED = {"10", "11", "14", "A"}
 """Run in processes of their own: they start processes, add to the table of families, or Dynamo looks into __main__."""
+COMPILED = {"A"}
+"""Run the default engine, whose first start compiles for about a minute."""
 
 each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.path.stem)
 
@@ -33,7 +35,11 @@ def run(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[st
     )
 
 
-@each_chapter
+@pytest.mark.parametrize(
+    "chapter",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one.number in COMPILED)) for one in CHAPTERS],
+    ids=lambda chapter: chapter.path.stem,
+)
 def test_a_chapter_keeps_its_promises_and_so_do_its_solutions(
     chapter: Chapter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -70,6 +76,13 @@ def test_a_chapter_runs_as_a_script_and_shows_predictions_pictures_and_exercises
     assert "Solution" not in result.stdout
 
 
+def test_a_chapter_runs_as_a_file_from_any_directory(tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "t05_unified_scheduler.py")]
+    result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip().splitlines()[-1].startswith("PASS: ")
+
+
 def test_the_list_names_every_chapter_with_its_summary() -> None:
     result = run("tutorials")
     assert result.returncode == 0, result.stderr
@@ -78,8 +91,34 @@ def test_the_list_names_every_chapter_with_its_summary() -> None:
         assert f"python -m {chapter.module}" in result.stdout
 
 
-def test_running_some_chapters_reports_each_and_an_unknown_one_is_named() -> None:
+def test_running_a_chapter_prints_its_prose_before_the_output_that_it_is_about() -> None:
     result = run("tutorials", "--run", "5")
+    assert result.returncode == 0, result.stderr
+    doc = "Older engines had a phase for prompts"
+    parts = (
+        doc,
+        "The figure of the articles",
+        "predict   step 0",
+        "R3    2 8 2 1 1 1",
+        "The whole idea in one function",
+    )
+    parts += (
+        "steps of 200 random workloads",
+        "When memory runs out: preemption",
+        "Exercises",
+        "1. Cap a long",
+        "PASS: ",
+    )
+    places = [result.stdout.find(part) for part in parts]
+    assert -1 not in places and places == sorted(places)
+
+
+def test_checking_chapters_reports_each_and_an_unknown_one_is_named() -> None:
+    program = (
+        "from rich.console import Console; from tutorials.__main__ import chapters, check_chapters;"
+        "raise SystemExit(check_chapters(Console(), chapters()[4:5], None))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=FOLDER.parent)
     assert result.returncode == 0, result.stderr
     assert re.search(r"05\s+passed", result.stdout)
     refused = run("tutorials", "--run", "99")
@@ -140,6 +179,13 @@ def test_a_chapter_reads_as_prose_in_cells(chapter: Chapter) -> None:
     for needed in ("lesson.predict(", "lesson.measure(", "@lesson.exercise(", "lesson.passed("):
         assert needed in text
     assert re.search(r"lesson\.(cells|bars|curves)\(", text), "a chapter has a picture"
+
+
+@each_chapter
+def test_a_chapter_calls_a_request_it_and_spells_out_no_count_of_lines(chapter: Chapter) -> None:
+    text = chapter.path.read_text(encoding="utf-8")
+    assert re.findall(r"(?i)\b(?:he|his|him|she|her|somebody|everybody|anybody)\b", text) == []
+    assert re.findall(r"(?i)\b(?:[0-9]+|\w*(?:teen|ty|ten|eleven|twelve)) lines\b", text) == []
 
 
 @each_chapter

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from minivllm.worker import compiler as compiler_module
-from minivllm.worker.compiler import (
+from minivllm.compilation import compiler as compiler_module
+from minivllm.compilation.compiler import (
     RegionCompiler,
     cache_directory,
     cannot_compile_reason,

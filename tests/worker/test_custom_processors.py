@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minivllm.logits_processors import BatchUpdate, LogitsProcessor
-from minivllm.messages import NewRequestData
+from minivllm.messages import EngineRequest
+from minivllm.sampling.custom_processors import ProcessorStage
+from minivllm.sampling.logits_processors import BatchUpdate, LogitsProcessor
+from minivllm.sampling.sampler import Sampler
+from minivllm.sampling.sampling_state import SamplingState
 from minivllm.sampling_params import SamplingParams
-from minivllm.worker.custom_processors import ProcessorStage
-from minivllm.worker.sampler import Sampler
-from minivllm.worker.sampling_state import SamplingState
 
 NUM_SLOTS, VOCABULARY = 6, 32
 
@@ -53,16 +53,16 @@ class Mirror(LogitsProcessor):
         return logits
 
 
-def request(**params: object) -> NewRequestData:
-    return NewRequestData(
+def request(**params: object) -> EngineRequest:
+    return EngineRequest(
         request_id="r",
         prompt_token_ids=[1, 2],
         sampling_params=SamplingParams(**params),
         seed=0,
         eos_token_ids=[],
         bad_words_token_ids=[],
-        block_ids=([],),
-        num_computed_tokens=0,
+        max_tokens=16,
+        arrival_time=0.0,
     )
 
 

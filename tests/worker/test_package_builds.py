@@ -2,67 +2,134 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from minivllm.models.file_lock import exclusive
-from minivllm.worker.package_builds import PackageBuilds
+from minivllm.compilation.package_builds import Child, PackageBuilds
+from minivllm.hub.file_lock import exclusive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="builds are child processes on Linux only")
 
 
-def wait_for(path: Path) -> None:
+def wait_until(is_so: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} was never built"
+    while not is_so():
+        assert time.monotonic() < deadline, what
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_the_parent_tells_why_a_build_failed(in_background: bool, caplog: pytest.LogCaptureFixture) -> None:
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_the_parent_tells_why_a_build_failed(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise RuntimeError("no such instruction" + "!" * 100_000)
 
-    builds = PackageBuilds(in_background=in_background)
+    builds = PackageBuilds(settle=lambda: None)
     builds.start("last", fail)
     with caplog.at_level(logging.WARNING, logger="minivllm"):
         builds.wait()
-    (record,) = caplog.records
-    assert "Building a package for last failed" in record.getMessage() and "!!!" in record.getMessage()
-    assert not builds.are_running()
+    assert "Building a package for last failed" in caplog.text and "!!!" in caplog.text
 
 
-LEAVE = """
-import sys, time
+def test_what_a_child_in_the_background_logs_is_logged_by_its_parent_when_it_is_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work() -> None:
+        for index in range(10_000):  # more than a pipe holds
+            logging.getLogger("minivllm.test").info("line %d\nof a log", index)
+
+    with caplog.at_level(logging.INFO, logger="minivllm"):
+        child = Child(work, in_background=True)
+        wait_until(lambda: not child.is_running(), "the child waits for a reader")
+    assert child.succeeded and caplog.messages[:2] == ["line 0\nof a log", "line 1\nof a log"]
+
+
+def test_a_child_in_the_background_yields_to_everything(tmp_path: Path) -> None:
+    """The policy counts, not the niceness alone: a session is a scheduling group of its own on most desktops."""
+
+    def work() -> None:
+        group = Path("/proc/self/autogroup")
+        own = group.read_text() if group.is_file() else "nice 19"
+        (tmp_path / "how").write_text(f"{os.sched_getscheduler(0) == os.SCHED_IDLE} {os.nice(0)} {own.split()[-1]}")
+
+    child = Child(work, in_background=True)
+    wait_until(lambda: not child.is_running(), "the child never ended")
+    assert (tmp_path / "how").read_text() == "True 19 19"
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+PARENT = """
+import os, signal, subprocess, sys, time
 from pathlib import Path
-from minivllm.worker.package_builds import PackageBuilds
+from minivllm.compilation.package_builds import Child, PackageBuilds
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background without it
 
 def build(name):
+    compiler = subprocess.Popen(["sleep", "0.5" if sys.argv[2] == "leave" else "600"])
+    (Path(sys.argv[1]) / f"{name}.pids").write_text(f"{os.getpid()} {compiler.pid}")
     print("building", name, flush=True)
-    time.sleep(1.0)
+    compiler.wait()
     (Path(sys.argv[1]) / name).touch()
 
-builds = PackageBuilds(in_background=True)
-for name in "abcdef":
-    builds.start(name, lambda name=name: build(name))
-builds.leave()
-print("over", flush=True)
+def build_all():
+    builds = PackageBuilds(settle=lambda: None)
+    for name in "abcd":
+        builds.start(name, lambda name=name: build(name))
+    builds.wait()
+
+if sys.argv[2] == "foreground":
+    print("ready", flush=True)
+    build_all()
+child = Child(build_all, in_background=True)
+print("ready", flush=True)
+if sys.argv[2] == "leave":
+    child.release()
+    sys.exit()
+time.sleep(600)
 """
+
+
+def start_parent(directory: Path, how: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PARENT, str(directory), how]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "end"), [("foreground", signal.SIGKILL), ("foreground", signal.SIGINT), ("background", signal.SIGKILL)]
+)
+def test_builders_and_their_compilers_end_with_a_parent_that_is_killed(tmp_path: Path, how: str, end: int) -> None:
+    parent = start_parent(tmp_path, how)
+    wait_until(lambda: list(tmp_path.glob("*.pids")), "nothing was ever built")
+    time.sleep(0.1)
+    parent.send_signal(end)
+    parent.wait(timeout=60)
+    pids = [int(pid) for path in tmp_path.glob("*.pids") for pid in path.read_text().split()]
+    wait_until(lambda: not any(map(is_alive, pids)), "a builder lives on")
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".pids"]
 
 
 def test_builds_that_are_left_are_finished_and_hold_nothing_open_of_a_process_that_is_over(tmp_path: Path) -> None:
     """As in ``minivllm chat -p hi | tail``: the pipe ends with the process."""
-    done = subprocess.run([sys.executable, "-c", LEAVE, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
-    assert len(list(tmp_path.iterdir())) < 6
-    for name in "abcdef":
-        wait_for(tmp_path / name)
+    parent = start_parent(tmp_path, "leave")
+    assert parent.communicate(timeout=120) == ("ready\n", "") and parent.returncode == 0
+    assert not (tmp_path / "d").exists()
+    for name in "abcd":
+        wait_until((tmp_path / name).exists, f"{name} was never built")
 
 
 def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from random_batches import CPU, finish_all, new_request
 
+from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.messages import CachedRequestData, NewRequestData, SchedulerOutput
-from minivllm.worker.persistent_batch import PersistentBatch
+from tests.attention.random_batches import CPU, finish_all, new_request
 
 MAX_SEQS, MAX_LENGTH, PAGE_SIZE, NUM_PAGES = 4, 40, 4, 25
 
@@ -18,11 +18,10 @@ MAX_SEQS, MAX_LENGTH, PAGE_SIZE, NUM_PAGES = 4, 40, 4, 25
 class NaiveRequest:
     """Everything the worker should know of one request, as plain lists."""
 
-    def __init__(self, data: NewRequestData) -> None:
-        self.data = data
-        self.tokens = list(data.prompt_token_ids)
-        self.blocks: list[int] | None = list(data.block_ids[0])
-        self.num_computed = data.num_computed_tokens
+    def __init__(self, new: NewRequestData) -> None:
+        self.tokens = list(new.request.prompt_token_ids)
+        self.blocks: list[int] | None = list(new.block_ids[0])
+        self.num_computed = new.num_computed_tokens
 
 
 class NaiveScheduler:
@@ -129,7 +128,7 @@ def test_random_differences_leave_what_a_naive_model_says(seed: int) -> None:
         left = step.finished_request_ids + step.preempted_request_ids
         assert sorted(freed) == sorted(held.pop(name) for name in left if name in held)
         resumed = [data.request_id for data in step.cached_requests if data.resumed]
-        names = [data.request_id for data in step.new_requests] + resumed
+        names = [new.request.request_id for new in step.new_requests] + resumed
         assert [request.data.request_id for request in entered] == names
         for request in entered:
             held[request.data.request_id] = request.slot

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels_triton_free.attention import TileLists, paged_flex_attention
 from kernels_triton_free.linear import can_pack, pack_weight, packed_linear
 from minivllm import LLM, SamplingParams
-from minivllm.worker import region_packages
-from minivllm.worker.attention_backend import FlexAttentionBackend, GatherSdpaBackend
-from minivllm.worker.compiler import cannot_compile_reason
-from minivllm.worker.region_packages import PackagedRegionCompiler, find_package, package_key
+from minivllm.attention import FlexAttention, SdpaAttention
+from minivllm.compilation import region_packages
+from minivllm.compilation.compiler import RegionsMissing, cannot_compile_reason
+from minivllm.compilation.package_builds import can_fork
+from minivllm.compilation.region_packages import PackagedRegionCompiler, find_package, package_key
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(cannot_compile_reason(CPU) is not None, reason="no C++ compiler")
@@ -73,6 +76,43 @@ def no_build(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     started: list[str] = []
     monkeypatch.setattr(region_packages.PackageBuilds, "start", lambda self, name, build: started.append(name))
     return started
+
+
+def test_a_person_is_told_once_that_and_how_much_is_compiled(
+    tmp_path: Path, no_build: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning reaches standard error in a program that has not set up logging."""
+    compiler = PackagedRegionCompiler(CPU, tmp_path)
+    regions = [make(compiler, factor) for factor in (2.0, 3.0)]
+    with caplog.at_level(logging.WARNING), torch.inference_mode():
+        for region in regions:
+            region(*arguments(5))
+    assert len(no_build) == 2
+    (told,) = caplog.messages
+    assert "Compiling the model" in told and "4 regions at most" in told and str(tmp_path) in told
+
+
+@pytest.mark.skipif(not can_fork(), reason="builds are child processes on Linux only")
+def test_in_the_background_a_missing_region_raises_until_a_child_has_built_it(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(program: object, directory: Path, key: str) -> None:
+        directory.mkdir(exist_ok=True)
+        shutil.copy(next(built.glob(f"{key}-*")), directory)
+
+    monkeypatch.setattr(region_packages, "build_package", put)
+    compiler = PackagedRegionCompiler(CPU, tmp_path / "regions", in_background=True)
+    region = make(compiler)
+    with torch.inference_mode():
+        with pytest.raises(RegionsMissing):
+            region(*arguments(5))
+        compiler.build_in_background(lambda: region(*arguments(5)))
+        deadline = time.monotonic() + 120
+        while compiler.is_building:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        x, pair, cache = arguments(7)
+        torch.testing.assert_close(region(x, pair, cache), transform(2.0, x, pair, torch.zeros_like(cache)))
 
 
 def test_a_package_computes_what_the_function_computes_for_every_number_of_rows(
@@ -169,7 +209,7 @@ def generated_code_of_attention(tmp_path: Path) -> str:
     """C++ that Inductor writes for FlexAttention over a paged cache."""
     from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 
-    from minivllm.worker.compiler import prepare_inductor
+    from minivllm.compilation.compiler import prepare_inductor
 
     prepare_inductor()
     cache = torch.randn(8, 16, 2, 8)
@@ -185,11 +225,11 @@ def generated_code_of_attention(tmp_path: Path) -> str:
 def test_a_start_that_finds_its_packages_imports_neither_dynamo_nor_inductor(built: Path) -> None:
     program = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 import torch
 from pathlib import Path
-from test_region_packages import CPU, arguments, make
-from minivllm.worker.region_packages import PackagedRegionCompiler
+from tests.worker.test_region_packages import CPU, arguments, make
+from minivllm.compilation.region_packages import PackagedRegionCompiler
 torch.set_num_threads({torch.get_num_threads()})
 with torch.inference_mode():
     y, _ = make(PackagedRegionCompiler(CPU, Path({str(built)!r})))(*arguments(7))
@@ -284,11 +324,11 @@ def test_a_failed_build_leaves_the_region_to_torch_compile(
 def test_processes_that_build_the_same_package_at_once_leave_sound_ones(tmp_path: Path) -> None:
     program = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 import torch
 from pathlib import Path
-from test_region_packages import CPU, arguments, make
-from minivllm.worker.region_packages import PackagedRegionCompiler
+from tests.worker.test_region_packages import CPU, arguments, make
+from minivllm.compilation.region_packages import PackagedRegionCompiler
 compiler = PackagedRegionCompiler(CPU, Path({str(tmp_path)!r}))
 region = make(compiler)
 with torch.inference_mode():
@@ -323,18 +363,19 @@ def test_an_engine_that_compiles_in_the_background_changes_over_without_changing
     with LLM(model, compile_in_background=True, **settings) as llm:
         engine = llm.llm_engine
         worker = engine.client.core.executor.worker
-        kinds = [type(worker.runner._attention)]
+        kinds = [type(worker.runner.model.attention)]
         requests = [engine.add_request(str(index), prompt, params) for index, prompt in enumerate(prompts)]
         tokens: dict[str, list[int]] = {}
         steps = 0
         while engine.has_unfinished_requests():
             steps += 1
             if steps == 20:
-                worker._compiler._builds.wait()
+                while worker._compiler.is_building:
+                    time.sleep(0.1)
             for output in engine.step():
                 tokens[output.request_id] = output.outputs[0].token_ids
-            kinds.append(type(worker.runner._attention))
+            kinds.append(type(worker.runner.model.attention))
         assert [tokens[request] for request in requests] == expected
-        assert kinds[0] is GatherSdpaBackend and kinds[-1] is FlexAttentionBackend
+        assert kinds[0] is SdpaAttention and kinds[-1] is FlexAttention
         assert worker.num_recompilations == 0
     assert len(list((tmp_path / "regions").glob("*.pt2"))) == 9

@@ -18,11 +18,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kernels_triton_free.sampling_noise import gumbel_noise
-from minivllm.messages import NewRequestData, PositionLogprobs
+from kernels_triton_free.sampling.noise import gumbel_noise
+from minivllm.messages import EngineRequest, PositionLogprobs
+from minivllm.sampling.sampler import Sampler, prompt_logprobs
+from minivllm.sampling.sampling_state import SamplingState
 from minivllm.sampling_params import SamplingParams
-from minivllm.worker.sampler import Sampler, prompt_logprobs
-from minivllm.worker.sampling_state import SamplingState
 
 EOS = 2
 GREEDY = {"temperature": 0.0}
@@ -30,16 +30,16 @@ GREEDY = {"temperature": 0.0}
 
 def make_request(
     prompt: tuple[int, ...] = (5, 6, 7), seed: int = 0, bad_words: list[list[int]] | None = None, **params: Any
-) -> NewRequestData:
-    return NewRequestData(
+) -> EngineRequest:
+    return EngineRequest(
         request_id="r",
         prompt_token_ids=list(prompt),
         sampling_params=SamplingParams(**params),
         seed=seed,
         eos_token_ids=[EOS],
         bad_words_token_ids=bad_words or [],
-        block_ids=([],),
-        num_computed_tokens=0,
+        max_tokens=16,
+        arrival_time=0.0,
     )
 
 
@@ -50,7 +50,7 @@ def random_logits(rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0)
 class Bench:
     """A sampler with requests at slots 0, 1, …"""
 
-    def __init__(self, vocab_size: int, *requests: NewRequestData, outputs: tuple[int, ...] = ()) -> None:
+    def __init__(self, vocab_size: int, *requests: EngineRequest, outputs: tuple[int, ...] = ()) -> None:
         self.state = SamplingState(max(len(requests), 1) + 1, vocab_size, "cpu")
         for slot, request in enumerate(requests):
             self.state.add(slot, request, list(outputs))
@@ -79,7 +79,7 @@ VARIETY: list[dict[str, Any]] = [
 ]
 
 
-def variety_request(index: int) -> NewRequestData:
+def variety_request(index: int) -> EngineRequest:
     return make_request(seed=100 + index, **VARIETY[index])
 
 
@@ -205,7 +205,7 @@ def test_draws_follow_the_softmax_of_penalised_logits():
 class PlainPython:
     """Greedy sampling of one request with every stage before temperature, written out on lists."""
 
-    def __init__(self, request: NewRequestData) -> None:
+    def __init__(self, request: EngineRequest) -> None:
         self.request, self.output = request, []
 
     def choose(self, logits: list[float]) -> int:

@@ -15,13 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kernels_triton_free.attention
-import minivllm.worker.attention_backend
-from kernels_triton_free.attention import TileLists
+import minivllm.attention.tiles
 from minivllm import LLM, SamplingParams
+from minivllm.attention import FlexAttention
 from minivllm.config import CudaGraphMode
-from minivllm.worker.attention_backend import FlexAttentionBackend
-from minivllm.worker.graph_capture import GraphCapture, RecordedGraphs
-from minivllm.worker.step_graphs import attention_buckets, bucket_for, decode_buckets, token_buckets
+from minivllm.device.buffers import StagingBuffer
+from minivllm.device.policy import DevicePolicy
+from minivllm.graphs.graph_capture import GraphCapture, RecordedGraphs
+from minivllm.graphs.step_graphs import bucket_for, decode_buckets, token_buckets
+from tests.attention.backends import CUDA_POLICY, listed_attention
+from tests.attention.random_batches import CPU
 
 MODES = [mode for mode in get_args(CudaGraphMode) if mode != "none"]
 
@@ -82,7 +85,7 @@ def test_what_runs_between_segments_runs_anew_in_its_place(factors: list[int]) -
 
 @given(st.integers(1, 600), st.integers(1, 4096))
 def test_buckets_hold_every_batch_and_waste_little(max_num_seqs: int, max_num_batched_tokens: int) -> None:
-    decodes, attention = decode_buckets(max_num_seqs), attention_buckets(max_num_seqs)
+    decodes, attention = decode_buckets(max_num_seqs), CUDA_POLICY.decode_batches(max_num_seqs)
     tokens = token_buckets(max_num_batched_tokens)
     for buckets in (decodes, attention, tokens):
         assert buckets == sorted(set(buckets)) and buckets[0] == 2
@@ -96,55 +99,18 @@ def test_buckets_hold_every_batch_and_waste_little(max_num_seqs: int, max_num_ba
     assert bucket_for(max(2, max_num_seqs) + 1, decodes) is None
 
 
-def listed_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lists: TileLists,
-    q_position: Tensor,
-    kv_position: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    **unused: object,
-) -> Tensor:
-    """What compiled FlexAttention computes, in plain operations: the listed pages, masked by position. (Uncompiled
-    FlexAttention asks the mask alone and would look into the pages of other requests.)"""
-    assert window is None
-    tiles, heads, rows, _ = q.shape
-    pages, page_size = k_cache.shape[:2]
-    listed = torch.zeros(tiles, pages, dtype=torch.int32)
-    for count, indices in ((lists.partial_count, lists.partial_pages), (lists.full_count, lists.full_pages)):
-        assert count is not None and indices is not None
-        is_used = torch.arange(indices.shape[-1]) < count[:, :, 0]
-        listed.scatter_add_(1, indices[:, 0, 0].long(), is_used.int())
-    group = rows // q_position.shape[1]
-    position = q_position[:tiles].repeat_interleave(group, 1)[:, :, None]
-    visible = (listed > 0).repeat_interleave(page_size, 1)[:, None] & (kv_position[: pages * page_size] <= position)
-    k, v = (cache.reshape(-1, heads, q.shape[-1]).transpose(0, 1) for cache in (k_cache, v_cache))
-    scores = (q @ k.transpose(1, 2) * scale).masked_fill(~visible[:, None], -torch.inf)
-    return torch.nan_to_num(scores.softmax(-1)) @ v
-
-
 @pytest.fixture
 def with_graphs(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    """An uncompiled engine with graphs. Its attention reads the lists of pages as on a GPU: the usual reference loops
-    over requests in Python, which no graph can repeat."""
-    for module in (kernels_triton_free.attention, minivllm.worker.attention_backend):
+    """An uncompiled engine with graphs that takes the choices of a GPU. Its attention reads the lists of blocks as
+    there: the usual reference loops over requests in Python, which no graph can repeat."""
+    for module in (kernels_triton_free.attention, minivllm.attention.tiles):
         monkeypatch.setattr(module, "paged_flex_attention", listed_attention)
+    monkeypatch.setattr(DevicePolicy, "of", lambda device: CUDA_POLICY)
 
     def make(mode: str, **arguments: Any) -> LLM:
-        llm = tiny_llm(tiny_model("llama"), **arguments)
+        backend = f"{FlexAttention.__module__}:{FlexAttention.__name__}"
+        llm = tiny_llm(tiny_model("llama"), attention_backend=backend, **arguments)
         runner = llm.llm_engine.client.core.executor.worker.runner
-        config = runner.decoder.config
-        windows = list(dict.fromkeys(config.layer_windows))
-
-        def eager(name: str, function: Callable, rows: object, *args: object, **kwargs: object) -> Callable:
-            return function
-
-        runner._attention = FlexAttentionBackend(
-            eager, windows, config.softmax_scale, torch.float32, torch.device("cpu")
-        )
         with torch.inference_mode():
             runner.capture_graphs(mode, RecordedGraphs())
         return llm
@@ -181,9 +147,18 @@ def test_tokens_are_the_same_with_graphs_and_every_step_takes_the_graph_it_shoul
             assert sum(replays.values()) == llm.get_metrics().num_steps
 
 
+def test_lists_of_blocks_that_moved_are_refused(with_graphs: Callable[..., LLM]) -> None:
+    with with_graphs("full_decode", max_model_len=64, max_num_seqs=4) as llm:
+        tiles = llm.llm_engine.client.core.executor.worker.runner.model.attention._single
+        tiles._buffer = StagingBuffer({name: array.shape for name, array in tiles._buffer.host.items()}, CPU)
+        with pytest.raises(RuntimeError, match="moved since it was captured"):
+            llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0.0, max_tokens=4))
+
+
 def test_inputs_that_moved_are_refused(with_graphs: Callable[..., LLM]) -> None:
     with with_graphs("full_decode", max_model_len=64, max_num_seqs=4) as llm:
         runner = llm.llm_engine.client.core.executor.worker.runner
-        runner.builder._token_ids = runner.builder._token_ids.clone()
+        builder = runner.model._builder
+        builder._token_ids = builder._token_ids.clone()
         with pytest.raises(RuntimeError, match="moved since it was captured"):
             llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0.0, max_tokens=4))

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from minivllm.worker import device_buffers, memory
-from minivllm.worker.device_buffers import MirroredTable, StagingBuffer
-from minivllm.worker.memory import (
+from minivllm.device import buffers, memory
+from minivllm.device.buffers import MirroredTable, StagingBuffer
+from minivllm.device.memory import (
     HUGE_PAGE_BYTES,
     MADV_COLLAPSE,
     MAX_CPU_CACHE_BYTES,
@@ -133,13 +133,13 @@ def test_random_overlapping_writes_leave_the_last_value_whatever_the_order_of_th
     rng = np.random.default_rng(0)
     table = separate_table(5, 9)
     sent: list[torch.Tensor] = []
-    original = device_buffers.to_device
+    original = buffers.to_device
 
     def remember(array: np.ndarray, device: torch.device) -> torch.Tensor:
         sent.append(original(array, device))
         return sent[-1]
 
-    monkeypatch.setattr(device_buffers, "to_device", remember)
+    monkeypatch.setattr(buffers, "to_device", remember)
     for _ in range(50):
         sent.clear()
         for _ in range(rng.integers(0, 8)):

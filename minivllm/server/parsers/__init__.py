@@ -1,1 +1,4 @@
-"""Reading what a model writes: its reasoning, its tool calls, its text. Incremental, one pass, no backtracking."""
+"""Reading what a model writes: its reasoning, its tool calls, its text. Incremental, one pass, no backtracking.
+
+May import: the vocabulary only.
+"""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from minivllm.errors import ConfigError
@@ -10,7 +9,9 @@ from minivllm.server.parsers.events import Parser, PlainText
 from minivllm.server.parsers.reasoning import OPEN, ThinkParser
 from minivllm.server.parsers.tool_calls import HERMES_OPEN, LLAMA_TAG, HermesParser, LlamaParser
 
-TOOL_CALL_PARSERS: dict[str, Callable[[], Parser]] = {"hermes": HermesParser, "llama": LlamaParser}
+NativeCalls = type[HermesParser] | type[LlamaParser]
+
+TOOL_CALL_PARSERS: dict[str, NativeCalls] = {"hermes": HermesParser, "llama": LlamaParser}
 REASONING_PARSERS = ("think",)
 
 
@@ -21,11 +22,15 @@ class AnswerFormat:
     tool_call_parser: str | None
     has_reasoning: bool
 
+    @property
+    def call_parser(self) -> NativeCalls | None:
+        return None if self.tool_call_parser is None else TOOL_CALL_PARSERS[self.tool_call_parser]
+
     def parser(self, prompt: str | None, *, has_tools: bool) -> Parser:
         """A parser of one answer. prompt: the rendered conversation; it may end inside the reasoning."""
         parser: Parser = PlainText()
-        if has_tools and self.tool_call_parser is not None:
-            parser = TOOL_CALL_PARSERS[self.tool_call_parser]()
+        if has_tools and self.call_parser is not None:
+            parser = self.call_parser()
         if self.has_reasoning:
             parser = ThinkParser(parser, starts_inside=(prompt or "").rstrip().endswith(OPEN))
         return parser

@@ -1,9 +1,11 @@
-"""Answers that a grammar forced to be tool calls: nothing but arguments, or a JSON list of calls."""
+"""Answers that a grammar forced into a form: nothing but the arguments of a call, or either calls or an answer."""
 
 from __future__ import annotations
 
-from minivllm.server.parsers.call_object import WHITESPACE, CallObjectReader
-from minivllm.server.parsers.events import CallArguments, CallEnd, CallStart, Event
+from collections.abc import Callable, Sequence
+
+from minivllm.server.parsers.call_object import WHITESPACE
+from minivllm.server.parsers.events import CallArguments, CallEnd, CallStart, Content, Event, Parser, PlainText
 
 
 class NamedCallParser:
@@ -24,27 +26,49 @@ class NamedCallParser:
         return [CallEnd()] if self._has_begun else []
 
 
-class CallListParser:
-    """``[{"name": …, "parameters": {…}}, …]``."""
+class CallsOrAnswer:
+    """The whole text is calls, if it begins like one, or else an answer in which nothing is a call.
 
-    def __init__(self) -> None:
-        self._reader: CallObjectReader | None = None
+    begins: how calls begin; whitespace outside of strings makes no difference.
+    """
+
+    def __init__(self, make_calls_parser: Callable[[], Parser], begins: Sequence[str]) -> None:
+        self._make_calls_parser = make_calls_parser
+        self._begins = [_Compact(begin).text for begin in begins]
+        self._seen = _Compact()
+        self._buffer = ""
+        self._parser: Parser | None = None
 
     def feed(self, text: str) -> list[Event]:
-        events: list[Event] = []
-        while text:
-            if self._reader is None:
-                text = text.lstrip(WHITESPACE + "[],")
-                if not text:
-                    break
-                self._reader = CallObjectReader(requires_arguments=False)
-            taken, new_events = self._reader.feed(text)
-            events += new_events
-            # What is no object cannot come from the grammar; skipping it keeps the loop moving all the same.
-            text = text[taken if taken or self._reader.is_call else 1 :]
-            if self._reader.is_done:
-                self._reader = None
-        return events
+        if self._parser is None:
+            self._buffer += text
+            self._seen.add(text)
+            if any(self._seen.text.startswith(begin) for begin in self._begins):
+                self._parser = self._make_calls_parser()
+            elif not any(begin.startswith(self._seen.text) for begin in self._begins):
+                self._parser = PlainText()
+            else:
+                return []
+            text, self._buffer = self._buffer, ""
+        return self._parser.feed(text)
 
     def finish(self) -> list[Event]:
-        return [] if self._reader is None else self._reader.finish()
+        if self._parser is not None:
+            return self._parser.finish()
+        return [Content(self._buffer)] if self._buffer else []
+
+
+class _Compact:
+    """JSON as it grows, without the whitespace outside of its strings."""
+
+    def __init__(self, text: str = "") -> None:
+        self.text = ""
+        self._in_string = False
+        self.add(text)
+
+    def add(self, text: str) -> None:
+        for char in text:
+            if char == '"':  # no call begins with a string that has an escaped one
+                self._in_string = not self._in_string
+            if self._in_string or char not in WHITESPACE:
+                self.text += char

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from enum import Enum, auto
+from typing import ClassVar
 
 from minivllm.server.parsers.call_object import WHITESPACE, CallObjectReader
 from minivllm.server.parsers.events import Content, Event
@@ -13,6 +15,23 @@ HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 LLAMA_TAG = "<|python_tag|>"
 
 
+@dataclass(frozen=True)
+class CallForm:
+    """How a call is written where a grammar forces one: ``opening``, an object of name and arguments, ``closing``.
+
+    arguments_key: the arguments' name in that object. separator: stands between two calls.
+    """
+
+    opening: str
+    arguments_key: str
+    closing: str
+    separator: str
+
+    def begin(self, name: str) -> str:
+        """By what a call of ``name`` is told from an answer: its opening, or else all before its arguments."""
+        return self.opening.strip() or f'{{"name": "{name}", "{self.arguments_key}":'
+
+
 class _State(Enum):
     BEGINNING = auto()
     TEXT = auto()
@@ -20,8 +39,10 @@ class _State(Enum):
     BEHIND_OBJECT = auto()
 
 
-class _CallParser(ABC):
+class CallParser(ABC):
     """What both forms share: whitespace around calls is nobody's text, a broken call is text, objects may repeat."""
+
+    form: ClassVar[CallForm]
 
     def __init__(self, state: _State, *, requires_arguments: bool) -> None:
         self._state = state
@@ -81,8 +102,10 @@ class _CallParser(ABC):
             self._spaces.append(text[len(body) :])
 
 
-class HermesParser(_CallParser):
+class HermesParser(CallParser):
     """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Hermes 2 Pro, Qwen and SmolLM write it."""
+
+    form = CallForm(f"{HERMES_OPEN}\n", "arguments", f"\n{HERMES_CLOSE}", "\n")
 
     def __init__(self) -> None:
         super().__init__(_State.TEXT, requires_arguments=False)
@@ -114,11 +137,13 @@ class HermesParser(_CallParser):
         return super().finish()
 
 
-class LlamaParser(_CallParser):
+class LlamaParser(CallParser):
     """``{"name": …, "parameters": {…}}``, several separated by ``;``, as Llama 3 writes it.
 
     The answer must begin with it; ``<|python_tag|>`` may stand before it (it is a special token, mostly left out).
     """
+
+    form = CallForm("", "parameters", "", "; ")
 
     def __init__(self) -> None:
         super().__init__(_State.BEGINNING, requires_arguments=True)

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
-from minivllm.server.protocol.sampling import MAX_TOKEN_ID, Body, Label, RequestFields
 from minivllm.server.protocol.usage import Usage
+from minivllm.server.wire.fields import MAX_TOKEN_ID, Body, Label, RequestFields
+from minivllm.server.wire.neutral import NeutralFields, NeutralVerbosity, Nothing, ReasoningEffort
 
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 4096
@@ -22,6 +23,7 @@ TemplateValue = bool | int | float | Annotated[str, StringConstraints(max_length
 class TextPart(Body):
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: None = None
 
 
 class ImageUrl(Body):
@@ -34,6 +36,7 @@ class ImagePart(Body):
 
     type: Literal["image_url"]
     image_url: ImageUrl
+    prompt_cache_breakpoint: None = None
 
 
 class RefusalPart(Body):
@@ -78,7 +81,8 @@ class UserMessage(Body):
 class AssistantMessage(Body):
     """Needs content, a refusal or tool calls. Lists that the API itself returned as null may be sent back.
 
-    parsed: the content again, as objects, which the parse helper of clients puts beside it.
+    parsed: the content again, as objects, which the parse helper of clients puts beside it. provider_specific_fields:
+    fields of the answer again, as litellm keeps them.
     """
 
     role: Literal["assistant"]
@@ -89,8 +93,9 @@ class AssistantMessage(Body):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     function_call: None = None
     audio: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Nothing | None = None
     parsed: Any = None
+    provider_specific_fields: Any = None
 
 
 class ToolMessage(Body):
@@ -128,6 +133,21 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    """mode: "auto" leaves the choice to the model, "required" makes it call one of them."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
+
+
 class ResponseFormatText(Body):
     type: Literal["text"]
 
@@ -155,12 +175,14 @@ ResponseFormat = Annotated[
 ]
 
 
-class ChatCompletionRequest(RequestFields):
+class ChatCompletionRequest(RequestFields, NeutralFields):
     """A conversation to continue.
 
     max_completion_tokens (max_tokens is its older name): None is the rest of the context. logprobs, top_logprobs: for
-    every token of the answer. reasoning_effort, chat_template_kwargs: names the model's chat template knows; "none"
-    switches thinking off. metadata: labels of the caller's own, without effect. store: only false, nothing is kept.
+    every token of the answer. response_format: the form of an answer, in place of which the model may call a tool.
+    reasoning_effort, chat_template_kwargs: names the model's chat template knows; "none" switches thinking off.
+    parse_special_tokens: special tokens that stand in messages and tools count as such; by default they are text, so
+    that no message can end its turn and begin another. store and all behind it: only values that change nothing.
     """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -170,15 +192,22 @@ class ChatCompletionRequest(RequestFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
-    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)] | None = None
-    store: Literal[False] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool | None = None
+    parse_special_tokens: bool | None = None
     chat_template_kwargs: (
         Annotated[dict[Annotated[str, Field(max_length=64)], TemplateValue], Field(max_length=16)] | None
     ) = None
+    store: Literal[False] | None = None
+    verbosity: NeutralVerbosity = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    functions: Nothing | None = None
+    function_call: Literal["none", "auto"] | None = None
 
 
 class TopLogprob(TypedDict):

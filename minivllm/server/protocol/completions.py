@@ -9,16 +9,18 @@ from typing_extensions import TypedDict
 
 from minivllm.sampling_params import MAX_LOGPROBS, MAX_N
 from minivllm.server.protocol.prompts import Prompts
-from minivllm.server.protocol.sampling import MAX_TOKEN_ID, RequestFields
 from minivllm.server.protocol.usage import Usage
+from minivllm.server.wire.fields import MAX_TOKEN_ID, RequestFields
 
 
 class CompletionRequest(RequestFields):
     """Texts to continue.
 
-    prompt: a text, a list of texts, token ids or lists of token ids. echo: repeat the prompt before its completion,
-    with logprobs of its tokens if those are asked for. max_tokens: 16 if left out, 0 only with echo. logprobs: how many
+    prompt: a text, a list of texts, token ids or lists of token ids. Special tokens in a text count as such, as in
+    vLLM: whoever sends a whole prompt writes its turns too. echo: repeat the prompt before its completion, with
+    logprobs of its tokens if those are asked for. max_tokens: 16 if left out, 0 only with echo. logprobs: how many
     alternatives to report per token. best_of: so many are generated, and the n likeliest come back; not in streams.
+    suffix: none, the models served here do not fill gaps.
     """
 
     prompt: Prompts
@@ -26,6 +28,7 @@ class CompletionRequest(RequestFields):
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    suffix: Literal[""] | None = None
 
 
 class CompletionLogprobs(TypedDict):

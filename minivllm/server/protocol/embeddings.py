@@ -8,7 +8,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from minivllm.server.protocol.prompts import Prompts
-from minivllm.server.protocol.sampling import Body, CacheSalt, Label, ModelName, Priority
+from minivllm.server.wire.fields import Body, CacheSalt, Label, ModelName, Priority
 
 
 class PoolingFields(Body):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import StringConstraints
 from typing_extensions import TypedDict
 
-from minivllm.server.protocol.sampling import Body
+from minivllm.server.wire.fields import Body
 
 AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
 
@@ -26,7 +26,7 @@ class UnloadAdapterRequest(Body):
 class ModelCard(TypedDict):
     """created: when the server started, Unix time [seconds]. root: what was loaded under this name.
 
-    parent: of an adapter, the model it changes.
+    parent: of an adapter, the model it changes. default_sampling_params: what holds where a request says nothing.
     """
 
     id: str
@@ -36,6 +36,7 @@ class ModelCard(TypedDict):
     root: str
     parent: str | None
     max_model_len: int
+    default_sampling_params: dict[str, float]
 
 
 class ModelList(TypedDict):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from minivllm.server.protocol.sampling import TokenId
+from minivllm.server.wire.fields import TokenId
 
 MAX_PROMPTS = 2048
 

@@ -8,15 +8,16 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from minivllm.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName
-from minivllm.server.protocol.sampling import MAX_TOKEN_ID, Body, CacheSalt, Label, SamplingFields
+from minivllm.server.wire.fields import MAX_TOKEN_ID, Body, CacheSalt, Label, Priority, SamplingFields
+from minivllm.server.wire.neutral import NeutralFields, NeutralVerbosity, Nothing, ReasoningEffort
 
 Status = Literal["in_progress", "completed", "incomplete"]
-Nothing = Annotated[list[Any], Field(max_length=0)]
 
 
 class InputText(Body):
     type: Literal["input_text"]
     text: str
+    prompt_cache_breakpoint: None = None
 
 
 class OutputText(Body):
@@ -35,10 +36,12 @@ class InputImage(Body):
     type: Literal["input_image"]
     image_url: str | None = None
     file_id: str | None = None
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    prompt_cache_breakpoint: None = None
 
 
 InputPart = Annotated[InputText | OutputText | InputImage, Field(discriminator="type")]
+OutputPart = Annotated[InputText | InputImage, Field(discriminator="type")]
 
 
 class MessageItem(Body):
@@ -51,7 +54,8 @@ class MessageItem(Body):
 
 
 class FunctionCallItem(Body):
-    """parsed_arguments: the arguments again, from helpers of clients."""
+    """arguments: JSON as the model wrote it, cut where the call is incomplete. parsed_arguments: the same again, from
+    helpers of clients."""
 
     type: Literal["function_call"]
     call_id: str
@@ -60,14 +64,20 @@ class FunctionCallItem(Body):
     parsed_arguments: Any = None
     namespace: None = None
     caller: None = None
+    async_: Annotated[Literal[False] | None, Field(alias="async")] = None
     id: Label | None = None
     status: Status | None = None
 
 
 class FunctionCallOutputItem(Body):
+    """name: of the function, which call_id says already."""
+
     type: Literal["function_call_output"]
     call_id: str
-    output: str
+    output: str | Annotated[list[OutputPart], Field(min_length=1, max_length=MAX_PARTS)]
+    name: Label | None = None
+    namespace: None = None
+    caller: None = None
     id: Label | None = None
     status: Status | None = None
 
@@ -109,11 +119,21 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    async_: Annotated[Literal[False] | None, Field(alias="async")] = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(min_length=1, max_length=1)] | None = None
+    defer_loading: Literal[False] | None = None
+    output_schema: None = None
 
 
 class NamedFunctionTool(Body):
     type: Literal["function"]
     name: FunctionName
+
+
+class AllowedFunctionTools(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunctionTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ResponseTextJsonSchema(Body):
@@ -137,18 +157,41 @@ class TextSettings(Body):
         Annotated[ResponseTextPlain | ResponseTextJsonObject | ResponseTextJsonSchema, Field(discriminator="type")]
         | None
     ) = None
+    verbosity: NeutralVerbosity = None
 
 
 class ReasoningSettings(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
-    summary: None = None
+    """summary: "auto" leaves it to the model, and models here write none; their reasoning is in the answer as it is."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
 
 
-class ResponseRequest(SamplingFields):
+class ResponseStreamOptions(Body):
+    include_obfuscation: Literal[False] | None = None
+
+
+Includable = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+]
+"""Parts of items that answers here never have, and reasoning, which is there in plain text."""
+
+
+class ResponseRequest(SamplingFields, NeutralFields):
     """A conversation to continue, as a text or a list of items.
 
-    instructions: a system message before it. Fields that would need a memory (previous_response_id, store, background)
-    take only their neutral value.
+    instructions: a system message before it. store: either, nothing is kept, as the answer says. max_tool_calls:
+    counts calls of tools that the server itself runs, of which there are none. previous_response_id and all behind it:
+    only values that change nothing.
     """
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -158,18 +201,30 @@ class ResponseRequest(SamplingFields):
     stream: bool | None = None
     text: TextSettings | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedFunctionTool | AllowedFunctionTools, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningSettings | None = None
-    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)] | None = None
     user: Label | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Priority | None = None
     cache_salt: CacheSalt | None = None
+    store: bool | None = None
+    max_tool_calls: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
+    include: Annotated[list[Includable], Field(max_length=MAX_PARTS)] | None = None
     previous_response_id: None = None
-    store: Literal[False] | None = None
+    conversation: None = None
+    prompt: None = None
     background: Literal[False] | None = None
+    background_options: None = None
     truncation: Literal["disabled"] | None = None
-    include: Nothing | None = None
+    context_management: Nothing | None = None
+    top_logprobs: Literal[0] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    image: None = None
+    access_programs: None = None
 
 
 class OutputTextPart(TypedDict):

@@ -8,13 +8,14 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from minivllm.server.protocol.chat import MAX_MESSAGES, Message
-from minivllm.server.protocol.sampling import Body, TokenId
+from minivllm.server.wire.fields import Body, TokenId
 
 
 class TokenizeRequest(Body):
     """Exactly one of prompt (a text) and messages (a conversation, by the chat template).
 
-    add_special_tokens: what the tokenizer puts around a text; a chat template writes its own.
+    add_special_tokens: what the tokenizer puts around a text; a chat template writes its own. parse_special_tokens:
+    special tokens in the text count as such; left out, they do in a prompt and do not in messages, as when generating.
     """
 
     model: str | None = None
@@ -22,6 +23,7 @@ class TokenizeRequest(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    parse_special_tokens: bool | None = None
     return_token_strs: bool = False
 
 

@@ -1,0 +1,4 @@
+"""From logits to token ids: masks, penalties, truncation, stateless noise, draws, log-probabilities.
+
+May import: torch only.
+"""

@@ -1,0 +1,135 @@
+"""From logits to token ids: temperature, min-p, top-k, top-p, Gumbel-max draws, log-probabilities.
+
+Every truncation keeps the tokens at or above a threshold of their row, so the three of them together are one number
+per row, and tokens that tie with the last one kept are kept too: the outcome does not depend on how a sort orders
+equals. The probability mass of top-p is summed in integers, whose sums are the same in any order.
+
+Rows never influence each other. The functions take and return tensors only, without data-dependent control flow, so
+each can be compiled as it stands.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels_triton_free.sampling.noise import gumbel_noise, gumbel_noise_at
+
+# exp(scaled) <= 1 in units of 2^-40: a vocabulary of 2^22 tokens sums to less than 2^63.
+_MASS_UNIT = 2.0**40
+
+
+def scale_by_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
+    """(logits - row maximum) / temperature: logits [R, V] float32, temperature [R] float32 > 0 -> float32 [R, V].
+
+    The largest entry is exactly 0, whatever the temperature. NaN counts as -inf (never drawn); a row without any
+    finite entry becomes -inf throughout.
+    """
+    largest = torch.finfo(torch.float32).max
+    logits = torch.nan_to_num(logits, nan=-torch.inf, posinf=largest, neginf=-torch.inf)
+    maximum = logits.amax(-1, keepdim=True)
+    # -inf - -inf is NaN; a dead row keeps its -inf instead.
+    maximum = torch.where(maximum == -torch.inf, 0.0, maximum)
+    return (logits - maximum) / temperature[:, None]
+
+
+def top_candidates(scaled: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+    """The C = min(num_candidates, V) largest of scaled [R, V], largest first: values and token ids (int64), [R, C]."""
+    values, token_ids = torch.topk(scaled, min(num_candidates, scaled.shape[-1]), dim=-1)
+    return values, token_ids
+
+
+def _mass(scaled: Tensor, threshold: Tensor) -> Tensor:
+    """Unnormalised probability of what reaches threshold [R], in units of 2^-40: [R, n] -> int64 [R, n]."""
+    kept = scaled >= threshold[:, None]
+    return torch.where(kept, torch.exp(scaled) * _MASS_UNIT, 0.0).to(torch.int64)
+
+
+def truncation_threshold(
+    scaled: Tensor, ordered: Tensor, top_k: Tensor, top_p: Tensor | None, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The value from which on tokens are kept by min-p, then top-k, then top-p of the renormalised rest.
+
+    scaled [R, V]: from scale_by_temperature. ordered [R, C]: its C largest values, largest first (C = V: all).
+    top_k [R] int64 (below 1: all); top_p [R] float32 in (0, 1], None if all are 1; min_p [R] float32 in [0, 1].
+    Returns (threshold [R] float32, exact [R] bool). Where exact is False, the C values do not reach far enough to
+    tell, or do not contain everything that is kept, and C = V is needed; with C = V it is always True.
+    The likeliest token is always kept.
+    """
+    vocab_size, num_ordered = scaled.shape[-1], ordered.shape[-1]
+    keeps_all = (top_k < 1) | (top_k >= vocab_size)
+    is_kth_known = ~keeps_all & (top_k <= num_ordered)
+    kth = ordered.gather(-1, (top_k - 1).clamp(0, num_ordered - 1)[:, None])[:, 0]
+    threshold = torch.maximum(torch.log(min_p), torch.where(is_kth_known, kth, -torch.inf))
+
+    if top_p is not None:
+        total = _mass(scaled, threshold).sum(-1)
+        mass = _mass(ordered, threshold)
+        before = mass.cumsum(-1) - mass
+        kept = before.double() < (top_p.double() * total.double())[:, None]
+        last_kept = torch.minimum(ordered.masked_fill(~kept, torch.inf).amin(-1), ordered[:, 0])
+        threshold = torch.where(top_p < 1.0, torch.maximum(threshold, last_kept), threshold)
+
+    if num_ordered == vocab_size:
+        return threshold, torch.ones_like(threshold, dtype=torch.bool)
+    smallest = ordered[:, -1]
+    # Equal to the smallest is not enough: tokens beyond the C values may tie with it.
+    exact = ((keeps_all | is_kth_known) & (threshold > smallest)) | (smallest == -torch.inf)
+    return threshold, exact
+
+
+def draw_from_candidates(
+    scaled: Tensor,
+    candidates: Tensor,
+    candidate_ids: Tensor,
+    top_k: Tensor,
+    top_p: Tensor | None,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Truncate and draw, looking for winners among the candidates only.
+
+    scaled [R, V]; candidates, candidate_ids [R, C]: from top_candidates; seeds, positions [R] int64; the rest as in
+    truncation_threshold. Returns (token ids [R] int64, exact [R] bool). Where exact is True the token is the one that
+    draw_from_vocabulary gives with the exact threshold; elsewhere it is to be drawn again from more candidates.
+    """
+    threshold, exact = truncation_threshold(scaled, candidates, top_k, top_p, min_p)
+    scores = candidates + gumbel_noise_at(seeds, positions, candidate_ids)
+    scores = scores.masked_fill(candidates < threshold[:, None], -torch.inf)
+    # Among equal scores the smallest id wins, as in an argmax over the vocabulary.
+    is_best = scores == scores.amax(-1, keepdim=True)
+    token_ids = candidate_ids.masked_fill(~is_best, scaled.shape[-1]).amin(-1)
+    return torch.where(candidates[:, 0] == -torch.inf, 0, token_ids), exact
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """Id of the greatest of logits [R, V] in each row, the smallest id among equals; int64 [R].
+
+    max keeps the index as it goes: on a CPU it is five times as fast as argmax over bfloat16.
+    """
+    return logits.max(-1).indices
+
+
+def draw_from_vocabulary(scaled: Tensor, threshold: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Gumbel-max (Gumbel 1954): the argmax of scaled [R, V] + noise over entries >= threshold [R] is a draw from their
+    softmax.
+
+    seeds, positions [R] int64. Returns int64 [R], always below V; 0 for a row of -inf.
+    """
+    scores = scaled + gumbel_noise(seeds, positions, scaled.shape[-1])
+    return scores.masked_fill(scaled < threshold[:, None], -torch.inf).argmax(-1)
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities of given tokens and of the likeliest ones, in float32.
+
+    logits [R, V] any float dtype; token_ids [R] int64 below V; 0 <= k, cut to V.
+    Returns (logprobs [R] float32, ranks [R] int64, top ids [R, k] int64, top logprobs [R, k] float32). The rank is 1
+    for the likeliest: one more than the number of strictly likelier tokens. The top ids come likeliest first, equals
+    by id.
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    chosen = logprobs.gather(-1, token_ids[:, None])
+    ranks = (logprobs > chosen).sum(-1) + 1
+    top_ids = torch.topk(logprobs, min(k, logprobs.shape[-1]), dim=-1).indices.sort(-1).values
+    top, order = torch.sort(logprobs.gather(-1, top_ids), dim=-1, descending=True, stable=True)
+    return chosen[:, 0], ranks, top_ids.gather(-1, order), top

@@ -1,0 +1,32 @@
+"""Attention over the blocks of the KV cache: backends that prepare their own metadata, chosen by name.
+
+May import: device, kernels_triton_free, models.
+Door: `AttentionBackend` in backend.py.
+"""
+
+from minivllm.attention.backend import (
+    AttentionBackend,
+    AttentionContext,
+    AttentionRule,
+    BlockTables,
+    StepRows,
+    in_step_order,
+)
+from minivllm.attention.flex import FlexAttention, rule_attention
+from minivllm.attention.registry import find_attention
+from minivllm.attention.sdpa import SdpaAttention
+from minivllm.plugins import register_attention
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionContext",
+    "AttentionRule",
+    "BlockTables",
+    "FlexAttention",
+    "SdpaAttention",
+    "StepRows",
+    "find_attention",
+    "in_step_order",
+    "register_attention",
+    "rule_attention",
+]

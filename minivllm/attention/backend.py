@@ -1,0 +1,172 @@
+"""The seam of attention: a backend prepares what it wants to know of a step, and then attends, layer by layer.
+
+The worker knows nothing of tiles, lists or gathering. It says which rows a step has, keeps what ``prepare`` returns,
+and hands it to ``attend`` with each layer's cache, spec and queries. So a backend may pack the queries of requests
+that share a prefix into one tile, keep another kind of cache, or be made of one backend for each KV group, and neither
+the runner nor the step builder changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels_triton_free.attention import ScoreChange, Visibility
+from minivllm.device.buffers import MirroredTable
+from minivllm.device.policy import DevicePolicy
+from minivllm.models.decoder import CompileRegion, LayerCache
+from minivllm.models.decoder_config import AttentionSpec
+
+
+class Countable(Protocol):
+    """A row of a step, of which only the number of tokens matters here."""
+
+    @property
+    def count(self) -> int: ...
+
+
+AnyRow = TypeVar("AnyRow", bound=Countable)
+
+
+def in_step_order(rows: Sequence[AnyRow], verify_size: int) -> tuple[list[AnyRow], int, int]:
+    """The order of rows in every step: those with a single token, those with few, those with several (prompt chunks).
+
+    Few are 2 to ``verify_size`` tokens, where drafts are verified (0: there are no such rows). Returns (rows, how many
+    have a single token, how many have few).
+    """
+    single = [row for row in rows if row.count == 1]
+    if len(single) == len(rows):
+        return single, len(single), 0
+    few = [row for row in rows if 1 < row.count <= verify_size]
+    several = [row for row in rows if row.count > max(1, verify_size)]
+    return single + few + several, len(single), len(few)
+
+
+class StepRows(NamedTuple):
+    """The rows of a step, ``in_step_order``; their tokens lie one after the other.
+
+    slots, starts, counts: int64 [rows]: batch slot of the request, position of its first token in this step, number of
+    its tokens. num_single, num_few: rows with a single token and with few. num_padded: tokens of the step, padding
+    included. No rows at all is a step of padding alone, which stands for so many single tokens: graphs are captured
+    with it.
+    """
+
+    slots: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    num_single: int
+    num_few: int
+    num_padded: int
+
+    def cut(self, begin: int, end: int) -> StepRows:
+        """Some of the rows, to be looked at alone."""
+        part = slice(begin, end)
+        return self._replace(slots=self.slots[part], starts=self.starts[part], counts=self.counts[part])
+
+
+class BlockTables(Protocol):
+    """Where the tokens of requests lie in the KV cache: the persistent batch, or one KV group of it.
+
+    block_table int32 [batch slots, max blocks of a request]: physical blocks in order; block 0 is the null block.
+    kv_position int32 [blocks, rounded up; block_size]: position in its sequence of what each cache slot holds. A block
+    that is shared through the prefix cache holds the same positions for everybody.
+    """
+
+    block_size: int
+    block_table: MirroredTable
+    kv_position: MirroredTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionContext:
+    """What a backend is made from. It serves layers that share block tables.
+
+    specs: the different specs of these layers. kv_heads, query_group, head_dim: shape of the queries
+    [tokens, kv_heads, query_group, head_dim]. dtype: of the weights. cache_dtype: of keys and values.
+    num_blocks: of the KV cache. max_num_seqs, max_num_batched_tokens: of a step, at most. verify_size: see
+    ``in_step_order``. compile_region: turns a function of tensors into what is called in its place. compiles: whether
+    that is compiled code. policy: the choices for this device.
+    """
+
+    specs: tuple[AttentionSpec, ...]
+    kv_heads: int
+    query_group: int
+    head_dim: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    tables: BlockTables
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    verify_size: int
+    compile_region: CompileRegion
+    compiles: bool
+    policy: DevicePolicy
+    device: torch.device
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The different sliding windows."""
+        return list(dict.fromkeys(spec.window for spec in self.specs))
+
+
+class AttentionBackend(Protocol):
+    """Attends to the paged cache. Made by a factory from an AttentionContext; see ``minivllm.register_attention``."""
+
+    @property
+    def decode_batches(self) -> Sequence[int]:
+        """Numbers of single-token rows of which each needs a step of its own in the warm-up; none if one mixed step
+        compiles everything."""
+
+    def prepare(self, rows: StepRows) -> Any:
+        """What ``attend`` needs to know of a step: a tensor, or a tuple of such things.
+
+        Valid until the next call. The block tables are up to date on the device. Of a step with nothing but single
+        tokens, a graph may be captured: its tensors must lie in buffers of the backend, at the same addresses whenever
+        rows.num_padded is the same.
+        """
+
+    def attend(self, metadata: Any, cache: LayerCache, spec: AttentionSpec, q: Tensor) -> Tensor:
+        """q [tokens, kv_heads, query_group, head_dim] -> o of the same shape and dtype.
+
+        metadata: of this step. cache: of one layer, and the keys and values of this step are in it already. Rows of o
+        behind the step's tokens must be finite.
+        """
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """How an attention variant differs from causal attention within a layer's sliding window.
+
+    visibility: which keys a query sees, in place of all those up to its own position within the window; no key behind
+    the query may be among them. score_change: a change of the scores before the softmax. Both are functions of int32
+    scalars of a kernel, which PyTorch compiles.
+    """
+
+    visibility: Visibility | None = None
+    score_change: ScoreChange | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """What compiled code depends on besides its tensors: the modules of the functions, and the values they use."""
+        parts: list[object] = []
+        for function in (self.visibility, self.score_change):
+            if function is not None:
+                used = inspect.getclosurevars(function)
+                values = sorted({**used.globals, **used.nonlocals}.items())
+                code = function.__code__
+                source = Path(code.co_filename)
+                parts += source.read_bytes() if source.is_file() else code.co_code, code.co_name
+                parts += [item for item in values if isinstance(item[1], (int, float, str, tuple, Tensor))]
+        return hashlib.sha256(repr(parts).encode()).hexdigest() if parts else ""
+
+
+CAUSAL = AttentionRule()

@@ -1,0 +1,105 @@
+"""Attention as compiled FlexAttention over query tiles, or as its uncompiled reference."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minivllm.attention.backend import CAUSAL, AttentionBackend, AttentionContext, AttentionRule, StepRows
+from minivllm.attention.decode_options import DecodeOptions
+from minivllm.attention.sdpa import SdpaAttention
+from minivllm.attention.tiles import GatheredTiles, QueryTiles, Tiles
+from minivllm.models.decoder import LayerCache
+from minivllm.models.decoder_config import AttentionSpec
+
+logger = logging.getLogger(__name__)
+
+
+def rule_attention(context: AttentionContext, rule: AttentionRule = CAUSAL) -> AttentionBackend:
+    """Attention by a rule: compiled FlexAttention, or the reference where nothing is compiled, which is slower."""
+    return FlexAttention(context, rule) if context.compiles else SdpaAttention(context, rule)
+
+
+class TilePart(NamedTuple):
+    """The step's tokens from ``begin`` up to ``end`` and their tiles."""
+
+    kind: QueryTiles
+    begin: int
+    end: int
+    tiles: Tiles
+
+
+class FlexMetadata(NamedTuple):
+    """One step: the number of its tokens without padding, and what they are cut into."""
+
+    num_tokens: int
+    parts: tuple[TilePart, ...]
+
+
+class FlexAttention:
+    """Compiled FlexAttention. For every spec one kernel for rows with a single token (or one for each of some batch
+    sizes, see ``DevicePolicy.decode_batches``), one for prompt chunks, and, if drafts are verified, one for them: short
+    tiles, one for each row, that read the cache in place as those of single tokens do."""
+
+    def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
+        policy, sequences, tokens = context.policy, context.max_num_seqs, context.max_num_batched_tokens
+        options = DecodeOptions.of(context.device)
+        self.decode_batches = policy.decode_batches(sequences)
+        if self.decode_batches:
+            logger.info("Kernel options of decode attention: %s.", options.origin)
+        self._max_decodes = max(2, sequences)
+        tuned = {
+            batch: options.choose(
+                batch_kv_heads=batch * context.kv_heads,
+                head_dim=context.head_dim,
+                dtype=context.cache_dtype,
+                block_size=context.tables.block_size,
+            )
+            for batch in self.decode_batches
+        }
+
+        def short(kind: str, size: int, batches: Mapping[int, Mapping[str, int]] | None = None) -> QueryTiles:
+            full = policy.lists_full_blocks
+            return QueryTiles(context, rule, kind, size, sequences, fixed_lists=True, tells_full=full, batches=batches)
+
+        self._single = short("decode attention", 1, tuned)
+        self._few = short("verify attention", context.verify_size) if context.verify_size > 1 else None
+        size = policy.query_tile_size(context.query_group)
+        capacity = max(policy.min_tiles, min(tokens, sequences + -(-tokens // size)) + 2)
+        dtype = policy.prompt_attention_dtype(context.dtype)
+        make = GatheredTiles if policy.gathers_blocks else QueryTiles
+        self._several = make(context, rule, "prompt attention", size, capacity, compute_dtype=dtype)
+
+    def prepare(self, rows: StepRows) -> FlexMetadata:
+        """Tiles of single tokens first, then those of drafts, then those of prompt chunks."""
+        num_rows, single, few = len(rows.slots), rows.num_single, rows.num_few
+        parts = []
+        if single or not num_rows:
+            # A step of single tokens is padded as a whole, so that nothing but its size decides what a graph replays.
+            is_all = single == num_rows
+            least = min(rows.num_padded, self._max_decodes) if is_all else max(single, min(rows.num_padded, 2))
+            count = next((batch for batch in self.decode_batches if batch >= least), least)
+            own = rows if is_all else rows.cut(0, single)
+            parts.append(TilePart(self._single, 0, single, self._single.prepare(own, 0, count)))
+        token = single
+        for kind, begin, end in ((self._few, single, single + few), (self._several, single + few, num_rows)):
+            if begin < end and kind is not None:
+                own = rows.cut(begin, end)
+                first, token = token, token + int(own.counts.sum())
+                parts.append(TilePart(kind, first, token, kind.prepare(own, first, 2)))
+        return FlexMetadata(token, tuple(parts))
+
+    def attend(self, metadata: FlexMetadata, cache: LayerCache, spec: AttentionSpec, q: Tensor) -> Tensor:
+        part = metadata.parts[0]
+        if len(metadata.parts) == 1 and part.kind is self._single and part.tiles.num_tiles >= len(q):
+            return part.kind.attend(part.tiles, cache, spec, q)
+        o = torch.empty_like(q)
+        for kind, begin, end, tiles in metadata.parts:
+            o[begin:end] = kind.attend(tiles, cache, spec, q)[: end - begin]
+        # Padding tokens write to the null block, which must stay finite: 0 * NaN is NaN where a kernel only masks it.
+        o[metadata.num_tokens :] = 0
+        return o

@@ -1,0 +1,21 @@
+"""Attention backends by name: see ``plugins.ATTENTION`` and ``minivllm.register_attention``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from minivllm.attention.backend import AttentionBackend, AttentionContext
+from minivllm.errors import ConfigError
+from minivllm.plugins import ATTENTION
+
+AttentionFactory = Callable[[AttentionContext], AttentionBackend]
+"""Makes a backend; a class of one is a factory. It is called again when compiled code takes over from uncompiled, and
+for every draft model."""
+
+
+def find_attention(name: str) -> AttentionFactory:
+    """The factory that ``attention_backend`` names. Raises ConfigError that lists the names."""
+    factory: AttentionFactory = ATTENTION.load(name)
+    if not callable(factory):
+        raise ConfigError(f"attention_backend is {name!r}, which must be a function or a class, but is {factory!r}.")
+    return factory

@@ -1,0 +1,113 @@
+"""Which blocks each query tile reads: full blocks, visible to all its queries, and partial ones, masked inside.
+
+A small step as a worked example. Blocks hold 4 tokens, prompt chunks are cut into tiles of 4 queries, and the requests
+in batch slots 0 to 2 own these blocks (block 5 is shared through the prefix cache):
+
+>>> table = np.array([[5, 2, 7, 0], [5, 1, 3, 0], [9, 4, 6, 8]], dtype=np.int32)
+
+Slot 0 decodes the token at position 9, slot 1 verifies drafts at positions 6 to 8, and slot 2 takes in a chunk of
+positions 3 to 9, which is cut into the tiles 3 to 6 and 7 to 9. Every tile is its batch slot, its first and its last
+position:
+
+>>> slots, first, last = np.array([0, 1, 2, 2]), np.array([9, 6, 3, 7]), np.array([9, 8, 6, 9])
+
+A tile needs the blocks up to that of its last query, ``last // 4 + 1`` of them. Those that end at or before its first
+query, ``(first + 1) // 4`` of them, are full:
+
+>>> ranges = blocks_read(first, last, window=None, block_size=4)
+>>> lists = new_lists(tiles=4, width=4)
+>>> write_lists(lists, ranges, table, slots)
+>>> for tile in range(4):
+...     full, partial = lists.full[tile, : lists.full_count[tile]], lists.partial[tile, : lists.partial_count[tile]]
+...     print(f"slot {slots[tile]}, queries {first[tile]}-{last[tile]}: full {full}, partial {partial}")
+slot 0, queries 9-9: full [5 2], partial [7]
+slot 1, queries 6-8: full [5], partial [1 3]
+slot 2, queries 3-6: full [9], partial [4]
+slot 2, queries 7-9: full [9 4], partial [6]
+>>> lists.full.shape, lists.full_count.shape
+((4, 4), (4,))
+
+With a sliding window of 4 tokens, blocks in front of it are not read at all, and the one that it begins in is partial:
+
+>>> write_lists(lists, blocks_read(first, last, window=4, block_size=4), table, slots)
+>>> [lists.partial[tile, : lists.partial_count[tile]].tolist() for tile in range(4)], lists.full_count.tolist()
+([[2, 7], [5, 1, 3], [9, 4], [4, 6]], [0, 0, 0, 0])
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class BlockRanges(NamedTuple):
+    """Blocks of its request that each tile reads, int64 [tiles]: from ``begin`` up to ``end``, those from
+    ``full_begin`` up to ``full_end`` as full ones."""
+
+    begin: np.ndarray
+    full_begin: np.ndarray
+    full_end: np.ndarray
+    end: np.ndarray
+
+
+class BlockLists(NamedTuple):
+    """Physical blocks of each tile on the host, int32: counts [tiles], blocks [tiles, width], of which those past the
+    counts are ignored but lie within the cache."""
+
+    partial_count: np.ndarray
+    partial: np.ndarray
+    full_count: np.ndarray
+    full: np.ndarray
+
+
+def new_lists(tiles: int, width: int) -> BlockLists:
+    """Empty lists."""
+    count, blocks = (tiles,), (tiles, width)
+    return BlockLists(*(np.zeros(shape, dtype=np.int32) for shape in (count, blocks, count, blocks)))
+
+
+def blocks_read(
+    first: np.ndarray, last: np.ndarray, window: int | None, block_size: int, *, tells_full: bool = True
+) -> BlockRanges:
+    """Blocks that tiles with queries at the positions ``first`` to ``last`` int64 [tiles] read.
+
+    A block is full if its last cache slot is visible to the first query and its first one to the last query.
+    tells_full: False lists all of them as partial.
+    """
+    end = last // block_size + 1
+    begin = np.zeros_like(end) if window is None else np.maximum(first - window + 1, 0) // block_size
+    if not tells_full:
+        return BlockRanges(begin, begin, begin, end)
+    full_begin = begin if window is None else np.minimum(-(-np.maximum(last - window + 1, 0) // block_size), end)
+    return BlockRanges(begin, full_begin, np.maximum((first + 1) // block_size, full_begin), end)
+
+
+def write_lists(lists: BlockLists, ranges: BlockRanges, table: np.ndarray, slots: np.ndarray) -> None:
+    """Fill the first len(slots) tiles, and empty the others.
+
+    table int32 [batch slots, max blocks of a request]: physical blocks. slots int64 [tiles]: batch slot of each tile.
+    """
+    tiles = len(slots)
+    begin, full_begin, full_end, end = ranges
+    num_full = full_end - full_begin
+    num_partial = end - begin - num_full
+    lists.full_count[:tiles], lists.full_count[tiles:] = num_full, 0
+    lists.partial_count[:tiles], lists.partial_count[tiles:] = num_partial, 0
+    full_width, partial_width = int(num_full.max(initial=0)), int(num_partial.max(initial=0))
+    if full_width and not full_begin.any():
+        lists.full[:tiles, :full_width] = table[slots, :full_width]
+    elif full_width:
+        _take(lists.full[:tiles], table, slots, full_begin[:, None] + np.arange(full_width))
+    place = np.arange(partial_width)
+    if full_begin is begin:
+        _take(lists.partial[:tiles], table, slots, full_end[:, None] + place)
+    else:
+        # Behind the partial blocks in front of the full ones come those behind them.
+        jump = np.where(place < (full_begin - begin)[:, None], 0, num_full[:, None])
+        _take(lists.partial[:tiles], table, slots, begin[:, None] + place + jump)
+
+
+def _take(target: np.ndarray, table: np.ndarray, slots: np.ndarray, index: np.ndarray) -> None:
+    """target[t, j] = table[slots[t], index[t, j]], for index int64 [tiles, n]; past the table's end its last entry."""
+    target[:, : index.shape[1]] = table[slots[:, None], np.minimum(index, table.shape[1] - 1)]

@@ -1,0 +1,239 @@
+"""Query tiles of a step: consecutive queries of one request each, the blocks they read, and the kernels that attend.
+
+A tile is one row of FlexAttention's batch dimension, so it never reads the blocks of another request: see
+``kernels_triton_free.attention`` for the mask, and ``tile_lists`` for the lists of blocks with an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels_triton_free.attention import (
+    TileLists,
+    chunks_of_tiles,
+    chunks_of_tokens,
+    gathered_flex_attention,
+    pack_tiles,
+    paged_flex_attention,
+    unpack_tiles,
+)
+from minivllm.attention.backend import AttentionContext, AttentionRule, StepRows
+from minivllm.attention.tile_lists import BlockLists, blocks_read, new_lists, write_lists
+from minivllm.device.buffers import StagingBuffer, rounded_capacity, to_device
+from minivllm.models.decoder import LayerCache
+from minivllm.models.decoder_config import AttentionSpec
+
+
+class Tiles(NamedTuple):
+    """T tiles of QT queries on the device, padding included, for N tokens of the step.
+
+    lists: sliding window -> blocks of the T tiles. q_position int32 [capacity, QT]: position of each query, -1 for
+    padding. kv_position int32 [>= blocks * block_size]: position of what each cache slot holds. tile_tokens int32
+    [T * QT]: token of the step behind each query; token_places int32 [N]: tile * QT + query of each token; to_tiles int
+    [T * kv_heads * QT], to_tokens int [N * kv_heads]: the same in chunks, see ``chunks_of_tiles``. All four are None
+    where token t is tile t. step_blocks int32 [n]: blocks that are copied side by side before they are read, in whose
+    places lists and kv_position then count; None where the cache is read in place.
+    """
+
+    num_tiles: int
+    lists: dict[int | None, TileLists]
+    q_position: Tensor
+    kv_position: Tensor
+    step_blocks: Tensor | None = None
+    tile_tokens: Tensor | None = None
+    token_places: Tensor | None = None
+    to_tiles: Tensor | None = None
+    to_tokens: Tensor | None = None
+
+
+class QueryTiles:
+    """Tiles of ``size`` queries that read the cache in place, and the compiled kernel for each spec.
+
+    kind: names the compiled regions. capacity: most tiles of a step. fixed_lists: lists have a place of their own, as
+    wide as there can be blocks, which is where a graph reads them again. tells_full: full blocks have lists of their
+    own. compute_dtype: of queries and products, if it is another than that of the queries.
+    """
+
+    def __init__(
+        self,
+        context: AttentionContext,
+        rule: AttentionRule,
+        kind: str,
+        size: int,
+        capacity: int,
+        *,
+        fixed_lists: bool = False,
+        tells_full: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        batches: Mapping[int, Mapping[str, int]] | None = None,
+    ) -> None:
+        """batches: number of tiles -> kernel options, where every such number has a kernel of its own."""
+        self._context, self._rule, self._kind, self.size = context, rule, kind, size
+        self._tells_full, self._compute_dtype = tells_full, compute_dtype
+        capacity = rounded_capacity(capacity)
+        fields: dict[str, tuple[int, ...]] = {"q_position": (capacity, size)}
+        if size > 1:
+            fields |= {name: (capacity * size,) for name in ("tile_tokens", "token_places")}
+        self._list_names: dict[int | None, list[str]] = {}
+        if fixed_lists:
+            # The CPU's template asserts that lists with full blocks are as wide as the cache; one entry stays unused.
+            width = context.num_blocks if tells_full else context.tables.block_table.host.shape[1] + 1
+            for index, window in enumerate(context.windows):
+                names = [f"{name}.{index}" for name in BlockLists._fields[: 4 if tells_full else 2]]
+                self._list_names[window] = names
+                fields |= {name: (capacity, 1, 1, *([] if "count" in name else [width])) for name in names}
+        self._buffer = StagingBuffer(fields, context.device)
+        self._has_batches = bool(batches)
+        self._kernels: dict[tuple[AttentionSpec, int | None], Callable] = {}
+        for spec in context.specs:
+            if not batches:
+                self._kernels[spec, None] = self._compile(spec)
+            for batch, options in (batches or {}).items():
+                self._kernels[spec, batch] = self._compile(spec, batch, options)
+
+    def _compile(
+        self, spec: AttentionSpec, batch: int | None = None, tuned: Mapping[str, int] | None = None
+    ) -> Callable:
+        policy, rule = self._context.policy, self._rule
+        own: Any = {**policy.kernel_options, **(tuned or {})} or None
+        function, lists = self._kernel()
+        return self._context.compile_region(
+            self._kind if batch is None else f"{self._kind} of {batch}",
+            partial(
+                function,
+                scale=spec.scale,
+                window=spec.window,
+                visibility=rule.visibility,
+                score_change=rule.score_change,
+                kernel_options=own,
+            ),
+            rows=(0, *range(3, lists + 1)) if batch is None else (),
+            widths=(lists,) if policy.keeps_packages else (),
+            caches=(1, 2),
+            constants=(spec, rule.fingerprint, own),
+        )
+
+    def _kernel(self) -> tuple[Callable, int]:
+        """What is compiled, and which of its arguments the lists are."""
+        return paged_flex_attention, 3
+
+    def prepare(self, rows: StepRows, first_token: int, least: int) -> Tiles:
+        """Tiles of these rows, whose tokens begin with token ``first_token`` of the step; at least ``least``."""
+        host, device, size = self._buffer.host, self._buffer.device, self.size
+        self._buffer.begin()
+        packing: tuple[Tensor, ...] = ()
+        if size == 1:
+            row, first, last = np.arange(len(rows.starts)), rows.starts, rows.starts
+            count = max(len(row), least)
+            host["q_position"][: len(row), 0] = first
+        else:
+            per_row = -(-rows.counts // size)
+            row = np.repeat(np.arange(len(per_row)), per_row)
+            count = max(len(row), least)
+            done = (np.arange(len(row)) - (np.cumsum(per_row) - per_row)[row]) * size  # tokens of the row before a tile
+            first = rows.starts[row] + done
+            last = np.minimum(first + size, (rows.starts + rows.counts)[row]) - 1
+            token = first_token + (np.cumsum(rows.counts) - rows.counts)[row] + done
+            query = np.arange(size)
+            is_query = query <= (last - first)[:, None]
+            tile_tokens = host["tile_tokens"].reshape(-1, size)
+            tile_tokens[: len(row)] = np.where(is_query, token[:, None] + query, 0)
+            tile_tokens[len(row) : count] = 0
+            host["q_position"][: len(row)] = np.where(is_query, first[:, None] + query, -1)
+            places = np.flatnonzero(is_query)
+            host["token_places"][: len(places)] = places
+            packing = device["tile_tokens"][: count * size], device["token_places"][: len(places)]
+        host["q_position"][len(row) : count] = -1
+        lists, kv_position, step_blocks = self._list_blocks(rows, row, first, last, count)
+        self._buffer.commit()
+        if packing:
+            heads = self._context.kv_heads
+            packing += chunks_of_tiles(packing[0], size, heads), chunks_of_tokens(packing[1], size, heads)
+        return Tiles(count, lists, device["q_position"], kv_position, step_blocks, *packing)
+
+    def _list_blocks(
+        self, rows: StepRows, row: np.ndarray, first: np.ndarray, last: np.ndarray, count: int
+    ) -> tuple[dict[int | None, TileLists], Tensor, Tensor | None]:
+        """lists, kv_position and step_blocks of tiles that belong to ``row`` int64 [T], with queries at the positions
+        ``first`` to ``last`` int64 [T]."""
+        tables = self._context.tables
+        table = tables.block_table.host
+        lists = self._lists(table, rows.slots[row], first, last, count, table.shape[1] + 1)
+        return lists, tables.kv_position.device.view(-1), None
+
+    def _lists(
+        self, table: np.ndarray, slots: np.ndarray, first: np.ndarray, last: np.ndarray, count: int, width: int
+    ) -> dict[int | None, TileLists]:
+        """Blocks of the tiles, by sliding window; in lists of this width unless they have a fixed place."""
+        lists: dict[int | None, TileLists] = {}
+        # What another rule of visibility shows is not known here: all blocks that are not behind the queries are read.
+        follows_window = self._rule.visibility is None
+        for window in self._context.windows:
+            names = self._list_names.get(window)
+            fixed = [self._buffer.host[name][:count, 0, 0] for name in names or ()]
+            if len(fixed) < 4:
+                fixed += new_lists(count, 0 if fixed else width)[len(fixed) :]
+            host = BlockLists(*fixed)
+            read = blocks_read(
+                first,
+                last,
+                window if follows_window else None,
+                self._context.tables.block_size,
+                tells_full=self._tells_full and follows_window,
+            )
+            write_lists(host, read, table, slots)
+            if names is None:
+                sent = [to_device(array, self._context.device)[:, None, None] for array in host]
+            else:
+                sent = [self._buffer.device[name][:count] for name in names]
+            lists[window] = TileLists(*sent, *[None] * (4 - len(sent)))
+        return lists
+
+    def attend(self, tiles: Tiles, cache: LayerCache, spec: AttentionSpec, q: Tensor) -> Tensor:
+        """q [tokens of the step, kv_heads, G, D] -> o of the tokens of these tiles, [N, kv_heads, G, D]; where token t
+        is tile t, of all tokens that there are tiles for."""
+        kernel = self._kernels[spec, tiles.num_tiles if self._has_batches else None]
+        blocks = () if tiles.step_blocks is None else (tiles.step_blocks,)
+        arguments = (cache.k, cache.v, *blocks, tiles.lists[spec.window], tiles.q_position, tiles.kv_position)
+        if tiles.tile_tokens is None or tiles.token_places is None:
+            num_rows = min(len(q), tiles.num_tiles)
+            padding = (0, 0, 0, 0, 0, 0, 0, tiles.num_tiles - num_rows)
+            own = q[:num_rows] if num_rows == tiles.num_tiles else F.pad(q, padding)
+            o: Tensor = kernel(own, *arguments)
+            return o[:num_rows]
+        packed = pack_tiles(q.to(self._compute_dtype or q.dtype), tiles.tile_tokens, self.size, tiles.to_tiles)
+        return unpack_tiles(kernel(packed, *arguments), tiles.token_places, self.size, tiles.to_tokens)
+
+
+class GatheredTiles(QueryTiles):
+    """Tiles that read a copy, in the dtype of the queries, of only the blocks that the step reads."""
+
+    def __init__(self, context: AttentionContext, *args: Any, **kwargs: Any) -> None:
+        super().__init__(context, *args, **kwargs)
+        self._place = np.zeros(context.num_blocks, dtype=np.int32)
+        self._kv_position = np.zeros_like(context.tables.kv_position.host)
+
+    def _kernel(self) -> tuple[Callable, int]:
+        return gathered_flex_attention, 4
+
+    def _list_blocks(
+        self, rows: StepRows, row: np.ndarray, first: np.ndarray, last: np.ndarray, count: int
+    ) -> tuple[dict[int | None, TileLists], Tensor, Tensor | None]:
+        tables, device = self._context.tables, self._context.device
+        num_read = (rows.starts + rows.counts - 1) // tables.block_size + 1
+        table = tables.block_table.host[rows.slots, : int(num_read.max())]
+        needed = np.unique(table[np.arange(table.shape[1]) < num_read[:, None]])
+        if len(needed) < 2:
+            needed = np.append(needed, 0).astype(np.int32)  # compiled code wants two
+        self._place.fill(0)
+        self._place[needed] = np.arange(len(needed), dtype=np.int32)
+        self._kv_position[: len(needed)] = tables.kv_position.host[needed]
+        lists = self._lists(self._place[table], row, first, last, count, len(needed))
+        return lists, to_device(self._kv_position, device).view(-1), to_device(needed, device)

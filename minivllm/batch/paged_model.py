@@ -1,0 +1,117 @@
+"""A decoder over the blocks of the persistent batch: its caches, its step inputs and its attention.
+
+The runner's model is one, and so is every draft model that has a cache of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from minivllm.attention import AttentionBackend, AttentionContext
+from minivllm.attention.registry import AttentionFactory
+from minivllm.batch.layer_caches import allocate_caches
+from minivllm.batch.persistent_batch import PersistentBatch
+from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
+from minivllm.compilation.compiler import RegionCompiler
+from minivllm.device.policy import DevicePolicy
+from minivllm.lora.manager import BatchAdapters
+from minivllm.models.decoder import Attend, Decoder, LayerCache
+
+
+@dataclass(frozen=True)
+class RunnerLimits:
+    """Sizes of the persistent buffers. verify_size: most tokens of a row whose drafts are verified, 0 for no drafts."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    verify_size: int = 0
+
+
+class PagedModel:
+    """Builds the inputs of steps, and runs the decoder, or part of it, over them.
+
+    caches: K and V of every layer, which nothing else holds. attention: the backend that goes with the regions in use.
+    """
+
+    attention: AttentionBackend
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        batch: PersistentBatch,
+        limits: RunnerLimits,
+        policy: DevicePolicy,
+        make_attention: AttentionFactory,
+        *,
+        adapters: BatchAdapters | None = None,
+        token_offset: int = 0,
+    ) -> None:
+        """adapters, token_offset: see StepInputBuilder. ``use_regions`` comes before the first step."""
+        self.decoder, self._batch, self._limits, self._policy = decoder, batch, limits, policy
+        self._make_attention = make_attention
+        self.specs = decoder.config.attention_specs
+        self.caches: list[LayerCache] = []
+        self.allocate_caches()
+        self._min_rows = 1
+        self._builder = StepInputBuilder(
+            batch,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            device=decoder.device,
+            verify_size=limits.verify_size,
+            adapters=adapters,
+            tiles_adapters=policy.tiles_adapters,
+            token_offset=token_offset,
+        )
+
+    def allocate_caches(self) -> None:
+        """Have caches, also again after they were cleared. Raises ConfigError if the memory cannot be had."""
+        self.caches += allocate_caches(self.decoder, self._limits.num_blocks, self._limits.block_size)
+
+    def use_regions(self, compiler: RegionCompiler) -> None:
+        """Run by the regions of this compiler from now on, with the attention that goes with them."""
+        decoder, limits = self.decoder, self._limits
+        decoder.build_regions(compiler)
+        self._min_rows = compiler.min_rows
+        self.attention = self._make_attention(
+            AttentionContext(
+                specs=tuple(dict.fromkeys(self.specs)),
+                kv_heads=decoder.num_kv_heads,
+                query_group=decoder.config.query_group,
+                head_dim=decoder.config.head_dim,
+                dtype=decoder.dtype,
+                cache_dtype=decoder.cache_dtype,
+                tables=self._batch,
+                num_blocks=limits.num_blocks,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                verify_size=limits.verify_size,
+                compile_region=compiler,
+                compiles=compiler.enabled,
+                policy=self._policy,
+                device=decoder.device,
+            )
+        )
+
+    def build(self, rows: Sequence[Row], padded: int = 0) -> StepInputs:
+        """The inputs of a step with these rows, in any order, valid until the next call. padded: see
+        StepInputBuilder."""
+        return self._builder.build(rows, max(padded, self._min_rows), self.attention.prepare)
+
+    def attend(self, inputs: StepInputs) -> Attend:
+        """The attention of every layer over this step."""
+        caches, specs, attention = self.caches, self.specs, self.attention
+
+        def attend(layer: int, q: Tensor) -> Tensor:
+            return attention.attend(inputs.attention, caches[layer], specs[layer], q)
+
+        return attend
+
+    def forward(self, inputs: StepInputs, decoder: Decoder | None = None) -> tuple[Tensor, Tensor]:
+        """Run the model, or a decoder of its first layers, over one step; see Decoder.forward."""
+        return (decoder or self.decoder).forward(inputs.token_ids, inputs.tokens, self.caches, self.attend(inputs))

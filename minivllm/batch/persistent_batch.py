@@ -1,0 +1,139 @@
+"""The worker's memory of the requests it serves: each owns a stable slot, and a step sends only what changed.
+
+Nothing is condensed or swapped when requests come and go, and nothing is rebuilt from scratch. (The persistent batch
+of vLLM V1; stable slots after its second model runner.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.device.buffers import MirroredTable, rounded_capacity
+from minivllm.messages import EngineRequest, SchedulerOutput
+
+
+@dataclass
+class WorkerRequest:
+    """What the worker keeps of one request, also while it is preempted and owns no slot.
+
+    num_pending_tokens: sampled tokens behind output_token_ids whose values only the device knows yet.
+    """
+
+    data: EngineRequest
+    num_computed_tokens: int
+    output_token_ids: list[int] = field(default_factory=list)
+    num_pending_tokens: int = 0
+    slot: int = -1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.data.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
+
+
+class PersistentBatch:
+    """Requests, their slots, and the device-resident tables indexed by slot.
+
+    token_ids [slots, max_model_len]: prompt and output. block_table [slots, max_blocks]: physical blocks in order.
+    kv_position [blocks, block_size]: position in its sequence of what each cache slot holds. A block shared through the
+    prefix cache has the same logical index in every request, so one array serves them all.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int, device: torch.device
+    ) -> None:
+        self.block_size, self.max_model_len = block_size, max_model_len
+        self.requests: dict[str, WorkerRequest] = {}
+        self.token_ids = MirroredTable(max_num_seqs, max_model_len + 1, device)
+        self.block_table = MirroredTable(max_num_seqs, -(-max_model_len // block_size), device)
+        self.kv_position = MirroredTable(rounded_capacity(num_blocks), block_size, device)
+        self._block_index = np.zeros(num_blocks, dtype=np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._offsets = np.arange(block_size, dtype=np.int32)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def apply(self, step: SchedulerOutput) -> tuple[list[int], list[WorkerRequest]]:
+        """Follow the scheduler's differences. Returns (slots that became free, requests that got a slot)."""
+        freed = [slot for request_id in step.finished_request_ids if (slot := self._release(request_id)) >= 0]
+        for request_id in step.finished_request_ids:
+            self.requests.pop(request_id, None)
+        freed += [slot for request_id in step.preempted_request_ids if (slot := self._release(request_id)) >= 0]
+        entered = []
+        for new in step.new_requests:
+            request = WorkerRequest(new.request, new.num_computed_tokens)
+            self.requests[new.request.request_id] = request
+            self._enter(request, new.block_ids[0])
+            entered.append(request)
+        for difference in step.cached_requests:
+            request = self.requests[difference.request_id]
+            request.num_computed_tokens = difference.num_computed_tokens
+            if difference.resumed:
+                self._enter(request, difference.new_block_ids[0])
+                entered.append(request)
+            else:
+                self._append_blocks(request.slot, int(self.num_blocks[request.slot]), difference.new_block_ids[0])
+        return freed, entered
+
+    def append_tokens(self, request: WorkerRequest, token_ids: list[int]) -> None:
+        """Record sampled tokens."""
+        self.token_ids.write(request.slot, request.num_tokens, token_ids)
+        request.output_token_ids += token_ids
+
+    def append_pending(self, requests: list[WorkerRequest], slots: np.ndarray, token_ids: Tensor) -> None:
+        """Let the next step read one sampled token per request, token_ids [len(requests)] int64 on the device; the host
+        learns them later."""
+        positions = np.fromiter((request.num_tokens for request in requests), np.int64, len(requests))
+        self.token_ids.put(slots, positions, token_ids)
+        for request in requests:
+            request.num_pending_tokens += 1
+
+    def learn_token(self, request: WorkerRequest, token_id: int) -> None:
+        """Record the oldest pending token of a request, which may have left its slot."""
+        position = len(request.data.prompt_token_ids) + len(request.output_token_ids)
+        request.output_token_ids.append(token_id)
+        request.num_pending_tokens -= 1
+        if request.slot >= 0:
+            self.token_ids.host[request.slot, position] = token_id
+
+    def write_drafts(self, request: WorkerRequest, token_ids: list[int]) -> None:
+        """Put guesses behind the known tokens, to be read by the next step; sampled tokens will take their places."""
+        self.token_ids.write(request.slot, request.num_tokens, token_ids)
+
+    def flush(self) -> None:
+        """Send all differences to the device."""
+        self.token_ids.flush()
+        self.block_table.flush()
+        self.kv_position.flush()
+
+    def _enter(self, request: WorkerRequest, block_ids: list[int]) -> None:
+        slot = request.slot = self._free_slots.pop()
+        prompt = request.data.prompt_token_ids
+        self.token_ids.write(slot, 0, prompt)
+        if request.output_token_ids:
+            self.token_ids.write(slot, len(prompt), request.output_token_ids)
+        self._append_blocks(slot, 0, block_ids)
+
+    def _append_blocks(self, slot: int, start: int, block_ids: list[int]) -> None:
+        self.num_blocks[slot] = start + len(block_ids)
+        if not block_ids:
+            return
+        self.block_table.write(slot, start, block_ids)
+        for index, block in enumerate(block_ids, start):
+            if self._block_index[block] != index or index == 0:
+                self._block_index[block] = index
+                self.kv_position.write(block, 0, self._offsets + index * self.block_size)
+
+    def _release(self, request_id: str) -> int:
+        request = self.requests.get(request_id)
+        if request is None or request.slot < 0:
+            return -1
+        slot, request.slot = request.slot, -1
+        self._free_slots.append(slot)
+        return slot

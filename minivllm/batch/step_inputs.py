@@ -1,0 +1,113 @@
+"""From a step's decisions to the arrays the model reads: tokens, positions and cache slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels_triton_free.lora import RowAdapters
+from minivllm.attention import StepRows, in_step_order
+from minivllm.batch.persistent_batch import PersistentBatch, WorkerRequest
+from minivllm.device.buffers import StagingBuffer, rounded_capacity
+from minivllm.lora.manager import BatchAdapters
+from minivllm.models.decoder import TokenInputs
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request's part of a step: ``count`` tokens from position ``start``, the last of them being ``drafts``."""
+
+    request: WorkerRequest
+    start: int
+    count: int
+    drafts: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One step on the device.
+
+    rows: in the order of their tokens, see ``in_step_order``. num_tokens: of them. token_ids int32 [padded]: as many as
+    compiled regions or a graph want. attention: what the attention backend has prepared.
+    """
+
+    rows: list[Row]
+    num_tokens: int
+    token_ids: Tensor
+    tokens: TokenInputs
+    attention: Any
+
+
+class StepInputBuilder:
+    """Builds StepInputs in persistent buffers, int32 [max_num_batched_tokens, rounded up] each.
+
+    verify_size: see ``in_step_order``. adapters: which one the request in each slot of the batch uses, kept up to date
+    by its owner; None without adapters. tiles_adapters: they also come as tiles. token_offset: the token ids are those
+    so much further in the sequence than the positions (1 for an EAGLE head).
+    """
+
+    def __init__(
+        self,
+        batch: PersistentBatch,
+        *,
+        max_num_batched_tokens: int,
+        device: torch.device,
+        verify_size: int = 0,
+        adapters: BatchAdapters | None = None,
+        tiles_adapters: bool = False,
+        token_offset: int = 0,
+    ) -> None:
+        self._batch, self._verify_size, self._token_offset = batch, verify_size, token_offset
+        self._adapters, self._tiles_adapters = adapters, tiles_adapters
+        tokens = rounded_capacity(max_num_batched_tokens)
+        names = ["token_index", "positions", "slot_mapping", *["lora_slots"] * (adapters is not None)]
+        self._buffer = StagingBuffer({name: (tokens,) for name in names}, device)
+        self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
+
+    def build(self, rows: Sequence[Row], padded: int, prepare: Callable[[StepRows], Any]) -> StepInputs:
+        """Returns views of the persistent buffers, valid until the next call.
+
+        padded: the number of tokens to pad to, at least. No rows and some padding make a step that touches nothing but
+        the null block. prepare: of the attention backend.
+        """
+        self._buffer.begin()
+        host, device = self._buffer.host, self._buffer.device
+        block_size, table = self._batch.block_size, self._batch.block_table.host
+        ordered, num_single, num_few = in_step_order(rows, self._verify_size)
+        slots = np.fromiter((row.request.slot for row in ordered), np.int64, len(ordered))
+        starts = np.fromiter((row.start for row in ordered), np.int64, len(ordered))
+        if num_single == len(ordered):
+            counts, total, token_slots, positions = np.ones_like(starts), num_single, slots, starts
+        else:
+            counts = np.fromiter((row.count for row in ordered), np.int64, len(ordered))
+            total = int(counts.sum())
+            row_of_token = np.repeat(np.arange(len(ordered)), counts)
+            token_slots = slots[row_of_token]
+            positions = np.arange(total) + (starts - np.cumsum(counts) + counts)[row_of_token]
+        padded = max(total, padded)
+        host["positions"][:total] = positions
+        width = self._batch.token_ids.host.shape[1]
+        host["token_index"][:total] = token_slots * width + positions + self._token_offset
+        blocks = table[token_slots, positions // block_size]
+        host["slot_mapping"][:total] = blocks * block_size + positions % block_size
+        if self._adapters is not None:
+            host["lora_slots"][:total] = self._adapters.lora_slots[token_slots]
+        for values in host.values():
+            values[total:padded] = 0
+        self._buffer.commit()
+        self._batch.flush()
+        attention = prepare(StepRows(slots, starts, counts, num_single, num_few, padded))
+
+        token_ids = self._token_ids[:padded]
+        torch.index_select(self._batch.token_ids.device.view(-1), 0, device["token_index"][:padded], out=token_ids)
+        adapters = None
+        if self._adapters is not None:
+            pieces = self._adapters.tiles(token_slots, padded) if self._tiles_adapters else None
+            adapters = RowAdapters(device["lora_slots"][:padded], pieces)
+        tokens = TokenInputs(device["positions"][:padded], device["slot_mapping"][:padded], adapters)
+        return StepInputs(ordered, total, token_ids, tokens, attention)

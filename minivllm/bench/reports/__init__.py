@@ -1,0 +1,5 @@
+"""Reports of measurements: statistics, tables, files, and the comparison of two.
+
+May import: bench.sides, cli.engine, cli.terminal.
+Door: `Report` in report.py.
+"""

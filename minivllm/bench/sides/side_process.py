@@ -1,0 +1,94 @@
+"""One side of a comparison: a process that loads an engine and runs what it is told.
+
+It reads one JSON object per line, ``{"tasks": [{"prompt", "max_tokens", "arrival", "after"}], "own_way": false}``, and
+answers ``{"seconds", "records", "peak_bytes", "counters"}``; with own_way the engine runs the tasks its own documented
+way, which tells no more than the seconds. Its first line is ``{"ready": {facts}}``. What the engine prints goes to
+standard error. A peer's Python needs nothing of what this package depends on.
+
+    python -m minivllm.bench.sides.side_process minivllm '{"model": "smollm2"}'
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict
+from typing import Any
+
+from minivllm.bench.sides.drive import Answer, Record, Task, drive
+from minivllm.errors import MinivllmError
+
+LOADERS = {
+    "minivllm": ("side_minivllm", "load"),
+    "transformers": ("side_transformers", "load"),
+    "transformers-cb": ("side_transformers", "load_continuous"),
+    "llama.cpp": ("side_llama_cpp", "load"),
+    "vllm": ("side_vllm", "load"),
+    "openvino": ("side_openvino", "load"),
+}
+"""engine -> the module of this package and the function of it that makes a StepEngine of the side's arguments."""
+
+
+SECONDS_TO_END = 20
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process held: on the accelerator if it used one, else in main memory."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.max_memory_reserved() > 0:
+        return int(torch.cuda.max_memory_reserved())
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _end_with_parent() -> None:
+    """Once nobody can ask any more, end this process and its children, which may be loading or compiling."""
+    inputs = select.poll()
+    inputs.register(0, 0)  # hang-ups are told anyway
+    inputs.poll()
+    time.sleep(SECONDS_TO_END)
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> None:
+    """Serve one side on standard input and output until the input ends."""
+    if os.getpgrp() == os.getpid():  # as ``Side`` starts it
+        # The kernel hangs up a sleeping group that lost its parent; under nohup that would be ignored.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    name, arguments = sys.argv[1], json.loads(sys.argv[2])
+    # Native libraries print to the descriptor, not to sys.stdout; both must stay out of the answers.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        module, load = LOADERS[name]
+        engine: Any = getattr(importlib.import_module(f"minivllm.bench.sides.{module}"), load)(arguments)
+    except MinivllmError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    print(json.dumps({"ready": engine.facts}), file=answers, flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        tasks = [Task(**task) for task in asked["tasks"]]
+        engine.reset()
+        records: list[Record] = []
+        if asked["own_way"]:
+            start = time.perf_counter()
+            engine.own_way(tasks)
+            seconds = time.perf_counter() - start
+        else:
+            records, seconds = drive(engine, tasks)
+        answer = Answer(seconds, records, peak_memory_bytes(), engine.counters())
+        print(json.dumps(asdict(answer)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

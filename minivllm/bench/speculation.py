@@ -1,0 +1,194 @@
+"""``minivllm bench speculation``: what guessing tokens is worth where answers repeat their prompt, and where not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from minivllm.bench.reports.figures import Figure
+from minivllm.bench.reports.report import OutputOptions, make_report, publish
+from minivllm.bench.rounds.rounds import measure_in_turn
+from minivllm.bench.rounds.side_processes import SideSpec
+from minivllm.bench.sides.drive import Answer, Room, Task
+from minivllm.cli.options.engine_options import ModelArgument, with_model_option
+from minivllm.cli.options.option_groups import with_option_groups
+from minivllm.errors import ConfigError
+
+NUM_PROMPTS = 16
+"""Different prompts of each kind; later repetitions begin again."""
+
+_NAMES = ("Amara", "Bruno", "Chiara", "Dmitri", "Elena", "Farid", "Greta", "Hiro", "Irene", "Jonas", "Kavya", "Luis")
+_PLACES = ("Lisbon", "Oslo", "Kyoto", "Quito", "Tunis", "Riga", "Perth", "Lima", "Turin", "Accra")
+_WARES = ("lamps", "maps", "kettles", "violins", "ladders", "mirrors", "bicycles", "compasses")
+_STORES = ("Inventory", "Stock", "Depot", "Shelf", "Warehouse")
+_THEMES = ("a lighthouse keeper", "an old clock", "a lost letter", "a garden in winter", "a night train", "two rivers")
+
+
+def _edit(source: random.Random) -> str:
+    seller, other = source.sample(_NAMES, 2)
+    place, wares = source.choice(_PLACES), source.choice(_WARES)
+    text = (
+        f"{seller} opened a small workshop in {place} in the spring. For the first year nobody came, and {seller} "
+        f"repaired {wares} that no one had asked for. Then the museum ordered forty {wares}, and {seller} hired two "
+        f"neighbours to help. By the autumn the workshop had moved to a larger house near the harbour of {place}, and "
+        f"people came from other towns to see how the {wares} were made."
+    )
+    return f"Replace the name {seller} by {other} and repeat the text without any other change.\n\n{text}"
+
+
+def _extraction(source: random.Random) -> str:
+    people = source.sample(_NAMES, 6)
+    lines = [
+        f"{name} lives in {source.choice(_PLACES)}, sells {source.choice(_WARES)}, and answers mail at "
+        f"{name.lower()}.{source.randrange(100, 1000)}@example.com."
+        for name in people
+    ]
+    return "List every name with its place and address, one per line, in the words of the text.\n\n" + "\n".join(lines)
+
+
+def _repair(source: random.Random) -> str:
+    items = source.choice(_WARES)
+    code = (
+        f"class {source.choice(_STORES)}:\n"
+        "    def __init__(self, path):\n"
+        "        self.path = path\n"
+        f"        self.{items} = {{}}\n"
+        "        self.changed = False\n"
+        "\n"
+        "    def add(self, name, amount):\n"
+        "        if amount < 0:\n"
+        '            raise ValueError("amount must not be negative")\n'
+        f"        self.{items}[name] = self.{items}.get(name, 0) + amount\n"
+        "        self.changed = True\n"
+        "\n"
+        "    def remove(self, name, amount)\n"
+        f"        if self.{items}.get(name, 0) < amount:\n"
+        "            raise KeyError(name)\n"
+        f"        self.{items}[name] = self.{items}[name] - amount\n"
+        "        self.changed = True\n"
+        "\n"
+        "    def total(self):\n"
+        f"        return sum(self.{items}.values())\n"
+    )
+    return f"A colon is missing in this code. Write the whole code again, repaired.\n\n```python\n{code}```"
+
+
+def _story(source: random.Random) -> str:
+    return f"Write a story about {source.choice(_THEMES)} in {source.choice(_PLACES)}."
+
+
+PROMPTS: dict[str, Callable[[random.Random], str]] = {
+    "edit": _edit,
+    "extraction": _extraction,
+    "repair": _repair,
+    "story": _story,
+}
+"""kind -> a prompt. All but the last are answered by much of the prompt itself."""
+
+
+@dataclass(frozen=True)
+class TextCase:
+    """Decoding of one request at a time whose prompt is text of a kind.
+
+    encode: from a prompt to token ids. end_ids: tokens that end an answer; what an engine generates after one, being
+    told to go on, is not the answer to anything and does not count.
+    """
+
+    kind: str
+    encode: Callable[[str], list[int]]
+    new_tokens: int
+    end_ids: frozenset[int] = frozenset()
+    x: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.new_tokens} tokens"
+
+    @property
+    def room(self) -> Room:
+        longest = max(len(self._prompt(number)) for number in range(NUM_PROMPTS)) + self.new_tokens
+        return Room(longest, 1, longest)
+
+    def tasks(self, vocab_size: int, repetition: int) -> list[Task]:
+        return [Task(self._prompt(repetition), self.new_tokens)]
+
+    def figures(self, tasks: Sequence[Task], answer: Answer) -> list[Figure]:
+        """Speed of the answer's tokens after those of the first step, and how many of them a step brought."""
+        record = answer.records[0]
+        ends = [index for index, token in enumerate(record.token_ids) if token in self.end_ids]
+        times = record.times[: ends[0] + 1] if ends else record.times
+        later = [moment for moment in times if moment > times[0]]
+        if not later:
+            return []
+        return [
+            Figure("speed", "tok/s", "higher", [len(later) / (times[-1] - times[0])]),
+            Figure("tokens per step", "tokens", "higher", [len(later) / len(set(later))]),
+        ]
+
+    def _prompt(self, repetition: int) -> list[int]:
+        return self.encode(PROMPTS[self.kind](random.Random(f"{self.kind}/{repetition % NUM_PROMPTS}")))
+
+
+METHODS = ("ngram", "suffix")
+"""Those that need nothing but their name."""
+
+
+@with_option_groups
+@with_model_option
+def speculation(
+    output: OutputOptions,
+    model: ModelArgument = "smollm2",
+    method: Annotated[str, typer.Option(help="How tokens are guessed: ngram or suffix.")] = "ngram",
+    kind: Annotated[
+        list[str] | None, typer.Option(help="Prompts: " + ", ".join(PROMPTS) + ". Repeatable. [default: all]")
+    ] = None,
+    new_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens that each request generates; those after its end do not count.")
+    ] = 128,
+    dtype: Annotated[str, typer.Option(help="Weights and activations.")] = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each kind, after one for warm-up.")] = 5,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="Run uncompiled: starts at once, for tokens per step alone.")
+    ] = False,
+) -> None:
+    """Measure decoding at batch 1 with and without speculation, and how many tokens a step brings.
+
+    Tokens per step do not depend on the machine: they bound what speculation can be worth.
+
+    Example: minivllm bench speculation --kind edit --kind story
+    """
+    from minivllm.tokenizer.tokenizer import load_tokenizer
+
+    if method not in METHODS:
+        raise ConfigError(f"--method is {method!r}, but must be one of: {', '.join(METHODS)}.")
+    unknown = [name for name in kind or () if name not in PROMPTS]
+    if unknown:
+        raise ConfigError(f"--kind is {unknown[0]!r}, but must be one of: {', '.join(PROMPTS)}.")
+    tokenizer = load_tokenizer(model)
+
+    def encode(text: str) -> list[int]:
+        if not tokenizer.has_chat_template:
+            return tokenizer.encode(text)
+        return tokenizer.apply_chat_template([{"role": "user", "content": text}])
+
+    end_ids = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+    cases = [TextCase(name, encode, new_tokens, end_ids) for name in kind or PROMPTS]
+    common = {"enforce_eager": enforce_eager}
+    specs = [
+        SideSpec(f"minivllm, {method}", "minivllm", {**common, "speculative_config": {"method": method}}),
+        SideSpec("minivllm", "minivllm", common),
+    ]
+    outcome = measure_in_turn(specs, cases, model=model, dtype=dtype, repeats=repeats)
+    configuration = {
+        "model": model,
+        "method": method,
+        "dtype": dtype,
+        "repeats": repeats,
+        "cases": [case.name for case in cases],
+        "sides": outcome.facts,
+    }
+    publish(make_report("speculation", configuration, outcome.measurements, outcome.comparisons), output)

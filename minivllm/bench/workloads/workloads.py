@@ -1,0 +1,200 @@
+"""Seeded workloads: lists of requests whose prompts are fixed as token ids, so that every engine gets the same ones.
+
+Lengths and arrivals follow from the seed alone. Contents follow from seed and repetition: a prefix cache must not turn
+the second repetition into another experiment. All of it is offline.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from minivllm.bench.sides.drive import Task
+from minivllm.cli.terminal.typed_paths import read_typed_file
+from minivllm.errors import ConfigError, RequestError
+
+MOST_BYTES = 2**30
+"""Of a JSONL file."""
+
+FORMS = {
+    "fixed:REQUESTS:PROMPT:OUTPUT": "equal lengths, all at once",
+    "random:REQUESTS:LOW:HIGH": "prompt and output lengths uniform in LOW to HIGH, all at once",
+    "nano-256": "256 requests, prompt and output lengths uniform in 100 to 1024, all at once",
+    "shared-prefix:REQUESTS:PREFIX:SUFFIX:OUTPUT": "every prompt begins with the same PREFIX tokens",
+    "multi-turn:CONVERSATIONS:TURNS:TOKENS:OUTPUT": "every turn sends the whole conversation and TOKENS more",
+    "long-among-decodes:REQUESTS:LONG": "short prompts that decode 128 tokens; a prompt of LONG comes after 1 s",
+    "bursts:BURSTS:SIZE:SECONDS:LOW:HIGH": "SIZE requests at once, every SECONDS; lengths uniform",
+    "poisson:REQUESTS:RATE:LOW:HIGH": "independent arrivals, RATE per second; lengths uniform",
+    "PATH.jsonl": 'lines of {"prompt_token_ids": […], "max_tokens": n, "arrival": seconds}',
+}
+
+ARRIVAL_FORMS = {
+    "poisson:RATE": "independent, RATE per second",
+    "gamma:RATE:SHAPE": "RATE per second, gamma-distributed gaps: below SHAPE 1 burstier than Poisson, above steadier",
+    "burst:SIZE:SECONDS": "SIZE at once, every SECONDS",
+    "trace": "the times that the workload itself gives",
+}
+_NUM_FIELDS = {"poisson": 1, "gamma": 2, "burst": 2}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the numbers come from: lengths and arrivals from one generator, token ids that any model can take from
+    another."""
+
+    lengths: random.Random
+    contents: random.Random
+    vocab_size: int
+
+    def ids(self, count: int) -> list[int]:
+        return [self.contents.randrange(self.vocab_size) for _ in range(count)]
+
+    def uniform(self, low: int, high: int, arrival: float = 0.0) -> Task:
+        if low > high:
+            raise ConfigError(f"Lengths from {low} to {high} are none: give the smaller number first.")
+        return Task(self.ids(self.lengths.randint(low, high)), self.lengths.randint(low, high), arrival)
+
+
+def make_workload(text: str, vocab_size: int, seed: int = 0, repetition: int = 0) -> list[Task]:
+    """The requests of the workload that ``text`` names (see FORMS), in the order of their arrival.
+
+    Lengths and arrivals depend on ``seed``, token ids on ``repetition`` too (a file's are as they are). Raises
+    ConfigError for what is none of the forms.
+    """
+    if text.endswith(".jsonl"):
+        return _read_jsonl(Path(text), vocab_size)
+    name, *fields = (text if text != "nano-256" else "random:256:100:1024").split(":")
+    make, types = _MAKERS.get(name, (_fixed, ()))
+    numbers = _numbers(fields, types)
+    if numbers is None:
+        raise _unknown(f"{text!r} is no workload. There are, with numbers above 0:", FORMS)
+    contents = random.Random(f"ids/{text}/{seed}/{repetition}")
+    return make(Source(random.Random(f"shapes/{seed}"), contents, vocab_size), *numbers)
+
+
+def _numbers(fields: Sequence[str], types: Sequence[type]) -> list[Any] | None:
+    """The fields as numbers above 0 of these types; None if they are none."""
+    try:
+        numbers = [kind(field) for kind, field in zip(types, fields, strict=True)]
+    except ValueError:
+        return None
+    return numbers if numbers and all(0 < number < 1e9 for number in numbers) else None
+
+
+def _unknown(what: str, forms: Mapping[str, str]) -> ConfigError:
+    known = "; ".join(f"{form} ({meaning})" for form, meaning in forms.items())
+    return ConfigError(f"{what} {known}.")
+
+
+def _fixed(source: Source, requests: int, prompt: int, output: int) -> list[Task]:
+    return [Task(source.ids(prompt), output) for _ in range(requests)]
+
+
+def _random(source: Source, requests: int, low: int, high: int) -> list[Task]:
+    return [source.uniform(low, high) for _ in range(requests)]
+
+
+def _shared_prefix(source: Source, requests: int, prefix: int, suffix: int, output: int) -> list[Task]:
+    shared = source.ids(prefix)
+    return [Task(shared + source.ids(suffix), output) for _ in range(requests)]
+
+
+def _multi_turn(source: Source, conversations: int, turns: int, tokens: int, output: int) -> list[Task]:
+    """The answers in the history are made up, for the prompts must not depend on what an engine says."""
+    tasks: list[Task] = []
+    for _ in range(conversations):
+        history: list[int] = []
+        for turn in range(turns):
+            history = history + source.ids(tokens)
+            tasks.append(Task(history, output, after=len(tasks) - 1 if turn else None))
+            history = history + source.ids(output)
+    return tasks
+
+
+def _long_among_decodes(source: Source, requests: int, long: int) -> list[Task]:
+    return [*_fixed(source, requests, 32, 128), Task(source.ids(long), 16, arrival=1.0)]
+
+
+def _bursts(source: Source, bursts: int, size: int, seconds: float, low: int, high: int) -> list[Task]:
+    return [source.uniform(low, high, burst * seconds) for burst in range(bursts) for _ in range(size)]
+
+
+def _poisson(source: Source, requests: int, rate: float, low: int, high: int) -> list[Task]:
+    moment, tasks = 0.0, []
+    for _ in range(requests):
+        tasks.append(source.uniform(low, high, moment))
+        moment += source.lengths.expovariate(rate)
+    return tasks
+
+
+def arrive(requests: Sequence[Task], text: str, seed: int = 0) -> list[Task]:
+    """The same requests in the same order at the times that ``text`` names (see ARRIVAL_FORMS).
+
+    The times depend on ``seed`` alone. Turns of a conversation go on waiting for the turn before. Raises ConfigError
+    for what is none of the forms.
+    """
+    if text == "trace":
+        return list(requests)
+    name, *fields = text.split(":")
+    numbers = _numbers(fields, [float] * _NUM_FIELDS.get(name, 0))
+    if numbers is None:
+        raise _unknown(f"--arrivals is {text!r}, but must be, with numbers above 0:", ARRIVAL_FORMS)
+    source = random.Random(f"arrivals/{seed}")
+    moment, num_arrived, tasks = 0.0, 0, list[Task]()
+    for task in requests:
+        if task.after is not None:
+            tasks.append(task)
+            continue
+        if name == "burst":
+            moment = num_arrived // max(1, int(numbers[0])) * numbers[1]
+        elif num_arrived:
+            shape = 1.0 if name == "poisson" else numbers[1]
+            moment += source.gammavariate(shape, 1.0 / (numbers[0] * shape))
+        tasks.append(replace(task, arrival=moment))
+        num_arrived += 1
+    return tasks
+
+
+_MAKERS: dict[str, tuple[Callable[..., list[Task]], tuple[type, ...]]] = {
+    "fixed": (_fixed, (int, int, int)),
+    "random": (_random, (int, int, int)),
+    "shared-prefix": (_shared_prefix, (int, int, int, int)),
+    "multi-turn": (_multi_turn, (int, int, int, int)),
+    "long-among-decodes": (_long_among_decodes, (int, int)),
+    "bursts": (_bursts, (int, int, float, int, int)),
+    "poisson": (_poisson, (int, float, int, int)),
+}
+
+
+def _read_jsonl(path: Path, vocab_size: int) -> list[Task]:
+    try:
+        lines = read_typed_file(path, MOST_BYTES).decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"The workload {path} cannot be read: {error}.") from None
+    tasks = [_task_of(path, number, line, vocab_size) for number, line in enumerate(lines, 1) if line.strip()]
+    if not tasks:
+        raise RequestError(f"The workload {path} holds no request.")
+    return sorted(tasks, key=lambda task: task.arrival)
+
+
+def _task_of(path: Path, number: int, line: str, vocab_size: int) -> Task:
+    try:
+        entry = json.loads(line)
+        if not isinstance(entry, dict):
+            raise ValueError("it is no JSON object")
+        if unknown := set(entry) - {"prompt_token_ids", "max_tokens", "arrival"}:
+            raise ValueError(f"unknown are: {', '.join(sorted(unknown))}")
+        ids, max_tokens, arrival = entry.get("prompt_token_ids"), entry.get("max_tokens"), entry.get("arrival", 0.0)
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+            raise ValueError(f"prompt_token_ids must be a list of ids below {vocab_size}")
+        if type(max_tokens) is not int or max_tokens < 1:
+            raise ValueError("max_tokens must be a whole number of at least 1")
+        if type(arrival) not in (int, float) or not 0 <= arrival < 1e9:
+            raise ValueError("arrival must be a number of seconds, at least 0")
+    except ValueError as error:
+        raise RequestError(f"Line {number} of the workload {path} is not a request: {error}.") from None
+    return Task(ids, max_tokens, float(arrival))

@@ -1,0 +1,326 @@
+"""Stream a model's weights by Hugging Face name: safetensors (sharded or not), GGUF, or seeded dummies.
+
+Files are mapped and tensors converted one at a time, so the peak is the model itself plus its largest tensor. Names
+and shapes are checked before the first tensor is handed out. Pickle-based formats are never opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from minivllm.checkpoints.hf_config import read_json_object
+from minivllm.checkpoints.packed_weights import PackedWeights
+from minivllm.errors import ModelError
+from minivllm.gguf.gguf_file import ROPE_FACTORS, GGUFFile, GGUFTensor, Treatment, find_gguf, hugging_face_name
+from minivllm.gguf.gguf_quants import GROUPED_BITS
+from minivllm.linear.stored_weight import QuantizedWeight, RestoredWeight, StoredWeight
+from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.registry import FAMILIES, find_gguf_family
+
+logger = logging.getLogger(__name__)
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+DUMMY_STD = 0.02
+
+# Buffers that old checkpoints carry and every engine computes by itself.
+_IGNORED = re.compile(r".*(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))")
+
+Shape = tuple[int, ...]
+
+
+def expected_shapes(config: DecoderConfig) -> dict[str, Shape]:
+    """Name and shape of every weight the decoder needs, in Hugging Face naming and torch order ``[out, in]``."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv_inputs = hidden * config.qkv_inputs
+    projections = {
+        "self_attn.q_proj": (query, qkv_inputs, config.qkv_bias),
+        "self_attn.k_proj": (key_value, qkv_inputs, config.qkv_bias),
+        "self_attn.v_proj": (key_value, qkv_inputs, config.qkv_bias),
+        "self_attn.o_proj": (hidden, query, config.o_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        for name, (rows, columns, has_bias) in projections.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        if config.qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def iterate_weights(
+    model_path: str | Path,
+    load_format: str,
+    decoder_config: DecoderConfig,
+    dtype: torch.dtype,
+    seed: int = 0,
+    kept_bits: frozenset[int] = frozenset(),
+) -> Iterator[tuple[str, StoredWeight]]:
+    """Yield (Hugging Face name, CPU tensor of ``dtype``) for exactly the names of ``expected_shapes``.
+
+    A tensor may be a view of the mapped file: copy it before changing it. With tied embeddings no lm_head is
+    yielded. seed: used by load_format "dummy" only. kept_bits: a GGUF file's matrices of linear layers whose blocks are
+    groups of that many bits come as ``GroupedWeight``; with 4 among them, other quantised types come as
+    ``RestoredWeight``, since rounding those to 4 bits would spoil what the file holds. Raises ModelError, naming file
+    and tensor, for a missing or broken file, a missing, unexpected or misshapen tensor, before anything is yielded.
+    """
+    expected = expected_shapes(decoder_config)
+    if load_format == "dummy":
+        return _dummy_weights(expected, dtype, seed)
+    gguf_path = find_gguf(model_path, load_format)
+    if gguf_path is not None:
+        weights: Iterator[tuple[str, StoredWeight]] = _gguf_weights(
+            gguf_path, decoder_config, expected, dtype, kept_bits
+        )
+    else:
+        packed = None if decoder_config.quantization is None else PackedWeights(decoder_config.quantization)
+        weights = _safetensors_weights(Path(model_path), expected, dtype, packed)
+    rewrite = FAMILIES[decoder_config.architecture].rewrite_weight
+    if rewrite is None:
+        return weights
+
+    def rewritten(name: str, weight: StoredWeight) -> StoredWeight:
+        """A quantised weight is rewritten by its values, which need not be such that its format could hold them."""
+        if isinstance(weight, QuantizedWeight):
+            return RestoredWeight(rewrite(name, weight.restore(dtype), decoder_config))
+        return rewrite(name, weight, decoder_config)
+
+    return ((name, rewritten(name, weight)) for name, weight in weights)
+
+
+def _dummy_weights(expected: Mapping[str, Shape], dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, shape in expected.items():
+        yield name, dummy_weight(name, shape, dtype, seed)
+
+
+def dummy_weight(name: str, shape: Shape, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Random weights that depend on name and seed only, so that no loading order changes them; norms are 1."""
+    if name.endswith("norm.weight"):
+        return torch.ones(shape, dtype=dtype)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.randn(shape, generator=generator).mul_(DUMMY_STD).to(dtype)
+
+
+def check_tensors(
+    found: Mapping[str, Shape], expected: Mapping[str, Shape], file_of: Mapping[str, Path], source: Path
+) -> None:
+    """Compare names and shapes with what the configuration asks for."""
+    for name, shape in found.items():
+        if name not in expected:
+            raise ModelError(
+                f"{file_of[name]} holds tensor {name!r}, which the model's configuration does not call for."
+            )
+        if shape != expected[name]:
+            raise ModelError(
+                f"{file_of[name]}: tensor {name!r} has shape {list(shape)}, but the configuration calls for "
+                f"{list(expected[name])}."
+            )
+    missing = [name for name in expected if name not in found]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"{source} lacks tensor {missing[0]!r}{more}; the checkpoint is incomplete.")
+
+
+def _is_ignored(name: str, expected: Mapping[str, Shape]) -> bool:
+    tied_head = name == "lm_head.weight" and name not in expected
+    return tied_head or (_IGNORED.fullmatch(name) is not None)
+
+
+def _gguf_weights(
+    path: Path,
+    config: DecoderConfig,
+    expected: Mapping[str, Shape],
+    dtype: torch.dtype,
+    kept_bits: frozenset[int],
+) -> Iterator[tuple[str, StoredWeight]]:
+    with GGUFFile(path) as file:
+        family = find_gguf_family(str(file.metadata.get("general.architecture")), str(path))
+        found: dict[str, Shape] = {}
+        for gguf_name, tensor in file.tensors.items():
+            name = hugging_face_name(gguf_name)
+            if gguf_name != ROPE_FACTORS:
+                found[name or gguf_name] = tensor.shape
+        check_tensors(found, expected, dict.fromkeys(found, path), path)
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if family.gguf_permutes_rotary else {}
+        counts: Counter[tuple[str, Treatment]] = Counter()
+
+        def treatment(name: str, tensor: GGUFTensor) -> Treatment:
+            is_product = name != "model.embed_tokens.weight" or config.tie_word_embeddings
+            if not kept_bits or not is_product or len(tensor.shape) != 2:
+                return "dequantize"
+            chosen = _treatment(tensor.type_name, kept_bits)
+            counts[tensor.type_name, chosen] += 1
+            return chosen
+
+        yield from file.weights(dtype, heads, treatment=treatment)
+        for (type_name, chosen), count in counts.items():
+            logger.info("%s: %d matrices of type %s %s.", path.name, count, type_name, _TREATMENTS[chosen])
+
+
+_TREATMENTS: dict[Treatment, str] = {
+    "keep": "keep their blocks",
+    "restore": "are dequantised and stay so, since no operator here multiplies that type",
+    "dequantize": "are dequantised and quantised anew",
+}
+
+
+def _treatment(type_name: str, kept_bits: frozenset[int]) -> Treatment:
+    if GROUPED_BITS.get(type_name) in kept_bits:
+        return "keep"
+    return "dequantize" if type_name in FLOAT_TYPES or 4 not in kept_bits else "restore"
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    """Where a tensor lies: its name in the file, the file, and its shape."""
+
+    name: str
+    path: Path
+    shape: Shape
+
+
+def _safetensors_weights(
+    directory: Path, expected: Mapping[str, Shape], dtype: torch.dtype, packed: PackedWeights | None
+) -> Iterator[tuple[str, StoredWeight]]:
+    files, listed = safetensors_files(directory)
+    stored_in: dict[str, Path] = {}
+    # weight -> its parts; a tensor that is a weight by itself is the part without a name
+    parts_of: dict[str, dict[str, _StoredTensor]] = {}
+    for path in files:
+        for stored, shape in _read_header(path, packed).items():
+            name = _full_name(stored)
+            if _is_ignored(name, expected) or (packed is not None and packed.is_unused(name)):
+                continue
+            if name in stored_in:
+                raise ModelError(f"{path}: tensor {name!r} is also in {stored_in[name]}.")
+            stored_in[name] = path
+            weight, part = (packed.place(name) if packed is not None else None) or (name, "")
+            parts_of.setdefault(weight, {})[part] = _StoredTensor(stored, path, shape)
+    for stored, path in listed.items():
+        name = _full_name(stored)
+        unused = _is_ignored(name, expected) or (packed is not None and packed.is_unused(name))
+        if not unused and stored_in.get(name) != path:
+            raise ModelError(
+                f"{directory / INDEX_NAME} places tensor {stored!r} in {path.name}, which does not hold it."
+            )
+    with ExitStack() as stack:
+        handles: dict[Path, Any] = {path: stack.enter_context(open_safetensors(path)) for path in files}
+
+        def read(tensor: _StoredTensor) -> torch.Tensor:
+            result: torch.Tensor = handles[tensor.path].get_tensor(tensor.name)
+            return result
+
+        found: dict[str, Shape] = {}
+        for weight, parts in list(parts_of.items()):
+            if packed is not None and "" not in parts:
+                found[weight] = packed.shape(weight, {part: tensor.shape for part, tensor in parts.items()})
+            elif packed is not None and weight not in expected and weight.endswith("_proj.bias"):
+                # GPTQ writers give every layer a bias, of zeros where the model has none.
+                if bool(read(parts[""]).any()):
+                    raise ModelError(f"{parts[''].path}: {weight!r} is not zero, but the model has no such bias.")
+                del parts_of[weight]
+            else:
+                found[weight] = parts[""].shape
+        check_tensors(
+            found, expected, {name: next(iter(parts.values())).path for name, parts in parts_of.items()}, directory
+        )
+        for weight, parts in parts_of.items():
+            if packed is not None and "" not in parts:
+                yield weight, packed.assemble({part: read(tensor) for part, tensor in parts.items()}, dtype)
+            else:
+                yield weight, read(parts[""]).to(dtype)
+
+
+def _full_name(stored: str) -> str:
+    """Checkpoints of the bare decoder leave out the leading ``model.``."""
+    return "model." + stored if stored.startswith(("embed_tokens.", "layers.", "norm.")) else stored
+
+
+def safetensors_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files to read, and the index's claim which of them holds what (empty without an index)."""
+    if (directory / SINGLE_NAME).is_file():
+        return [directory / SINGLE_NAME], {}
+    index_path = directory / INDEX_NAME
+    if not index_path.is_file():
+        pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+        if pickled:
+            raise ModelError(
+                f"{directory} holds its weights as {pickled[0]}, a pickle file that could run any code, which is never "
+                f"opened; convert the model to safetensors."
+            )
+        raise ModelError(
+            f"{directory} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there. Weights in another "
+            "format, such as pytorch_model.bin, must be converted to safetensors first."
+        )
+    weight_map = read_json_object(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index_path} has no weight_map.")
+    listed: dict[str, Path] = {}
+    for name, file_name in weight_map.items():
+        if (
+            not isinstance(file_name, str)
+            or Path(file_name).name != file_name
+            or not file_name.endswith(".safetensors")
+        ):
+            raise ModelError(
+                f"{index_path}: {name!r} is placed in {file_name!r}, but must be in a .safetensors file beside it."
+            )
+        listed[name] = directory / file_name
+    files = sorted(set(listed.values()))
+    for path in files:
+        if not path.is_file():
+            raise ModelError(f"{path} is missing, though {index_path.name} lists it; fetch the model again.")
+    return files, listed
+
+
+def open_safetensors(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} is not a valid safetensors file ({error}); it may be truncated. Fetch it again."
+        ) from error
+
+
+def _read_header(path: Path, packed: PackedWeights | None) -> dict[str, Shape]:
+    """Names and shapes in one file; safetensors itself checks that the header fits the file's length."""
+    shapes: dict[str, Shape] = {}
+    with open_safetensors(path) as file:
+        names: Iterable[str] = file.keys()
+        for name in names:
+            view = file.get_slice(name)
+            place = packed.place(name) if packed is not None else None
+            own_type = packed.stored_type(place[1]) if packed is not None and place is not None else ""
+            if view.get_dtype() not in (*FLOAT_TYPES, own_type) and not _IGNORED.fullmatch(name):
+                raise ModelError(
+                    f"{path}: tensor {name!r} is stored as {view.get_dtype()}, but must be one of "
+                    f"{', '.join(filter(None, (*FLOAT_TYPES, own_type)))}."
+                )
+            shapes[name] = tuple(view.get_shape())
+    return shapes

@@ -1,1 +1,0 @@
-"""``minivllm bench``: measured speed, always against something and always in turn."""

@@ -1,0 +1,102 @@
+"""What a chat can see of an engine in its own process: the steps of an answer, and the bytes each of them must read."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from minivllm.cli.trace.command import TraceStep
+
+if TYPE_CHECKING:
+    from minivllm.cli.engine.generation import Generation
+    from minivllm.frontend.llm_engine import LLMEngine
+    from minivllm.messages import SchedulerOutput
+
+CPU_PROBE_BYTES, GPU_PROBE_BYTES = 128 * 2**20, 2**30
+PROBE_CALLS = 3
+REQUEST_NAME = "R1"
+
+
+class EngineInsight:
+    """Follows the scheduler of an engine whose core is in this process; of another one it sees nothing.
+
+    It wraps ``scheduler.schedule`` from outside, so that an engine nobody looks into has nothing that could cost time.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._core: Any = getattr(engine.client, "core", None)
+        self._weight_bytes: int | None = None
+        self._recorded: list[SchedulerOutput] = []
+        if self._core is not None:
+            scheduler, schedule = self._core.scheduler, self._core.scheduler.schedule
+
+            def recording() -> SchedulerOutput:
+                step: SchedulerOutput = schedule()
+                if step.num_scheduled_tokens:
+                    self._recorded.append(step)
+                return step
+
+            scheduler.schedule = recording
+
+    @property
+    def is_possible(self) -> bool:
+        return self._core is not None
+
+    def start(self) -> None:
+        """A new answer begins: forget the steps of the last one."""
+        self._recorded = []
+
+    def steps(self, generation: Generation) -> list[TraceStep]:
+        """The scheduler's steps for the last answer, the only request of its time, as R1."""
+        left = generation.num_prompt_tokens - generation.num_cached_tokens
+        known, steps = left, []
+        for index, recorded in enumerate(self._recorded):
+            tokens = recorded.total_num_scheduled_tokens
+            is_decoding = left <= 0
+            preempted = [REQUEST_NAME] if recorded.preempted_request_ids else []
+            if preempted:
+                left = known
+            left -= tokens
+            known += 1 if left <= 0 else 0
+            steps.append(
+                TraceStep(
+                    step=index,
+                    num_scheduled_tokens={REQUEST_NAME: tokens},
+                    decoding=frozenset([REQUEST_NAME] if is_decoding and not preempted else []),
+                    preempted=preempted,
+                    finished=[REQUEST_NAME] if index == len(self._recorded) - 1 else [],
+                )
+            )
+        return steps
+
+    def bandwidth_share(self, generation: Generation) -> float | None:
+        """Part of the memory bandwidth that decoding used: what its steps had to read, by the time they took.
+
+        None where it cannot be known: another process, several workers, an answer of one token.
+        """
+        runner = getattr(getattr(getattr(self._core, "executor", None), "worker", None), "runner", None)
+        seconds = None if generation.metrics is None else generation.metrics.decode_time
+        num_steps = sum(bool(step.decoding) for step in self.steps(generation)) if runner is not None else 0
+        if runner is None or not seconds or num_steps == 0:
+            return None
+        from minivllm.bench.parts import bounds
+
+        decoder = runner.decoder
+        if self._weight_bytes is None:
+            self._weight_bytes = bounds.weight_bytes(decoder)
+        context = generation.num_prompt_tokens + len(generation.token_ids) / 2
+        kv_bytes = bounds.kv_tokens_read(decoder.config, context) * bounds.kv_bytes_per_token(decoder)
+        bandwidth = _bandwidth(self._core.config.device)
+        return num_steps * (self._weight_bytes + kv_bytes) / bandwidth / seconds
+
+
+@functools.cache
+def _bandwidth(device: str) -> float:
+    """Of reading memory [bytes/s], measured once per process in about a tenth of a second, after the first answer."""
+    import torch
+
+    from minivllm.bench.parts.hardware import read_bandwidth
+
+    with torch.inference_mode():
+        on_gpu = torch.device(device).type == "cuda"
+        return read_bandwidth(torch.device(device), GPU_PROBE_BYTES if on_gpu else CPU_PROBE_BYTES, PROBE_CALLS)

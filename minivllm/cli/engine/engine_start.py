@@ -1,0 +1,172 @@
+"""Starting an engine from the command line: progress on stderr while it loads, warnings always, silence otherwise."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from minivllm.cli.terminal.terminal_text import dim, printable, styles
+from minivllm.config import EngineArgs
+from minivllm.errors import EngineDeadError, MinivllmError, ModelError
+
+if TYPE_CHECKING:
+    from minivllm.frontend.llm_engine import LLMEngine
+    from minivllm.sampling_params import SamplingParams
+
+
+class ProgressHandler(logging.Handler):
+    """Shows what the engine logs: the latest line as a status that disappears, warnings (``verbose``: all) to stay.
+
+    So do records with ``extra={"is_notice": True}``: what a person should know, but is nothing to worry about.
+    """
+
+    def __init__(self, verbose: bool) -> None:
+        super().__init__(logging.INFO)
+        self._verbose = verbose
+        self._status: Any = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = printable(record.getMessage())
+            if record.levelno >= logging.WARNING or self._verbose or getattr(record, "is_notice", False):
+                self.note(message)
+            elif self._status is not None:
+                self._show(message)
+        except Exception:
+            self.handleError(record)
+
+    def note(self, message: str) -> None:
+        """Tell the user something that stays on the screen."""
+        print(dim(printable(message), sys.stderr), file=sys.stderr, flush=True)
+
+    @contextmanager
+    def status(self, message: str) -> Iterator[None]:
+        """Show ``message``, then the latest log line, until the block ends; nothing where stderr is no terminal."""
+        if self._verbose or not sys.stderr.isatty():
+            yield
+            return
+        from rich.console import Console
+
+        # rich redirects what is printed to stderr meanwhile, so warnings appear above the status.
+        console = Console(stderr=True, highlight=False)
+        self._status = console.status("", spinner="dots")
+        self._show(message)
+        try:
+            with self._status:
+                yield
+        finally:
+            self._status = None
+
+    def _show(self, message: str) -> None:
+        from rich.text import Text
+
+        self._status.update(Text(message, style="dim" if styles(sys.stderr) else "", overflow="ellipsis", no_wrap=True))
+
+
+@contextmanager
+def engine_log(verbose: bool) -> Iterator[ProgressHandler]:
+    """Attach a ProgressHandler to the package's logger for the length of the block."""
+    package = logging.getLogger("minivllm")
+    handler = ProgressHandler(verbose)
+    level, propagate = package.level, package.propagate
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    package.propagate = False
+    try:
+        yield handler
+    finally:
+        package.removeHandler(handler)
+        package.setLevel(level)
+        package.propagate = propagate
+
+
+def create_engine(args: EngineArgs) -> LLMEngine:
+    """The in-process engine. torch is imported here, not earlier: help and usage errors stay quick."""
+    from minivllm.frontend.llm_engine import LLMEngine
+
+    return LLMEngine.from_args(args)
+
+
+def fetch_model(args: EngineArgs) -> None:
+    """Fetch the model if it is not there yet: a download draws its own progress bar, before the engine's status."""
+    from minivllm.hub.fetch import resolve_model
+
+    resolve_model(args.model, args.revision, weights=args.load_format != "dummy")
+
+
+@contextmanager
+def running_engine(args: EngineArgs, log: ProgressHandler) -> Iterator[LLMEngine]:
+    """Fetch the model, start the engine, close it at the end of the block. Raises MinivllmError."""
+    fetch_model(args)
+    with log.status(f"Loading {args.model}"):
+        engine = create_engine(args)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+class EngineHost:
+    """An engine whose model can be replaced. As a context it starts the first one and closes the last one."""
+
+    def __init__(self, args: EngineArgs, log: ProgressHandler, params: Callable[[LLMEngine], SamplingParams]) -> None:
+        """params: the sampling settings to begin with, given an engine."""
+        self._args, self._log, self._params = args, log, params
+        self._engine: LLMEngine | None = None
+
+    def __enter__(self) -> EngineHost:
+        fetch_model(self._args)
+        self._start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop()
+
+    @property
+    def engine(self) -> LLMEngine:
+        """The running engine. Raises EngineDeadError if there is none."""
+        if self._engine is None:
+            raise EngineDeadError("No model is loaded: start the chat again.")
+        return self._engine
+
+    def params(self) -> SamplingParams:
+        return self._params(self.engine)
+
+    def switch(self, model: str) -> LLMEngine:
+        """Start ``model`` with the same options; what belongs to one model alone (tokenizer, revision, hf_overrides) is
+        left out.
+
+        Whatever can be told of a wrong name is told while the old engine runs. Then it has to go, because two models
+        may not fit beside each other; if the new one fails, the old one is loaded again. Raises MinivllmError.
+        """
+        before, after = self._args, replace(self._args, model=model, tokenizer=None, revision=None, hf_overrides=None)
+        fetch_model(after)
+        self._stop()
+        self._args = after
+        try:
+            self._start()
+        except BaseException as error:
+            self._args = before
+            self._log.note(f"{model} could not be started; loading {before.model} again.")
+            self._start()
+            if isinstance(error, MinivllmError | KeyboardInterrupt):
+                raise
+            raise ModelError(f"{model} could not be started: {error}") from error
+        return self.engine
+
+    def _start(self) -> None:
+        with self._log.status(f"Loading {self._args.model}"):
+            self._engine = create_engine(self._args)
+
+    def _stop(self) -> None:
+        if self._engine is not None:
+            # What is still being compiled in the background is finished first, for the next start.
+            with self._log.status(f"Closing {self._args.model}"):
+                self._engine.close()
+            self._engine = None
+            gc.collect()

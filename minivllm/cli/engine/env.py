@@ -1,0 +1,215 @@
+"""``minivllm env``: what is installed, what the machine has, what the engine would use, and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from minivllm import __version__
+from minivllm.cli.engine.engine_start import ProgressHandler
+from minivllm.cli.terminal.terminal_text import format_bytes
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "gguf")
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8", "amx_tile")
+
+
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")] = False,
+) -> None:
+    """Show versions, devices, what will be used and why.
+
+    Example: minivllm env --json
+    """
+    with ProgressHandler(verbose=False).status("Asking PyTorch what it finds here"):
+        report = collect()
+    print(json.dumps(report, indent=2) if as_json else _readable(report))
+
+
+def collect() -> dict[str, Any]:
+    """Everything ``env`` shows, as plain values; sizes in bytes."""
+    from minivllm.engine.openmp import choose_wait_policy
+
+    choose_wait_policy()  # before torch is imported, as an engine does
+    return {
+        "versions": {"minivllm": __version__, "python": platform.python_version(), **_package_versions()},
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "memory": _memory(),
+        "cuda_devices": _cuda_devices(),
+        "cpp_compiler": find_cpp_compiler(),
+        "defaults": _defaults(),
+        "directories": _directories(),
+    }
+
+
+def find_cpp_compiler() -> str | None:
+    """Path of the C++ compiler that torch.compile would find on a CPU: $CXX, else the usual names."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        if name and (path := shutil.which(name)):
+            return path
+    return None
+
+
+def _defaults() -> dict[str, dict[str, str]]:
+    """What an engine picks if no flag says otherwise: ``{what: {"value", "why"}}``."""
+    import torch
+
+    from minivllm.attention.decode_options import DecodeOptions
+    from minivllm.compilation.compiler import cannot_compile_reason
+    from minivllm.device.memory import MAX_CPU_CACHE_BYTES
+    from minivllm.engine.openmp import wait_policy
+    from minivllm.engine.resolve import DEFAULT_BLOCK_SIZE, DEFAULTS, resolve_device, resolve_dtype
+
+    device = resolve_device("auto")
+    dtype, why_dtype = resolve_dtype("auto", "bfloat16", device)
+    limits = DEFAULTS[device]
+    if device == "cuda":
+        why_device = "PyTorch sees a CUDA device"
+        kv_cache = {
+            "value": "as dtype",
+            "why": "the GPU attends in the dtype of the weights; fp8_e4m3 takes half of it",
+        }
+        share = "of the device's memory"
+    else:
+        why_device = "PyTorch sees no CUDA device"
+        kv_cache = {"value": "float32", "why": "on a CPU attention over a float32 cache is faster"}
+        share = f"of the free memory, at most {format_bytes(MAX_CPU_CACHE_BYTES)}"
+    reason = cannot_compile_reason(torch.device(device))
+    if reason is None:
+        attention = {"value": "compiled FlexAttention", "why": "torch.compile works here"}
+    else:
+        attention = {"value": "gather and SDPA, uncompiled", "why": reason}
+    tuned = DecodeOptions.of(torch.device(device))
+    return {
+        "device": {"value": device, "why": why_device},
+        "dtype": {"value": dtype, "why": f"for a checkpoint saved in bfloat16: {why_dtype}"},
+        "kv_cache_dtype": kv_cache,
+        "attention": attention,
+        "kv_cache": {"value": f"{limits.memory_utilization:.0%} {share}", "why": "unless it is sized explicitly"},
+        "block_size": {"value": str(DEFAULT_BLOCK_SIZE), "why": "tokens per KV page"},
+        "max_num_seqs": {"value": str(limits.max_num_seqs), "why": "requests that run at the same time"},
+        "max_num_batched_tokens": {
+            "value": str(limits.max_num_batched_tokens),
+            "why": "token budget of one step; a server takes less",
+        },
+        "threads": {"value": str(torch.get_num_threads()), "why": f"of OpenMP; {wait_policy()}"},
+        "decode_options": {"value": "tuned" if tuned.cases else "PyTorch's own", "why": tuned.origin},
+    }
+
+
+def _package_versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _cpu() -> dict[str, Any]:
+    """Model, usable cores, and the instructions that decide how fast low-precision matrix products are."""
+    model, flags = platform.processor() or platform.machine(), set[str]()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                model = value.strip()
+            elif key.strip() in ("flags", "Features"):
+                flags = set(value.split())
+                break
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"model": model, "usable_cores": usable, "flags": [flag for flag in _CPU_FLAGS if flag in flags]}
+
+
+def _memory() -> dict[str, int | None]:
+    """Physical and available memory [bytes]; None where the system does not tell."""
+    memory: dict[str, int | None] = {"total": None, "available": None}
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name in ("MemTotal", "MemAvailable"):
+                memory["total" if name == "MemTotal" else "available"] = int(rest.split()[0]) * 1024
+    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory["total"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return memory
+
+
+def _cuda_devices() -> list[dict[str, Any]]:
+    """Name, compute capability and memory [bytes] of every CUDA device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(
+            {
+                "name": properties.name,
+                "compute_capability": f"{properties.major}.{properties.minor}",
+                "memory": properties.total_memory,
+            }
+        )
+    return devices
+
+
+def _directories() -> dict[str, str]:
+    """Where downloads, compiled code and the chat history are kept."""
+    from minivllm.compilation.compiler import cache_directory
+    from minivllm.hub.fetch import model_cache
+
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    hugging_face = os.environ.get("HF_HUB_CACHE") or str(
+        Path(os.environ.get("HF_HOME") or Path(cache) / "huggingface") / "hub"
+    )
+    return {
+        "models": str(model_cache()),
+        "compiled_code": str(cache_directory()),
+        "hugging_face": hugging_face,
+        "chat_history": str(default_history_path()),
+    }
+
+
+def _readable(report: dict[str, Any]) -> str:
+    memory, cpu = report["memory"], report["cpu"]
+    lines = [f"{name:<14} {value or 'not installed'}" for name, value in report["versions"].items()]
+    lines += [
+        f"{'platform':<14} {report['platform']}",
+        f"{'cpu':<14} {cpu['model']}, {cpu['usable_cores']} usable cores; {' '.join(cpu['flags']) or 'no known flags'}",
+        f"{'memory':<14} {_size(memory['total'])}, {_size(memory['available'])} available",
+    ]
+    for index, device in enumerate(report["cuda_devices"]):
+        lines.append(
+            f"{f'cuda:{index}':<14} {device['name']}, compute capability {device['compute_capability']}, "
+            f"{format_bytes(device['memory'])}"
+        )
+    if not report["cuda_devices"]:
+        lines.append(f"{'cuda':<14} no device")
+    lines.append(f"{'C++ compiler':<14} {report['cpp_compiler'] or 'not found'}")
+    lines += ["", "What an engine uses unless told otherwise:"]
+    lines += [f"{name:<22} {choice['value']} ({choice['why']})" for name, choice in report["defaults"].items()]
+    lines += ["", "Directories:"]
+    lines += [f"{name:<14} {path}" for name, path in report["directories"].items()]
+    return "\n".join(lines)
+
+
+def _size(count: int | None) -> str:
+    return "unknown" if count is None else format_bytes(count)
+
+
+def default_history_path() -> Path:
+    """Where messages typed earlier are kept: $MINIVLLM_HOME, else where the XDG base directories put state."""
+    if home := os.environ.get("MINIVLLM_HOME"):
+        return Path(home).expanduser() / "chat_history"
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "minivllm" / "chat_history"

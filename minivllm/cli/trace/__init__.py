@@ -1,0 +1,5 @@
+"""The scheduler's decisions without a model: JSON lines, a picture, a Perfetto file.
+
+May import: cli.terminal, config, kv_cache, scheduler.
+Door: `simulate` in command.py.
+"""

@@ -1,0 +1,358 @@
+"""``minivllm trace``: what the scheduler decides, step by step, without a model.
+
+The real scheduler and KV cache manager run against a worker that answers every finished prompt with one token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from minivllm.cli.terminal.terminal_text import counted
+from minivllm.config import SchedulerConfig
+from minivllm.errors import ConfigError
+from minivllm.scheduler.policy import make_policy
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+MOST_TOKENS = 10_000_000
+"""Of all requests together; more would not fit into memory or patience."""
+MOST_STEPS, MOST_ROWS = 160, 40
+"""That a picture shows."""
+MICROSECONDS_PER_STEP = 1000
+"""Width of a step in a Perfetto file, which knows only time."""
+
+_PROMPT_COLOURS = ("#bee9e8", "#8cc7e3", "#5fa8d3", "#2f6f97")
+_DECODE_COLOUR = "#f4a259"
+PREEMPTED_COLOUR = "#e5383b"
+
+
+@dataclass(frozen=True)
+class TraceStep:
+    """One decision of the scheduler. decoding: ids that computed only the token sampled just before."""
+
+    step: int
+    num_scheduled_tokens: dict[str, int]
+    decoding: frozenset[str]
+    preempted: list[str]
+    finished: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON line: "preempted" and "finished" only where there are any."""
+        line: dict[str, Any] = {"step": self.step, "num_scheduled_tokens": self.num_scheduled_tokens}
+        if self.preempted:
+            line["preempted"] = self.preempted
+        if self.finished:
+            line["finished"] = self.finished
+        return line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Requests R1, R2, … that share no prefix, and the limits they run under. Raises ConfigError for impossible ones.
+
+    budget: tokens per step. prompt_lens, max_tokens: prompt length of each request, tokens each one generates.
+    num_blocks: KV cache blocks, the null block included; None is enough for everyone. priorities: lower goes first,
+    all 0 if empty. arrivals: step before which each request arrives, all 0 if empty. threshold: most tokens of one
+    request per step, 0 is no cap.
+    """
+
+    budget: int
+    prompt_lens: Sequence[int]
+    max_tokens: int
+    max_num_seqs: int = 64
+    block_size: int = 16
+    num_blocks: int | None = None
+    policy: str = "fcfs"
+    priorities: Sequence[int] = ()
+    arrivals: Sequence[int] = ()
+    threshold: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.prompt_lens:
+            raise ConfigError("prompt-lens is empty, but must hold at least one length.")
+        lows = {"budget": 1, "max_tokens": 1, "max_num_seqs": 1, "block_size": 1, "threshold": 0}
+        numbers = [(name, getattr(self, name), low) for name, low in lows.items()]
+        numbers += [("prompt_lens", length, 1) for length in self.prompt_lens]
+        numbers += [("arrivals", step, 0) for step in self.arrivals]
+        for name, value, low in numbers:
+            if not low <= value <= MOST_TOKENS:
+                raise ConfigError(
+                    f"{name.replace('_', '-')} is {value}, but must be at least {low} and at most {MOST_TOKENS}."
+                )
+        if (total := sum(self.prompt_lens) + len(self.prompt_lens) * self.max_tokens) > MOST_TOKENS:
+            raise ConfigError(f"The requests have {total:,} tokens in all, but at most {MOST_TOKENS:,} are simulated.")
+        has_priorities = make_policy(self.policy).uses_priority
+        for name, values in (("priorities", self.priorities), ("arrivals", self.arrivals)):
+            if values and len(values) != len(self.prompt_lens):
+                raise ConfigError(
+                    f"{name} has {counted(len(values), 'value')}, but prompt-lens has {len(self.prompt_lens)}: "
+                    "give one for each."
+                )
+        if any(self.priorities) and not has_priorities:
+            raise ConfigError(f"priorities are given, but policy {self.policy!r} has none: use policy 'priority'.")
+        needed = 1 + max(self._num_blocks_of(length) for length in self.prompt_lens)
+        if self.num_blocks is not None and self.num_blocks < needed:
+            raise ConfigError(
+                f"num-blocks is {self.num_blocks}, but the longest request alone needs {needed} with the null block."
+            )
+
+    def blocks(self) -> int:
+        """Size of the pool: as given, and no more than is enough for all requests together."""
+        enough = 1 + sum(self._num_blocks_of(length) for length in self.prompt_lens)
+        return enough if self.num_blocks is None else min(self.num_blocks, enough)
+
+    def _num_blocks_of(self, prompt_len: int) -> int:
+        return -(-(prompt_len + self.max_tokens - 1) // self.block_size)
+
+
+def simulate(**workload: Any) -> Iterator[dict[str, Any]]:
+    """The JSON lines of a workload, see Workload and TraceStep. Raises ConfigError for values that cannot work."""
+    return (step.as_dict() for step in simulated_steps(Workload(**workload)))
+
+
+def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
+    """Decisions of every step until all requests are done."""
+    from minivllm.kv_cache.manager import KVCacheManager
+    from minivllm.messages import EngineRequest, ModelRunnerOutput
+    from minivllm.request import Request
+    from minivllm.sampling_params import SamplingParams
+    from minivllm.scheduler.scheduler import Scheduler
+
+    config = SchedulerConfig(
+        max_num_seqs=workload.max_num_seqs,
+        max_num_batched_tokens=workload.budget,
+        max_model_len=max(workload.prompt_lens) + workload.max_tokens,
+        long_prefill_token_threshold=workload.threshold,
+        policy=workload.policy,
+    )
+    scheduler = Scheduler(config, KVCacheManager(workload.blocks(), workload.block_size, config.max_model_len))
+    arrivals = workload.arrivals or [0] * len(workload.prompt_lens)
+    coming = sorted(range(len(arrivals)), key=lambda index: (arrivals[index], index), reverse=True)
+    caught_up: set[str] = set()
+    step = 0
+    while coming or scheduler.has_unfinished_requests():
+        while coming and arrivals[coming[-1]] <= step:
+            index = coming.pop()
+            engine_request = EngineRequest(
+                request_id=f"R{index + 1}",
+                prompt_token_ids=[index + 1] * workload.prompt_lens[index],
+                sampling_params=SamplingParams(),
+                max_tokens=workload.max_tokens,
+                seed=0,
+                arrival_time=float(arrivals[index]),
+                priority=workload.priorities[index] if workload.priorities else 0,
+            )
+            scheduler.add_request(Request(engine_request))
+        output = scheduler.schedule()
+        caught_up.difference_update(output.preempted_request_ids)
+        decoding = frozenset(caught_up.intersection(output.num_scheduled_tokens))
+        complete = [
+            request_id
+            for request_id in output.num_scheduled_tokens
+            if scheduler.requests[request_id].num_computed_tokens == scheduler.requests[request_id].num_tokens
+        ]
+        caught_up.update(complete)
+        sampled = {request_id: [0] for request_id in complete}
+        results = scheduler.update_from_output(output, ModelRunnerOutput(sampled_token_ids=sampled))
+        finished = [result.request_id for result in results if result.finish_reason is not None]
+        yield TraceStep(step, output.num_scheduled_tokens, decoding, output.preempted_request_ids, finished)
+        step += 1
+
+
+def heat_strip(steps: Sequence[TraceStep], num_requests: int, columns: int | None = None) -> Text:
+    """A picture of the steps: a row per request, a column per step, in each cell the number of tokens.
+
+    Blue cells compute prompts, or again what a preemption lost (darker is more); orange ones decode. "…" stands for
+    steps and requests that are left out. columns: width of the window [cells], into which long strips are broken.
+    """
+    from rich.text import Text
+
+    most = max((count for step in steps for count in step.num_scheduled_tokens.values()), default=1)
+    counts = {count for step in steps for count in step.num_scheduled_tokens.values()}
+    longest_count = max((len(short_count(count)) for count in counts), default=1)
+    width = 1 + max(longest_count, len(str(max((step.step for step in steps), default=0))))
+    label_width = max(len(f"R{num_requests}"), len("step")) + 1
+    cells: list[TraceStep | None] = []
+    for step, before in zip(steps, [None, *steps]):
+        cells += [None, step] if before is not None and before.step + 1 < step.step else [step]
+    fitting = len(cells) if columns is None else max(1, (columns - label_width) // width)
+    strip = Text()
+    for start in range(0, len(cells), max(1, fitting)):
+        part = cells[start : start + fitting]
+        strip.append("\n\n" if start else "")
+        numbers = "".join(("…" if step is None else str(step.step)).rjust(width) for step in part)
+        strip.append("step".ljust(label_width) + numbers, style="bold")
+        for number in shown_rows(num_requests):
+            strip.append("\n" + ("…" if number is None else f"R{number}").ljust(label_width))
+            if number is None:
+                continue
+            for shown in part:
+                strip.append(*_cell(shown, f"R{number}", most, width))
+    strip.append("\n\n" + " " * label_width)
+    for name, colour in (("prompt", _PROMPT_COLOURS[1]), ("decode", _DECODE_COLOUR), ("preempted", PREEMPTED_COLOUR)):
+        strip.append(f" {name} ", style=f"black on {colour}").append(" ")
+    return strip
+
+
+def _cell(step: TraceStep | None, request_id: str, most: int, width: int) -> tuple[str, str]:
+    """Text and style of one request in one step; None is steps left out."""
+    count = None if step is None else step.num_scheduled_tokens.get(request_id)
+    if step is None:
+        return "…".rjust(width), "dim"
+    if request_id in step.preempted:
+        return "x".rjust(width), f"black on {PREEMPTED_COLOUR}"
+    if count is None:
+        return "·".rjust(width), "dim"
+    return short_count(count).rjust(width), f"black on {cell_colour(step, request_id, most)}"
+
+
+def short_count(count: int) -> str:
+    """At most five characters: 9999, 12k, 1.2M."""
+    if count < 10_000:
+        return str(count)
+    return f"{count // 1000}k" if count < 1_000_000 else f"{count / 1_000_000:.1f}M"
+
+
+def shown_rows(num_requests: int) -> list[int | None]:
+    """Numbers of the requests that a picture shows, in order; None where some are left out."""
+    numbers: list[int | None] = list(range(1, num_requests + 1))
+    if num_requests <= MOST_ROWS:
+        return numbers
+    return [*numbers[: MOST_ROWS * 3 // 4], None, *numbers[-MOST_ROWS // 4 :]]
+
+
+def cell_colour(step: TraceStep, request_id: str, most: int) -> str:
+    """Of a request that is scheduled in this step. most: tokens of the darkest cell."""
+    if request_id in step.decoding:
+        return _DECODE_COLOUR
+    count = step.num_scheduled_tokens[request_id]
+    return _PROMPT_COLOURS[(count - 1) * len(_PROMPT_COLOURS) // most]
+
+
+def folded(steps: Sequence[TraceStep], run: int = 8) -> list[TraceStep]:
+    """``steps`` without the middle of long runs in which the same is computed for the same requests.
+
+    What is still longer than MOST_STEPS loses its middle as well. The steps' numbers tell the gaps.
+    """
+
+    def is_alike(one: TraceStep, other: TraceStep) -> bool:
+        alike = one.num_scheduled_tokens == other.num_scheduled_tokens and one.decoding == other.decoding
+        return alike and not (one.preempted or other.preempted or one.finished)
+
+    kept: list[TraceStep] = []
+    start = 0
+    for index in range(1, len(steps) + 1):
+        if index < len(steps) and is_alike(steps[start], steps[index]) and not steps[index].finished:
+            continue
+        group = steps[start:index]
+        kept += group if len(group) <= run else [*group[: run - 2], group[-1]]
+        start = index
+    return kept if len(kept) <= MOST_STEPS else [*kept[: MOST_STEPS * 3 // 4], *kept[-MOST_STEPS // 4 :]]
+
+
+def perfetto_trace(steps: Sequence[TraceStep]) -> dict[str, Any]:
+    """The steps in Chrome's trace event format, which ui.perfetto.dev opens: a track per request, 1 ms per step."""
+    events: list[dict[str, Any]] = []
+    for step in steps:
+        start = step.step * MICROSECONDS_PER_STEP
+        for request_id, count in step.num_scheduled_tokens.items():
+            kind = "decode" if request_id in step.decoding else "prompt"
+            events.append(
+                {
+                    "name": f"{kind} {count}",
+                    "cat": kind,
+                    "ph": "X",
+                    "ts": start,
+                    "dur": MICROSECONDS_PER_STEP,
+                    "pid": 1,
+                    "tid": int(request_id[1:]),
+                    "args": {"step": step.step, "tokens": count},
+                }
+            )
+        for request_id in step.preempted:
+            events.append({"name": "preempted", "ph": "i", "ts": start, "pid": 1, "tid": int(request_id[1:]), "s": "t"})
+        total = sum(step.num_scheduled_tokens.values())
+        events.append({"name": "tokens per step", "ph": "C", "ts": start, "pid": 1, "args": {"tokens": total}})
+    for track in sorted({event["tid"] for event in events if "tid" in event}):
+        events.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": f"R{track}"}})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def trace(
+    budget: Annotated[int, typer.Option(help="Tokens per step (max_num_batched_tokens).")] = 10,
+    prompt_lens: Annotated[str, typer.Option(help="Prompt length of each request, with commas between.")] = "3,5,12",
+    max_tokens: Annotated[int, typer.Option(help="Tokens that each request generates.")] = 3,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw a heat strip instead of JSON lines; what repeats is left out.")
+    ] = False,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that may run at the same time.")] = 64,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV cache block.")] = 16,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="KV cache blocks, the null block included; few of them show preemption.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="fcfs, priority, or your own: package.module:Class.")] = "fcfs",
+    priorities: Annotated[str, typer.Option(help="Priority of each request, with commas between; low first.")] = "",
+    arrivals: Annotated[str, typer.Option(help="Step at which each request arrives, with commas between.")] = "",
+    threshold: Annotated[
+        int, typer.Option(help="Most tokens of one request per step (long_prefill_token_threshold); 0 is no cap.")
+    ] = 0,
+    perfetto: Annotated[Path | None, typer.Option(help="Also write a file for ui.perfetto.dev.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Also save the heat strip as a PNG.")] = None,
+) -> None:
+    """Show what the scheduler decides, step by step, without a model.
+
+    Example: minivllm trace --budget 10 --prompt-lens 3,5,12 --max-tokens 3 --plot
+    """
+    workload = Workload(
+        budget=budget,
+        prompt_lens=_numbers("prompt-lens", prompt_lens),
+        max_tokens=max_tokens,
+        max_num_seqs=max_num_seqs,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        policy=policy,
+        priorities=_numbers("priorities", priorities),
+        arrivals=_numbers("arrivals", arrivals),
+        threshold=threshold,
+    )
+    steps = list(simulated_steps(workload))
+    if perfetto is not None:
+        _write("--perfetto", perfetto, json.dumps(perfetto_trace(steps)).encode())
+    if save is not None:
+        from minivllm.cli.trace.trace_picture import draw_heat_strip
+
+        _write("--save", save, draw_heat_strip(folded(steps), len(workload.prompt_lens)))
+    if plot:
+        from rich.console import Console
+
+        console = Console()
+        columns = console.width if console.is_terminal else None
+        strip = heat_strip(folded(steps), len(workload.prompt_lens), columns)
+        console.print(strip, no_wrap=True, crop=False, overflow="ignore")
+    else:
+        for step in steps:
+            print(json.dumps(step.as_dict()))
+
+
+def _write(option: str, path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be written ({error.strerror}); name a file.") from None
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    """``3,5,12`` as a list; an empty text is an empty list."""
+    try:
+        return [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise ConfigError(
+            f"{name} is {text!r}, but must be whole numbers with commas between, such as 3,5,12."
+        ) from None

@@ -1,0 +1,73 @@
+"""What the engine runs with, once everything is resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from minivllm.config.engine_args import CudaGraphMode, Device, SpeculativeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The KV cache: page size [tokens], explicit size if any, element type, prefix reuse."""
+
+    block_size: int = 64
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    memory_utilization: float = 0.9
+    dtype: str = "float32"
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one step and of one request.
+
+    num_lookahead_tokens: room behind the scheduled tokens, into which a drafter with a KV cache writes its guesses.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 8192
+    long_prefill_token_threshold: int = 0
+    policy: str = "fcfs"
+    has_priorities: bool = False
+    num_lookahead_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Room for adapters: slots on the device, the largest rank, and how many are kept in host memory."""
+
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine runs with, after resolution. ``model_path`` is local: a directory or a ``.gguf`` file.
+    ``lora`` is None where no adapters are served. tokenizer: where the tokenizer comes from, if not from the model.
+    attention_backend, logits_processors: see EngineArgs. async_scheduling: up to two steps are in flight."""
+
+    model: str
+    model_path: str
+    load_format: str
+    dtype: str
+    device: Device
+    seed: int
+    enforce_eager: bool
+    compile_in_background: bool = False
+    cudagraph_mode: CudaGraphMode = "none"
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    tokenizer: str | None = None
+    quantization: str | None = None
+    hf_overrides: dict[str, Any] | None = None
+    speculative: SpeculativeConfig | None = None
+    profile: str | None = None
+    lora: LoRAConfig | None = None
+    attention_backend: str = "flex"
+    logits_processors: tuple[Any, ...] = ()
+    async_scheduling: bool = False

@@ -1,0 +1,5 @@
+"""What a device likes and holds: its policy, staging buffers, memory.
+
+May import: kernels_triton_free.
+Door: `DevicePolicy` in policy.py.
+"""

@@ -1,0 +1,125 @@
+"""What a kind of device likes: one object that everything asks whose best choice depends on the device.
+
+Which device it is, and how to talk to it, stays with PyTorch: streams, events and pinned memory are no choices. A
+policy says nothing about where tensors lie, so a test can take the choices for a GPU on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kernels_triton_free.quantized_linear import can_multiply_int4
+
+FLOAT8_CAPABILITY = (8, 9)
+"""Compute capability from which a GPU multiplies float8."""
+MIN_TILES = 256
+"""Room for query tiles of prompt chunks on a CPU: as much as the default budget of 2048 tokens takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePolicy:
+    """The choices for one device.
+
+    type: what messages call it. capability: of a CUDA device. multiplies_int4: a CPU's 4-bit operator can be used.
+    multiplies_bfloat16_tiles: a CPU has AMX.
+    """
+
+    type: str
+    capability: tuple[int, int] = (0, 0)
+    multiplies_int4: bool = False
+    multiplies_bfloat16_tiles: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device) -> DevicePolicy:
+        """That of a device which is there."""
+        if device.type == "cuda":
+            return cls(type="cuda", capability=torch.cuda.get_device_capability(device))
+        amx = torch.cpu._is_amx_tile_supported()
+        return cls(type="cpu", multiplies_int4=can_multiply_int4(), multiplies_bfloat16_tiles=amx)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Host and device are one: nothing crosses, calls are not hidden behind graphs, all threads compute."""
+        return self.type == "cpu"
+
+    # -- compiled code and memory --------------------------------------------------------------------------------
+
+    @property
+    def keeps_packages(self) -> bool:
+        """Compiled regions are packages on disk, so sizes that follow from the free memory are dynamic in them. On CUDA
+        graphs hide what a call costs; on a CPU nothing does."""
+        return self.on_cpu
+
+    @property
+    def wants_huge_pages(self) -> bool:
+        """Weights are moved into the operating system's huge pages."""
+        return self.on_cpu
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Weights can leave the device for host memory, and adapters there are pinned."""
+        return not self.on_cpu
+
+    # -- attention -----------------------------------------------------------------------------------------------
+
+    def attention_dtype(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> torch.dtype:
+        """Of queries and attention's output. dtype: of the weights. A CPU attends in the dtype of the cache."""
+        return cache_dtype if self.on_cpu else dtype
+
+    def prompt_attention_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which dtype prompt chunks attend. On a CPU without AMX float32 is faster than bfloat16: for 512 tokens 3.5
+        instead of 5.6 ms a layer on one core."""
+        return torch.float32 if self.on_cpu and not self.multiplies_bfloat16_tiles else dtype
+
+    def query_tile_size(self, query_group: int) -> int:
+        """Queries per tile of a prompt chunk. On CUDA 128, the kernel's own block; on a CPU enough for 64 rows, from
+        where FlexAttention uses fast bfloat16 products, and no more, since short chunks pay for the padding."""
+        if self.on_cpu:
+            return 32 if query_group > 1 else 64
+        return 128
+
+    @property
+    def min_tiles(self) -> int:
+        """Room for tiles that is kept in any case: where it costs nothing, engines of different budgets then share
+        their compiled code."""
+        return MIN_TILES if self.on_cpu else 2
+
+    @property
+    def gathers_blocks(self) -> bool:
+        """Prompt chunks attend to a copy of the blocks they read, in their own dtype, not to the cache in place."""
+        return self.on_cpu
+
+    @property
+    def lists_full_blocks(self) -> bool:
+        """Tiles of a single row tell blocks that are visible whole from others, in lists as wide as the cache has
+        blocks, which the CPU's template asserts. On CUDA the decode kernel would split its work by the size of the
+        whole cache, so all blocks are listed as partial, in lists as wide as a request can be long."""
+        return self.on_cpu
+
+    def decode_batches(self, max_num_seqs: int) -> list[int]:
+        """Numbers of tiles that rows with a single token are padded to, each with a kernel of its own; empty where one
+        kernel serves them all. On CUDA, where the kernel wants a fixed one: powers of two."""
+        if self.on_cpu:
+            return []
+        sizes = {2**power for power in range(1, 16)}
+        return sorted({size for size in sizes if size < max_num_seqs} | {max(2, max_num_seqs)})
+
+    @property
+    def kernel_options(self) -> Mapping[str, int]:
+        """FlexAttention's options for every kernel. Without this one the CPU's template takes a flash-decoding variant,
+        which does not compile where no block is full."""
+        return {"PARTITION_SIZE": 1} if self.on_cpu else {}
+
+    # -- linear layers -------------------------------------------------------------------------------------------
+
+    @property
+    def tiles_adapters(self) -> bool:
+        """Compiled loops multiply LoRA adapters tile by tile where few rows use them."""
+        return self.on_cpu
+
+    @property
+    def multiplies_float8(self) -> bool:
+        return not self.on_cpu and self.capability >= FLOAT8_CAPABILITY

@@ -1,0 +1,176 @@
+"""The asynchronous client of an engine process: what ``AsyncLLM`` uses. It lives in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import zmq
+
+from minivllm.engine import wire
+from minivllm.engine_process.connection import DIED_STATUS, LAST_WORDS_SECONDS, EngineConnection
+from minivllm.errors import EngineDeadError
+from minivllm.messages import EngineOutput, EngineRequest
+
+TICK_SECONDS = 0.5
+"""How often the engine is asked for a sign of life. Silence is counted in ticks and not by the clock, so that an event
+loop which was blocked, or a machine which slept, does not take itself for a hung engine."""
+
+
+class AsyncProcessClient:
+    """Sends at once, and hands outputs to a coroutine from a single task.
+
+    ``start`` must be called in the event loop before anything is awaited.
+    """
+
+    def __init__(self, connection: EngineConnection) -> None:
+        self._connection = connection
+        ready = connection.ready
+        self.config, self.num_blocks = ready.config, ready.num_blocks
+        self.model_vocab_size, self.eos_token_ids = ready.model_vocab_size, ready.eos_token_ids
+        self._results: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._on_death: Callable[[EngineDeadError], None] = lambda error: None
+        self._frames: deque[bytes] = deque()
+        self._has_frames = asyncio.Event()
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        return self._connection.dead_error
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._connection.process.pid
+
+    def start(
+        self,
+        on_outputs: Callable[[list[EngineOutput]], Awaitable[None]],
+        on_death: Callable[[EngineDeadError], None],
+    ) -> None:
+        """Begin to receive in the running event loop. on_death is called once, also by ``close``."""
+        self._on_death = on_death
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._connection.life_fd, self._life_ended)
+        loop.add_reader(self._connection.pull.FD, self._take_frames)
+        self._take_frames()
+        self._tasks = [loop.create_task(self._receive(on_outputs)), loop.create_task(self._watch_heartbeat())]
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Raises EngineDeadError."""
+        self._connection.add_request(request)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Raises EngineDeadError."""
+        self._connection.abort(request_ids)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call one of Administration's methods. Raises RequestError if it refuses, or EngineDeadError."""
+        call_id = self._connection.call(method, args)
+        future = self._results[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await future
+        finally:
+            del self._results[call_id]
+
+    async def close(self) -> None:
+        """End the engine process; everybody who waits gets EngineDeadError. Closing twice is fine."""
+        await asyncio.gather(*self._stop_receiving(), return_exceptions=True)
+        # No task reads the sockets now, so another thread may wait for the process to end.
+        await asyncio.to_thread(self._connection.close)
+        if self.dead_error is not None:
+            self._die(self.dead_error)
+
+    def kill(self) -> None:
+        """Kill the engine process; ``close`` then has nothing to wait for."""
+        self._connection.process.kill()
+
+    def terminate(self) -> None:
+        """End the engine process before ``start``. Blocks until it has ended."""
+        self._connection.close()
+
+    def _stop_receiving(self) -> list[asyncio.Task[None]]:
+        tasks, self._tasks = self._tasks, []
+        if tasks:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._connection.life_fd)
+            loop.remove_reader(self._connection.pull.FD)
+        tasks = [task for task in tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    def _die(self, error: EngineDeadError) -> None:
+        self._stop_receiving()
+        for future in self._results.values():
+            if not future.done():
+                future.set_exception(error)
+        on_death, self._on_death = self._on_death, lambda error: None
+        on_death(error)
+
+    def _take_frames(self) -> None:
+        """ZeroMQ's descriptor tells of changes only, so everything that is there must be taken each time."""
+        try:
+            while True:
+                self._frames.append(self._connection.pull.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            pass
+        if self._frames:
+            self._has_frames.set()
+
+    async def _receive(self, on_outputs: Callable[[list[EngineOutput]], Awaitable[None]]) -> None:
+        while True:
+            if not self._frames:
+                self._has_frames.clear()
+                await self._has_frames.wait()
+            message = self._connection.decode(self._frames.popleft())
+            if isinstance(message, wire.Outputs):
+                try:
+                    await on_outputs(message.outputs)
+                except Exception as error:
+                    # Going on would leave some streams waiting for ever, nobody knows which.
+                    self._die(self._connection.died(wire.Died(wire.ErrorInfo.of(error))))
+                    raise
+            elif isinstance(message, wire.Result):
+                self._take_result(message)
+            elif isinstance(message, wire.Died):
+                self._die(self._connection.died(message))
+                return
+
+    def _take_result(self, result: wire.Result) -> None:
+        future = self._results.get(result.call_id)
+        if future is None or future.done():
+            return
+        if result.error is None:
+            future.set_result(result.value)
+        else:
+            future.set_exception(result.error.exception())
+
+    def _life_ended(self) -> None:
+        """The engine process ends. What it still said is on its way to ``_receive``."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._connection.life_fd)
+        self._tasks.append(loop.create_task(self._bury()))
+
+    async def _bury(self) -> None:
+        status = await asyncio.to_thread(self._connection.exit_status)
+        if status == DIED_STATUS:
+            await asyncio.sleep(LAST_WORDS_SECONDS)
+        self._die(self._connection.ended(status))
+
+    async def _watch_heartbeat(self) -> None:
+        """Ask for a sign of life through the busy loop: a core that hangs in a step does not answer."""
+        while True:
+            answer = asyncio.ensure_future(self.call("heartbeat"))
+            num_silent_ticks = 0
+            try:
+                while not answer.done():
+                    if num_silent_ticks * TICK_SECONDS >= self._connection.args.heartbeat_timeout:
+                        self._die(await asyncio.to_thread(self._connection.hung))
+                        return
+                    await asyncio.sleep(TICK_SECONDS)
+                    num_silent_ticks += 1
+            finally:
+                answer.cancel()  # nobody is left to hear it

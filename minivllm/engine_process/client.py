@@ -1,0 +1,146 @@
+"""How a frontend reaches an engine core: in its process, where a debugger steps from one to the other, or in another.
+
+Nothing here imports torch before a core is loaded into this very process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from minivllm.config import EngineArgs, EngineConfig
+from minivllm.engine.administration import Administration
+from minivllm.engine.openmp import choose_wait_policy
+from minivllm.errors import EngineDeadError
+from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from minivllm.engine.core import EngineCore
+    from minivllm.models.decoder_config import DecoderConfig
+
+
+class EngineClient(Protocol):
+    """What frontends use. model_vocab_size: width of the logits. eos_token_ids: all ids that end a sequence."""
+
+    config: EngineConfig
+    model_vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def add_request(self, request: EngineRequest) -> None: ...
+
+    def abort(self, request_ids: list[str]) -> None: ...
+
+    def get_outputs(self) -> list[EngineOutput]: ...
+
+    def has_unfinished_requests(self) -> bool: ...
+
+    def stats(self) -> SchedulerStats: ...
+
+    def reset_prefix_cache(self) -> bool: ...
+
+    def call(self, method: str, *args: Any) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class AsyncEngineClient(Protocol):
+    """What AsyncLLM uses: sending never waits, outputs arrive in a coroutine. dead_error: why the engine is dead."""
+
+    config: EngineConfig
+    model_vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def dead_error(self) -> EngineDeadError | None: ...
+
+    def start(
+        self,
+        on_outputs: Callable[[list[EngineOutput]], Awaitable[None]],
+        on_death: Callable[[EngineDeadError], None],
+    ) -> None:
+        """Begin to receive in the running event loop. on_death is called once, also by ``close``."""
+
+    def add_request(self, request: EngineRequest) -> None: ...
+
+    def abort(self, request_ids: list[str]) -> None: ...
+
+    async def call(self, method: str, *args: Any) -> Any: ...
+
+    def terminate(self) -> None:
+        """End an engine that was never started."""
+
+    def kill(self) -> None:
+        """End the engine at once; ``close`` comes after."""
+
+    async def close(self) -> None: ...
+
+
+class InProcessClient:
+    """Runs one step of the core per ``get_outputs``."""
+
+    def __init__(self, core: EngineCore, model_vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.config, self.core, self.administration = core.config, core, Administration(core)
+        self.model_vocab_size, self.eos_token_ids = model_vocab_size, eos_token_ids
+
+    def add_request(self, request: EngineRequest) -> None:
+        self.core.add_request(request)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self.core.abort_requests(request_ids)
+
+    def get_outputs(self) -> list[EngineOutput]:
+        """One step. An empty list means that nothing came out, not that nothing is left to do."""
+        return self.core.step()
+
+    def has_unfinished_requests(self) -> bool:
+        return self.core.has_unfinished_requests()
+
+    def stats(self) -> SchedulerStats:
+        return self.administration.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        return self.administration.reset_prefix_cache()
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of Administration. Raises RequestError if it refuses."""
+        return self.administration.call(method, args)
+
+    def close(self) -> None:
+        self.core.shutdown()
+
+
+def load_core(args: EngineArgs) -> tuple[EngineCore, DecoderConfig]:
+    """Load the model into this process. Raises ConfigError or ModelError."""
+    choose_wait_policy()
+    logger.info("Importing torch …")
+    from minivllm.engine.core import EngineCore
+    from minivllm.engine.resolve import resolve
+    from minivllm.executor.uniproc import UniProcExecutor
+
+    config, decoder = resolve(args)
+    return EngineCore(config, UniProcExecutor(config, decoder)), decoder
+
+
+def make_client(args: EngineArgs) -> EngineClient:
+    """Load the model and start an engine core, in this process or, with args.multiprocess, in another.
+
+    Raises ConfigError or ModelError.
+    """
+    if args.multiprocess:
+        from minivllm.engine_process.connection import EngineConnection
+        from minivllm.engine_process.process_client import ProcessClient
+
+        return ProcessClient(EngineConnection(args))
+    core, decoder = load_core(args)
+    return InProcessClient(core, decoder.vocab_size, decoder.eos_token_ids)
+
+
+def make_async_client(args: EngineArgs) -> AsyncEngineClient:
+    """Start an engine process for an event loop, and wait until it is ready. Raises ConfigError or ModelError."""
+    from minivllm.engine_process.async_client import AsyncProcessClient
+    from minivllm.engine_process.connection import EngineConnection
+
+    return AsyncProcessClient(EngineConnection(args))

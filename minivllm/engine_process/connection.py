@@ -1,0 +1,274 @@
+"""Starts an engine process, talks to it, learns of its death, and leaves nothing behind.
+
+The frontend binds ROUTER (requests out) and PULL (outputs in) on ``ipc://`` sockets of mode 0600 in a private
+directory; the engine connects DEALER and PUSH. Two pipes watch the ends: each closes by itself when the process that
+holds it ends, even by kill -9.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+
+from minivllm.config import EngineArgs
+from minivllm.engine import wire
+from minivllm.errors import EngineDeadError
+from minivllm.messages import EngineRequest
+
+logger = logging.getLogger(__name__)
+
+ENGINE_COMMAND = (sys.executable, *["-O"] * sys.flags.optimize, "-P", "-m", "minivllm.engine_process.process")
+MAX_SOCKET_PATH = 100
+"""Operating systems allow a little more than a hundred bytes for the path of a socket."""
+LAST_WORDS_SECONDS = 1.0
+"""How long to wait for the message in which an ending engine says why, and for its process to end."""
+DIED_STATUS = 1
+"""Exit status of an engine that sent such a message."""
+STACKS_SECONDS = 0.1
+"""What the fault handler of a hung engine gets to write down where it hangs."""
+
+
+class EngineConnection:
+    """One engine process and the sockets to it. Not thread-safe.
+
+    Raises what the engine raised if it cannot start: ConfigError, ModelError, or EngineDeadError with a traceback.
+    command: what to run instead of this package's engine; it gets two file descriptors as further arguments.
+    """
+
+    def __init__(self, args: EngineArgs, command: Sequence[str] = ENGINE_COMMAND) -> None:
+        self.args = args.for_another_process()
+        self.dead_error: EngineDeadError | None = None
+        self._identity = secrets.token_bytes(16)
+        self._codec = wire.Codec()
+        self._num_calls = 0
+        self._directory = _private_directory()
+        self._context = zmq.Context()
+        self._router = self._bind(zmq.ROUTER, wire.REQUESTS_SOCKET)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.pull = self._bind(zmq.PULL, wire.OUTPUTS_SOCKET)
+        start_read, self._start_write = os.pipe()
+        self.life_fd, life_write = os.pipe()
+        # Ctrl-C goes to the whole process group. The new process begins with it blocked, until it can ignore it; this
+        # one hears of it again when it is settled who cleans up.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, wire.FRONTEND_SIGNALS)
+        try:
+            try:
+                self.process = subprocess.Popen(
+                    [*command, str(start_read), str(life_write)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
+                    pass_fds=(start_read, life_write),
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                )
+            finally:
+                os.close(start_read)
+                os.close(life_write)
+            self._cleanup = weakref.finalize(
+                self,
+                _clean_up,
+                self.process,
+                [self._start_write, self.life_fd],
+                [self._router, self.pull],
+                self._context,
+                self._directory,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            self._send_start()
+            self.ready = self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        # Nothing is dropped: what is under way is bounded by admission here and by the requests there.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        path = self._directory / name
+        socket.bind(f"ipc://{path}")
+        path.chmod(0o600)
+        return socket
+
+    def _send_start(self) -> None:
+        start = wire.Start(
+            args=self.args,
+            directory=str(self._directory),
+            identity=self._identity,
+            log_level=logging.getLogger("minivllm").getEffectiveLevel(),
+        )
+        data = self._codec.encode(start)
+        try:
+            with os.fdopen(self._start_write, "wb", closefd=False) as pipe:
+                pipe.write(struct.pack("<I", len(data)) + data)
+        except BrokenPipeError:
+            raise self.death() from None
+
+    def _wait_until_ready(self) -> wire.Ready:
+        poller = zmq.Poller()
+        for source in (self._router, self.pull, self.life_fd):
+            poller.register(source, zmq.POLLIN)
+        while True:
+            events = dict(poller.poll())
+            if self.pull in events:
+                message = self.decode(self.pull.recv())
+                if isinstance(message, wire.Died):
+                    self.dead_error = EngineDeadError(str(message.error.exception()))
+                    raise message.error.exception()
+            elif self._router in events:
+                identity, frame = self._router.recv_multipart()[:2]
+                if identity == self._identity:
+                    ready: wire.Ready = self._codec.decode(frame, wire.Ready)
+                    return ready
+                logger.warning("A message of an unknown peer was refused.")
+            elif events:
+                raise self.death()
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: EngineRequest) -> None:
+        self._send(wire.Add(request))
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._send(wire.Abort(request_ids))
+
+    def call(self, method: str, args: Sequence[object]) -> int:
+        """Send a call; the id its Result will carry."""
+        self._num_calls += 1
+        self._send(wire.Call(self._num_calls, method, list(args)))
+        return self._num_calls
+
+    def _send(self, message: wire.ToEngine) -> None:
+        if self.dead_error is not None:
+            raise self.dead_error
+        frame = self._codec.encode(message)
+        try:
+            self._router.send_multipart([self._identity, frame], flags=zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:
+            raise self.death() from None
+
+    def decode(self, frame: bytes) -> wire.Outputs | wire.Result | wire.Died | None:
+        """A message of the engine. Log lines go to their logger, malformed frames are refused: both give None."""
+        try:
+            message: wire.ToFrontend = self._codec.decode(frame, wire.ToFrontend)
+        except wire.MalformedFrame as error:
+            logger.warning("A malformed frame was refused: %s", error)
+            return None
+        if isinstance(message, wire.Log):
+            logging.getLogger(message.logger).log(message.level, "%s", message.message)
+            return None
+        return message
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def died(self, message: wire.Died) -> EngineDeadError:
+        """Note that the engine said why it dies; the error for everybody who waits."""
+        if self.dead_error is None:
+            error = message.error.exception()
+            self.dead_error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+        return self.dead_error
+
+    def death(self) -> EngineDeadError:
+        """The engine process has ended: find out why. Blocks for LAST_WORDS_SECONDS at most."""
+        status = self.exit_status()
+        deadline = time.monotonic() + LAST_WORDS_SECONDS * (status == DIED_STATUS)
+        while self.dead_error is None and self.pull.poll(max(0, round((deadline - time.monotonic()) * 1000))):
+            message = self.decode(self.pull.recv())
+            if isinstance(message, wire.Died):
+                self.died(message)
+        return self.ended(status)
+
+    def exit_status(self) -> int | None:
+        """Status of an engine process that is about to end; None if it does not end within LAST_WORDS_SECONDS."""
+        try:
+            return self.process.wait(LAST_WORDS_SECONDS)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def ended(self, status: int | None) -> EngineDeadError:
+        """The error for everybody who waits, unless the engine said more itself."""
+        return self.dead_error or self._dead(_describe_exit(status))
+
+    def hung(self) -> EngineDeadError:
+        """The engine did not answer in time: kill it, and say where it hung."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGUSR1)  # its fault handler writes the stacks of all threads
+            time.sleep(STACKS_SECONDS)
+            self.process.kill()
+        return self._dead(
+            f"The engine core has not answered for {self.args.heartbeat_timeout:g} s and was killed; "
+            "heartbeat_timeout sets how long a step may take."
+        )
+
+    def _dead(self, what: str) -> EngineDeadError:
+        traces = self._directory / wire.TRACES_FILE
+        stacks = traces.read_text(errors="replace").strip() if traces.is_file() else ""
+        self.dead_error = EngineDeadError(what + (f"\n\nIts threads:\n{stacks}" if stacks else ""))
+        return self.dead_error
+
+    def close(self) -> None:
+        """End the engine process, and remove sockets and directory. Closing twice is fine."""
+        if self.dead_error is None:
+            self.dead_error = EngineDeadError("The engine is closed: make a new one.")
+        self._cleanup()
+
+
+def _private_directory() -> Path:
+    directory = tempfile.mkdtemp(prefix="minivllm-")
+    if len(os.fsencode(directory)) + 16 > MAX_SOCKET_PATH:
+        os.rmdir(directory)
+        directory = tempfile.mkdtemp(prefix="minivllm-", dir="/tmp")
+    return Path(directory)
+
+
+def _clean_up(
+    process: subprocess.Popen[bytes],
+    fds: list[int],
+    sockets: list[zmq.Socket[bytes]],
+    context: zmq.Context[zmq.Socket[bytes]],
+    directory: Path,
+) -> None:
+    for fd in fds:
+        os.close(fd)  # the engine's sign to end
+    try:
+        process.wait(wire.GRACE_SECONDS + 1.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for socket in sockets:
+        socket.close(linger=0)
+    context.term()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _has_fileno(stream: object) -> bool:
+    try:
+        stream.fileno()  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
+
+
+def _describe_exit(status: int | None) -> str:
+    if status is None:
+        return "The engine process closed its pipe to this one."
+    if status >= 0:
+        return f"The engine process ended with status {status} and without a word; its stderr may say why."
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+    hint = ": the operating system does so when memory runs out" if name == "SIGKILL" else ""
+    return f"The engine process was killed by {name}{hint}."

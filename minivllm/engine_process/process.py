@@ -1,0 +1,286 @@
+"""The engine core in a process of its own: input thread -> queue -> busy loop -> queue -> output thread.
+
+The sockets are read and written, and messages decoded and encoded, by threads that run while the model computes; the
+busy loop itself only takes finished ``Request``s from a queue. (vLLM V1's EngineCoreProc.)
+
+Started by ``minivllm.engine_process.connection``; ``main`` is what runs in the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import shutil
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import zmq
+
+from minivllm.engine import wire
+from minivllm.engine.administration import Administration
+from minivllm.engine.core import EngineCore
+from minivllm.errors import MinivllmError, RequestError
+from minivllm.messages import EngineOutput, EngineRequest, FinishReason
+from minivllm.request import Request
+
+logger = logging.getLogger(__name__)
+
+FLUSH_MILLISECONDS = 2000
+"""How long the last messages may take to leave a process that ends."""
+
+InputItem = Request | wire.Abort | wire.Call | None
+"""None: stop."""
+
+
+class EngineProcess:
+    """Serves one frontend until it goes."""
+
+    def __init__(self, start: wire.Start) -> None:
+        self._start = start
+        self._inputs: SimpleQueue[InputItem] = SimpleQueue()
+        self._outputs: SimpleQueue[wire.ToFrontend | None] = SimpleQueue()
+        self._context = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.setsockopt(zmq.IDENTITY, start.identity)
+        self._push = self._context.socket(zmq.PUSH)
+        for socket, name in ((self._dealer, wire.REQUESTS_SOCKET), (self._push, wire.OUTPUTS_SOCKET)):
+            # Requests are bounded by the frontend's admission, outputs by the requests: nothing may be dropped here.
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.connect(f"ipc://{start.directory}/{name}")
+        self._core: EngineCore | None = None
+        self._paused = False
+        self._status = 0
+
+    def frontend_has_gone(self) -> None:
+        """End after the running step. From any thread."""
+        self._inputs.put(None)
+
+    def run(self) -> int:
+        """Load, serve, end; the exit status: 0 if the frontend has gone, 1 if the engine died and said so."""
+        output_thread = threading.Thread(target=self._send_outputs, name="outputs", daemon=True)
+        output_thread.start()
+        input_thread = threading.Thread(target=self._receive, name="inputs", daemon=True)
+        with _log_to(self._outputs, self._start.log_level):
+            try:
+                self._load()
+                input_thread.start()
+                self._run_busy_loop(self.core)
+                self.core.shutdown()
+            except BaseException as error:
+                if not isinstance(error, MinivllmError):
+                    logger.error("The engine core died of %s.", type(error).__name__)
+                self._outputs.put(wire.Died(wire.ErrorInfo.of(error)))
+                self._status = 1
+        self._outputs.put(None)
+        output_thread.join()
+        if not input_thread.is_alive():
+            self._dealer.close(linger=0)
+        self._context.term()  # the input thread closes its socket when it learns of this
+        return self._status
+
+    @property
+    def core(self) -> EngineCore:
+        if self._core is None:
+            raise RuntimeError("The engine core is not loaded yet.")
+        return self._core
+
+    def _load(self) -> None:
+        from minivllm.engine_process.client import load_core
+
+        self._core, decoder_config = load_core(self._start.args)
+        # What exists now lives as long as the process. Collections that the loop triggers should not walk through it.
+        gc.collect()
+        gc.freeze()
+        ready = wire.Ready(
+            config=self._core.config,
+            model_vocab_size=decoder_config.vocab_size,
+            eos_token_ids=tuple(decoder_config.eos_token_ids),
+            num_blocks=self._core.executor.num_blocks,
+        )
+        self._dealer.send(wire.Codec().encode(ready))
+
+    # -- busy loop -----------------------------------------------------------------------------------------------
+
+    def _run_busy_loop(self, core: EngineCore) -> None:
+        """Until the frontend has gone: take in what came, then run a step. Waits only while there is nothing to do."""
+        while self._take_in(core):
+            if not self._paused:
+                outputs = core.step()
+                if outputs:
+                    self._outputs.put(wire.Outputs(outputs))
+
+    def _take_in(self, core: EngineCore) -> bool:
+        """Empty the input queue; False if it is time to stop."""
+        block = self._paused or not core.has_work()
+        while True:
+            try:
+                item = self._inputs.get(block=block)
+            except Empty:
+                return True
+            if item is None:
+                return False
+            self._handle(core, item)
+            block = False
+
+    def _handle(self, core: EngineCore, item: Request | wire.Abort | wire.Call) -> None:
+        if isinstance(item, Request):
+            try:
+                core.admit_request(item)
+            except RequestError as error:
+                self._refuse(item.request_id, str(error))
+        elif isinstance(item, wire.Abort):
+            core.abort_requests(item.request_ids)
+        else:
+            try:
+                result = wire.Result(item.call_id, self._call(core, item))
+            except MinivllmError as error:
+                result = wire.Result(item.call_id, error=wire.ErrorInfo.of(error))
+            self._outputs.put(result)
+
+    def _call(self, core: EngineCore, call: wire.Call) -> object:
+        if call.method == "heartbeat":
+            return None  # that it went through the loop is the answer
+        if call.method in ("pause", "resume"):
+            self._paused = call.method == "pause"
+            return None
+        return Administration(core).call(call.method, call.args)
+
+    # -- threads -------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        """Input thread: frames become requests, tokens and block hashes and all, before the loop sees them."""
+        codec = wire.Codec()
+        while True:
+            try:
+                frame = self._dealer.recv()
+            except zmq.ContextTerminated:
+                self._dealer.close(linger=0)
+                return
+            try:
+                message = codec.decode(frame, wire.ToEngine)
+            except wire.MalformedFrame as error:
+                logger.warning("A malformed frame was refused: %s", error)
+                request_id = codec.request_id_of(frame)
+                if request_id is not None:
+                    self._refuse(request_id, f"The request is malformed: {error}.")
+                continue
+            if isinstance(message, wire.Add):
+                request = self._make_request(message.request)
+                if request is not None:
+                    self._inputs.put(request)
+            else:
+                self._inputs.put(message)
+
+    def _make_request(self, engine_request: EngineRequest) -> Request | None:
+        """None if it cannot be served, whatever the reason: that harms nobody else."""
+        try:
+            return self.core.make_request(engine_request)
+        except RequestError as error:
+            self._refuse(engine_request.request_id, str(error))
+        except Exception as error:
+            logger.exception("Request %s was refused.", engine_request.request_id)
+            self._refuse(engine_request.request_id, f"The request cannot be served ({type(error).__name__}).")
+        return None
+
+    def _refuse(self, request_id: str, reason: str) -> None:
+        output = EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=wire.printable(reason))
+        self._outputs.put(wire.Outputs([output]))
+
+    def _send_outputs(self) -> None:
+        """Output thread: encode and send until None comes."""
+        codec = wire.Codec()
+        while (message := self._outputs.get()) is not None:
+            try:
+                frame = codec.encode(message)
+            except Exception as error:
+                if isinstance(message, wire.Result):
+                    problem = RequestError(f"The result cannot be sent: {error}.")
+                    frame = codec.encode(wire.Result(message.call_id, error=wire.ErrorInfo.of(problem)))
+                else:
+                    frame = codec.encode(wire.Died(wire.ErrorInfo.of(error)))
+                    self._status = 1
+                    self._inputs.put(None)
+            self._push.send(frame)
+        # Nobody is left to read after an orderly end.
+        self._push.close(linger=0 if self._status == 0 else FLUSH_MILLISECONDS)
+
+
+class _LogToFrontend(logging.Handler):
+    def __init__(self, outputs: SimpleQueue[wire.ToFrontend | None]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self.setFormatter(logging.Formatter())  # the message, and the traceback where there is one
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._outputs.put(wire.Log(record.name, record.levelno, wire.printable(self.format(record))))
+
+
+@contextlib.contextmanager
+def _log_to(outputs: SimpleQueue[wire.ToFrontend | None], level: int) -> Iterator[None]:
+    """Lines of minivllm's log go to the frontend, whose handlers decide what becomes of them."""
+    package = logging.getLogger("minivllm")
+    handler = _LogToFrontend(outputs)
+    package.addHandler(handler)
+    package.setLevel(level)
+    package.propagate = False
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+
+
+def main() -> None:
+    """``python -m minivllm.engine_process.process START LIFE``: two inherited file descriptors.
+
+    START: a pipe with the length and the bytes of a ``wire.Start``, which the frontend then holds open: its end means
+    that the frontend has gone, however it went. LIFE: a pipe that only this process holds open, so that the frontend
+    learns in the same way.
+    """
+    start_fd, life_fd = (int(argument) for argument in sys.argv[1:3])
+    for fd in (start_fd, life_fd):
+        os.set_inheritable(fd, False)
+    # They were blocked so far, see EngineConnection. Without a frontend the engine ends anyway.
+    for number in wire.FRONTEND_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, wire.FRONTEND_SIGNALS)
+    start_pipe = os.fdopen(start_fd, "rb")
+    header = start_pipe.read(4)
+    if not header:
+        sys.exit(0)  # the frontend has gone before it said what to start
+    (length,) = struct.unpack("<I", header)
+    start = wire.Codec().decode(start_pipe.read(length), wire.Start)
+    directory = Path(start.directory)
+    traces = (directory / wire.TRACES_FILE).open("w")
+    faulthandler.enable(traces, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, traces, all_threads=True)
+
+    engine = EngineProcess(start)
+    ended = threading.Event()
+
+    def watch_frontend() -> None:
+        start_pipe.read()
+        engine.frontend_has_gone()
+        ended.wait(wire.GRACE_SECONDS)
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(0)
+
+    watcher = threading.Thread(target=watch_frontend, name="frontend watch", daemon=True)
+    watcher.start()
+    status = engine.run()
+    ended.set()
+    if status == 0:
+        watcher.join()  # it removes the directory, and exits
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

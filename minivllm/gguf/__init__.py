@@ -1,0 +1,5 @@
+"""The GGUF format: header, tensors, quantised blocks, and the configuration it carries.
+
+May import: linear, models.
+Door: `GGUFFile` in gguf_file.py.
+"""

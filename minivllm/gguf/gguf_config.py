@@ -1,0 +1,167 @@
+"""Translate a GGUF file's metadata into the entries of the config.json it stands for."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minivllm.errors import ModelError
+from minivllm.gguf.gguf_file import ROPE_FACTORS, GGUFFile
+from minivllm.models.registry import find_gguf_family
+
+# config.json entry -> metadata key without the architecture prefix
+_REQUIRED = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+_OPTIONAL = {
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rope_theta": "rope.freq_base",
+}
+MAX_ROTARY_FACTORS = 4096
+_END_OF_TURN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def read_gguf_config(path: Path) -> dict[str, Any]:
+    """config.json entries (transformers 5 spelling) of a GGUF model; ModelError names file and entry."""
+    with GGUFFile(path) as file:
+        metadata = file.metadata
+        name = metadata.get("general.architecture")
+        if not isinstance(name, str):
+            raise ModelError(f"{path} does not name its architecture (general.architecture).")
+        family = find_gguf_family(name, str(path))
+        embedding = file.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise ModelError(f"{path} has no token_embd.weight matrix, so its vocabulary size is unknown.")
+        entries: dict[str, Any] = {
+            "architectures": [family.architecture],
+            "vocab_size": embedding.shape[0],
+            "tie_word_embeddings": "output.weight" not in file.tensors,
+            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+            "dtype": _dtype(file),
+        }
+        for entry, key in {**_REQUIRED, **_OPTIONAL}.items():
+            value = _number(metadata.get(f"{name}.{key}"), f"{path}: {name}.{key}")
+            if value is not None:
+                entries[entry] = value
+            elif entry in _REQUIRED:
+                raise ModelError(f"{path} does not set {name}.{key}.")
+        rotated = metadata.get(f"{name}.rope.dimension_count")
+        hidden_size, num_heads = entries["hidden_size"], entries["num_attention_heads"]
+        if "head_dim" not in entries and isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
+            entries["head_dim"] = hidden_size // num_heads
+        if rotated is not None and rotated != entries.get("head_dim"):
+            raise ModelError(
+                f"{path}: {name}.rope.dimension_count is {rotated!r}, but only whole heads of "
+                f"{entries.get('head_dim')} elements can be rotated."
+            )
+        entries["rope_parameters"] = _rope_parameters(file, name, entries)
+        key = f"{name}.attention.sliding_window"
+        window = _number(metadata.get(key), f"{path}: {key}")
+        if window and family.windows == "never" and window < entries["max_position_embeddings"]:
+            entries["architectures"] = ["MistralForCausalLM"]
+        if family.windows != "never" or window:
+            entries["sliding_window"] = window
+        entries["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
+        ends = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_OF_TURN_KEYS]
+        entries["eos_token_id"] = [token for token in ends if token is not None]
+        return entries
+
+
+def _number(value: Any, where: str) -> Any:
+    """A number, or a list with the same number for every layer; None stays None."""
+    if isinstance(value, list):
+        if len(set(value)) != 1:
+            raise ModelError(f"{where} differs between layers, which is not supported.")
+        value = value[0]
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ModelError(f"{where} is {value!r}, but must be a number.")
+    return value
+
+
+def _dtype(file: GGUFFile) -> str:
+    """The float type to compute in: that of the matrices, and bfloat16 when they are quantised."""
+    types = {tensor.type_name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(types), "bfloat16")
+
+
+def _rope_parameters(file: GGUFFile, name: str, entries: dict[str, Any]) -> dict[str, Any]:
+    metadata = file.metadata
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if "rope_theta" in entries:
+        rope["rope_theta"] = entries["rope_theta"]
+    if ROPE_FACTORS in file.tensors:
+        theta = rope.get("rope_theta", 10000.0)
+        if math.prod(file.tensors[ROPE_FACTORS].shape) > MAX_ROTARY_FACTORS or not 0.0 < theta < math.inf:
+            raise ModelError(f"{file.path}: {ROPE_FACTORS} does not fit rotary heads with the base {theta!r}.")
+        factors = file.dequantize(ROPE_FACTORS, torch.float64).flatten().tolist()
+        rope.update(llama3_parameters(factors, theta, str(file.path)))
+        return rope
+    kind = metadata.get(f"{name}.rope.scaling.type", "none")
+    key = f"{name}.rope.scaling.factor"
+    factor = _number(metadata.get(key), f"{file.path}: {key}")
+    if kind == "none" or not factor or factor == 1.0:
+        return rope
+    if kind not in ("linear", "yarn"):
+        raise ModelError(f"{file.path}: {name}.rope.scaling.type is {kind!r}, but supported are: none, linear, yarn.")
+    rope.update({"rope_type": kind, "factor": factor})
+    if kind == "yarn":
+        original = metadata.get(f"{name}.rope.scaling.original_context_length")
+        rope["original_max_position_embeddings"] = original
+        key = f"{name}.rope.scaling.attn_factor"
+        share = _number(metadata.get(key), f"{file.path}: {key}")
+        if share is not None and factor > 1:  # llama.cpp multiplies its own default by this
+            rope["attention_factor"] = share * (1.0 + 0.1 * math.log(factor))
+    return rope
+
+
+def llama3_parameters(factors: list[float], theta: float, source: str) -> dict[str, Any]:
+    """Find the llama3 rotary parameters behind GGUF's ``rope_freqs.weight``, which stores only their effect.
+
+    factors: what each rotary frequency is divided by, ``[head_dim / 2]``. The published models use low and high
+    frequency factors 1 and 4 over an original context that is a power of two; that choice is rebuilt and compared.
+    Raises ModelError when no such choice gives these factors, for the model would be wrong without them.
+    """
+    if all(factor == 1.0 for factor in factors):
+        return {}
+    largest = max(factors, default=0.0)
+    if math.isfinite(largest) and largest > 1:
+        for exponent in range(8, 21):
+            original = 2**exponent
+            expected = llama3_factors(len(factors) * 2, theta, largest, 1.0, 4.0, original)
+            if all(math.isclose(given, wanted, rel_tol=1e-4) for given, wanted in zip(factors, expected)):
+                return {
+                    "rope_type": "llama3",
+                    "factor": largest,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": original,
+                }
+    raise ModelError(f"{source}: {ROPE_FACTORS} holds rotary factors that are not those of a known Llama 3 scaling.")
+
+
+def llama3_factors(
+    dim: int, theta: float, factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
+) -> list[float]:
+    """What Llama 3's context extension divides each of the ``dim / 2`` rotary frequencies by."""
+    factors = []
+    for index in range(0, dim, 2):
+        wavelength = 2 * math.pi * theta ** (index / dim)
+        turns = original_context / wavelength  # full turns within the original context
+        if turns > high_freq_factor:
+            factors.append(1.0)
+        elif turns < low_freq_factor:
+            factors.append(factor)
+        else:
+            smooth = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+            factors.append(1.0 / ((1.0 - smooth) / factor + smooth))
+    return factors

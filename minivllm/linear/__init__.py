@@ -1,0 +1,5 @@
+"""Linear layers: their shards, and how their products are computed: plain, int8, int4, fp8, GGUF, AWQ, GPTQ.
+
+May import: device, kernels_triton_free.
+Door: `Linear` in layer.py.
+"""

@@ -1,0 +1,114 @@
+"""Which method multiplies a layer: by what the user asked for, what the checkpoint holds and what the device can do."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from kernels_triton_free.quantized_linear import INT4_GROUP_SIZES
+from minivllm.device.policy import FLOAT8_CAPABILITY, DevicePolicy
+from minivllm.errors import ConfigError
+from minivllm.linear.cpu_methods import Int4Linear, Int8Linear
+from minivllm.linear.cuda_methods import DequantizedGroupLinear, DequantizedInt8Linear, Float8Linear
+from minivllm.linear.layer import LinearMethod
+from minivllm.linear.stored_weight import Float8Weight, GroupedWeight, StoredWeight
+
+logger = logging.getLogger(__name__)
+
+ROUNDING_GROUP = 32
+"""Inputs that share a scale where weights are rounded to 4 bits here: the finest the operators know."""
+FLOAT8_MULTIPLE = 16
+
+
+class MethodChooser:
+    """ChooseMethod of one model, which also counts its choices for the log.
+
+    quantization: "int8", "int4", "fp8", or None, which quantises nothing and multiplies what a quantised checkpoint
+    holds. stored: the quantisation the checkpoint's configuration names, if any. Raises ConfigError where quantization
+    contradicts the checkpoint, the dtype or the device.
+    """
+
+    def __init__(self, quantization: str | None, stored: str | None, dtype: torch.dtype, policy: DevicePolicy) -> None:
+        self.quantization, self.dtype, self.policy = quantization, dtype, policy
+        self._counts: Counter[str] = Counter()
+        if quantization is not None and stored is not None:
+            raise ConfigError(
+                f"quantization is {quantization!r}, but the checkpoint is quantised with {stored} already: leave "
+                f"quantization out to run it as it is, or give the unquantised model."
+            )
+        if quantization == "fp8" and not policy.multiplies_float8:
+            needs = f"a GPU of compute capability {FLOAT8_CAPABILITY[0]}.{FLOAT8_CAPABILITY[1]} or more"
+            raise ConfigError(f"quantization 'fp8' needs {needs}, which this {policy.type} is not: use int8 or int4.")
+        if quantization == "fp8" and dtype != torch.bfloat16:
+            raise ConfigError(f"quantization 'fp8' computes in bfloat16, but dtype is {dtype}: use dtype='bfloat16'.")
+        if quantization == "int4" and policy.on_cpu and not policy.multiplies_int4:
+            raise ConfigError(
+                "quantization 'int4' needs a CPU with AVX2 or AVX-512, whose 4-bit operator PyTorch has: use int8."
+            )
+
+    @property
+    def kept_bits(self) -> frozenset[int]:
+        """Blocks of a GGUF file that are multiplied as they are (see ``iterate_weights``)."""
+        return {"int4": frozenset({4, 8}), "int8": frozenset({8})}.get(self.quantization or "", frozenset())
+
+    def __call__(self, name: str, weight: StoredWeight) -> LinearMethod | None:
+        """Raises ConfigError for a weight whose shape the asked-for quantisation cannot have."""
+        method, reason = self._choose(name, weight)
+        self._counts[f"{type(method).__name__} ({reason})" if method else reason] += 1
+        return method
+
+    def log_choices(self) -> None:
+        """One line for each method with the layers it got."""
+        for choice, count in self._counts.items():
+            if self._counts.keys() != {_UNQUANTIZED}:
+                logger.info("%d linear layers: %s.", count, choice)
+
+    def _choose(self, name: str, weight: StoredWeight) -> tuple[LinearMethod | None, str]:
+        if isinstance(weight, Tensor):
+            return self._round(name, weight) if self.quantization else (None, _UNQUANTIZED)
+        if isinstance(weight, GroupedWeight):
+            return self._multiply_groups(weight)
+        fits = weight.shape[0] % FLOAT8_MULTIPLE == weight.shape[1] % FLOAT8_MULTIPLE == 0
+        if isinstance(weight, Float8Weight) and fits and self.policy.multiplies_float8 and self.dtype == torch.bfloat16:
+            return Float8Linear(), "float8 as stored"
+        return None, "stored in a format that nothing here multiplies, dequantised"
+
+    def _round(self, name: str, weight: Tensor) -> tuple[LinearMethod, str]:
+        """A weight that is not quantised becomes so."""
+        rows, inputs = weight.shape
+        on_cpu, why = self.policy.on_cpu, f"rounded to {self.quantization}"
+        # A head rounded to 4 bits costs more in quality than its bytes are worth, and as an embedding even more so.
+        if self.quantization == "int8" or (self.quantization == "int4" and name == "lm_head"):
+            return (Int8Linear if on_cpu else DequantizedInt8Linear)(self.dtype), why.replace("int4", "int8")
+        if self.quantization == "fp8":
+            if name == "lm_head":
+                return DequantizedInt8Linear(self.dtype), why.replace("fp8", "int8")
+            if rows % FLOAT8_MULTIPLE or inputs % FLOAT8_MULTIPLE:
+                raise ConfigError(
+                    f"quantization 'fp8' needs matrices whose sides are multiples of {FLOAT8_MULTIPLE}, but {name} "
+                    f"is [{rows}, {inputs}]: use int8."
+                )
+            return Float8Linear(), why
+        if inputs % ROUNDING_GROUP:
+            raise ConfigError(
+                f"quantization 'int4' needs a multiple of {ROUNDING_GROUP} inputs, but {name} has {inputs}: use int8."
+            )
+        if on_cpu:
+            return Int4Linear(rows, ROUNDING_GROUP, 4, self.dtype), why
+        return DequantizedGroupLinear(ROUNDING_GROUP, 4, self.dtype), why
+
+    def _multiply_groups(self, weight: GroupedWeight) -> tuple[LinearMethod | None, str]:
+        """A weight in groups is multiplied as it is."""
+        why = f"{weight.bits} bits as stored, groups of {weight.group_size}"
+        if not self.policy.on_cpu:
+            return DequantizedGroupLinear(weight.group_size, weight.bits, self.dtype), why
+        size = next((size for size in INT4_GROUP_SIZES if weight.group_size % size == 0), None)
+        if size is None or not self.policy.multiplies_int4:
+            return None, f"{why}, which this CPU's operator does not multiply, dequantised"
+        return Int4Linear(weight.shape[0], size, weight.bits, self.dtype), why
+
+
+_UNQUANTIZED = "not quantised"

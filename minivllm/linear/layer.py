@@ -1,0 +1,182 @@
+"""Linear layers that know which shard of a checkpoint's weights is theirs, and how their product is computed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
+from kernels_triton_free.lora import RowAdapters, add_low_rank
+from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight, stack
+
+LinearTensors = tuple[Tensor, ...]
+"""What a linear layer passes to its method: the prepared weight and whatever else the method needs."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This worker's share of every parallel layer: part ``rank`` of ``size`` equal parts."""
+
+    rank: int = 0
+    size: int = 1
+
+
+class LinearMethod(ABC):
+    """How a linear layer stores its weight and computes its product. Quantisation plugs in here.
+
+    Methods are immutable and compare by value: layers with equal methods share one compiled region.
+    gathers_rows: whether ``rows`` works, so that a tied embedding needs no second copy of the weight.
+    """
+
+    gathers_rows: ClassVar[bool] = False
+
+    @abstractmethod
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        """Turn weight [out, in] and bias [out] into what apply needs; the originals are dropped."""
+
+    @abstractmethod
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        """x [tokens, in] -> [tokens, out]. A pure function of tensors."""
+
+    def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
+        """Rows of the weight, as an embedding looks them up: int [n] -> [n, in]. A pure function of tensors."""
+        raise NotImplementedError(f"{type(self).__name__} cannot look up rows.")
+
+
+@dataclass(frozen=True)
+class PlainLinear(LinearMethod):
+    """The weight as it is."""
+
+    gathers_rows: ClassVar[bool] = True
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        assert isinstance(weight, Tensor), "a quantised weight is restored before"
+        own = weight.clone()  # what a checkpoint hands out may lie in its mapped file
+        return (own,) if bias is None else (own, bias)
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        return linear(x, *tensors)
+
+    def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
+        return tensors[0][indices]
+
+
+@dataclass(frozen=True)
+class PackedLinear(LinearMethod):
+    """The weight packed for this CPU by oneDNN."""
+
+    out_features: int
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        assert isinstance(weight, Tensor), "a quantised weight is restored before"
+        packed = pack_weight(weight)
+        return (packed,) if bias is None else (packed, bias)
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        return packed_linear(x, tensors[0], tensors[1] if len(tensors) > 1 else None, self.out_features)
+
+
+def choose_linear_method(out_features: int, dtype: torch.dtype, device: torch.device) -> LinearMethod:
+    """The fastest exact method for unquantised weights on this device."""
+    if device.type == "cpu" and can_pack(dtype):
+        return PackedLinear(out_features)
+    return PlainLinear()
+
+
+ChooseMethod = Callable[[str, StoredWeight], LinearMethod | None]
+"""(name of the layer, its weight) -> the quantised method to use; None: restore the weight and multiply that."""
+
+
+def never_quantized(name: str, weight: StoredWeight) -> LinearMethod | None:
+    """ChooseMethod of a model without quantisation."""
+    return None
+
+
+class Linear:
+    """One product of the decoder, possibly of several checkpoint matrices stacked along the output (q, k, v).
+
+    parts: output features of each stacked matrix, whole model. split: "column" divides the outputs of every part
+    among the shards, "row" divides the inputs (the sum over shards is the product). choose: picks the method once the
+    whole weight is there; until then ``method`` is that of unquantised weights.
+    """
+
+    def __init__(
+        self,
+        parts: dict[str, int],
+        in_features: int,
+        *,
+        bias: bool,
+        split: Literal["column", "row"],
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+        choose: ChooseMethod = never_quantized,
+    ) -> None:
+        self.split, self.shard, self.device = split, shard, device
+        self.sizes = {name: size // shard.size if split == "column" else size for name, size in parts.items()}
+        self.in_features = in_features // shard.size if split == "row" else in_features
+        self.out_features = sum(self.sizes.values())
+        self.method = choose_linear_method(self.out_features, dtype, device)
+        self.tensors: LinearTensors = ()
+        self.adapters: LinearTensors = ()
+        self._dtype, self._has_bias, self._choose = dtype, bias, choose
+        self._weights: dict[str, StoredWeight] = {}
+        self._biases: dict[str, Tensor] = {}
+
+    def whole_shape(self, part: str) -> tuple[int, int]:
+        """[out, in] of a part in the whole model."""
+        if self.split == "column":
+            return self.sizes[part] * self.shard.size, self.in_features
+        return self.sizes[part], self.in_features * self.shard.size
+
+    @property
+    def arguments(self) -> LinearTensors:
+        """Everything ``apply`` reads of this layer; layers of one shape share the region that reads it."""
+        return (*self.tensors, *self.adapters)
+
+    def apply(self, x: Tensor, arguments: LinearTensors, adapters: RowAdapters | None = None) -> Tensor:
+        """x [tokens, in] -> [tokens, out], with the arguments of any layer of this shape.
+
+        adapters: that of each token, for layers with ``adapters`` (a, b and columns of add_low_rank), which are the
+        last three arguments; None for layers without.
+        """
+        if adapters is None:
+            return self.method.apply(x, arguments)
+        *tensors, a, b, columns = arguments
+        out = self.method.apply(x, tuple(tensors))
+        return add_low_rank(out, x, a, b, columns, adapters, tuple(self.sizes.values()))
+
+    def load(self, part: str, kind: str, tensor: StoredWeight) -> None:
+        """Take this worker's shard of a checkpoint tensor: kind "weight" [out, in] or "bias" [out] of one part."""
+        rank, size = self.shard.rank, self.sizes[part]
+        everything, outputs = slice(None), slice(rank * size, (rank + 1) * size)
+        inputs = slice(rank * self.in_features, (rank + 1) * self.in_features)
+        rows, columns = (everything, inputs) if self.split == "row" else (outputs, everything)
+        if kind == "weight":
+            own = tensor.part(rows, columns) if isinstance(tensor, QuantizedWeight) else tensor[rows, columns]
+            self._weights[part] = own
+        else:
+            assert isinstance(tensor, Tensor)
+            # A row-split product is summed over shards, so only one of them may add the bias.
+            self._biases[part] = torch.zeros_like(tensor) if self.split == "row" and rank > 0 else tensor[rows]
+        if len(self._weights) == len(self.sizes) and len(self._biases) == (len(self.sizes) if self._has_bias else 0):
+            self._finish()
+
+    def _finish(self) -> None:
+        """All parts are there: choose the method and prepare its tensors."""
+        weight = stack([self._weights.pop(name) for name in self.sizes], self._dtype)
+        bias = torch.cat([self._biases.pop(name) for name in self.sizes]) if self._has_bias else None
+        method = self._choose("+".join(self.sizes), weight)
+        if method is None:
+            if isinstance(weight, QuantizedWeight):
+                weight = weight.restore(self._dtype)
+            weight = weight.to(self.device, self._dtype)
+        else:
+            self.method = method
+        bias = None if bias is None else bias.to(self.device, self._dtype)
+        self.tensors = tuple(tensor.to(self.device) for tensor in self.method.prepare(weight, bias))

@@ -1,0 +1,107 @@
+"""What can be plugged in, by seam: the names that settings take, and whose classes they stand for.
+
+A setting names one of ours, one that was registered under a name, or any importable one as "package.module:Class".
+What was registered counts in its own process: an engine in another process is given the import path instead.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from minivllm.errors import ConfigError
+
+
+def import_object(what: str, path: str) -> Any:
+    """The object that "package.module:Name" stands for. what: how the error names it. Raises ConfigError."""
+    module, separator, qualified = path.partition(":")
+    if not separator or not module or not qualified:
+        raise ConfigError(f"{what} is {path!r}, but must name a class as 'package.module:Class'.")
+    try:
+        found: Any = import_module(module)
+        for part in qualified.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{what} is {path!r}, which cannot be imported: {error}.") from None
+    return found
+
+
+def import_path(found: Any) -> str | None:
+    """ "package.module:Name" of a class or function that another process can import, else None."""
+    module, qualified = getattr(found, "__module__", None), getattr(found, "__qualname__", "")
+    if module in (None, "__main__") or "<locals>" in qualified:
+        return None
+    return f"{module}:{qualified}"
+
+
+class Plugins:
+    """The implementations of one seam.
+
+    setting: the name of the engine argument. ours: name -> import path, so that names can be checked without importing
+    what they stand for.
+    """
+
+    def __init__(self, setting: str, ours: dict[str, str]) -> None:
+        self._setting, self._ours = setting, ours
+        self._known: dict[str, Any] = dict(ours)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._known)
+
+    def register(self, name: str, implementation: Any) -> None:
+        """Let the setting take ``name`` for ``implementation``, a class or a factory of the same signature.
+
+        The same name again replaces what was registered. Raises ConfigError for a built-in name or no identifier.
+        """
+        if not name.replace("-", "_").isidentifier():
+            raise ConfigError(f"{self._setting} cannot be called {name!r}: use letters, digits and underscores.")
+        if name in self._ours:
+            raise ConfigError(f"{self._setting} {name!r} is built in: choose another name.")
+        self._known[name] = implementation
+
+    def check(self, name: object) -> None:
+        """Raise ConfigError unless ``name`` is known or has the form of an import path; imports nothing."""
+        if not isinstance(name, str) or (name not in self._known and ":" not in name):
+            known = ", ".join(self._known)
+            raise ConfigError(f"{self._setting} is {name!r}, but must be one of {known}, or a 'package.module:Class'.")
+
+    def load(self, name: str) -> Any:
+        """The implementation. Raises ConfigError if it is unknown or cannot be imported."""
+        self.check(name)
+        found = self._known.get(name, name)
+        return import_object(self._setting, found) if isinstance(found, str) else found
+
+    def portable(self, name: str) -> str:
+        """A name that another process understands as well. Raises ConfigError if there is none."""
+        found = self._known.get(name, name)
+        if isinstance(found, str):
+            return name
+        path = import_path(found)
+        if path is None:
+            raise ConfigError(
+                f"{self._setting} {name!r} is defined where another process cannot import it: put it into a module."
+            )
+        return path
+
+
+POLICIES = Plugins(
+    "scheduling_policy",
+    {"fcfs": "minivllm.scheduler.policy:FirstComeFirstServed", "priority": "minivllm.scheduler.policy:ByPriority"},
+)
+ATTENTION = Plugins(
+    "attention_backend",
+    {"flex": "minivllm.attention.flex:rule_attention", "sdpa": "minivllm.attention.sdpa:SdpaAttention"},
+)
+DRAFTERS = Plugins(
+    "speculative_config['method']",
+    {
+        "ngram": "minivllm.spec_decode.speculation:ngram",
+        "suffix": "minivllm.spec_decode.speculation:suffix",
+        "early_exit": "minivllm.spec_decode.speculation:early_exit",
+        "draft_model": "minivllm.spec_decode.speculation:draft_model",
+        "eagle": "minivllm.spec_decode.speculation:draft_model",
+        "eagle3": "minivllm.spec_decode.speculation:draft_model",
+    },
+)
+register_policy, register_attention, register_drafter = POLICIES.register, ATTENTION.register, DRAFTERS.register

@@ -1,0 +1,412 @@
+"""Prompts and parameters in, ``EngineRequest``s out; whatever cannot work is refused here, in a sentence.
+
+Nothing is cut or ignored silently. Ids inside the engine are made here; a caller's request id is only echoed, because
+a key that strangers choose is a key they can collide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import reprlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from minivllm.config import EngineConfig
+from minivllm.errors import ContextLengthError, RequestError
+from minivllm.messages import EngineRequest, LoRARequest
+from minivllm.sampling.logits_processors import load_logits_processors
+from minivllm.sampling_params import BeamSearchParams, OutputKind, PoolingParams, SamplingParams, StructuredOutputs
+from minivllm.stop_conditions.stop_matcher import FirstStop, StopMatcher
+from minivllm.stop_conditions.stop_regex import compile_stop_patterns
+from minivllm.stop_conditions.stop_strings import StopAutomaton
+from minivllm.structured_output.schemas.json_schema import sound_schema
+
+if TYPE_CHECKING:
+    from minivllm.tokenizer.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any]
+"""A text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; the dictionaries also take ``"cache_salt"``. With both
+ids and text the ids count and the text is only echoed."""
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+THINKING_TAGS = ("<think>", "</think>")
+MAX_STOP_STRING_LENGTH = 1024
+MAX_BAD_WORD_LENGTH = 1024
+MAX_ADAPTER_TEXT_LENGTH = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A valid request, ready to be submitted: one sequence per completion, in order of their index.
+
+    request_id: the caller's, echoed. internal_id: unique in this frontend. stops: what ends the text, besides tokens.
+    """
+
+    request_id: str
+    internal_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float
+    sequences: list[EngineRequest]
+    stops: StopMatcher | None = None
+
+
+class InputProcessor:
+    """Tokenizes and validates, in any thread. Raises RequestError for everything that is the caller's mistake."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        model_vocab_size: int,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self._max_model_len = config.scheduler.max_model_len
+        self._has_priorities = config.scheduler.has_priorities
+        self._serves_adapters = config.lora is not None
+        self._logits_processors = load_logits_processors(config.logits_processors)
+        self._seed = config.seed
+        self._tokenizer = tokenizer
+        self._vocab_size = model_vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._numbers = itertools.count()
+
+    def process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        lora: LoRARequest | None = None,
+        pooling: PoolingParams | None = None,
+    ) -> PreparedRequest:
+        """Check everything and build the requests of all ``params.n`` sequences. arrival_time: time.monotonic()."""
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        text, token_ids, cache_salt = self._read_prompt(prompt)
+        self._check_params(params)
+        self._check_priority(priority)
+        self.check_lora(lora)
+        if pooling is not None and not isinstance(pooling, PoolingParams):
+            raise RequestError(f"The pooling parameters are {_shown(pooling)}, but must be a PoolingParams.")
+        max_tokens = self._resolve_max_tokens(len(token_ids), params)
+        stops = self._stop_matcher(params)
+        bad_words = self._bad_words_token_ids(params.bad_words)
+        thinking = None if params.thinking_budget is None else self._thinking_token_ids()
+        if request_id is not None:
+            _check_text("request_id", request_id)
+
+        number = next(self._numbers)
+        internal_id = f"r{number}"
+        seed = self._derive_seed(number) if params.seed is None else params.seed
+        sequences = [
+            EngineRequest(
+                request_id=internal_id if params.num_sequences == 1 else f"{internal_id}-{index}",
+                prompt_token_ids=token_ids,
+                sampling_params=_sequence_params(params, index),
+                max_tokens=max_tokens,
+                seed=_wrap_int64(seed + index),
+                arrival_time=arrival_time,
+                eos_token_ids=self._eos_token_ids,
+                bad_words_token_ids=bad_words,
+                thinking_token_ids=thinking,
+                priority=priority,
+                cache_salt=cache_salt,
+                lora=lora,
+                pooling=pooling,
+            )
+            for index in range(params.num_sequences)
+        ]
+        return PreparedRequest(
+            request_id=internal_id if request_id is None else request_id,
+            internal_id=internal_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            arrival_time=arrival_time,
+            sequences=sequences,
+            stops=stops,
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        parse_special_tokens: bool = False,
+    ) -> dict[str, Any]:
+        """A conversation as a prompt, by the model's chat template; special tokens in it are text unless told."""
+        tokenizer = self._require_tokenizer("A conversation")
+        if not tokenizer.has_chat_template:
+            raise RequestError("This model has no chat template: give a text prompt instead of messages.")
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
+            raise RequestError(
+                f"messages is {_shown(messages)}, but must be a list of at least one message such as "
+                '{"role": "user", "content": "Hello"}.'
+            )
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise RequestError(
+                    f"messages[{index}] is {_shown(message)}, but must be a dictionary with a role and a content."
+                )
+            _check_strings_inside(f"messages[{index}]", message)
+        text, token_ids = tokenizer.encode_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            parse_special_tokens=parse_special_tokens,
+            max_characters=self._max_characters(tokenizer),
+            **dict(chat_template_kwargs or {}),
+        )
+        self._check_num_characters(text, tokenizer)
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """(text, token ids, cache salt), all of them valid."""
+        fields: Mapping[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        if not isinstance(fields, Mapping):
+            raise RequestError(
+                f"The prompt is {_shown(prompt)}, but must be a text or a dictionary "
+                'such as {"prompt": "Hello"} or {"prompt_token_ids": [1, 2, 3]}.'
+            )
+        for key in fields:
+            if key not in PROMPT_KEYS:
+                raise RequestError(f"{_shown(key)} is not a field of a prompt; known are: {', '.join(PROMPT_KEYS)}.")
+        text, token_ids, cache_salt = (fields.get(key) for key in PROMPT_KEYS)
+        if cache_salt is not None:
+            _check_text("cache_salt", cache_salt)
+            if not cache_salt:
+                raise RequestError("cache_salt is empty, but must have at least one character or be left out.")
+        if text is not None:
+            _check_text("prompt", text)
+        if token_ids is not None:
+            self._check_token_ids("prompt_token_ids", token_ids)
+            token_ids = list(token_ids)
+        elif text is None:
+            raise RequestError('The prompt has neither "prompt" nor "prompt_token_ids": give one of them.')
+        elif not text:
+            raise RequestError(
+                "prompt is empty, but must have at least one character. To start from nothing, give the model's "
+                "beginning-of-sequence id as prompt_token_ids."
+            )
+        else:
+            tokenizer = self._require_tokenizer("A text prompt")
+            self._check_num_characters(text, tokenizer)
+            token_ids = tokenizer.encode(text)
+            self._check_token_ids("the tokenized prompt", token_ids)
+        if not token_ids:
+            raise RequestError("The prompt has no tokens, but must have at least one.")
+        return text, token_ids, cache_salt
+
+    def _max_characters(self, tokenizer: Tokenizer) -> int | None:
+        """A text of more characters cannot fit, whatever they are; None where that cannot be told."""
+        longest = tokenizer.max_characters_per_token
+        return None if longest is None else longest * (self._max_model_len - 1)
+
+    def _check_num_characters(self, text: str, tokenizer: Tokenizer) -> None:
+        """Refuse what is far too long without tokenizing it."""
+        limit = self._max_characters(tokenizer)
+        if limit is not None and len(text) > limit:
+            raise ContextLengthError(
+                f"The prompt has {len(text)} characters, but max_model_len is {self._max_model_len}: a prompt may have "
+                f"at most {self._max_model_len - 1} tokens, which are never more than {limit} characters. Shorten it."
+            )
+
+    def _check_token_ids(self, name: str, token_ids: Any) -> None:
+        if not isinstance(token_ids, (list, tuple)):
+            raise RequestError(f"{name} is {_shown(token_ids)}, but must be a list of token ids.")
+        if set(map(type, token_ids)) <= {int} and (
+            not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size)
+        ):
+            return
+        for position, token in enumerate(token_ids):
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise RequestError(
+                    f"{name}[{position}] is {_shown(token)}, but must be a whole number from 0 to "
+                    f"{self._vocab_size - 1} (the model's vocabulary)."
+                )
+
+    def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """params.max_tokens, or what the prompt leaves of the context; never more than fits."""
+        limit = self._max_model_len
+        asked = "the rest of the context" if params.max_tokens is None else params.max_tokens
+        if num_prompt_tokens >= limit:
+            raise ContextLengthError(
+                f"The prompt has {num_prompt_tokens} tokens and max_tokens is {asked}, but max_model_len is {limit}: "
+                f"a prompt may have at most {limit - 1} tokens, so that one can be generated. Shorten it."
+            )
+        room = limit - num_prompt_tokens
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_tokens > room:
+            raise ContextLengthError(
+                f"The prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together "
+                f"{num_prompt_tokens + max_tokens}, but max_model_len is {limit}: shorten the prompt, or ask for at "
+                f"most {room} tokens."
+            )
+        if params.min_tokens > max_tokens:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}, but must be at most {max_tokens}: the prompt has "
+                f"{num_prompt_tokens} of the {limit} tokens of max_model_len."
+            )
+        return max_tokens
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """What SamplingParams cannot check by itself because it depends on the model."""
+        if isinstance(params, BeamSearchParams):
+            raise RequestError(
+                "A beam search cannot stream and takes no part in sampling, since its best sequence is known at the "
+                "end only: call LLM.beam_search."
+            )
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"The sampling parameters are {_shown(params)}, but must be a SamplingParams.")
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        self._check_token_ids("allowed_token_ids", params.allowed_token_ids or [])
+        self._check_token_ids("the ids of logit_bias", list(params.logit_bias or ()))
+        if params.num_sequences > params.n and params.output_kind is not OutputKind.FINAL_ONLY:
+            raise RequestError(
+                f"best_of is {params.best_of} and n is {params.n}, but which ones are best is known at the end only: "
+                'use output_kind="final_only", or leave best_of out of a stream.'
+            )
+        if params.structured_outputs is not None:
+            self._check_structured_outputs(params.structured_outputs)
+        self._check_processors(params)
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > self._vocab_size:
+                raise RequestError(f"{name} is {count}, but the model's vocabulary has only {self._vocab_size} tokens.")
+
+    def _stop_matcher(self, params: SamplingParams) -> StopMatcher | None:
+        for name, stops in (("stop", params.stop), ("stop_regex", params.stop_regex)):
+            if stops:
+                self._require_tokenizer(name)
+            for index, stop in enumerate(stops):
+                _check_text(f"{name}[{index}]", stop, MAX_STOP_STRING_LENGTH)
+        matchers: list[StopMatcher] = [StopAutomaton(params.stop)] if params.stop else []
+        matchers += compile_stop_patterns(params.stop_regex)
+        return FirstStop(matchers) if len(matchers) > 1 else matchers[0] if matchers else None
+
+    def _check_processors(self, params: SamplingParams) -> None:
+        """extra_args are for somebody, and nobody objects to them."""
+        if params.extra_args and not self._logits_processors:
+            raise RequestError(
+                "extra_args are for custom logits processors, but the engine was started without logits_processors."
+            )
+        for processor in self._logits_processors:
+            try:
+                processor.validate_params(params)
+            except ValueError as error:
+                raise RequestError(f"{processor.__name__}: {error}") from None
+
+    def _thinking_token_ids(self) -> tuple[list[int], list[int]]:
+        tokenizer = self._require_tokenizer("thinking_budget")
+        start, end = (tokenizer.encode(tag, add_special_tokens=False) for tag in THINKING_TAGS)
+        return start, end
+
+    def _check_structured_outputs(self, structured: StructuredOutputs) -> None:
+        """What can be told without compiling: a tokenizer and an end are there, and the schema is one to be kept to."""
+        self._require_tokenizer("structured_outputs")
+        if not self._eos_token_ids:
+            raise RequestError("structured_outputs need an end-of-sequence token, but this model has none.")
+        if structured.json is not None:
+            sound_schema(json.loads(structured.source))
+
+    def _check_priority(self, priority: int) -> None:
+        if type(priority) is not int or not -(2**63) <= priority < 2**63:
+            raise RequestError(f"priority is {_shown(priority)}, but must be a whole number; lower goes first.")
+        if priority != 0 and not self._has_priorities:
+            raise RequestError(
+                f"priority is {priority}, but the engine's scheduling policy has no priorities: "
+                'start it with scheduling_policy="priority", or leave priority at 0.'
+            )
+
+    def check_lora(self, lora: LoRARequest | None) -> None:
+        """Everything about an adapter that can be told without its files. Raises RequestError."""
+        if lora is None:
+            return
+        if not isinstance(lora, LoRARequest):
+            raise RequestError(f"The adapter is {_shown(lora)}, but must be a LoRARequest(name, path).")
+        for name in ("name", "path"):
+            _check_text(f"the adapter's {name}", getattr(lora, name), MAX_ADAPTER_TEXT_LENGTH)
+            if not getattr(lora, name):
+                raise RequestError(f"The adapter's {name} is empty, but must have at least one character.")
+        if not self._serves_adapters:
+            raise RequestError(f"The adapter {lora.name!r} needs an engine that is started with enable_lora=True.")
+
+    def _bad_words_token_ids(self, bad_words: Sequence[str]) -> list[list[int]]:
+        """Every bad word as the ids it has at the start of a text and behind a space, each sequence once."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for index, word in enumerate(bad_words):
+            tokenizer = self._require_tokenizer("bad_words")
+            _check_text(f"bad_words[{index}]", word, MAX_BAD_WORD_LENGTH)
+            for variant in (word, " " + word.lstrip()):
+                token_ids = tokenizer.encode(variant, add_special_tokens=False)
+                self._check_token_ids(f"bad_words[{index}] as token ids", token_ids)
+                if token_ids:
+                    sequences[tuple(token_ids)] = None
+        return [list(token_ids) for token_ids in sequences]
+
+    def _derive_seed(self, number: int) -> int:
+        """Seed of the number-th request without one of its own: fixed by the engine's seed, 64 well-mixed bits."""
+        digest = hashlib.blake2b(f"{self._seed}/{number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
+    def _require_tokenizer(self, what: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer, but this model has none: give prompt_token_ids.")
+        return self._tokenizer
+
+
+def _sequence_params(params: SamplingParams, index: int) -> SamplingParams:
+    """Parameters of one sequence. Only the first one computes prompt logprobs: they are the same for all, and whoever
+    computes them cannot use the prefix cache."""
+    if params.num_sequences == 1:
+        return params
+    prompt_logprobs = params.prompt_logprobs if index == 0 else None
+    # The best ones are told by the log-probabilities of their tokens.
+    logprobs = 0 if params.num_sequences > params.n and params.logprobs is None else params.logprobs
+    return msgspec.structs.replace(params, n=1, best_of=None, prompt_logprobs=prompt_logprobs, logprobs=logprobs)
+
+
+def _wrap_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _check_text(name: str, text: Any, max_length: int | None = None) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"{name} is {_shown(text)}, but must be a text.")
+    if max_length is not None and len(text) > max_length:
+        raise RequestError(f"{name} has {len(text)} characters, but may have at most {max_length}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} has half a surrogate pair (U+{ord(text[error.start]):04X}) at character {error.start}, "
+            "but must be text that UTF-8 can write."
+        ) from None
+
+
+def _check_strings_inside(name: str, value: Any) -> None:
+    """Every string in a message, however deep, can be written as UTF-8."""
+    if isinstance(value, str):
+        _check_text(name, value)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_strings_inside(name, key)
+            _check_strings_inside(f"{name}.{key}", inner)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            _check_strings_inside(f"{name}[{index}]", inner)
+
+
+def _shown(value: Any) -> str:
+    """A value for an error message: short, and always printable."""
+    return reprlib.repr(value)

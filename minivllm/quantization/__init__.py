@@ -1,1 +1,0 @@
-"""Quantised linear layers: which weights are stored in fewer bits, and what multiplies them."""

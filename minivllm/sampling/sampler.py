@@ -1,0 +1,217 @@
+"""From the logits of a step to its tokens.
+
+grammar masks -> allowed ids, bad words, min_tokens, logit bias -> custom processors -> penalties -> temperature ->
+custom processors that are argmax-invariant -> min-p -> top-k -> top-p -> Gumbel-max with stateless noise. Greedy rows
+take the argmax of what the stages before temperature left.
+Log-probabilities are those of the raw logits.
+
+Which stages a row goes through is decided on the host, row by row: a row's token never depends on its neighbours, and
+rows that need nothing cost an argmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels_triton_free.sampling.draw import (
+    draw_from_candidates,
+    draw_from_vocabulary,
+    likeliest,
+    scale_by_temperature,
+    token_logprobs,
+    top_candidates,
+)
+from minivllm.messages import PositionLogprobs
+from minivllm.sampling.sampling_state import PositionMask, SamplingState
+
+# How many of the likeliest tokens are sorted, in turn, before the whole vocabulary is.
+_NUM_CANDIDATES = (256, 4096)
+# Rows of prompt logits that are widened to float32 at once, which bounds the memory a long prompt takes.
+_PROMPT_ROWS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """token_ids [R] int64 on the logits' device. logprobs: one entry per row, None where the request asked for none."""
+
+    token_ids: Tensor
+    logprobs: list[PositionLogprobs | None]
+
+
+class Sampler:
+    """Samples one token per row of logits."""
+
+    def __init__(self, state: SamplingState, masks: Sequence[PositionMask] = ()) -> None:
+        """masks: come before all other stages."""
+        self._state = state
+        self._masks = tuple(masks)
+
+    def __call__(self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray) -> SampledTokens:
+        """logits [R, V] any float dtype, left as they are; slots [R] int: the slot of each row, several rows may share
+        one; positions [R] int: tokens before the sampled one in its sequence.
+
+        Raises ValueError if V is not the vocabulary size of the state.
+        """
+        if logits.shape[-1] != self._state.vocab_size:
+            raise ValueError(
+                f"The logits have {logits.shape[-1]} columns, but the sampling state was made for "
+                f"{self._state.vocab_size}: make both with the width of the model's output layer."
+            )
+        slots = np.asarray(slots, dtype=np.int64)
+        is_random = self._state.temperature.host[slots] > 0.0
+        needs_work = is_random | self.depends_on_output(slots)
+        # Masks compare nothing and compute nothing: where there is no more to do, logits need not become wider.
+        dtype = torch.float32 if needs_work.any() else logits.dtype
+        for mask in self._masks:
+            needs_work |= mask.touches(slots)
+
+        if needs_work.all():
+            token_ids = self._process(logits.to(dtype, copy=True), slots, positions, is_random)
+        else:
+            token_ids = likeliest(logits)
+            if needs_work.any():
+                rows = _to_device(np.flatnonzero(needs_work), logits.device)
+                token_ids[rows] = self._process(
+                    logits[rows].to(dtype), slots[needs_work], _select(positions, needs_work), is_random[needs_work]
+                )
+        return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
+
+    def depends_on_output(self, slots: np.ndarray) -> np.ndarray:
+        """slots [R] int -> bool [R]: rows whose next token may depend on the tokens before it in other ways than
+        through their logits. Masks do not count: they are there for every position in advance."""
+        depends = np.zeros(len(slots), dtype=np.bool_)
+        for stage in self._state.draw_edits:
+            depends |= stage.touches(slots)
+        depends &= self._state.temperature.host[slots] > 0.0
+        for stage in self._state.edits:
+            depends |= stage.touches(slots)
+        return depends
+
+    def _process(
+        self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray, is_random: np.ndarray
+    ) -> Tensor:
+        """Run all stages on logits [R, V], which are overwritten. Returns token ids [R] int64.
+
+        They are float32, unless masks are all there is to do.
+        """
+        is_masked = np.zeros(len(slots), dtype=np.bool_)
+        for mask in self._masks:
+            is_masked |= mask.touches(slots)
+            if mask.touches(slots).any():
+                mask.apply(logits, slots, positions.cpu().numpy() if isinstance(positions, Tensor) else positions)
+        edits = [stage for stage in self._state.edits if stage.touches(slots).any()]
+        masked = logits.clone() if edits and is_masked.any() else None
+        for stage in edits:
+            stage.apply(logits, slots)
+        if masked is not None:
+            # Where the constraints leave nothing of what the mask allows, the mask has the last word.
+            logits = torch.where(logits.amax(-1, keepdim=True) == -torch.inf, masked, logits)
+        if is_random.all():
+            return self._draw(logits, slots, positions)
+        token_ids = likeliest(logits)
+        if is_random.any():
+            rows = _to_device(np.flatnonzero(is_random), logits.device)
+            token_ids[rows] = self._draw(logits[rows], slots[is_random], _select(positions, is_random))
+        return token_ids
+
+    def _draw(self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray) -> Tensor:
+        """Draw from logits [R, V] float32 of rows with a temperature. Returns token ids [R] int64."""
+        state, device = self._state, logits.device
+        index = _to_device(slots, device)
+        if not isinstance(positions, Tensor):
+            positions = torch.from_numpy(np.asarray(positions))
+        positions = positions.to(device=device, dtype=torch.int64)
+        scaled = scale_by_temperature(logits, state.temperature.device[index])
+        for stage in state.draw_edits:
+            if stage.touches(slots).any():
+                stage.apply(scaled, slots)
+        min_p, seeds = state.min_p.device[index], state.seed.device[index]
+
+        top_k = state.top_k.host[slots]
+        is_truncated = ((top_k > 0) & (top_k < state.vocab_size)) | (state.top_p.host[slots] < 1.0)
+        if not is_truncated.any():
+            return draw_from_vocabulary(scaled, torch.log(min_p), seeds, positions)
+        if is_truncated.all():
+            return self._draw_truncated(scaled, slots, seeds, positions)
+        free = _to_device(np.flatnonzero(~is_truncated), device)
+        cut = _to_device(np.flatnonzero(is_truncated), device)
+        token_ids = torch.empty(len(slots), dtype=torch.int64, device=device)
+        token_ids[free] = draw_from_vocabulary(scaled[free], torch.log(min_p[free]), seeds[free], positions[free])
+        token_ids[cut] = self._draw_truncated(scaled[cut], slots[is_truncated], seeds[cut], positions[cut])
+        return token_ids
+
+    def _draw_truncated(self, scaled: Tensor, slots: np.ndarray, seeds: Tensor, positions: Tensor) -> Tensor:
+        """Draw where top-k or top-p applies: mostly among a few candidates; more are sorted only for rows in need.
+
+        scaled [R, V] of the rows' slots [R]; seeds, positions [R] int64. Returns token ids [R] int64.
+        """
+        state = self._state
+        token_ids = torch.empty(len(slots), dtype=torch.int64, device=scaled.device)
+        rows = np.arange(len(slots))
+        for num_candidates in (*_NUM_CANDIDATES, state.vocab_size):
+            row_index, slot_index = _to_device(rows, scaled.device), _to_device(slots[rows], scaled.device)
+            wide = scaled if len(rows) == len(slots) else scaled[row_index]
+            has_top_p = bool((state.top_p.host[slots[rows]] < 1.0).any())
+            token_ids[row_index], exact = draw_from_candidates(
+                wide,
+                *top_candidates(wide, num_candidates),
+                state.top_k.device[slot_index],
+                state.top_p.device[slot_index] if has_top_p else None,
+                state.min_p.device[slot_index],
+                seeds[row_index],
+                positions[row_index],
+            )
+            rows = rows[~exact.cpu().numpy()]
+            if len(rows) == 0:
+                break
+        return token_ids
+
+    def _logprobs(self, logits: Tensor, token_ids: Tensor, slots: np.ndarray) -> list[PositionLogprobs | None]:
+        counts = self._state.num_logprobs[slots]
+        entries: list[PositionLogprobs | None] = [None] * len(slots)
+        rows = np.flatnonzero(counts >= 0)
+        if len(rows) > 0:
+            index = _to_device(rows, logits.device)
+            wanted = counts[rows].tolist()
+            for row, entry in zip(rows.tolist(), _position_logprobs(logits[index], token_ids[index], wanted)):
+                entries[row] = entry
+        return entries
+
+
+def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, k: int) -> list[PositionLogprobs]:
+    """Log-probabilities of the prompt's own tokens.
+
+    logits [P, V] any float dtype: row i predicts next_token_ids[i] ([P] int, below V). k: alternatives per position.
+    """
+    entries: list[PositionLogprobs] = []
+    for rows, tokens in zip(logits.split(_PROMPT_ROWS_AT_ONCE), next_token_ids.long().split(_PROMPT_ROWS_AT_ONCE)):
+        entries += _position_logprobs(rows, tokens, [k] * len(rows))
+    return entries
+
+
+def _position_logprobs(logits: Tensor, token_ids: Tensor, wanted: list[int]) -> list[PositionLogprobs]:
+    """logits [R, V], token_ids [R] int64, wanted [R]: alternatives per row."""
+    if not wanted:
+        return []
+    logprobs, ranks, top_ids, top_logprobs = token_logprobs(logits, token_ids, max(wanted))
+    columns = (x.tolist() for x in (token_ids, logprobs, ranks, top_ids, top_logprobs))
+    return [
+        PositionLogprobs([token, *ids[:k]], [logprob, *likeliest[:k]], rank)
+        for token, logprob, rank, ids, likeliest, k in zip(*columns, wanted)
+    ]
+
+
+def _to_device(rows: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(rows).to(device, non_blocking=True)
+
+
+def _select(positions: Tensor | np.ndarray, rows: np.ndarray) -> Tensor | np.ndarray:
+    """positions[rows] with rows bool [R] on the host, wherever the positions are."""
+    if isinstance(positions, Tensor):
+        return positions[_to_device(np.flatnonzero(rows), positions.device)]
+    return positions[rows]

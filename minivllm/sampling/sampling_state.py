@@ -1,0 +1,303 @@
+"""What the sampler remembers of each slot: parameters in persistent tensors, vocabulary-wide state only where needed.
+
+Every number lives on the device, where rows gather it, and on the host, where "does any row need this stage?" is
+answered without waiting for the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels_triton_free.sampling.penalties import apply_penalties
+from minivllm.messages import EngineRequest
+from minivllm.sampling.custom_processors import ProcessorStage
+from minivllm.sampling.logits_processors import LogitsProcessor
+
+
+class SlotColumn:
+    """One number per slot, on host and device; on a CPU both are the same memory."""
+
+    def __init__(self, num_slots: int, dtype: type[np.generic], device: torch.device) -> None:
+        self.host = np.zeros(num_slots, dtype=dtype)
+        memory = torch.from_numpy(self.host)
+        self.device = memory if device.type == "cpu" else memory.to(device)
+        self._is_shared = self.device is memory
+
+    def __setitem__(self, slot: int, value: float) -> None:
+        self.host[slot] = value
+        if not self._is_shared:
+            self.device[slot] = value
+
+
+class LogitsStage(Protocol):
+    """A stage that edits logits before temperature. The sampler runs its stages in order, on float32 rows."""
+
+    def touches(self, slots: np.ndarray) -> np.ndarray:
+        """slots [R] int -> bool [R]: which rows this stage would change. Answered on the host."""
+
+    def apply(self, logits: Tensor, slots: np.ndarray) -> None:
+        """Edit logits [R, V] float32 in place; slots [R] is the slot of each row, touched or not."""
+
+
+class PositionMask(Protocol):
+    """A stage before all others that sets the logits of forbidden tokens to -inf, for every position in advance."""
+
+    def touches(self, slots: np.ndarray) -> np.ndarray:
+        """slots [R] int -> bool [R]: which rows have a mask."""
+
+    def apply(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Edit logits [R, V] in place; slots [R] int; positions [R] int: tokens before the sampled one."""
+
+
+@dataclass
+class _Constraint:
+    """disallowed: bool [V], True outside allowed_token_ids; None without a list. allowed: the same list on the host.
+
+    recent: the last tokens of prompt and output, as many as the longest bad word looks back.
+    """
+
+    allowed: frozenset[int] | None
+    disallowed: Tensor | None
+    bad_words: list[tuple[int, ...]]
+    recent: deque[int]
+    stop_ids: frozenset[int]
+    min_tokens: int
+    num_output_tokens: int
+    bias_ids: list[int]
+    bias_values: list[float]
+
+    @property
+    def is_void(self) -> bool:
+        return not (self.bad_words or self.bias_ids or self.is_held_open) and self.allowed is None
+
+    @property
+    def is_held_open(self) -> bool:
+        """True while the request may not end yet."""
+        return self.num_output_tokens < self.min_tokens and bool(self.stop_ids)
+
+    def forbidden_ids(self) -> set[int]:
+        """Ids that may not come next. Where nothing of an allowed list would remain, the list has the last word."""
+        forbidden = set(self.stop_ids) if self.is_held_open else set()
+        recent = tuple(self.recent)
+        for *prefix, last in self.bad_words:
+            if not prefix or recent[-len(prefix) :] == tuple(prefix):
+                forbidden.add(last)
+        if self.allowed is not None and self.allowed <= forbidden:
+            return set()
+        return forbidden
+
+
+class TokenConstraints:
+    """allowed_token_ids, bad_words, min_tokens and logit_bias. Implements LogitsStage."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._is_active = np.zeros(num_slots, dtype=np.bool_)
+        self._of_slot: dict[int, _Constraint] = {}
+
+    def add(self, slot: int, request: EngineRequest, output_token_ids: list[int]) -> None:
+        """Take over the constraints of a request that enters with these outputs; ids out of range are dropped."""
+        params = request.sampling_params
+        allowed = disallowed = None
+        if params.allowed_token_ids is not None:
+            allowed = frozenset(_within(params.allowed_token_ids, self._vocab_size))
+            disallowed = torch.ones(self._vocab_size, dtype=torch.bool)
+            disallowed[list(allowed)] = False
+            disallowed = disallowed.to(self._device)
+        bias = {token: v for token, v in (params.logit_bias or {}).items() if 0 <= token < self._vocab_size}
+        bad_words = [tuple(word) for word in request.bad_words_token_ids if word and 0 <= word[-1] < self._vocab_size]
+        lookback = max((len(word) - 1 for word in bad_words), default=0)
+        constraint = _Constraint(
+            allowed=allowed,
+            disallowed=disallowed,
+            bad_words=bad_words,
+            recent=deque([*request.prompt_token_ids[-lookback:], *output_token_ids] if lookback else (), lookback),
+            stop_ids=frozenset(_within((*request.eos_token_ids, *params.stop_token_ids), self._vocab_size)),
+            min_tokens=params.min_tokens,
+            num_output_tokens=len(output_token_ids),
+            bias_ids=list(bias),
+            bias_values=list(bias.values()),
+        )
+        self._is_active[slot] = not constraint.is_void
+        if not constraint.is_void:
+            self._of_slot[slot] = constraint
+
+    def remove(self, slot: int) -> None:
+        """Free the slot's memory."""
+        self._is_active[slot] = False
+        self._of_slot.pop(slot, None)
+
+    def append(self, slot: int, token_id: int) -> None:
+        """Record a generated token; a constraint that has served its time is dropped."""
+        constraint = self._of_slot.get(slot)
+        if constraint is None:
+            return
+        constraint.recent.append(token_id)
+        constraint.num_output_tokens += 1
+        if constraint.is_void:
+            self.remove(slot)
+
+    def touches(self, slots: np.ndarray) -> np.ndarray:
+        return self._is_active[slots]
+
+    def apply(self, logits: Tensor, slots: np.ndarray) -> None:
+        forbidden: list[tuple[int, int]] = []
+        biased: list[tuple[int, int]] = []
+        biases: list[float] = []
+        for row in np.flatnonzero(self._is_active[slots]).tolist():
+            constraint = self._of_slot[int(slots[row])]
+            if constraint.disallowed is not None:
+                logits[row].masked_fill_(constraint.disallowed, -torch.inf)
+            forbidden += [(row, token) for token in constraint.forbidden_ids()]
+            biased += [(row, token) for token in constraint.bias_ids]
+            biases += constraint.bias_values
+        if forbidden:
+            rows, tokens = torch.tensor(forbidden).T.to(logits.device)
+            logits[rows, tokens] = -torch.inf
+        if biased:
+            rows, tokens = torch.tensor(biased).T.to(logits.device)
+            logits[rows, tokens] += torch.tensor(biases, dtype=torch.float32).to(logits.device)
+
+
+class Penalties:
+    """presence, frequency and repetition penalties. Implements LogitsStage.
+
+    Two tensors [V] exist for each slot that uses any of them: which tokens the prompt has, and how often each was
+    generated.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self.presence = SlotColumn(num_slots, np.float32, device)
+        self.frequency = SlotColumn(num_slots, np.float32, device)
+        self.repetition = SlotColumn(num_slots, np.float32, device)
+        self._is_active = np.zeros(num_slots, dtype=np.bool_)
+        self._prompt_mask: dict[int, Tensor] = {}
+        self._output_counts: dict[int, Tensor] = {}
+
+    def add(self, slot: int, request: EngineRequest, output_token_ids: list[int]) -> None:
+        """Count the tokens of a request that enters with these outputs; ids outside the vocabulary do not count."""
+        params = request.sampling_params
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        self._is_active[slot] = penalties != (0.0, 0.0, 1.0)
+        if not self._is_active[slot]:
+            return
+        self.presence[slot], self.frequency[slot], self.repetition[slot] = penalties
+        prompt = _within(request.prompt_token_ids, self._vocab_size)
+        output = _within(output_token_ids, self._vocab_size)
+        prompt_mask = np.zeros(self._vocab_size, dtype=np.bool_)
+        prompt_mask[prompt] = True
+        counts = np.bincount(np.asarray(output, dtype=np.int64), minlength=self._vocab_size).astype(np.int32)
+        self._prompt_mask[slot] = torch.from_numpy(prompt_mask).to(self._device)
+        self._output_counts[slot] = torch.from_numpy(counts).to(self._device)
+
+    def remove(self, slot: int) -> None:
+        """Free the slot's memory."""
+        self._is_active[slot] = False
+        self._prompt_mask.pop(slot, None)
+        self._output_counts.pop(slot, None)
+
+    def append(self, slot: int, token_id: int) -> None:
+        """Count a generated token."""
+        if self._is_active[slot] and 0 <= token_id < self._vocab_size:
+            self._output_counts[slot][token_id] += 1
+
+    def touches(self, slots: np.ndarray) -> np.ndarray:
+        return self._is_active[slots]
+
+    def apply(self, logits: Tensor, slots: np.ndarray) -> None:
+        rows = np.flatnonzero(self._is_active[slots])
+        if len(rows) == 0:
+            return
+        penalised = slots[rows].tolist()
+        row_index = torch.from_numpy(rows).to(logits.device)
+        slot_index = torch.tensor(penalised).to(logits.device)
+        logits[row_index] = apply_penalties(
+            logits[row_index],
+            torch.stack([self._prompt_mask[slot] for slot in penalised]),
+            torch.stack([self._output_counts[slot] for slot in penalised]),
+            self.presence.device[slot_index],
+            self.frequency.device[slot_index],
+            self.repetition.device[slot_index],
+        )
+
+
+class SamplingState:
+    """The sampling parameters of every slot, and the stages that need memory of their own.
+
+    edits: stages before temperature, in order. draw_edits: stages behind it, which greedy rows do without.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str) -> None:
+        """vocab_size: width of the logits."""
+        device = torch.device(device)
+        self.vocab_size = vocab_size
+        self.device = device
+        self.temperature = SlotColumn(num_slots, np.float32, device)
+        self.top_p = SlotColumn(num_slots, np.float32, device)
+        self.top_k = SlotColumn(num_slots, np.int64, device)
+        self.min_p = SlotColumn(num_slots, np.float32, device)
+        self.seed = SlotColumn(num_slots, np.int64, device)
+        self.num_logprobs = np.full(num_slots, -1, dtype=np.int64)
+        """Alternatives to report per token, on the host only; -1: no log-probabilities at all."""
+        self.constraints = TokenConstraints(num_slots, vocab_size, device)
+        self.penalties = Penalties(num_slots, vocab_size, device)
+        self.edits: tuple[LogitsStage, ...] = (self.constraints, self.penalties)
+        self.draw_edits: tuple[LogitsStage, ...] = ()
+        self._processors: list[ProcessorStage] = []
+
+    def add_processor(self, processor: LogitsProcessor) -> None:
+        """Give a custom processor its turn, for requests that come from here on; several of them in this order."""
+        stage = ProcessorStage(processor, len(self.num_logprobs))
+        self._processors.append(stage)
+        if processor.is_argmax_invariant():
+            self.draw_edits += (stage,)
+        else:
+            self.edits = (*self.edits[:-1], stage, self.penalties)
+
+    def add(self, slot: int, request: EngineRequest, output_token_ids: list[int]) -> None:
+        """A request enters a free slot; after a preemption it brings the tokens it generated before."""
+        params = request.sampling_params
+        # The smallest normal float32 keeps a positive temperature from becoming a division by zero.
+        smallest = float(np.finfo(np.float32).tiny)
+        self.temperature[slot] = max(params.temperature, smallest) if params.temperature > 0 else 0.0
+        self.top_p[slot] = params.top_p
+        self.top_k[slot] = max(0, min(params.top_k, self.vocab_size))
+        self.min_p[slot] = params.min_p
+        self.seed[slot] = (request.seed + 2**63) % 2**64 - 2**63
+        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.constraints.add(slot, request, output_token_ids)
+        self.penalties.add(slot, request, output_token_ids)
+        for processor in self._processors:
+            processor.add(slot, request, output_token_ids)
+
+    def remove(self, slot: int) -> None:
+        """The request left; removing an empty slot does nothing."""
+        self.num_logprobs[slot] = -1
+        self.constraints.remove(slot)
+        self.penalties.remove(slot)
+        for processor in self._processors:
+            processor.remove(slot)
+
+    def append(self, slots: np.ndarray | list[int], token_ids: np.ndarray | list[int]) -> None:
+        """Record generated tokens, one per entry; a slot may occur several times, in the order of its tokens."""
+        for slot, token_id in zip(_as_ints(slots), _as_ints(token_ids), strict=True):
+            self.constraints.append(slot, token_id)
+            self.penalties.append(slot, token_id)
+            for processor in self._processors:
+                processor.append(slot, token_id)
+
+
+def _within(token_ids: Iterable[int], vocab_size: int) -> list[int]:
+    return [token for token in token_ids if 0 <= token < vocab_size]
+
+
+def _as_ints(values: Any) -> list[int]:
+    return np.asarray(values, dtype=np.int64).tolist()

@@ -1,0 +1,48 @@
+"""The sampler's first stage: tokens that a grammar or a budget does not allow get a logit of -inf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels_triton_free.sampling.token_bitmask import apply_token_bitmask_
+from minivllm.batch.persistent_batch import WorkerRequest
+from minivllm.messages import TokenMasks
+
+
+class TokenMaskStage:
+    """Holds the masks of the current step, of every position that is sampled or verified. Implements PositionMask."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._has_mask = np.zeros(num_slots, dtype=np.bool_)
+        self._row_of_position_0 = np.zeros(num_slots, dtype=np.int64)
+        self._bits = torch.empty(0, -(-vocab_size // 32), dtype=torch.int32)
+
+    def load(self, masks: TokenMasks | None, requests: Mapping[str, WorkerRequest]) -> None:
+        """Replace the masks of the last step. requests: by id, as they are before the step's tokens are sampled."""
+        self._has_mask.fill(False)
+        if masks is None:
+            return
+        for request_id, row in masks.first_rows.items():
+            request = requests[request_id]
+            self._has_mask[request.slot] = True
+            self._row_of_position_0[request.slot] = row - request.num_tokens
+        bits = np.frombuffer(masks.bits, dtype="<i4").astype(np.int32).reshape(-1, masks.words)
+        self._bits = torch.from_numpy(bits).to(self._device, non_blocking=True)
+
+    def touches(self, slots: np.ndarray) -> np.ndarray:
+        return self._has_mask[slots]
+
+    def apply(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> None:
+        rows = np.flatnonzero(self._has_mask[slots])
+        places = self._row_of_position_0[slots[rows]] + positions[rows]
+        bits = self._bits[torch.from_numpy(places).to(self._device, non_blocking=True)]
+        if len(rows) == len(slots):
+            apply_token_bitmask_(logits, bits)
+            return
+        index = torch.from_numpy(rows).to(self._device, non_blocking=True)
+        logits[index] = apply_token_bitmask_(logits[index], bits)

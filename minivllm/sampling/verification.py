@@ -1,0 +1,106 @@
+"""Verification: which drafted tokens would the model itself have said?
+
+At every drafted position the target token is sampled exactly as without speculation, with the position's own noise
+(``kernels_triton_free/sampling/noise.py``), and a drafted token is accepted if it is that token. The first mismatch
+ends the row, and the sampled token stands in its place; after a row without mismatch one more token comes for free
+(the bonus token). So the tokens of a request, seeded or not, are the same with any drafter and with none.
+
+Rejection sampling (Leviathan et al. 2023, Chen et al. 2023) accepts a draft d with min(1, p(d) / q(d)). For a
+deterministic drafter, q = 1 at d, that is p(d): just the probability that the sample is d, so nothing is lost here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.messages import PositionLogprobs
+
+
+class SampledRows(Protocol):
+    """token_ids [R] int64; logprobs: one entry per row, None where the request asked for none."""
+
+    @property
+    def token_ids(self) -> Tensor: ...
+
+    @property
+    def logprobs(self) -> list[PositionLogprobs | None]: ...
+
+
+class TargetSampler(Protocol):
+    """The sampler of the model that is served, as far as verification needs it."""
+
+    def __call__(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> SampledRows:
+        """Sample one token per row of logits [R, V]."""
+
+    def depends_on_output(self, slots: np.ndarray) -> np.ndarray:
+        """bool [R]: where the next token may depend on earlier ones in other ways than through the logits."""
+
+
+class OutputRecord(Protocol):
+    """Takes note of generated tokens: penalties, bad words, minimum lengths."""
+
+    def append(self, slots: np.ndarray, token_ids: np.ndarray) -> None: ...
+
+
+Verified = tuple[list[int], list[PositionLogprobs]]
+"""New tokens of one row, and their log-probabilities where asked for."""
+
+
+def verify(
+    sampler: TargetSampler,
+    record: OutputRecord,
+    logits: Tensor,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    drafts: Sequence[Sequence[int]],
+) -> list[Verified]:
+    """Sample the tokens of R rows and record them.
+
+    logits [sum of 1 + len(draft), V]: of every row in turn, after its last known token and after each drafted one.
+    slots, positions [R] int: slot of each row, tokens known of it. drafts: drafted tokens of each row, often none.
+    Returns 1 to 1 + len(draft) tokens per row. A row that depends on its output is verified position by position, with
+    every accepted token recorded before the next one is sampled; all others in one go.
+    """
+    num_rows = len(slots)
+    counts = np.fromiter((1 + len(draft) for draft in drafts), np.int64, num_rows)
+    first = np.cumsum(counts) - counts
+    waits = (counts > 1) & sampler.depends_on_output(slots)
+    now = np.where(waits, 1, counts)
+    done = np.zeros(num_rows, dtype=np.int64)  # positions sampled of each row
+    results: list[Verified] = [([], []) for _ in range(num_rows)]
+    rows = np.arange(num_rows)
+    while len(rows) > 0:
+        row_of = np.repeat(rows, now[rows])
+        offsets = np.arange(len(row_of)) - np.repeat(np.cumsum(now[rows]) - now[rows], now[rows]) + done[row_of]
+        places = first[row_of] + offsets
+        chosen = logits if len(places) == len(logits) else logits[torch.from_numpy(places).to(logits.device)]
+        sampled = sampler(chosen, slots[row_of], positions[row_of] + offsets)
+        token_ids = sampled.token_ids.tolist()
+        kept: list[int] = []
+        going_on: list[int] = []
+        start = 0
+        for row in rows.tolist():
+            draft, (tokens, logprobs) = drafts[row], results[row]
+            end = start + int(now[row])
+            while True:
+                tokens.append(token_ids[start])
+                kept.append(start)
+                entry = sampled.logprobs[start]
+                if entry is not None:
+                    logprobs.append(entry)
+                agrees = len(tokens) <= len(draft) and draft[len(tokens) - 1] == token_ids[start]
+                start += 1
+                if not agrees or start == end:
+                    break
+            if agrees and waits[row]:
+                going_on.append(row)
+            start = end
+        record.append(slots[row_of[kept]], np.asarray(token_ids, dtype=np.int64)[kept])
+        rows = np.asarray(going_on, dtype=np.int64)
+        done[rows] += 1
+    return results

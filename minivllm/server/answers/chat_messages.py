@@ -1,0 +1,145 @@
+"""Conversations as chat templates read them: roles checked, content parts joined, tool calls with parsed arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from minivllm.server.limits.json_bounds import JsonBounds
+from minivllm.server.protocol.chat import (
+    AssistantMessage,
+    ChatCompletionRequest,
+    ImagePart,
+    Message,
+    RefusalPart,
+    SystemMessage,
+    Tool,
+    ToolCall,
+    ToolMessage,
+)
+from minivllm.server.wire.errors import ApiError, unsupported
+
+RESERVED_TEMPLATE_NAMES = {
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}
+"""What the renderer itself is told; a client's names for the template must not reach it."""
+
+
+def template_messages(messages: Sequence[Message], chat_template: str) -> list[dict[str, Any]]:
+    """Plain dictionaries for the chat template. Raises ApiError 400 with the path of what is wrong."""
+    call_ids: set[str] = set()
+    return [
+        _template_message(f"messages.{index}", message, call_ids, chat_template)
+        for index, message in enumerate(messages)
+    ]
+
+
+def template_tools(tools: Sequence[Tool], chat_template: str) -> list[dict[str, Any]]:
+    """Tools for the chat template. Raises ApiError 400 for a model that has not learnt to call any."""
+    if "tools" not in chat_template:
+        raise unsupported("tools", "cannot be given to this model: its chat template has no place for them.")
+    names = [tool.function.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise _invalid(f"tools.{index}.function.name", f"is {name!r}, which another tool has already.")
+    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+
+
+def template_names(request: ChatCompletionRequest, chat_template: str) -> dict[str, Any]:
+    """Further names for the chat template: chat_template_kwargs, and what reasoning_effort means to it."""
+    names: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    for name in names:
+        if name in RESERVED_TEMPLATE_NAMES or name not in chat_template:
+            raise unsupported(f"chat_template_kwargs.{name}", "is not a name that this model's chat template knows.")
+    effort = request.reasoning_effort
+    if effort is None:
+        return names
+    if "reasoning_effort" in chat_template:
+        names["reasoning_effort"] = effort
+    elif "enable_thinking" in chat_template:
+        names["enable_thinking"] = effort != "none"
+    elif effort != "none":
+        raise unsupported("reasoning_effort", "has no meaning for this model: its chat template does not know it.")
+    return names
+
+
+def _template_message(path: str, message: Message, call_ids: set[str], chat_template: str) -> dict[str, Any]:
+    entry: dict[str, Any] = {"role": message.role, "content": _text(path, message.content)}
+    if isinstance(message, SystemMessage) and message.role == "developer" and "developer" not in chat_template:
+        entry["role"] = "system"
+    if isinstance(message, ToolMessage):
+        if message.tool_call_id not in call_ids:
+            raise _invalid(f"{path}.tool_call_id", "names no tool call of an assistant message before it.")
+        entry["tool_call_id"] = message.tool_call_id
+    elif message.name is not None:
+        entry["name"] = message.name
+    if isinstance(message, AssistantMessage):
+        _add_assistant_fields(path, message, entry, call_ids)
+    return entry
+
+
+def _add_assistant_fields(path: str, message: AssistantMessage, entry: dict[str, Any], call_ids: set[str]) -> None:
+    if message.content is None and message.refusal is None and not message.tool_calls:
+        raise _invalid(f"{path}.content", "is missing: an assistant message needs content, a refusal or tool_calls.")
+    if message.content is None and message.refusal is not None:
+        entry["content"] = message.refusal
+    if message.reasoning_content is not None:
+        entry["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        entry["tool_calls"] = [
+            _template_call(f"{path}.tool_calls.{index}", call) for index, call in enumerate(message.tool_calls)
+        ]
+        call_ids.update(call.id for call in message.tool_calls)
+
+
+def _template_call(path: str, call: ToolCall) -> dict[str, Any]:
+    # A text inside the body, so the bounds of the body have not seen into it.
+    JsonBounds().check(call.function.arguments.encode(errors="replace"), f"{path}.function.arguments")
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": _template_arguments(call.function.arguments)},
+    }
+
+
+def _template_arguments(text: str) -> Any:
+    """An object, of which a cut text has a part; any other text that the model wrote goes back to it as it is."""
+    try:
+        arguments = from_json(text or "{}", allow_inf_nan=False, allow_partial="trailing-strings")
+    except ValueError:
+        return text
+    return arguments if isinstance(arguments, Mapping) else text
+
+
+def _text(path: str, content: Any) -> str:
+    """Content as one text; parts are joined by newlines."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for index, part in enumerate(content):
+        if isinstance(part, ImagePart):
+            raise unsupported(
+                f"{path}.content.{index}", "is an image, but this model reads text only: at most 0 images per request."
+            )
+        texts.append(part.refusal if isinstance(part, RefusalPart) else part.text)
+    return "\n".join(texts)
+
+
+def _invalid(path: str, what: str) -> ApiError:
+    return ApiError(400, f"{path} {what}", param=path, code="invalid_value")

@@ -1,0 +1,120 @@
+"""``GET /``: a page to chat with the model and to watch the engine, and ``GET /live``, what the page looks at.
+
+The page goes out in one piece, put together of its HTML, style and scripts, without anything from elsewhere. It holds
+no data and needs no key; whatever it shows, it asks for with a key. Its Content-Security-Policy names the hashes of its
+own script and style, so nothing else can run. What a model writes becomes text nodes only, see page_markdown.js.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import FastAPI, Query
+from fastapi.responses import Response
+from typing_extensions import TypedDict
+
+from minivllm.server.service.service import Service
+from minivllm.server.wire.errors import ErrorBody
+
+FOLDER = Path(__file__).parent
+SCRIPTS = ("page_markdown.js", "page.js")
+
+
+class LiveStep(TypedDict):
+    """One decision of the scheduler. num_scheduled_tokens: per sequence. unfinished_prompts: those that sampled nothing
+    yet. preempted: those that lost their place."""
+
+    step: int
+    num_scheduled_tokens: dict[str, int]
+    unfinished_prompts: list[str]
+    preempted: list[str]
+
+
+class Live(TypedDict):
+    """The engine now. kv_cache_usage: share of blocks in use, 0 to 1. num_steps: steps so far. steps: the last ones."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    num_preemptions: int
+    num_steps: int
+    steps: list[LiveStep]
+
+
+def assemble_page() -> str:
+    """The page with its style and scripts inside."""
+
+    def text(name: str) -> str:
+        return (FOLDER / name).read_text(encoding="utf-8")
+
+    script = "\n".join(['"use strict";', *map(text, SCRIPTS)])
+    page = text("page.html").replace("<style></style>", f"<style>\n{text('page.css')}</style>")
+    return page.replace("<script></script>", f"<script>\n{script}</script>")
+
+
+def content_security_policy(page: str) -> str:
+    """Allows the inline scripts and styles of ``page``, requests to its own server, and nothing else."""
+
+    def hashes(element: str) -> str:
+        contents = re.findall(rf"<{element}>(.*?)</{element}>", page, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def add_page(app: FastAPI, service: Service) -> None:
+    page = assemble_page()
+    headers = {
+        "content-security-policy": content_security_policy(page),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+
+    @app.get("/", responses={200: {"content": {"text/html": {"schema": {"type": "string"}}}}}, tags=["page"])
+    async def index() -> Response:
+        """A page to chat and to watch the engine."""
+        return Response(page, media_type="text/html; charset=utf-8", headers=headers)
+
+    failures: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorBody, "description": text} for status, text in _FAILURES.items()
+    }
+
+    @app.get("/live", responses={200: {"model": Live}, **failures}, tags=["page"])
+    async def live(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> Response:
+        """The engine now, and the scheduler's last decisions: those with step numbers above ``after``."""
+        stats = await service.engine.stats()
+        steps = await service.engine.recent_steps(after)
+        answer = Live(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            kv_cache_usage=stats.kv_cache_usage,
+            num_preemptions=stats.num_preemptions,
+            num_steps=stats.num_steps,
+            steps=[
+                LiveStep(
+                    step=one.step,
+                    num_scheduled_tokens=one.num_scheduled_tokens,
+                    unfinished_prompts=sorted(one.unfinished_prompts),
+                    preempted=one.preempted,
+                )
+                for one in steps
+            ],
+        )
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+_FAILURES = {
+    400: "The number of the step is none.",
+    401: "The API key is missing or wrong.",
+    503: "The engine is dead.",
+}

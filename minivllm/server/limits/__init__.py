@@ -1,0 +1,5 @@
+"""What bounds a client: sizes, counts, connections, places in the queue.
+
+May import: metrics, server.wire.
+Door: `Admission` in admission.py.
+"""

@@ -1,0 +1,132 @@
+"""HTTP connections that cannot be held open for nothing: every wait for the client has an end.
+
+uvicorn bounds the size of headers, but waits forever for their end, for a body, and for a reader to read on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import h11
+import msgspec
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from minivllm.server.wire.errors import ApiError, error_response
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 4096
+"""Taken from a socket at a time. In chunks of one byte, 256 KiB of a body would take 1 s to parse."""
+
+
+@dataclass
+class ConnectionLimits:
+    """What all connections of one server share.
+
+    head_seconds: from the first byte of a request, or from connecting, to the end of its head. body_seconds: from there
+    to the end of its body. write_seconds: a reader must read on within this time. max_waiting: connections that wait
+    for their client, idle ones included; one more ends the one that has waited longest.
+    """
+
+    head_seconds: float = 10.0
+    body_seconds: float = 60.0
+    write_seconds: float = 30.0
+    max_waiting: int = 256
+    waiting: dict[BoundedConnection, None] = field(default_factory=dict)
+
+
+class BoundedConnection(H11Protocol):
+    """One connection: idle, receiving a head, receiving a body, or being answered."""
+
+    def __init__(self, *, limits: ConnectionLimits, **others: Any) -> None:
+        super().__init__(**others)
+        self._limits = limits
+        self._waits_for = ""
+        self._receive_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        self._wait_for("head")
+
+    def data_received(self, data: bytes) -> None:
+        if not self._waits_for and not self._is_answering:
+            self._wait_for("head")
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self._limits.write_seconds, self._stalled)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_for("")
+        self._limits.waiting.pop(self, None)
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _look(self) -> None:
+        """See what the client owes now."""
+        if self._is_answering:
+            self._wait_for("body" if self.cycle.more_body else "")
+        elif self.conn.their_state is h11.SEND_BODY:
+            self._wait_for("body")  # of a request that was answered, that is refused, before it had arrived
+        elif self.cycle is not None and not self.conn.trailing_data[0]:
+            self._wait_for("")  # idle: uvicorn's own timer ends it
+        if not self._is_answering and not self.transport.is_closing():
+            self._limits.waiting.setdefault(self)
+
+    def _wait_for(self, what: str) -> None:
+        """Start the clock for ``what``; "" stops it. One that runs for the same thing goes on."""
+        if what == self._waits_for:
+            return
+        self._waits_for = what
+        if self._receive_timer is not None:
+            self._receive_timer.cancel()
+            self._receive_timer = None
+        waiting = self._limits.waiting
+        if not what:
+            waiting.pop(self, None)
+            return
+        seconds = self._limits.head_seconds if what == "head" else self._limits.body_seconds
+        message = f"The {what} of the request did not arrive within {seconds:g} s."
+        self._receive_timer = self.loop.call_later(seconds, self._end, message)
+        waiting.setdefault(self)
+        if len(waiting) > self._limits.max_waiting:
+            next(iter(waiting))._end("The server ended this connection, which had waited longest, to take in others.")
+
+    def _end(self, message: str) -> None:
+        """Tell the client why, and close."""
+        self._limits.waiting.pop(self, None)
+        if self.transport.is_closing():
+            return
+        if self._waits_for == "head" or (self._is_answering and not self.cycle.response_started):
+            error = ApiError(408, message, code="request_timeout", headers={"connection": "close"})
+            response = error_response(error)
+            head = b"".join(b"%s: %s\r\n" % pair for pair in response.raw_headers)
+            self.transport.write(b"HTTP/1.1 408 Request Timeout\r\n" + head + b"\r\n" + msgspec.json.encode(error.body))
+        self.transport.close()
+
+    def _stalled(self) -> None:
+        logger.warning("A client has not read on for %g s: its connection is closed.", self._limits.write_seconds)
+        self.transport.abort()

@@ -1,0 +1,256 @@
+"""What all endpoints share: the engine, who gets in, the thread for text work, running prepared requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
+
+from minivllm.errors import EngineDeadError, RequestError
+from minivllm.messages import FinishReason
+from minivllm.metrics.prometheus import ServerMetrics
+from minivllm.metrics.tracing import make_tracing
+from minivllm.processing.input_processor import PreparedRequest
+from minivllm.processing.outputs import RequestOutput
+from minivllm.server.limits.admission import Admission, Ticket
+from minivllm.server.limits.middleware import LARGE_BODY_BYTES, body_bytes
+from minivllm.server.parsers.choose import choose_answer_format
+from minivllm.server.service.engine import AsyncEngine
+from minivllm.server.service.models import ServedModels
+from minivllm.server.service.settings import ServerSettings
+from minivllm.server.wire.errors import shutting_down, timed_out
+from minivllm.tokenizer.detokenizer import TokenDecoder
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+QUEUE_POLL_SECONDS = 0.02
+
+
+class Service:
+    """One engine and the names it is served under. Raises ConfigError for a parser there is none of."""
+
+    def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.max_model_len = engine.config.scheduler.max_model_len
+        names = settings.served_model_names or (engine.config.model,)
+        self.models = ServedModels(engine, names, settings.lora_adapters, settings.lora_directory)
+        self.started_at = int(time.time())
+        self.metrics = ServerMetrics()
+        self.tracing = make_tracing(settings.otlp_endpoint)
+        self.admission = Admission(
+            engine.config.scheduler.max_num_seqs, settings.max_queued_requests, settings.max_queued_prompt_tokens
+        )
+        self.chat_template = _chat_template(engine)
+        self.answer_format = choose_answer_format(
+            self.chat_template, settings.tool_call_parser, settings.reasoning_parser
+        )
+        self.token_decoder = TokenDecoder(engine.tokenizer.backend) if engine.has_tokenizer else None
+        # Text work must not stop the event loop, and large bodies must not keep small ones waiting.
+        self._small_texts, self._large_texts = (
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"minivllm-{size}-texts")
+            for size in ("small", "large")
+        )
+
+    def close(self) -> None:
+        for texts in (self._small_texts, self._large_texts):
+            texts.shutdown(wait=False, cancel_futures=True)
+        self.tracing.close()
+
+    async def in_text_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run text work (templates, tokenizing, long answers) beside the event loop, one after another."""
+        texts = self._large_texts if body_bytes.get() > LARGE_BODY_BYTES else self._small_texts
+        return await asyncio.get_running_loop().run_in_executor(texts, work, *arguments)
+
+    async def run(
+        self, num_completions: int, prepare: Callable[[], Sequence[PreparedRequest]]
+    ) -> AsyncGenerator[tuple[PreparedRequest, int, RequestOutput], None]:
+        """Admit, prepare (in the text thread), run; (request, its number, output) as outputs come.
+
+        num_completions: places the request takes; more than those do not run beside one another.
+        Close the iterator to abort what still runs. Raises ApiError, RequestError or EngineDeadError.
+        """
+        limit = self.settings.request_timeout
+        deadline = None if limit is None else asyncio.get_running_loop().time() + limit
+        with self.admission.enter(num_completions) as ticket:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    prepared = await self.in_text_thread(prepare)
+            except TimeoutError:
+                raise timed_out(limit) from None
+            ticket.add_prompt_tokens(sum(len(one.prompt_token_ids) * one.params.n for one in prepared))
+            if self.admission.is_draining:
+                raise shutting_down()
+            ticket.request_ids = [one.request_id for one in prepared]
+            recorders = [self.metrics.recorder() for _ in prepared]
+            async with aclosing(self._merged(prepared, num_completions, deadline)) as outputs:
+                with self.tracing.following(prepared, self.models.base_name) as trace:
+                    while True:
+                        try:
+                            async with asyncio.timeout_at(deadline):
+                                number, output = await anext(outputs)
+                        except StopAsyncIteration:
+                            return
+                        except TimeoutError:
+                            raise timed_out(limit) from None
+                        if output.outputs and output.metrics.first_token_time is not None:
+                            ticket.started()
+                        recorders[number].record(output)
+                        trace(number, output)
+                        self._check(output, deadline)
+                        yield prepared[number], number, output
+
+    async def run_in_turn(
+        self,
+        num_requests: int,
+        prepare: Callable[[int], PreparedRequest],
+        finish: Callable[[int, PreparedRequest, RequestOutput], None],
+    ) -> None:
+        """Run many requests of one client, of which few are in the engine at a time.
+
+        They take half of its places at most, and together no more prompt tokens than one step has: whoever comes
+        meanwhile waits for those, not for all. prepare: makes the request of a number, in the text thread, when its
+        turn comes. finish: gets its last output. Raises as ``run``; the first failure ends all of them.
+        """
+        scheduler, limit = self.engine.config.scheduler, self.settings.request_timeout
+        deadline = None if limit is None else asyncio.get_running_loop().time() + limit
+        places = min(num_requests, max(1, scheduler.max_num_seqs // 2))
+        numbers, room = iter(range(num_requests)), _TokenRoom(scheduler.max_num_batched_tokens)
+
+        async def work(ticket: Ticket) -> None:
+            for number in numbers:
+                prepared = await self.in_text_thread(prepare, number)
+                num_tokens = len(prepared.prompt_token_ids)
+                async with room.taken(num_tokens):
+                    # Others may have filled the queue meanwhile. What has begun waits; what has not is told to go.
+                    while number >= places and not self.admission.has_room(num_tokens):
+                        await asyncio.sleep(QUEUE_POLL_SECONDS)
+                    ticket.add_prompt_tokens(num_tokens)
+                    ticket.request_ids.append(prepared.request_id)
+                    recorder = self.metrics.recorder()
+                    with self.tracing.following([prepared], self.models.base_name) as trace:
+                        async with aclosing(self._generate(prepared, deadline)) as outputs:
+                            async for output in outputs:
+                                recorder.record(output)
+                                trace(0, output)
+                                self._check(output, deadline)
+                    finish(number, prepared, output)
+                    ticket.remove_prompt_tokens(num_tokens)
+                    ticket.request_ids.remove(prepared.request_id)
+
+        with self.admission.enter(places) as ticket:
+            try:
+                async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as group:
+                    for _ in range(places):
+                        group.create_task(work(ticket))
+            except TimeoutError:
+                raise timed_out(limit) from None
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+
+    def _generate(self, request: PreparedRequest, deadline: float | None) -> AsyncGenerator[RequestOutput, None]:
+        """deadline: by the event loop's clock; the engine ends what still runs then, also when nobody reads it."""
+        left = None if deadline is None else max(0.0, deadline - asyncio.get_running_loop().time())
+        return self.engine.generate(request, deadline=left)
+
+    def _check(self, output: RequestOutput, deadline: float | None) -> None:
+        """Raise for a request that the engine gave up on."""
+        if output.error is not None:
+            if deadline is not None and asyncio.get_running_loop().time() >= deadline:
+                raise timed_out(self.settings.request_timeout)
+            raise RequestError(output.error)
+        if any(completion.finish_reason == FinishReason.ABORT for completion in output.outputs):
+            raise shutting_down()
+
+    async def _merged(
+        self, prepared: Sequence[PreparedRequest], places: int, deadline: float | None
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Outputs of several requests that run beside one another, at most ``places`` of them, as they come."""
+        if len(prepared) == 1:
+            async with aclosing(self._generate(prepared[0], deadline)) as outputs:
+                async for output in outputs:
+                    yield 0, output
+            return
+        queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=len(prepared))
+        free_places = asyncio.Semaphore(places)
+
+        async def pump(number: int, request: PreparedRequest) -> None:
+            try:
+                async with free_places, aclosing(self._generate(request, deadline)) as outputs:
+                    async for output in outputs:
+                        await queue.put((number, output))
+            except Exception as error:
+                await queue.put((number, error))
+            else:
+                await queue.put((number, None))
+
+        tasks = [asyncio.create_task(pump(number, request)) for number, request in enumerate(prepared)]
+        try:
+            num_running = len(tasks)
+            while num_running:
+                number, news = await queue.get()
+                if isinstance(news, BaseException):
+                    raise news
+                if news is None:
+                    num_running -= 1
+                else:
+                    yield number, news
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def refresh_stats(self) -> None:
+        """Look at the core's counters; a dead engine leaves the last ones standing."""
+        self.metrics.num_admitted = self.admission.num_completions
+        try:
+            self.metrics.engine_stats = await self.engine.stats()
+        except EngineDeadError:
+            self.metrics.engine_is_up = False
+
+    async def abort_all(self) -> None:
+        """End every running request early; their clients get an error that says the server is shutting down."""
+        for ticket in list(self.admission.tickets):
+            for request_id in ticket.request_ids:
+                await self.engine.abort(request_id)
+
+
+class _TokenRoom:
+    """So many prompt tokens at a time; a prompt of more gets in when it is alone."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._num_taken = 0
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def taken(self, num_tokens: int) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._num_taken == 0 or self._num_taken + num_tokens <= self._size)
+            self._num_taken += num_tokens
+        try:
+            yield
+        finally:
+            self._num_taken -= num_tokens
+            async with self._changed:
+                self._changed.notify_all()
+
+
+def new_id(prefix: str) -> str:
+    """A name for an answer, unguessable and never a client's own."""
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def _chat_template(engine: AsyncEngine) -> str:
+    """The text of the model's chat templates, empty without any."""
+    if not engine.has_tokenizer:
+        return ""
+    template = engine.tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else template or ""

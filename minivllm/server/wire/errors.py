@@ -1,0 +1,262 @@
+"""Errors as OpenAI clients expect them: ``{"error": {"message", "type", "param", "code"}}``, on every path.
+
+What the caller can fix is told in a sentence. What happened inside is told to the log; the caller learns only that it
+was not their fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from typing_extensions import TypedDict
+
+from minivllm.errors import ContextLengthError, EngineDeadError, MinivllmError, RequestError
+from minivllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_REPORTED_PROBLEMS = 3
+MAX_PROBLEMS_READ = 1000
+MAX_SHOWN_CHARACTERS = 200
+
+
+class ErrorDetail(TypedDict):
+    """message: a sentence. param: the field it is about. code: a stable name for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """Body of every response that is not a success."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An answer other than a success: the HTTP status and what the error body says."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.detail = ErrorDetail(message=message, type=type, param=param, code=code)
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> ErrorBody:
+        return ErrorBody(error=self.detail)
+
+    @property
+    def error_class(self) -> str:
+        """One of a fixed set of names, fit to label a metric."""
+        return _CLASS_OF_STATUS.get(self.status, "other")
+
+
+_CLASS_OF_STATUS = {
+    400: "bad_request",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "too_slow",
+    409: "conflict",
+    413: "too_large",
+    429: "overloaded",
+    499: "client_left",
+    500: "internal",
+    503: "unavailable",
+    504: "timeout",
+}
+ERROR_CLASSES = (*_CLASS_OF_STATUS.values(), "other")
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    """400 for a parameter, or a value of one, that this server does not have."""
+    return ApiError(400, f"{param} {why}", param=param, code="unsupported_parameter")
+
+
+def engine_dead() -> ApiError:
+    return ApiError(503, "The engine has died and the server is stopping.", type="server_error", code="engine_dead")
+
+
+def shutting_down() -> ApiError:
+    return ApiError(
+        503,
+        "The server is shutting down.",
+        type="server_error",
+        code="shutting_down",
+        headers={"retry-after": "5"},
+    )
+
+
+def timed_out(seconds: float | None) -> ApiError:
+    limit = "its time limit" if seconds is None else f"{seconds:g} seconds"
+    return ApiError(
+        504,
+        f"The request was not done within {limit}: ask for fewer tokens, or try again when the server is less busy.",
+        type="server_error",
+        code="timeout",
+        # Official clients would repeat it at once, and it would time out again.
+        headers={"x-should-retry": "false"},
+    )
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "The server failed to answer this request.", type="server_error", code="internal_error")
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """Any exception as an answer; unexpected ones are logged with their traceback."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return engine_dead()
+    if isinstance(error, ContextLengthError):
+        return ApiError(400, str(error), param="prompt", code="context_length_exceeded")
+    if isinstance(error, (RequestError, MinivllmError)):
+        message = str(error)
+        return ApiError(400, message, param=_named_parameter(message), code="invalid_value")
+    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+        return timed_out(None)
+    logger.error("A request failed.", exc_info=error)
+    return internal_error()
+
+
+def _named_parameter(message: str) -> str | None:
+    """The field that a sentence of SamplingParams or InputProcessor begins with."""
+    word = message.split(" ", 1)[0].split("[", 1)[0]
+    return word if word in SamplingParams.__struct_fields__ or word in ("priority", "cache_salt", "prompt") else None
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(msgspec.json.encode(error.body), error.status, headers=error.headers, media_type="application/json")
+
+
+def validation_error(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """What pydantic found wrong with a body, as one sentence per problem with the path to it."""
+    problems = problems[:MAX_PROBLEMS_READ]
+    # Of the members of a union, the one that understood most of the value has the most to say.
+    # What is of another type than expected has other fields as well, which is no further problem.
+    other_types = {
+        problem["loc"][:-1]
+        for problem in problems
+        if problem["type"] == "literal_error" and problem["loc"][-1] == "type"
+    }
+    problems = [one for one in problems if one["loc"][:-1] not in other_types or one["loc"][-1] == "type"]
+    problems = sorted(problems, key=lambda problem: -_path(problem, body).count("."))
+    first = problems[0]
+    param = _path(first, body)
+    others = [problem for problem in problems if not _contains(problem, body, param)]
+    sentences = list(dict.fromkeys(_sentence(problem, body) for problem in others))
+    if len(sentences) > MAX_REPORTED_PROBLEMS:
+        sentences[MAX_REPORTED_PROBLEMS:] = [f"There are {len(sentences) - MAX_REPORTED_PROBLEMS} more problems."]
+    code = _CODE_OF_PROBLEM.get(first["type"])
+    return ApiError(400, " ".join(sentences), param=param or None, code=code or "invalid_value")
+
+
+_CODE_OF_PROBLEM = {
+    "extra_forbidden": "unknown_parameter",
+    "missing": "missing_required_parameter",
+    "none_required": "unsupported_parameter",
+}
+
+
+def _contains(problem: Mapping[str, Any], body: Any, param: str) -> bool:
+    """True if the problem is about something that ``param`` is a part of: another member of a union did not fit."""
+    return problem["type"] != "extra_forbidden" and param.startswith(f"{_path(problem, body)}.")
+
+
+def _sentence(problem: Mapping[str, Any], body: Any) -> str:
+    path = _path(problem, body) or "The body"
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        return f"Unknown parameter: {path!r} is not supported here."
+    if kind == "none_required":
+        return f"{path} is not supported here: leave it out."
+    if kind == "union_tag_invalid":
+        tag = _shortened(str(problem["ctx"]["tag"]))
+        return f"{path} is {tag!r}, but may only be {problem['ctx']['expected_tags']} here."
+    if kind == "missing":
+        return f"{path} is missing."
+    if kind == "json_invalid":
+        return "The body is not valid JSON."
+    if kind in ("model_attributes_type", "model_type", "dict_type") and path == "The body":
+        return "The body must be a JSON object, sent with the header Content-Type: application/json."
+    return f"{path}: {_shortened(str(problem['msg']))}."
+
+
+def _path(problem: Mapping[str, Any], body: Any) -> str:
+    """``messages.0.content``, as the caller wrote it: pydantic's own names for the members of a union are left out."""
+    if problem["type"] == "json_invalid":
+        return ""
+    if problem["loc"][:1] in (("query",), ["query"]):
+        return _shortened(str(problem["loc"][-1]))
+    location = [part for part in problem["loc"] if part not in ("body", "path", "query")]
+    names: list[str] = []
+    for place, part in enumerate(location):
+        is_last = place == len(location) - 1
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):
+            body = body[part] if isinstance(body, dict) or part < len(body) else None
+            names.append(str(part))
+        elif is_last and problem["type"] == "missing":
+            names.append(str(part))
+    if problem["type"] == "union_tag_invalid":
+        discriminator = str(problem["ctx"]["discriminator"])
+        names.append(discriminator.strip("'") if discriminator.startswith("'") else "type")
+    return _shortened(".".join(names))
+
+
+def _shortened(text: str) -> str:
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Give every failure of ``app`` the OpenAI form, those of the framework too."""
+
+    async def on_api_error(_: Request, error: Exception) -> Response:
+        return error_response(to_api_error(error))
+
+    async def on_validation_error(_: Request, error: Exception) -> Response:
+        problems = error.errors() if isinstance(error, RequestValidationError) else []
+        return error_response(validation_error(problems, getattr(error, "body", None)))
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        headers = getattr(error, "headers", None)
+        if status == 404:
+            message = f"There is no {_shortened(request.scope['path'])} here."
+        elif status == 405:
+            allowed = (headers or {}).get("Allow", "another method")
+            message = f"{request.scope['path']} answers {allowed}, not {_shortened(request.method)}."
+        elif status == 413:
+            message = str(getattr(error, "detail", "The body is too large."))
+        else:
+            message = "The body is not valid JSON."
+        code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(status, "invalid_value")
+        return error_response(ApiError(status, message, code=code, headers=headers))
+
+    for kind in (ApiError, MinivllmError):
+        app.add_exception_handler(kind, on_api_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(Exception, on_api_error)

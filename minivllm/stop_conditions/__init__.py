@@ -1,0 +1,4 @@
+"""When a text ends: stop strings and stop expressions, matched as tokens arrive.
+
+May import: the vocabulary only.
+"""

@@ -1,0 +1,5 @@
+"""From text to tokens and back: tokenizers of both formats, chat templates, incremental detokenizing.
+
+May import: gguf, hub, stop_conditions.
+Door: `Tokenizer` in tokenizer.py.
+"""

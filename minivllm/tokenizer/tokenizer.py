@@ -1,0 +1,198 @@
+"""The tokenizer: text to token ids and back, special ids, chat template; from a directory or a GGUF file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import ModelError, RequestError
+from minivllm.gguf.gguf_file import find_gguf
+from minivllm.hub.fetch import resolve_model
+from minivllm.tokenizer.special_text import HiddenTexts, SpecialTexts
+
+if TYPE_CHECKING:
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from minivllm.tokenizer.gguf_tokenizer import GGUFTokenizer
+
+# One text is encoded at a time, in the calling thread; a pool of threads beside it would only wait.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+MAX_COMPOSED_CHARACTERS = 4
+"""So many characters at most become one in Unicode's form NFC."""
+
+
+class Tokenizer:
+    """A thin wrapper around a fast tokenizer; immutable after loading and safe to share.
+
+    backend: the ``tokenizers.Tokenizer`` below it (for incremental decoding). vocab_size: number of ids, added tokens
+    included. special_ids: ids that decode to nothing when special tokens are skipped.
+    """
+
+    def __init__(self, fast: PreTrainedTokenizerFast | GGUFTokenizer, source: str) -> None:
+        self._fast = fast
+        self.source = source
+        self.backend: tokenizers.Tokenizer = fast.backend_tokenizer
+        self.vocab_size = len(fast)
+        self.bos_token_id: int | None = fast.bos_token_id
+        self.eos_token_id: int | None = fast.eos_token_id
+        added = self.backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        self._special_texts = SpecialTexts(self.backend)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._fast.chat_template)
+
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The Jinja text of the chat template (some models have several, by name)."""
+        return self._fast.chat_template
+
+    @cached_property
+    def max_characters_per_token(self) -> int | None:
+        """No token stands for more characters than this; None where that cannot be told."""
+        return max_characters_per_token(self.backend)
+
+    def encode(self, text: str, add_special_tokens: bool = True, parse_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``; RequestError when it is not valid Unicode (lone surrogates).
+
+        add_special_tokens: put around the text what the tokenizer puts around texts. parse_special_tokens: a special
+        token that stands in the text is that token, not its letters.
+        """
+        try:
+            if not parse_special_tokens:
+                return self._special_texts.encode_plain(text, add_special_tokens)
+            # As a batch of one: only batches let go of the interpreter lock, which 4 MB of text hold for 9 s otherwise.
+            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"The text cannot be encoded: {error}. Send valid Unicode text.") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``, byte for byte as the tokenizer defines it; incomplete characters become U+FFFD."""
+        return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]:
+        """The vocabulary entry behind each id, None for an id the tokenizer does not have."""
+        return [self.backend.id_to_token(token) for token in ids]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation as the model was taught to read it.
+
+        messages: ``{"role": ..., "content": ...}`` each. add_generation_prompt: end with the opening of the
+        assistant's turn. kwargs: further template variables. Raises RequestError when the model has no template, or
+        when the template refuses the messages.
+        """
+        return self.encode_chat(messages, add_generation_prompt, tools, **kwargs)[1]
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        parse_special_tokens: bool = False,
+        max_characters: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[str, list[int]]:
+        """(text, token ids) of a conversation; parameters and errors as ``apply_chat_template``.
+
+        parse_special_tokens: special tokens in messages, tools and kwargs count as such; otherwise they are text, and
+        only the template's own ones count. max_characters: no ids are made of a longer text.
+        """
+        hidden = HiddenTexts(self._special_texts)
+        if not parse_special_tokens:
+            messages, tools, kwargs = hidden.hide(list(messages)), hidden.hide(tools), hidden.hide(kwargs)
+        rendered = self.render_chat(messages, add_generation_prompt, tools, **kwargs)
+        text = hidden.restored(rendered)
+        if max_characters is not None and len(text) > max_characters:
+            return text, []
+        if hidden.is_empty:
+            return text, self.encode(text, add_special_tokens=False)
+        return text, self._special_texts.encode_template(rendered, hidden)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """What the template makes of a conversation, as text; it brings its own special tokens."""
+        if not self.has_chat_template:
+            raise RequestError(f"The model {self.source} has no chat template; send a plain prompt instead.")
+        import jinja2
+
+        try:
+            text = self._fast.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **kwargs,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RequestError(f"The model's chat template refused the messages: {error}.") from error
+        return str(text)
+
+
+def max_characters_per_token(backend: tokenizers.Tokenizer) -> int | None:
+    """No token stands for more characters of a text than this; None for a tokenizer that may drop some or fuse many.
+
+    Byte-pair encoding down to bytes keeps every character, so a token has no more of them than its entry's letters.
+    """
+    from tokenizers import models
+
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    added = backend.get_added_tokens_decoder().values()
+    state = json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer is not None else {}
+    steps = state.get("pretokenizers", [state])
+    is_byte_level = any(step.get("type") == "ByteLevel" for step in steps)
+    falls_back = isinstance(backend.model, models.BPE) and backend.model.byte_fallback and "<0xFF>" in vocabulary
+    drops = any(step.get("behavior") == "Removed" or "White" in step.get("type", "") for step in steps)
+    strips = any(entry.lstrip or entry.rstrip for entry in added)
+    if not isinstance(backend.model, models.BPE) or drops or strips or not (is_byte_level or falls_back):
+        return None
+    factor = 1
+    state = json.loads(backend.normalizer.__getstate__()) if backend.normalizer is not None else {}
+    for step in state.get("normalizers", [state] if state else []):
+        if step["type"] == "NFC":
+            factor = MAX_COMPOSED_CHARACTERS
+        elif step["type"] != "Prepend" and (step["type"], step.get("pattern")) != ("Replace", {"String": " "}):
+            return None
+    return factor * max(map(len, vocabulary))
+
+
+def load_tokenizer(model: str | Path, load_format: str = "auto", revision: str | None = None) -> Tokenizer:
+    """Load a model's tokenizer; no code from the model is ever run.
+
+    model: a local directory or GGUF file, or a name that ``resolve_model`` can fetch (without its weights).
+    Raises ModelError when there is none or it is not supported.
+    """
+    path = resolve_model(model, revision, weights=False)
+    gguf_path = find_gguf(path, load_format if load_format == "gguf" else "auto")
+    if gguf_path is not None:
+        from minivllm.tokenizer.gguf_tokenizer import load_gguf_tokenizer
+
+        return Tokenizer(load_gguf_tokenizer(gguf_path), str(gguf_path))
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        fast = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers and tokenizers raise anything from KeyError to a bare Exception
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{path} holds no tokenizer that can be loaded: {reason}") from error
+    if not isinstance(fast, PreTrainedTokenizerFast):
+        raise ModelError(f"{path} holds a slow tokenizer only; a tokenizer.json is needed.")
+    return Tokenizer(fast, str(path))

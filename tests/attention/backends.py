@@ -1,0 +1,103 @@
+"""Attention backends over a made-up batch, choosing as a CPU or a GPU likes it, and a kernel for uncompiled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels_triton_free.attention import TileLists
+from minivllm.attention import AttentionContext
+from minivllm.batch.persistent_batch import PersistentBatch
+from minivllm.device.policy import DevicePolicy
+from minivllm.models.decoder_config import AttentionSpec
+from tests.attention.random_batches import CPU, BatchShape
+
+KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16
+CPU_POLICY, CUDA_POLICY = DevicePolicy(type="cpu"), DevicePolicy(type="cuda", capability=(9, 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallTiles(DevicePolicy):
+    """Choices of a device whose prompt chunks are cut into small tiles."""
+
+    tile_size: int
+
+    def query_tile_size(self, query_group: int) -> int:
+        return self.tile_size
+
+
+def uncompiled(name: str, function: Callable, rows: Sequence[int], *args: object, **declared: object) -> Callable:
+    """Takes the place of a compiler."""
+    return function
+
+
+def new_context(
+    batch: PersistentBatch, shape: BatchShape, windows: Sequence[int | None], **changes: Any
+) -> AttentionContext:
+    """What a backend is made from; ``changes`` replace its fields."""
+    fields: dict[str, Any] = {
+        "specs": tuple(AttentionSpec(window, HEAD_DIM**-0.5) for window in windows),
+        "kv_heads": KV_HEADS,
+        "query_group": GROUP,
+        "head_dim": HEAD_DIM,
+        "dtype": torch.float32,
+        "cache_dtype": torch.float32,
+        "tables": batch,
+        "num_blocks": shape.num_blocks,
+        "max_num_seqs": shape.max_num_seqs,
+        "max_num_batched_tokens": shape.max_num_batched_tokens,
+        "verify_size": 0,
+        "compile_region": uncompiled,
+        "compiles": True,
+        "policy": CPU_POLICY,
+        "device": CPU,
+    }
+    return AttentionContext(**(fields | changes))
+
+
+def listed_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lists: TileLists,
+    q_position: Tensor,
+    kv_position: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    visibility: Callable[[Tensor, Tensor], Tensor] | None = None,
+    score_change: Callable[..., Tensor] | None = None,
+    kernel_options: object = None,
+) -> Tensor:
+    """What compiled FlexAttention computes, in plain operations: the listed blocks, and those in partial lists masked
+    by position. (Uncompiled FlexAttention asks the mask alone and would look into the blocks of other requests.)"""
+    tiles, heads, rows, _ = q.shape
+    blocks, block_size = k_cache.shape[:2]
+    group = rows // q_position.shape[1]
+    query = q_position[:tiles].repeat_interleave(group, 1)[:, :, None]
+    key = kv_position[: blocks * block_size]
+    if visibility is not None:
+        shown = visibility(query, key)
+    else:
+        shown = (key <= query) if window is None else (key <= query) & (key > query - window)
+    visible = torch.zeros_like(shown)
+    for count, listed, mask in (
+        (lists.partial_count, lists.partial_pages, shown),
+        (lists.full_count, lists.full_pages, torch.ones_like(shown)),
+    ):
+        if count is None or listed is None:
+            continue
+        is_used = torch.arange(listed.shape[-1]) < count[:, :, 0]
+        is_listed = torch.zeros(tiles, blocks, dtype=torch.int32).scatter_add(1, listed[:, 0, 0].long(), is_used.int())
+        visible = visible | ((is_listed > 0).repeat_interleave(block_size, 1)[:, None] & mask)
+    k, v = (cache.reshape(-1, heads, q.shape[-1]).transpose(0, 1) for cache in (k_cache, v_cache))
+    scores = q @ k.transpose(1, 2) * scale
+    if score_change is not None:
+        head = torch.arange(heads)[:, None] * group + torch.arange(rows) % group
+        scores = score_change(scores, head[:, :, None], query[:, None], key)
+    weights = torch.nan_to_num(scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1))
+    return weights @ torch.nan_to_num(v)

@@ -1,0 +1,85 @@
+"""Persistent batches of made-up requests over a small pool of blocks, as the scheduler could have left them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from minivllm.batch.persistent_batch import PersistentBatch, WorkerRequest
+from minivllm.batch.step_inputs import Row
+from minivllm.messages import EngineRequest, NewRequestData, SchedulerOutput
+from minivllm.sampling_params import SamplingParams
+
+CPU = torch.device("cpu")
+
+
+def new_request(
+    name: str, prompt: list[int], block_ids: list[int], num_computed_tokens: int, **sampling: int | float
+) -> NewRequestData:
+    request = EngineRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(**sampling),  # type: ignore[arg-type]
+        max_tokens=16,
+        seed=0,
+        arrival_time=0.0,
+    )
+    return NewRequestData(request=request, block_ids=(block_ids,), num_computed_tokens=num_computed_tokens)
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Sizes of the persistent buffers."""
+
+    max_num_seqs: int = 6
+    max_num_batched_tokens: int = 48
+    max_model_len: int = 64
+    block_size: int = 8
+    num_blocks: int = 60
+
+
+def random_rows(rng: random.Random, shape: BatchShape, batch: PersistentBatch) -> list[Row]:
+    """Enter random requests into an empty ``batch`` and pick a step for them.
+
+    Contexts are random, and about half of the requests share the blocks of a prefix with the one before.
+    """
+    blocks = rng.sample(range(1, shape.num_blocks), shape.num_blocks - 1)
+    budget, planned = shape.max_num_batched_tokens, []
+    requests: list[NewRequestData] = []
+    previous: list[int] = []
+    for index in range(rng.randint(1, shape.max_num_seqs)):
+        if budget == 0:
+            break
+        count = 1 if rng.random() < 0.5 else rng.randint(1, min(budget, rng.choice([4, 12, shape.max_model_len])))
+        start = rng.choice([0, rng.randint(0, shape.max_model_len - count), shape.max_model_len - count])
+        needed = -(-(start + count) // shape.block_size)
+        shared = 0
+        if rng.random() < 0.5:
+            shared = rng.randint(0, min(len(previous), start // shape.block_size))
+        if needed - shared > len(blocks):
+            break
+        own = previous[:shared] + [blocks.pop() for _ in range(needed - shared)]
+        length = rng.randint(start + count, shape.max_model_len)
+        prompt = [rng.randrange(1000) for _ in range(length)]
+        requests.append(new_request(f"r{index}", prompt, own, start))
+        planned.append((f"r{index}", start, count))
+        previous, budget = own, budget - count
+    batch.apply(SchedulerOutput(new_requests=requests))
+    return [Row(batch.requests[name], start, count) for name, start, count in planned]
+
+
+def block_ids(batch: PersistentBatch, request: WorkerRequest) -> list[int]:
+    """The blocks of a request that has a batch slot."""
+    owned: list[int] = batch.block_table.host[request.slot, : batch.num_blocks[request.slot]].tolist()
+    return owned
+
+
+def new_batch(shape: BatchShape) -> PersistentBatch:
+    return PersistentBatch(shape.max_num_seqs, shape.max_model_len, shape.block_size, shape.num_blocks, CPU)
+
+
+def finish_all(batch: PersistentBatch) -> None:
+    """Every request leaves."""
+    batch.apply(SchedulerOutput(finished_request_ids=list(batch.requests)))

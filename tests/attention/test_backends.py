@@ -1,0 +1,218 @@
+"""Backends give what the gathering reference gives, over random mixed batches; and what the seam can carry."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels_triton_free.attention
+import minivllm.attention.tiles
+from minivllm.attention import (
+    AttentionBackend,
+    AttentionContext,
+    AttentionRule,
+    BlockTables,
+    FlexAttention,
+    SdpaAttention,
+    StepRows,
+)
+from minivllm.batch.persistent_batch import PersistentBatch
+from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
+from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
+from minivllm.device.buffers import MirroredTable
+from minivllm.models.decoder import LayerCache
+from minivllm.models.decoder_config import AttentionSpec
+from tests.attention.backends import (
+    CPU_POLICY,
+    CUDA_POLICY,
+    GROUP,
+    HEAD_DIM,
+    KV_HEADS,
+    SmallTiles,
+    listed_attention,
+    new_context,
+)
+from tests.attention.random_batches import CPU, BatchShape, block_ids, finish_all, new_batch, random_rows
+
+WINDOWS: list[int | None] = [None, 9]
+VERIFY_SIZE = 4
+SHAPE = BatchShape(max_num_seqs=9, num_blocks=72)
+
+
+def build(batch: PersistentBatch, rows: Sequence[Row], backend: AttentionBackend) -> StepInputs:
+    builder = StepInputBuilder(
+        batch, max_num_batched_tokens=SHAPE.max_num_batched_tokens, verify_size=VERIFY_SIZE, device=CPU
+    )
+    return builder.build(rows, 2, backend.prepare)
+
+
+def poisoned_cache(batch: PersistentBatch, generator: torch.Generator) -> LayerCache:
+    """NaN wherever no request owns the block, the null block included; large numbers past the end of each request."""
+    k, v = torch.full((2, SHAPE.num_blocks, SHAPE.block_size, KV_HEADS, HEAD_DIM), torch.nan)
+    for request in batch.requests.values():
+        for cache in (k, v):
+            blocks = block_ids(batch, request)
+            cache[blocks] = torch.randn(len(blocks), SHAPE.block_size, KV_HEADS, HEAD_DIM, generator=generator)
+    return LayerCache(k, v)
+
+
+def spoil_tails(cache: LayerCache, batch: PersistentBatch, ends: dict[str, int]) -> None:
+    for name, end in ends.items():
+        last = block_ids(batch, batch.requests[name])[-1]
+        used = (end - 1) % SHAPE.block_size + 1
+        cache.k[last, used:] *= 1e4
+        cache.v[last, used:] *= 1e4
+
+
+def random_step(
+    rng: random.Random, generator: torch.Generator, batch: PersistentBatch
+) -> tuple[list[Row], LayerCache, Tensor]:
+    """Rows of an emptied batch, a cache in which nobody else's blocks may be read, and queries of all their tokens."""
+    finish_all(batch)
+    rows = random_rows(rng, SHAPE, batch)
+    cache = poisoned_cache(batch, generator)
+    ends = {row.request.data.request_id: row.start + row.count for row in rows}
+    shared = {block for row in rows for block in block_ids(batch, row.request)[:-1]}
+    own = {name: end for name, end in ends.items() if block_ids(batch, batch.requests[name])[-1] not in shared}
+    spoil_tails(cache, batch, own)
+    tokens = max(2, sum(row.count for row in rows))
+    return rows, cache, torch.randn(tokens, KV_HEADS, GROUP, HEAD_DIM, generator=generator)
+
+
+def check_equal(
+    batch: PersistentBatch,
+    rows: Sequence[Row],
+    cache: LayerCache,
+    q: Tensor,
+    backend: AttentionBackend,
+    rule: AttentionRule,
+) -> None:
+    context = new_context(batch, SHAPE, WINDOWS)
+    reference = SdpaAttention(context, rule)
+    inputs, expected_inputs = build(batch, rows, backend), build(batch, rows, reference)
+    for spec in context.specs:
+        out = backend.attend(inputs.attention, cache, spec, q)
+        expected = reference.attend(expected_inputs.attention, cache, spec, q)[: inputs.num_tokens]
+        assert bool(expected.isfinite().all()), "the reference itself must not read what it does not own"
+        torch.testing.assert_close(out[: inputs.num_tokens], expected, rtol=1e-5, atol=1e-5)
+        assert bool(out.isfinite().all()), "padding must be finite, for it is written into the null block"
+
+
+def fading(score: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return score - 0.1 * (head + 1) * (query - key)
+
+
+def every_other(query: Tensor, key: Tensor) -> Tensor:
+    return (key <= query) & ((query - key) % 2 == 0)
+
+
+RULES = {"causal": AttentionRule(), "other rule": AttentionRule(every_other, fading)}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("policy", [CPU_POLICY, CUDA_POLICY], ids=lambda policy: policy.type)
+@torch.inference_mode()
+def test_listed_blocks_give_what_gathering_gives_with_the_choices_of_each_device(
+    policy: Any, rule: AttentionRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists, padding and packing, without compiling: the kernel is replaced by plain operations on the same lists."""
+    monkeypatch.setattr(minivllm.attention.tiles, "paged_flex_attention", listed_attention)
+    monkeypatch.setattr(kernels_triton_free.attention, "paged_flex_attention", listed_attention)
+    batch = new_batch(SHAPE)
+    small = SmallTiles(type=policy.type, capability=policy.capability, tile_size=4)
+    backend = FlexAttention(new_context(batch, SHAPE, WINDOWS, policy=small, verify_size=VERIFY_SIZE), rule)
+    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
+    for _ in range(40):
+        rows, cache, q = random_step(rng, generator, batch)
+        if rows:
+            check_equal(batch, rows, cache, q, backend, rule)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cannot_compile_reason(CPU) is not None, reason="there is no C++ compiler for torch.compile here")
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@torch.inference_mode()
+def test_compiled_attention_equals_gathering_on_random_mixed_batches_without_recompiling(rule: AttentionRule) -> None:
+    torch._dynamo.reset()
+    batch = new_batch(SHAPE)
+    compiler = RegionCompiler(enabled=True)
+    small = SmallTiles(type="cpu", tile_size=4)
+    context = new_context(batch, SHAPE, WINDOWS, policy=small, verify_size=VERIFY_SIZE, compile_region=compiler)
+    compiled = FlexAttention(context, rule)
+    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
+    kinds: set[tuple[bool, bool, bool]] = set()
+    compared = 0
+    while compared < 60:
+        rows, cache, q = random_step(rng, generator, batch)
+        if compared > 0 and rng.random() < 0.2:
+            rows = [row for row in rows if 1 < row.count <= VERIFY_SIZE]
+        singles, several = sum(row.count == 1 for row in rows), sum(row.count > VERIFY_SIZE for row in rows)
+        few = len(rows) - singles - several
+        if not rows or (compared == 0 and (singles < 2 or few < 2 or several < 3)):
+            # Compiled at the first call, where sizes that may differ must differ, as in a worker's warm-up.
+            continue
+        check_equal(batch, rows, cache, q[: max(2, sum(row.count for row in rows))], compiled, rule)
+        if compared == 0:
+            compiler.freeze()
+        compared += 1
+        kinds.add((singles > 0, few > 0, several > 0))
+    assert compiler.num_recompilations == 0
+    assert len(kinds) == 7, "every mixture of single tokens, drafts and chunks was seen"
+
+
+@dataclass
+class GroupTables:
+    """The block tables of one KV group."""
+
+    block_size: int
+    block_table: MirroredTable
+    kv_position: MirroredTable
+
+
+class GroupedAttention:
+    """A backend for each KV group, as one backend: what a model with several kinds of cache will want."""
+
+    decode_batches: Sequence[int] = ()
+
+    def __init__(self, groups: dict[AttentionSpec, AttentionBackend]) -> None:
+        self._groups = groups
+
+    def prepare(self, rows: StepRows) -> dict[AttentionSpec, Any]:
+        return {spec: backend.prepare(rows) for spec, backend in self._groups.items()}
+
+    def attend(self, metadata: dict[AttentionSpec, Any], cache: LayerCache, spec: AttentionSpec, q: Tensor) -> Tensor:
+        return self._groups[spec].attend(metadata[spec], cache, spec, q)
+
+
+@torch.inference_mode()
+def test_kv_groups_with_tables_and_windows_of_their_own_are_one_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second group has freed the blocks in front of its window: nothing may read the null block in their place."""
+    monkeypatch.setattr(minivllm.attention.tiles, "paged_flex_attention", listed_attention)
+    monkeypatch.setattr(kernels_triton_free.attention, "paged_flex_attention", listed_attention)
+    batch = new_batch(SHAPE)
+    contexts: list[AttentionContext] = []
+    for window in WINDOWS:
+        table = MirroredTable(*batch.block_table.host.shape, CPU)
+        own: BlockTables = GroupTables(SHAPE.block_size, table, batch.kv_position)
+        contexts.append(new_context(batch, SHAPE, [window], tables=own, policy=CUDA_POLICY, verify_size=VERIFY_SIZE))
+    grouped = GroupedAttention({context.specs[0]: FlexAttention(context) for context in contexts})
+    rng, generator = random.Random(1), torch.Generator().manual_seed(1)
+    num_freed = 0
+    for _ in range(20):
+        rows, cache, q = random_step(rng, generator, batch)
+        for context, window in zip(contexts, WINDOWS):
+            tables = context.tables.block_table.host
+            tables[:] = batch.block_table.host
+            for row in rows if window is not None else ():
+                first_block = max(0, row.start - window + 1) // SHAPE.block_size
+                tables[row.request.slot, :first_block] = 0
+                num_freed += first_block
+        if rows:
+            check_equal(batch, rows, cache, q, grouped, AttentionRule())
+    assert num_freed > 20

@@ -1,0 +1,227 @@
+"""Step inputs against a reference that walks token by token, and lists of blocks evaluated by brute force."""
+
+from __future__ import annotations
+
+import doctest
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels_triton_free.attention import TileLists, pack_tiles, unpack_tiles
+from minivllm.attention import FlexAttention, tile_lists
+from minivllm.attention.flex import FlexMetadata
+from minivllm.attention.tiles import Tiles
+from minivllm.batch.persistent_batch import PersistentBatch
+from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
+from tests.attention.backends import SmallTiles, new_context
+from tests.attention.random_batches import CPU, BatchShape, block_ids, finish_all, new_batch, random_rows
+
+SHAPE = BatchShape()
+WINDOWS: list[int | None] = [None, 1, 5, 8, 20, 100]
+VERIFY_SIZE = 4
+
+
+class Steps:
+    """A step builder and the backend that lists blocks for it, with the choices for a CPU or for a GPU."""
+
+    def __init__(self, batch: PersistentBatch, shape: BatchShape, tile_size: int, device_type: str) -> None:
+        tokens = shape.max_num_batched_tokens
+        self._builder = StepInputBuilder(batch, max_num_batched_tokens=tokens, verify_size=VERIFY_SIZE, device=CPU)
+        policy = SmallTiles(type=device_type, tile_size=tile_size)
+        context = new_context(batch, shape, WINDOWS, policy=policy, verify_size=VERIFY_SIZE)
+        self.backend = FlexAttention(context)
+
+    def build(self, rows: list[Row]) -> StepInputs:
+        return self._builder.build(rows, 2, self.backend.prepare)
+
+
+def check_tokens(inputs: StepInputs, rows: list[Row], batch: PersistentBatch) -> None:
+    """Token ids, positions and cache slots, one token after the other."""
+    token_ids, positions, slots = [], [], []
+    for row in rows:
+        data = row.request.data
+        for position in range(row.start, row.start + row.count):
+            token_ids.append(data.prompt_token_ids[position])
+            positions.append(position)
+            block = int(batch.block_table.host[row.request.slot, position // batch.block_size])
+            slots.append(block * batch.block_size + position % batch.block_size)
+    padding = max(2, len(positions)) - len(positions)
+    assert inputs.num_tokens == len(positions)
+    assert inputs.token_ids.tolist()[: len(positions)] == token_ids
+    assert len(inputs.token_ids) == len(positions) + padding
+    assert inputs.tokens.positions.tolist() == positions + [0] * padding
+    assert inputs.tokens.slot_mapping.tolist() == slots + [0] * padding, "padding is written to the null block"
+
+
+def check_tile(
+    table: list[int],
+    queries: list[int],
+    window: int | None,
+    partial: list[int],
+    full: list[int],
+    physical_blocks: list[int],
+    kv_position: np.ndarray,
+    block_size: int,
+) -> None:
+    """The mask over the listed blocks must leave each query exactly the positions it may see, each of them once.
+
+    table: blocks of the request. partial, full: listed places; physical_blocks: the block behind each place.
+    """
+
+    def visible(query: int) -> range:
+        return range(0 if window is None else max(0, query - window + 1), query + 1)
+
+    listed = [physical_blocks[place] for place in partial + full]
+    needed = {table[position // block_size] for query in queries for position in visible(query)}
+    assert len(listed) == len(set(listed)) and set(listed) == needed, "exactly the blocks that some query sees"
+    for query in queries:
+        seen = []
+        for place in full:
+            seen += [physical_blocks[place] * block_size + offset for offset in range(block_size)]
+        for place in partial:
+            for offset in range(block_size):
+                key = kv_position[place * block_size + offset]
+                if key <= query and (window is None or key > query - window):
+                    seen.append(physical_blocks[place] * block_size + offset)
+        expected = [table[p // block_size] * block_size + p % block_size for p in visible(query)]
+        assert sorted(seen) == sorted(expected)
+
+
+def listed(lists: TileLists, tile: int) -> tuple[list[int], list[int]]:
+    partial = lists.partial_pages[tile, 0, 0, : int(lists.partial_count[tile, 0, 0])].tolist()
+    if lists.full_count is None or lists.full_pages is None:
+        return partial, []
+    return partial, lists.full_pages[tile, 0, 0, : int(lists.full_count[tile, 0, 0])].tolist()
+
+
+def check_tiles(steps: Steps, inputs: StepInputs, rows: list[Row], shape: BatchShape, batch: PersistentBatch) -> None:
+    """Rows with one token, with few, and with several have their tiles in this order, with exactly their blocks."""
+    several = max(1, VERIFY_SIZE)
+    kinds = [
+        [row for row in rows if row.count == 1],
+        [row for row in rows if 1 < row.count <= VERIFY_SIZE],
+        [row for row in rows if row.count > several],
+    ]
+    assert inputs.rows == [row for kind in kinds for row in kind]
+    metadata: FlexMetadata = inputs.attention
+    assert metadata.num_tokens == inputs.num_tokens
+    parts, token = iter(metadata.parts), 0
+    for kind, kind_rows in zip((steps.backend._single, steps.backend._few, steps.backend._several), kinds):
+        if not kind_rows:
+            continue
+        part = next(parts)
+        end = token + sum(row.count for row in kind_rows)
+        assert (part.kind, part.begin, part.end) == (kind, token, end)
+        token = end
+        check_part(part.tiles, part.kind.size, kind_rows, shape, batch)
+        if part.kind.size == 1:
+            least = max(2, len(kind_rows))
+            assert part.tiles.num_tiles == next((n for n in steps.backend.decode_batches if n >= least), least)
+    assert next(parts, None) is None
+
+
+def check_part(tiles: Tiles, size: int, rows: list[Row], shape: BatchShape, batch: PersistentBatch) -> None:
+    spans = [
+        (row, list(range(start, min(start + size, row.start + row.count))))
+        for row in rows
+        for start in range(row.start, row.start + row.count, size)
+    ]
+    physical = list(range(shape.num_blocks)) if tiles.step_blocks is None else tiles.step_blocks.tolist()
+    assert tiles.num_tiles >= max(2, len(spans))
+    for tile, (_, queries) in enumerate(spans):
+        assert tiles.q_position[tile].tolist() == queries + [-1] * (size - len(queries))
+    for window in WINDOWS:
+        for tile, (row, queries) in enumerate(spans):
+            lists = listed(tiles.lists[window], tile)
+            check_tile(
+                block_ids(batch, row.request),
+                queries,
+                window,
+                *lists,
+                physical,
+                tiles.kv_position.numpy(),
+                shape.block_size,
+            )
+        for tile in range(len(spans), tiles.num_tiles):
+            assert listed(tiles.lists[window], tile) == ([], []) and set(tiles.q_position[tile].tolist()) == {-1}
+
+
+def check_packing(inputs: StepInputs) -> None:
+    """Tokens packed into tiles come back in order; a tile's queries are consecutive tokens."""
+    tokens = torch.arange(inputs.num_tokens, dtype=torch.float32)[:, None, None, None]
+    q = tokens + torch.tensor([0.0, 0.25, 0.5])[:, None] + torch.tensor([0.0, 0.125])[:, None, None]
+    q = q.expand(inputs.num_tokens, 2, 3, 4).contiguous()
+    for kind, begin, end, tiles in inputs.attention.parts:
+        if tiles.tile_tokens is None or tiles.token_places is None:
+            continue
+        packed = pack_tiles(q, tiles.tile_tokens, kind.size)
+        assert packed.is_contiguous() and packed.shape[1:] == (2, kind.size * 3, 4)
+        assert torch.equal(packed, pack_tiles(q, tiles.tile_tokens, kind.size, tiles.to_tiles))
+        for places in (None, tiles.to_tokens):
+            assert torch.equal(unpack_tiles(packed, tiles.token_places, kind.size, places), q[begin:end])
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), tile_size=st.sampled_from([2, 4, 7, 32]))
+def test_step_inputs_equal_a_walk_over_every_token_and_block(seed: int, tile_size: int, device_type: str) -> None:
+    rng = random.Random(seed)
+    shape = BatchShape(block_size=rng.choice([2, 8, 16]), num_blocks=rng.choice([33, 60]))
+    batch = new_batch(shape)
+    rows = random_rows(rng, shape, batch)
+    if not rows:
+        return
+    steps = Steps(batch, shape, tile_size, device_type)
+    inputs = steps.build(rows)
+    check_tokens(inputs, inputs.rows, batch)
+    check_tiles(steps, inputs, rows, shape, batch)
+    check_packing(inputs)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_what_an_earlier_step_left_in_the_buffers_does_not_show(device_type: str) -> None:
+    rng = random.Random(0)
+    batch = new_batch(SHAPE)
+    steps = Steps(batch, SHAPE, 4, device_type)
+    for _ in range(30):
+        rows = random_rows(rng, SHAPE, batch)
+        inputs = steps.build(rows)
+        check_tokens(inputs, inputs.rows, batch)
+        check_tiles(steps, inputs, rows, SHAPE, batch)
+        check_packing(inputs)
+        finish_all(batch)
+
+
+def test_the_largest_step_fits_the_buffers() -> None:
+    shape = BatchShape(max_num_seqs=6, max_num_batched_tokens=48, block_size=8)
+    batch = new_batch(shape)
+    steps = Steps(batch, shape, 4, "cpu")
+    rng = random.Random(1)
+    while len(rows := random_rows(rng, shape, batch)) < 6:
+        finish_all(batch)
+    # Six chunks whose tiles are all cut short: the most tiles that 48 tokens can make.
+    chunks = [Row(row.request, 0, 9 if index < 4 else 6) for index, row in enumerate(rows)]
+    assert sum(row.count for row in chunks) == 48
+    inputs = steps.build(chunks)
+    assert inputs.num_tokens == 48
+    [part] = inputs.attention.parts
+    assert part.kind is steps.backend._several and part.tiles.num_tiles == 4 * 3 + 2 * 2
+
+
+def test_a_single_token_is_padded_to_two_rows_that_touch_only_the_null_block() -> None:
+    shape = BatchShape(max_num_seqs=1, max_num_batched_tokens=1)
+    batch = new_batch(shape)
+    rows = random_rows(random.Random(3), shape, batch)
+    steps = Steps(batch, shape, 4, "cpu")
+    inputs = steps.build(rows)
+    assert inputs.num_tokens == 1 and len(inputs.token_ids) == 2
+    check_tokens(inputs, rows, batch)
+    check_tiles(steps, inputs, rows, shape, batch)
+
+
+def test_the_example_of_the_lists_is_what_they_are() -> None:
+    assert doctest.testmod(tile_lists).attempted > 5 and doctest.testmod(tile_lists).failed == 0

@@ -1,0 +1,277 @@
+"""What one body or one connection may ask of the server: each bound, with its status and its sentence."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import minivllm.server.limits.connections as connections
+from minivllm.server.limits import json_bounds
+from minivllm.server.limits.json_bounds import JsonBounds
+from minivllm.server.wire.errors import ApiError
+from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('ab"\\[]{},:é\n')),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.sampled_from('a"\\:,{'), max_size=3), inner),
+    max_leaves=25,
+)
+
+
+def measured(value: Any, depth: int = 0) -> tuple[int, int, int]:
+    """(entries of all lists and objects and how many of those there are, keys, depth), by walking the value."""
+    if not isinstance(value, (list, dict)):
+        return 0, 0, depth
+    inner = [measured(entry, depth + 1) for entry in (value.values() if isinstance(value, dict) else value)]
+    values = max(0, len(value) - 1) + 1 + sum(one[0] for one in inner)
+    keys = (len(value) if isinstance(value, dict) else 0) + sum(one[1] for one in inner)
+    return values, keys, max([depth + 1, *(one[2] for one in inner)])
+
+
+@given(value=JSON, chunk=st.integers(1, 40), indent=st.sampled_from([None, 1]), ascii_only=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_the_scan_counts_what_the_parser_finds(value: Any, chunk: int, indent: int | None, ascii_only: bool) -> None:
+    text = json.dumps(value, indent=indent, ensure_ascii=ascii_only).encode()
+    values, keys, depth = measured(value)
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patch:
+        patch.setattr(json_bounds, "CHUNK_BYTES", chunk)
+        JsonBounds(values, keys, depth).check(text)
+        for tight in ((values - 1, keys, depth), (values, keys - 1, depth), (values, keys, depth - 1)):
+            if min(tight) >= 0:
+                with pytest.raises(ApiError, match=f"more than {min(tight)}|more than"):
+                    JsonBounds(*tight).check(text)
+
+
+@given(text=st.binary(max_size=200))
+def test_the_scan_takes_any_bytes(text: bytes) -> None:
+    JsonBounds(10**6, 10**6, 10**6).check(text)
+
+
+@pytest.fixture(scope="module")
+def http(server: ServedCore) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as made:
+        yield made
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text[:500]
+    error: dict[str, Any] = response.json()["error"]
+    assert len(response.content) < 2000
+    return error
+
+
+HEADERS = {"content-type": "application/json"}
+TOO_COMPLEX = {
+    "values": (b'{"prompt":[[' + b"-1," * 1_000_000 + b"1]]}", "more than 262144 values"),
+    "lists": (b'{"prompt":[' + b"[]," * 1_000_000 + b"[]]}", "more than 262144 values"),
+    "unknown keys": (
+        b"{" + b",".join(b'"k%d":1' % number for number in range(280_000)) + b"}",
+        "more than 32768 keys",
+    ),
+    "depth": (b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "more than 100 levels"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_COMPLEX)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize"])
+def test_a_body_that_holds_too_much_is_refused_before_it_is_parsed(http: httpx.Client, name: str, path: str) -> None:
+    content, sentence = TOO_COMPLEX[name]
+    error = error_of(http.post(path, content=content, headers=HEADERS), 400)
+    assert sentence in error["message"] and error["code"] == "body_too_complex"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [[-1] * 100_000]}, "prompt.0.0"),
+        ({"prompt": [["x"] * 100_000]}, "prompt"),
+        ({"prompt": [[-1]] * 2000}, "prompt.0.0"),
+        ({"prompt": "x", **{f"k{number}": 1 for number in range(30_000)}}, "k0"),
+        ({"prompt": "x", "logit_bias": {f"k{number}": "x" for number in range(30_000)}}, "logit_bias"),
+        ({"prompt": "x", "vllm_xargs": {f"k{number}": {} for number in range(30_000)}}, "vllm_xargs"),
+        ({"prompt": "x", "stop_token_ids": ["x"] * 100_000}, "stop_token_ids.0"),
+        ({"prompt": "x", "allowed_token_ids": [-1] * 100_000}, "allowed_token_ids.0"),
+    ],
+)
+def test_a_body_with_many_mistakes_is_answered_with_a_few(http: httpx.Client, body: dict[str, Any], param: str) -> None:
+    error = error_of(http.post("/v1/completions", json=body), 400)
+    assert error["param"].startswith(param)
+
+
+def test_a_text_no_prompt_could_hold_is_not_tokenized(http: httpx.Client) -> None:
+    error = error_of(http.post("/tokenize", json={"prompt": "x " * 1_900_000}), 400)
+    assert error["message"].startswith("prompt has 3800000 characters, but may have at most")
+
+
+def test_many_wrong_messages_are_answered_with_a_few(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "txt": 1}] * 1000}] * 7
+    error = error_of(http.post("/v1/chat/completions", json={"messages": messages}), 400)
+    assert error["param"].startswith("messages.0.content.0")
+
+
+def test_bodies_are_bounded_in_all(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minivllm.server.app.MAX_TOTAL_BODY_BYTES", 4096)
+    core = ScriptedCore(scripts)
+    core.held = True
+    with served(core, scripts.tokenizer, max_body_bytes=2048) as server:
+        waiting = [_send(server, {"prompt": "x " * 700}) for _ in range(2)]
+        server.wait_until(lambda: len(core.running) == 2)
+        response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x " * 700})
+        assert "4096 bytes in all" in error_of(response, 429)["message"]
+        assert response.headers["retry-after"] == "1"
+        core.held = False
+        for connection in waiting:
+            assert connection.recv(64).startswith(b"HTTP/1.1 200 ")
+            connection.close()
+        server.wait_until(lambda: httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 200)
+
+
+def _send(server: ServedCore, body: dict[str, Any]) -> socket.socket:
+    data = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    return _raw(server, head % len(data) + data)
+
+
+def _raw(server: ServedCore, data: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection.sendall(data)
+    return connection
+
+
+def _read_all(connection: socket.socket) -> bytes:
+    received = b""
+    with connection:
+        while data := connection.recv(65536):
+            received += data
+    return received
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked",
+        b"HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 5",
+        b"HTTP/1.0\r\nTransfer-Encoding: chunked",
+        b"HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6",
+        b"HTTP/1.1\r\nTransfer-Encoding: gzip, chunked",
+        b"HTTP/1.1\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: identity",
+        b"HTTP/1.1\r\nContent-Length: -1",
+        b"HTTP/1.1\r\nContent-Length: +5",
+    ],
+)
+def test_a_body_whose_end_is_ambiguous_is_refused_and_nothing_behind_it_read(server: ServedCore, head: bytes) -> None:
+    smuggled = b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    request = b"POST /v1/completions " + head.replace(b"\r\n", b"\r\nHost: x\r\n", 1) + b"\r\n\r\n" + smuggled
+    answer = _read_all(_raw(server, request))
+    assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 501 "))
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.fixture(scope="module")
+def strict(scripts: Scripts) -> Iterator[ServedCore]:
+    """A server whose clients have no time to lose."""
+    patch = pytest.MonkeyPatch()
+    defaults = {"head_seconds": 0.3, "body_seconds": 0.6, "write_seconds": 0.5, "max_waiting": 5}
+    real = connections.ConnectionLimits
+    patch.setattr("minivllm.server.run.ConnectionLimits", lambda: real(**defaults))
+    with served(ScriptedCore(scripts, max_model_len=100_000), scripts.tokenizer, request_timeout=30) as running:
+        yield running
+    patch.undo()
+
+
+@pytest.mark.parametrize(
+    ("begun", "what"),
+    [
+        (b"", "head"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", "head"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", "body"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", "body"),
+    ],
+)
+def test_a_request_that_does_not_arrive_ends_its_connection(strict: ServedCore, begun: bytes, what: str) -> None:
+    answer = _read_all(_raw(strict, begun))
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert f"The {what} of the request did not arrive".encode() in answer
+
+
+def test_bytes_that_trickle_in_win_no_time(strict: ServedCore) -> None:
+    connection = _raw(strict, b"POST / HTTP/1.1\r\nHost: x\r\n")
+    start = time.monotonic()
+    with pytest.raises(OSError):
+        while time.monotonic() - start < 20:
+            connection.sendall(b"a: b\r\n")
+            time.sleep(0.05)
+    connection.close()
+
+
+def test_of_too_many_waiting_connections_the_oldest_ends(strict: ServedCore) -> None:
+    waiting = [_raw(strict, b"") for _ in range(12)]
+    assert httpx.get(f"{strict.url}/ready").status_code == 200
+    assert b"to take in others" in _read_all(waiting[0])
+    for connection in waiting[1:]:
+        connection.close()
+
+
+def test_a_kept_connection_serves_on_after_a_pause(strict: ServedCore) -> None:
+    with httpx.Client(base_url=strict.url) as http:
+        assert http.get("/ready").status_code == 200
+        time.sleep(0.5)
+        assert http.get("/ready").status_code == 200
+
+
+def _stalled_stream(server: ServedCore) -> socket.socket:
+    """A stream of more megabytes than the system buffers, whose reader reads nothing."""
+    token_ids = [40, 41] * 45_000
+    server.core.script = lambda request: token_ids
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", server.port))
+    data = json.dumps({"prompt": [5], "stream": True, "max_tokens": 90_000, "logprobs": 90}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    connection.sendall(head % len(data) + data)
+    return connection
+
+
+def test_a_reader_that_has_stopped_reading_loses_its_place(strict: ServedCore) -> None:
+    num_admitted = len(strict.core.admitted)
+    connection = _stalled_stream(strict)
+    strict.wait_until(lambda: len(strict.core.admitted) > num_admitted)
+    admission = strict.run.service.admission
+    strict.wait_until(lambda: admission.num_completions == 0 and not strict.core.running)
+    strict.wait_until(lambda: not strict.run._server.server_state.connections)
+    assert len(strict.core.admitted) == num_admitted + 1, "it ran, and nothing took its place meanwhile"
+    with httpx.Client(base_url=strict.url) as http:
+        assert http.get("/ready").status_code == 200, "the place is free for others"
+    connection.close()
+
+
+def test_the_engine_ends_a_request_at_its_deadline_though_nobody_reads(scripts: Scripts) -> None:
+    """The connection may wait for its reader a little longer; the KV cache does not."""
+    core = ScriptedCore(scripts, max_model_len=100_000)
+    patch = pytest.MonkeyPatch()
+    with patch.context() as context, served(core, scripts.tokenizer, request_timeout=3.0) as server:
+        context.setattr(connections.BoundedConnection, "_stalled", lambda self: None)
+        connection = _stalled_stream(server)
+        server.wait_until(lambda: len(core.running) == 1)
+        server.wait_until(lambda: not core.running)
+        assert len(core.aborted) == 1
+        connection.close()
+
+
+def test_depth_is_counted_by_brute_force_too() -> None:
+    text = '[[{"a":[1]}],[[[]]]]'
+    depth = max(accumulate((character in "[{") - (character in "]}") for character in text))
+    JsonBounds(max_depth=depth).check(text.encode())
+    with pytest.raises(ApiError):
+        JsonBounds(max_depth=depth - 1).check(text.encode())
