@@ -5,13 +5,15 @@ machine and the command it came from; those of ``bench model`` are drawn. To pub
 then run ``python -m tutorials.speed_picture``: chart and README follow. A peer whose own way of running is more than
 5 % faster than the way it was driven gets no ratio.
 
-On a CPU two commands measure all peers, each with a --peer-python for every engine that lives in another Python:
+On a CPU three commands measure all peers, each with a --peer-python for every engine that lives in another Python:
 
-    minivllm bench model --vs transformers,vllm,openvino --case decode:1 --case decode:4 --case decode:16 \\
-        --case prefill:512 --repeats 2 --calibrate 1 --json tutorials/measurements/cpu_1_float32.json
-    minivllm bench model --engine minivllm,quantization=int4 --vs llama.cpp,openvino,weights=int4 --case decode:1 \\
-        --case decode:4 --case decode:16 --case prefill:512 --repeats 2 --calibrate 1 \\
-        --json tutorials/measurements/cpu_2_int4.json
+    cases="--case decode:1 --case decode:4 --case decode:16 --case prefill:512 --repeats 3 --calibrate 2"
+    minivllm bench model --dtype bfloat16 --vs transformers,vllm,openvino $cases \\
+        --json tutorials/measurements/cpu_1_bfloat16.json
+    minivllm bench model --dtype float32 --vs transformers,vllm,openvino $cases \\
+        --json tutorials/measurements/cpu_2_float32.json
+    minivllm bench model --engine minivllm,quantization=int4 --vs llama.cpp,openvino,weights=int4 $cases \\
+        --json tutorials/measurements/cpu_3_int4.json
 """
 
 from __future__ import annotations
