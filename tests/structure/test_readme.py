@@ -31,6 +31,7 @@ NOT_RUN_HERE = {
     ".ci/run",
     "bash tests/gpu/run.sh",
     "python tests/structure/code_map.py",
+    "python tests/structure/request_tour.py --write",  # test_tour.py does
 }
 NEEDS_NO_MODEL = ("minivllm trace", "minivllm env")
 
