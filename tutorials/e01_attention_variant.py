@@ -44,7 +44,7 @@ PROMPTS = [torch.randint(2, 512, (length,), generator=choose).tolist() for lengt
 # ## In the engine
 # ``attention_backend`` names a backend: one that ``register_attention`` knows, in this process, or one that can be
 # imported as ``"package.module:factory"``, in an engine process too. Both are used below, in the default engine, with
-# everything compiled. Five requests of different lengths are answered together: prompts in tiles of many queries,
+# everything compiled. Five requests of different lengths are answered together: prompts in query tiles of many queries,
 # answers token by token, each from the blocks of its own block table.
 
 # %%

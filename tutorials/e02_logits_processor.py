@@ -1,4 +1,4 @@
-"""B · Worked example, a new logits processor: answers that must begin with given tokens, for those who ask for it.
+"""B · Worked example, a new logits processor: answers that must begin with given tokens, where asked for.
 
 "Answer with a JSON object" works better when the answer is made to begin with a brace. A logits processor can do that:
 it sees the logits before anything is drawn from them, and forbids all tokens but one. Its two

@@ -42,8 +42,8 @@ def next_token(token_ids: list[int]) -> int:
     places = torch.arange(len(token_ids), dtype=torch.int32)
 
     def attend(layer: int, q: Tensor) -> Tensor:
-        page = torch.zeros(1, dtype=torch.int64)
-        return gathered_sdpa_attention(q, *notes[layer], page, 0, scale=decoder.config.softmax_scale)
+        block = torch.zeros(1, dtype=torch.int64)
+        return gathered_sdpa_attention(q, *notes[layer], block, 0, scale=decoder.config.softmax_scale)
 
     tokens = TokenInputs(places, places)
     o, residual = decoder.forward(torch.tensor(token_ids), tokens, notes, attend)

@@ -40,8 +40,8 @@ def step(token_ids: list[int], start: int, notes: list[LayerCache]) -> Tensor:
     places = torch.arange(start, len(token_ids), dtype=torch.int32)
 
     def attend(layer: int, q: Tensor) -> Tensor:
-        page = torch.zeros(1, dtype=torch.int64)
-        return gathered_sdpa_attention(q, *notes[layer], page, start, scale=decoder.config.softmax_scale)
+        block = torch.zeros(1, dtype=torch.int64)
+        return gathered_sdpa_attention(q, *notes[layer], block, start, scale=decoder.config.softmax_scale)
 
     tokens = TokenInputs(places, places)
     o, residual = decoder.forward(torch.tensor(token_ids[start:]), tokens, notes, attend)
@@ -89,7 +89,7 @@ per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
 lesson.predict("bytes per token", per_token, "2 (K, V) x layers x kv_heads x head_dim x 4 bytes")
 notes = fresh_notes()
 lesson.measure("bytes per token", sum(cache.k.nbytes + cache.v.nbytes for cache in notes) // CAPACITY)
-lesson.check(block_bytes(decoder, CAPACITY) == per_token * CAPACITY, "the engine sizes its pages by the same formula")
+lesson.check(block_bytes(decoder, CAPACITY) == per_token * CAPACITY, "the engine sizes its blocks by the same formula")
 
 # %% [markdown]
 # ## The surprise

@@ -1,4 +1,4 @@
-"""03 · Paging: nobody knows how long an answer gets, so memory is handed out in small blocks, and a table finds them.
+"""03 · Paging: the length of an answer is unknown, so memory is handed out in small blocks, and a table finds them.
 
 Chapter 2 set aside room for the longest possible sequence. With many users that is nearly all waste. Operating systems
 met the problem sixty years ago; PagedAttention (Kwon et al. 2023) took their answer over.
@@ -7,7 +7,7 @@ met the problem sixty years ago; PagedAttention (Kwon et al. 2023) took their an
 # %% [markdown]
 # ## The parts
 # ``BlockPool`` owns the blocks, ``KVCacheManager`` gives them to requests as they grow. Neither touches a tensor: a
-# block is a number. (Block 0 is the null block: padding is written there, and nobody reads it.)
+# block is a number. (Block 0 is the null block: padding is written there, and nothing reads it.)
 
 # %%
 from __future__ import annotations
@@ -77,8 +77,8 @@ lesson.measure("users with paging", len(served))
 # %%
 reserved = sum(len(manager.get_block_ids(r.request_id)[0]) * BLOCK for r in served)
 lost = sum(-n % BLOCK for n in lengths[: len(served)])
-lesson.predict("slots that hold nothing", lost, "the sum of -length mod 16")
-lesson.measure("slots that hold nothing", reserved - sum(r.num_tokens for r in served))
+lesson.predict("cache slots that hold nothing", lost, "the sum of -length mod 16")
+lesson.measure("cache slots that hold nothing", reserved - sum(r.num_tokens for r in served))
 used = sum(lengths[:contiguous])
 lesson.bars(
     "t03_users",
@@ -140,14 +140,14 @@ lesson.check(torch.equal(*outputs), "attention over scattered blocks equals atte
 
 # %% [markdown]
 # ## The block mask
-# The compiled engine does not gather. It gives FlexAttention the *physical* cache and, for every tile of queries, the
-# list of pages to read: a **full** page is visible to all queries of the tile, a **partial** one is masked inside.
+# The compiled engine does not gather. It gives FlexAttention the *physical* cache and, for every query tile, the
+# list of blocks to read: a **full** block is visible to all queries of the tile, a **partial** one is masked inside.
 # Everything else is never touched. ``write_lists`` makes these lists from the block tables; here they are for one
 # step that decodes R1 and takes in a chunk of R6, and the rule that must come out: a query at position p sees (p + 1)
-# // 4 full pages, and one more, partially, if p + 1 is no multiple of 4.
+# // 4 full blocks, and one more, partially, if p + 1 is no multiple of 4.
 
 # %%
-lesson.heading("Which pages a step reads")
+lesson.heading("Which blocks a step reads")
 decode_at, chunk = len(names["R1"].all_token_ids) - 1, range(8, 24)
 table = np.zeros((2, 16), dtype=np.int32)  # R1 has batch slot 0, R6 has batch slot 1
 table[0, : len(tables["R1"])], table[1, : len(tables["R6"])] = tables["R1"], tables["R6"]
@@ -157,7 +157,7 @@ write_lists(lists, blocks_read(first_queries, last_queries, None, block_size=4),
 decode = new_lists(tiles=1, width=16)
 ranges = blocks_read(np.array([decode_at]), np.array([decode_at]), None, block_size=4, tells_full=False)  # as on a GPU
 write_lists(decode, ranges, table, np.array([0]))
-picture: dict[str, list[Cell]] = {"page": [(str(page), "") for page in range(25)]}
+picture: dict[str, list[Cell]] = {"block": [(str(block), "") for block in range(25)]}
 seen: list[tuple[int, int]] = []
 for tile, positions in enumerate((chunk[:8], chunk[8:])):
     full = lists.full[tile, : lists.full_count[tile]].tolist()
@@ -167,19 +167,19 @@ for tile, positions in enumerate((chunk[:8], chunk[8:])):
         ("F", "cached") if p in full else ("P", "decode") if p in partial else ("", "") for p in range(25)
     ]
     picture[f"R6, queries {positions[0]}-{positions[-1]}"] = row
-decode_pages = decode.partial[0, : decode.partial_count[0]].tolist()
-picture[f"R1, query {decode_at}"] = [("P", "decode") if p in decode_pages else ("", "") for p in range(25)]
+decode_blocks = decode.partial[0, : decode.partial_count[0]].tolist()
+picture[f"R1, query {decode_at}"] = [("P", "decode") if p in decode_blocks else ("", "") for p in range(25)]
 first, second = chunk[:8], chunk[8:]
 rule = [((a + 1) // 4, b // 4 + 1 - (a + 1) // 4) for a, b in ((first[0], first[-1]), (second[0], second[-1]))]
-lesson.predict("(full, partial) pages of the two tiles", rule, "(a + 1) // 4 full, up to b // 4 partial")
-lesson.measure("(full, partial) pages of the two tiles", seen)
+lesson.predict("(full, partial) blocks of the two tiles", rule, "(a + 1) // 4 full, up to b // 4 partial")
+lesson.measure("(full, partial) blocks of the two tiles", seen)
 lesson.cells(
     "t03_block_mask",
-    "Pages of the cache, and the tiles that read them",
+    "Blocks of the cache, and the query tiles that read them",
     picture,
     legend={"cached": "F: full, read whole", "decode": "P: partial, masked inside"},
 )
-lesson.check(decode_pages == tables["R1"], "a decoding request reads exactly the pages of its own block table")
+lesson.check(decode_blocks == tables["R1"], "a decoding request reads exactly the blocks of its own block table")
 
 # %% [markdown]
 # ## Exercises
@@ -195,7 +195,7 @@ def block_sizes() -> str:
         blocks = 64 * -(-1000 // size)
         found[size] = (blocks, blocks * size - 64 * 1000)
     assert found[1][1] == 0 and found[1][0] == 64_000
-    return f"block size: (table entries, wasted slots): {found}; large blocks also read memory in long runs"
+    return f"block size: (table entries, wasted cache slots): {found}; large blocks also read memory in long runs"
 
 
 @lesson.exercise("What does allocate_slots do when there is no room? Check that it leaves no trace.")
@@ -210,7 +210,7 @@ def no_trace() -> str:
 
 lesson.passed(
     f"{paged} users fit where {contiguous} did",
-    f"{lost} of {reserved:,} slots are lost to rounding",
+    f"{lost} of {reserved:,} cache slots are lost to rounding",
     "attention over scattered blocks is bit-identical",
-    "the block mask has (a + 1) // page full pages",
+    "the block mask has (a + 1) // block size full blocks",
 )

@@ -1,13 +1,13 @@
-"""04 · Continuous batching: a batch is as slow as its longest answer, unless requests that are done make room at once.
+"""04 · Continuous batching: a batch is as slow as its longest answer, unless requests that are done leave at once.
 
 A step reads all weights, whether it writes a token for one request or for sixteen; batching is nearly free. The
-question is who sits in the batch. Orca (Yu et al. 2022) answered it anew in every step.
+question is which requests are in the batch. Orca (Yu et al. 2022) answered it anew in every step.
 """
 
 # %% [markdown]
 # ## Static batching, the control
-# Sixteen requests, four slots, answers of 2 to 20 tokens. A static batch takes four, and takes the next four when all
-# of them are done. The engine's scheduler can be made to work like that, by not telling it of the others in the
+# Sixteen requests, four batch slots, answers of 2 to 20 tokens. A static batch takes four, and takes the next four when
+# all of them are done. The engine's scheduler can be made to work like that, by not telling it of the others in the
 # meantime.
 
 # %%
@@ -50,8 +50,8 @@ def continuous_batching(lengths: list[int]) -> list[Step]:
 
 # %% [markdown]
 # ## Predict
-# Static: every batch of four takes as many steps as its longest answer. Continuous: whoever is next takes the slot that
-# becomes free first, like customers at four counters.
+# Static: every batch of four takes as many steps as its longest answer. Continuous: the next request takes the batch
+# slot that becomes free first, like customers at four counters.
 
 # %%
 lesson.heading(f"16 answers of {min(answers)} to {max(answers)} tokens, {SLOTS} slots")
@@ -67,13 +67,13 @@ lesson.measure("steps, continuous", len(continuous))
 
 # %% [markdown]
 # ## The picture
-# A row is a slot, a column a step, a letter a request, and a grey cell is a place in the batch that was paid for and
-# not used. The lower picture has the same coloured cells: the work is the same, only the holes are gone.
+# A row is a batch slot, a column a step, a letter a request, and a grey cell is a place in the batch that was paid for
+# and not used. The lower picture has the same coloured cells: the work is the same, only the holes are gone.
 
 
 # %%
 def gantt(steps: list[Step]) -> dict[str, list[Cell]]:
-    """Who sits in which slot: newcomers take the first free one."""
+    """Which request has which batch slot: a new one takes the first that is free."""
     slots: list[str | None] = [None] * SLOTS
     rows: dict[str, list[Cell]] = {f"slot {number}": [] for number in range(SLOTS)}
     for step in steps:
@@ -126,7 +126,7 @@ def mean_wait(steps: list[Step]) -> float:
     return sum(done[f"R{number}"] for number in range(1, 16)) / 15
 
 
-# Static: three leave after 4 steps but nobody enters before 100; then groups of four at 104, 108 and 112.
+# Static: three leave after 4 steps but no other enters before 100; then groups of four at 104, 108 and 112.
 lesson.predict(
     "mean steps of a short answer, static", (3 * 4 + 4 * (104 + 108 + 112)) / 15, "groups after the long one"
 )
@@ -144,7 +144,7 @@ def longest_first() -> str:
     steps = len(continuous_batching(sorted(answers, reverse=True)))
     bound = -(-sum(answers) // SLOTS)
     assert bound <= steps <= len(continuous)
-    return f"{steps} steps, {bound} are the least possible; but nobody knows the length of an answer in advance"
+    return f"{steps} steps, {bound} are the least possible; but the length of an answer is not known in advance"
 
 
 @lesson.exercise("Sort the requests for static batching too. How many of the lost steps come back?")

@@ -7,8 +7,9 @@ one question per step: how many more tokens do we compute, for whom? The answer 
 # %% [markdown]
 # ## The figure of the articles
 # A budget of 10 tokens per step, three prompts of 3, 5 and 12 tokens. ``trace.simulated_steps`` runs the real
-# ``Scheduler`` and ``KVCacheManager`` against a worker without a model. Who runs is served first, in order; then who
-# waits, while budget is left. So the first step takes R1 and R2 whole, and what is left of the budget goes to R3:
+# ``Scheduler`` and ``KVCacheManager`` against a worker without a model. Running requests are served first, in
+# order; then waiting ones, while budget is left. So the first step takes R1 and R2 whole, and what is left of the
+# budget goes to R3:
 
 # %%
 from __future__ import annotations

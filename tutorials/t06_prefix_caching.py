@@ -1,7 +1,7 @@
 """06 · Prefix caching: blocks that are done can be found again by a hash of everything up to them.
 
 System prompts, conversations and retries start with the same tokens over and over. Chapter 3 gave the blocks back
-when a request was done; but their contents are still there. So do not forget them before the room is needed.
+when a request was done; but their contents are still there. So do not forget them before the memory is needed.
 """
 
 # %% [markdown]
@@ -66,12 +66,12 @@ lesson.cells(
 
 # %%
 lesson.heading("A conversation of 8 turns in the engine")
-TURNS, NEW, REPLY, PAGE = 8, 24, 8, 16
+TURNS, NEW, REPLY, SIZE = 8, 24, 8, 16
 prompts, computed_without, computed_with = [], 0, 0
 lengths = [NEW + turn * (NEW + REPLY) for turn in range(TURNS)]
 for length in lengths:
     computed_without += length + REPLY - 1
-    found = (length - NEW - 1) // PAGE * PAGE if length > NEW else 0  # the last reply token was never computed
+    found = (length - NEW - 1) // SIZE * SIZE if length > NEW else 0  # the last reply token was never computed
     computed_with += length + REPLY - 1 - found
 lesson.predict("tokens computed without", computed_without, "every turn from its beginning")
 lesson.predict("tokens computed with", computed_with, "full blocks of the turns before are found")

@@ -128,8 +128,8 @@ lesson.say(f"  at 3,072 tokens: {rebuilt[-1] / persistent[-1]:,.0f} times less")
 
 # %% [markdown]
 # ## Stable slots
-# A request keeps its row, its *slot*, for as long as it runs. When a request leaves, nothing is moved up to close the
-# gap; a step gathers the rows it needs. So leaving costs nothing at all, and a newcomer takes the slot over.
+# A request keeps its row, its *batch slot*, for as long as it runs. When a request leaves, nothing is moved up to close
+# the gap; a step gathers the rows it needs. So leaving costs nothing at all, and a new request takes the slot over.
 
 # %%
 lesson.heading("One request leaves, another one comes")

@@ -6,7 +6,7 @@ top-p), of rules (a grammar), and of chance. Chance is the hardest part: it must
 
 # %% [markdown]
 # ## A vocabulary of eight
-# The engine's ``Sampler`` knows requests by their slot. Here a few slots get their parameters by hand, and a vocabulary
+# The engine's ``Sampler`` knows requests by their batch slot. Here a few get their parameters by hand, and a vocabulary
 # of eight tokens is small enough to see everything. Several rows may share one slot; their *position* in the sequence
 # tells them apart, so 20,000 rows with positions 0, 1, 2, … are 20,000 draws.
 

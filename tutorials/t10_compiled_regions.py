@@ -53,11 +53,11 @@ def run(decoder: Decoder, num_tokens: int, num_rows: int = 2) -> Tensor:
     """A step of ``num_tokens`` tokens of one request; logits of its last rows."""
     caches = allocate_caches(decoder, num_blocks=64, block_size=16)
     positions = torch.arange(num_tokens, dtype=torch.int32)
-    tokens = TokenInputs(positions, positions + 16)  # page 0 is the null page
+    tokens = TokenInputs(positions, positions + 16)  # block 0 is the null block
 
     def attend(layer: int, q: Tensor) -> Tensor:
-        pages = torch.arange(1, 2 + num_tokens // 16)
-        return gathered_sdpa_attention(q, *caches[layer], pages, 0, scale=decoder.config.softmax_scale)
+        blocks = torch.arange(1, 2 + num_tokens // 16)
+        return gathered_sdpa_attention(q, *caches[layer], blocks, 0, scale=decoder.config.softmax_scale)
 
     o, residual = decoder.forward(positions, tokens, caches, attend)
     return decoder.logits(o, residual, torch.arange(num_tokens - num_rows, num_tokens), tokens)
@@ -189,8 +189,8 @@ def captured(breaks_at_attention: bool) -> tuple[GraphCapture, Tensor]:
             o = torch.empty_like(q)
 
             def compute() -> None:
-                pages = torch.tensor([1])
-                o.copy_(gathered_sdpa_attention(q, *caches[layer], pages, 0, scale=decoder.config.softmax_scale))
+                blocks = torch.tensor([1])
+                o.copy_(gathered_sdpa_attention(q, *caches[layer], blocks, 0, scale=decoder.config.softmax_scale))
 
             if breaks_at_attention:
                 capture.run_between(compute)

@@ -172,7 +172,7 @@ try:
         far.get_outputs()
 except EngineDeadError as error:
     message = str(error)
-lesson.say(f"  the one who waited: {message}")
+lesson.say(f"  the call that waited: {message}")
 lesson.check("killed by SIGKILL" in message, "the error names the signal")
 far.close()
 near.close()

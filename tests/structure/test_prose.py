@@ -66,3 +66,11 @@ def test_files_that_the_prose_names_exist() -> None:
             assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}"
         for module in re.findall(r"python -m (tutorials\.\w+)", path.read_text("utf-8")):
             assert (ROOT / (module.replace(".", "/") + ".py")).exists(), f"{path.relative_to(ROOT)} names {module}"
+
+
+def test_a_piece_of_the_kv_cache_is_called_a_block() -> None:
+    """In documents and chapters; a page is one of the web, of paper or of this text."""
+    allowed = r"gets a page to chat|the page at `/`|number of this page|narrow cells fits a page"
+    for path in [*DOCUMENTS, *sorted(ROOT.glob("tutorials/*.py"))]:
+        text = re.sub(allowed, "", path.read_text(encoding="utf-8"))
+        assert re.findall(r"(?i)^.*\bpages?\b.*$", text, re.MULTILINE) == [], path.relative_to(ROOT)

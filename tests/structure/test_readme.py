@@ -31,6 +31,7 @@ NOT_RUN_HERE = {
     ".ci/run",
     "bash tests/gpu/run.sh",
     "python tests/structure/code_map.py",
+    "python tests/structure/request_tour.py --write",  # test_tour.py does
 }
 NEEDS_NO_MODEL = ("minivllm trace", "minivllm env")
 
@@ -141,6 +142,14 @@ def test_python_snippets_with_a_model_run(snippet: str, smollm2_path: Path) -> N
     assert result.stdout
 
 
+def defined_names(node: ast.stmt) -> set[str]:
+    """What a statement defines: a function, a class, or variables."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {found.id for target in targets for found in ast.walk(target) if isinstance(found, ast.Name)}
+
+
 @pytest.mark.parametrize("document", [ROOT / "README.md", TOUR], ids=["README", "tour"])
 def test_links_lead_to_what_they_name(document: Path) -> None:
     """A link's text that is a Python name must be defined in the file it leads to; a method, in its class."""
@@ -153,7 +162,7 @@ def test_links_lead_to_what_they_name(document: Path) -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         body = tree.body
         for part in name.split("."):
-            [found] = [node for node in body if getattr(node, "name", None) == part]
+            [found] = [node for node in body if part in defined_names(node)]
             body = getattr(found, "body", [])
 
 
@@ -209,9 +218,6 @@ def _is_proven(number: str, unit: str, mark: str | None, folder: Path) -> bool:
 
 def test_every_measured_number_is_that_of_a_report() -> None:
     assert unproven_figures(README, speed_picture.MEASUREMENTS) == []
-
-
-STEP = "<!-- r.json | decode | minivllm | step -->"
 
 
 STEP = "<!-- r.json | decode | minivllm | step -->"

@@ -1,0 +1,100 @@
+"""The tour of one request in minivllm/README.md: what it shows is what a real engine does, what it names is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import minivllm
+from tests.structure import request_tour
+from tests.structure.request_tour import TOUR, Record, follow, stations, written
+
+ROOT = TOUR.parents[1]
+SOURCES = sorted([*ROOT.glob("minivllm/**/*.py"), *ROOT.glob("kernels_triton_free/**/*.py")])
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TEXT = TOUR.read_text(encoding="utf-8")
+PROSE = re.sub(r"^```.*?^```$", "", TEXT, flags=re.MULTILINE | re.DOTALL)
+MOST_FILES = 12
+
+
+@pytest.fixture(scope="module")
+def record() -> Record:
+    return follow()
+
+
+def test_every_station_shows_what_the_engine_did(record: Record) -> None:
+    assert written(TEXT) == stations(record), "run: python tests/structure/request_tour.py --write"
+
+
+def test_the_sampled_tokens_do_not_hang_on_rounding(record: Record) -> None:
+    assert record.margin > 1.0
+
+
+def test_writing_replaces_what_stands_between_the_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied = re.sub(r"```text\n[^`]*```\n(?=<!-- end of tour)", "```text\nold\n```\n", TEXT)
+    assert set(written(emptied).values()) == {"old"}
+    (tmp_path / "README.md").write_text(emptied, encoding="utf-8")
+    monkeypatch.setattr(request_tour, "TOUR", tmp_path / "README.md")
+    request_tour.write(written(TEXT))
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == TEXT
+
+
+def test_a_reader_opens_twelve_files_and_the_list_names_them_all() -> None:
+    listed = re.findall(r"^\d+\. \[`([\w/.]+)`\]\(([\w/.]+)\)", TEXT, re.MULTILINE)
+    assert all(name == target and (TOUR.parent / target).is_file() for name, target in listed)
+    opened = [name for line in re.findall(r"^Open (.+)$", TEXT, re.MULTILINE) for name in re.findall(r"`(.+?)`", line)]
+    headings = re.findall(r"^## \d\. ", TEXT, re.MULTILINE)
+    assert len(re.findall(r"^## \d\. .+\n\nOpen ", TEXT, re.MULTILINE)) == len(headings) == 8
+    assert len(listed) <= MOST_FILES
+    assert list(dict.fromkeys(opened)) == [name for name, _ in listed]
+    lines = sum(len((TOUR.parent / name).read_text(encoding="utf-8").splitlines()) for name, _ in listed)
+    [shown] = re.findall(r"twelve files, which have ([\d,]+) lines together", README)
+    assert abs(lines - int(shown.replace(",", ""))) <= 100, f"the README says {shown} lines, but there are {lines}"
+
+
+def names_of(tree: ast.AST) -> set[str]:
+    """What a module defines or uses as an attribute: functions, classes, arguments, variables, fields."""
+    names = set()
+    for node in ast.walk(tree):
+        for field in ("name", "arg", "attr", "id"):
+            found = getattr(node, field, None)
+            if isinstance(found, str):
+                names.add(found)
+    return names
+
+
+def test_every_name_between_backquotes_is_one_of_the_code() -> None:
+    """Also where it is no link. Of Class.member both, the member in the file of the class."""
+    known: dict[str, set[str]] = {"": {path.stem for path in SOURCES}}
+    for path in SOURCES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = names_of(tree)
+        for owner in ("", *(node.name for node in tree.body if isinstance(node, ast.ClassDef))):
+            known.setdefault(owner, set()).update(names)
+    unknown = []
+    for name in re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)(?:\(\))?`", PROSE):
+        owner, _, member = name.rpartition(".")
+        if member not in known.get(owner, ()) and member != "py" and name not in ("r0", "r1"):
+            unknown.append(name)
+    assert unknown == [], "the tour names what the code does not have"
+
+
+def test_the_seams_of_the_readme_are_public_and_where_their_links_lead() -> None:
+    table = README.split("| | seam | worked example |")[1].split("\n\n")[0]
+    rows = [row for row in table.splitlines() if row.startswith("| a")]
+    assert len(rows) == 5
+    for row in rows:
+        _, what, seam, example, _ = row.split("|")
+        names = re.findall(r"\[`(\w+)`\]\(([\w/.]+)\.py\)", seam)
+        assert names and len(names) == seam.count("["), f"a link for each name: {seam}"
+        for name, file in names:
+            module = importlib.import_module(file.replace("/", "."))
+            assert hasattr(module, name), f"{what}: {file} has no {name}"
+            assert getattr(minivllm, name, getattr(module, name)) is getattr(module, name)
+        [target] = re.findall(r"\]\((tutorials/\w+\.py)\)", example)
+        used = (ROOT / target).read_text(encoding="utf-8")
+        assert any(name in used for name, _ in names), f"{target} uses none of {names}"
