@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from minivllm.bench.reports.figures import median
 from minivllm.bench.reports.report import Better, Measurement, OutputOptions, make_report, publish
-from minivllm.bench.reports.statistics import median
-from minivllm.cli.options.engine_options import EngineOptions, ModelArgument, with_model_option
-from minivllm.cli.options.option_groups import with_option_groups
+from minivllm.cli.engine.options import with_options
+from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -39,12 +39,10 @@ class Tuned:
     failed: dict[str, str]
 
 
-@with_option_groups
-@with_model_option
+@with_options
 def attention(
-    engine: EngineOptions,
+    args: EngineArgs,
     output: OutputOptions,
-    model: ModelArgument = "smollm2",
     batch: Annotated[str, typer.Option(help="Requests that decode together, separated by commas.")] = "1,16",
     context: Annotated[str, typer.Option(help="Tokens of each request, separated by commas.")] = "512,4096",
     page: Annotated[str, typer.Option(help="Page sizes, separated by commas.")] = "64",
@@ -68,7 +66,7 @@ def attention(
     import torch
 
     from minivllm.bench.parts import decode_attention
-    from minivllm.bench.parts.hardware import copy_bandwidth
+    from minivllm.bench.parts.bounds import copy_bandwidth
     from minivllm.engine.resolve import resolve
 
     if backend not in BACKENDS:
@@ -76,7 +74,7 @@ def attention(
     if tune and backend != "flex":
         raise ConfigError("--tune tries options of FlexAttention: leave --backend out.")
     sizes = [parse_sizes(name, text) for name, text in (("batch", batch), ("context", context), ("page", page))]
-    config, decoder = resolve(engine.engine_args(model))
+    config, decoder = resolve(args)
     device, cache_dtype = torch.device(config.device), getattr(torch, config.cache.dtype)
     # As the engine does: a CPU attends in the dtype of the pages.
     dtype = getattr(torch, config.dtype) if device.type == "cuda" else cache_dtype
@@ -133,7 +131,7 @@ def attention(
         notes.append(
             f"Engines on this GPU use this from now on: {keep(torch.cuda.get_device_name(device), found_on_gpu)}."
         )
-    configuration = {"model": model, "backend": backend, "device": str(device), "dtype": str(cache_dtype)}
+    configuration = {"model": args.model, "backend": backend, "device": str(device), "dtype": str(cache_dtype)}
     publish(make_report("attention", configuration, measurements, notes=notes), output)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import TileLists, gathered_sdpa_attention, paged_flex_attention
-from minivllm.bench.parts.hardware import seconds_per_call
+from minivllm.bench.parts.bounds import seconds_per_call
 
 Options = Mapping[str, int]
 """FlexAttention's kernel options."""
