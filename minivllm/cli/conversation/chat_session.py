@@ -178,11 +178,11 @@ class ChatSession:
         conversation is as it was.
         """
         text = "\n\n".join([*(attachment.as_markdown() for attachment in self.attachments), text])
-        generation = self._answer([*self.messages, Message(role="user", content=text)], on_text, is_interrupted)
+        generation = self._extend([*self.messages, Message(role="user", content=text)], on_text, is_interrupted)
         self.attachments = []
         return generation
 
-    def _answer(
+    def _extend(
         self, messages: list[Message], on_text: Callable[[str], None], is_interrupted: Callable[[], bool]
     ) -> Generation:
         """Have ``messages`` answered; they and the answer become the conversation."""
@@ -200,7 +200,7 @@ class ChatSession:
         """Answer the last user message again, in place of its old answer. Raises RequestError if there is none."""
         if not self.messages:
             raise RequestError("Nothing was asked yet, so there is no answer to generate again.")
-        return self._answer(self.messages[:-1], on_text, is_interrupted)
+        return self._extend(self.messages[:-1], on_text, is_interrupted)
 
     def compact(self, on_text: Callable[[str], None], is_interrupted: Callable[[], bool]) -> Generation:
         """Put a summary by the model in place of the older exchanges, all but the last if there are several.
