@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -118,6 +118,7 @@ def token_times(chunk_times: Sequence[float], num_tokens: int) -> list[float]:
     return [chunk_times[round(number * last / (num_tokens - 1))] for number in range(num_tokens)]
 
 
+@dataclass(frozen=True)
 class LoadGenerator:
     """Sends tasks and writes down what came back.
 
@@ -126,20 +127,12 @@ class LoadGenerator:
     place of the answer. Needs httpx.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        *,
-        concurrency: int | None = None,
-        cancel_rate: float = 0.0,
-        seed: int = 0,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._target = target
-        self._concurrency = concurrency
-        self._cancel_rate = cancel_rate
-        self._seed = seed
-        self._on_end = on_end
+    target: Target
+    _: KW_ONLY
+    concurrency: int | None = None
+    cancel_rate: float = 0.0
+    seed: int = 0
+    on_end: Callable[[], None] = lambda: None
 
     async def run(self, tasks: Sequence[Task]) -> tuple[list[ServedRecord], float]:
         """All records, and the time from the start to the last end [seconds]."""
@@ -147,15 +140,15 @@ class LoadGenerator:
 
         records = [ServedRecord() for _ in tasks]
         ended = [asyncio.Event() for _ in tasks]
-        source = random.Random(f"cancel/{self._seed}")
+        source = random.Random(f"cancel/{self.seed}")
         leave_after = [
-            source.randrange(max(1, task.max_tokens)) if source.random() < self._cancel_rate else None for task in tasks
+            source.randrange(max(1, task.max_tokens)) if source.random() < self.cancel_rate else None for task in tasks
         ]
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(
-            base_url=self._target.url,
-            headers=key_header(self._target.api_key),
-            timeout=self._target.timeout,
+            base_url=self.target.url,
+            headers=key_header(self.target.api_key),
+            timeout=self.target.timeout,
             limits=limits,
             trust_env=False,
         ) as client:
@@ -167,7 +160,7 @@ class LoadGenerator:
                 if task.after is not None:
                     await ended[task.after].wait()
                     due = time.perf_counter() - start
-                if self._concurrency is None or task.after is not None:
+                if self.concurrency is None or task.after is not None:
                     due += task.arrival
                     await asyncio.sleep(due - (time.perf_counter() - start))
                 else:
@@ -175,9 +168,9 @@ class LoadGenerator:
                 records[index].arrival = due
                 await self._send(client, task, records[index], start, leave_after[index])
                 ended[index].set()
-                self._on_end()
+                self.on_end()
 
-            if self._concurrency is None:
+            if self.concurrency is None:
                 await asyncio.gather(*(one(index) for index in range(len(tasks))))
             else:
                 waiting = iter(range(len(tasks)))
@@ -186,7 +179,7 @@ class LoadGenerator:
                     for index in waiting:
                         await one(index)
 
-                await asyncio.gather(*(place() for _ in range(self._concurrency)))
+                await asyncio.gather(*(place() for _ in range(self.concurrency)))
             return records, time.perf_counter() - start
 
     async def _send(
@@ -198,7 +191,7 @@ class LoadGenerator:
         chunk_times: list[float] = []
         usage: dict[str, Any] | None = None
         try:
-            async with client.stream("POST", self._target.path(), json=self._target.body(task)) as response:
+            async with client.stream("POST", self.target.path(), json=self.target.body(task)) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
                     if response.status_code == 429:
