@@ -23,8 +23,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from minivllm.bench.reports.figures import median
 from minivllm.bench.reports.report import Report, machine_text, read_report
-from minivllm.bench.reports.statistics import median
 
 FOLDER = Path(__file__).parent
 MEASUREMENTS = FOLDER / "measurements"

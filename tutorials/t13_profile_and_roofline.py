@@ -11,8 +11,8 @@ rest of the time went.
 # Per token every weight is multiplied once and added once: 2 operations per weight, plus attention. Per *step*, however
 # many tokens it has, every weight is read once. That asymmetry is all there is to know about batching.
 #
-# ``cli/bench/bounds.py`` has the formulas that ``minivllm bench roofline`` uses. Do not believe them: PyTorch can count
-# the operations that are really dispatched.
+# ``bench/parts/bounds.py`` has the formulas that ``minivllm bench roofline`` uses. Do not believe them: PyTorch can
+# count the operations that are really dispatched.
 
 # %%
 from __future__ import annotations

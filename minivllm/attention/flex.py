@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minivllm.attention.backend import CAUSAL, AttentionBackend, AttentionContext, AttentionRule, StepRows
-from minivllm.attention.decode_options import DecodeOptions
 from minivllm.attention.sdpa import SdpaAttention
 from minivllm.attention.tiles import GatheredTiles, QueryTiles, Tiles
 from minivllm.models.decoder import LayerCache
 from minivllm.models.decoder_config import AttentionSpec
-
-logger = logging.getLogger(__name__)
 
 
 def rule_attention(context: AttentionContext, rule: AttentionRule = CAUSAL) -> AttentionBackend:
@@ -47,26 +43,14 @@ class FlexAttention:
 
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
         policy, sequences, tokens = context.policy, context.max_num_seqs, context.max_num_batched_tokens
-        options = DecodeOptions.of(context.device)
         self.decode_batches = policy.decode_batches(sequences)
-        if self.decode_batches:
-            logger.info("Kernel options of decode attention: %s.", options.origin)
         self._max_decodes = max(2, sequences)
-        tuned = {
-            batch: options.choose(
-                batch_kv_heads=batch * context.kv_heads,
-                head_dim=context.head_dim,
-                dtype=context.cache_dtype,
-                block_size=context.tables.block_size,
-            )
-            for batch in self.decode_batches
-        }
 
-        def short(kind: str, size: int, batches: Mapping[int, Mapping[str, int]] | None = None) -> QueryTiles:
+        def short(kind: str, size: int, batches: Sequence[int] = ()) -> QueryTiles:
             full = policy.lists_full_blocks
             return QueryTiles(context, rule, kind, size, sequences, fixed_lists=True, tells_full=full, batches=batches)
 
-        self._single = short("decode attention", 1, tuned)
+        self._single = short("decode attention", 1, self.decode_batches)
         self._few = short("verify attention", context.verify_size) if context.verify_size > 1 else None
         size = policy.query_tile_size(context.query_group)
         capacity = max(policy.min_tiles, min(tokens, sequences + -(-tokens // size)) + 2)

@@ -6,7 +6,7 @@ A tile is one row of FlexAttention's batch dimension, so it never reads the bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,9 +72,9 @@ class QueryTiles:
         fixed_lists: bool = False,
         tells_full: bool = True,
         compute_dtype: torch.dtype | None = None,
-        batches: Mapping[int, Mapping[str, int]] | None = None,
+        batches: Sequence[int] = (),
     ) -> None:
-        """batches: number of tiles -> kernel options, where every such number has a kernel of its own."""
+        """batches: numbers of tiles that have a kernel of their own; empty where one serves them all."""
         self._context, self._rule, self._kind, self.size = context, rule, kind, size
         self._tells_full, self._compute_dtype = tells_full, compute_dtype
         capacity = rounded_capacity(capacity)
@@ -95,14 +95,12 @@ class QueryTiles:
         for spec in context.specs:
             if not batches:
                 self._kernels[spec, None] = self._compile(spec)
-            for batch, options in (batches or {}).items():
-                self._kernels[spec, batch] = self._compile(spec, batch, options)
+            for batch in batches:
+                self._kernels[spec, batch] = self._compile(spec, batch)
 
-    def _compile(
-        self, spec: AttentionSpec, batch: int | None = None, tuned: Mapping[str, int] | None = None
-    ) -> Callable:
+    def _compile(self, spec: AttentionSpec, batch: int | None = None) -> Callable:
         policy, rule = self._context.policy, self._rule
-        own: Any = {**policy.kernel_options, **(tuned or {})} or None
+        own: Any = policy.kernel_options or None
         function, lists = self._kernel()
         return self._context.compile_region(
             self._kind if batch is None else f"{self._kind} of {batch}",

@@ -14,8 +14,7 @@ from minivllm.bench.reports.report import OutputOptions, make_report, publish
 from minivllm.bench.rounds.rounds import measure_in_turn
 from minivllm.bench.rounds.side_processes import SideSpec
 from minivllm.bench.sides.drive import Answer, Room, Task
-from minivllm.cli.options.engine_options import ModelArgument, with_model_option
-from minivllm.cli.options.option_groups import with_option_groups
+from minivllm.cli.engine.options import ModelArgument, with_options
 from minivllm.errors import ConfigError
 
 NUM_PROMPTS = 16
@@ -137,8 +136,7 @@ METHODS = ("ngram", "suffix")
 """Those that need nothing but their name."""
 
 
-@with_option_groups
-@with_model_option
+@with_options
 def speculation(
     output: OutputOptions,
     model: ModelArgument = "smollm2",

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from minivllm.cli.engine.engine_start import engine_log, running_engine
-from minivllm.cli.engine.generation import Generation
-from minivllm.cli.engine.prompts import prompt_text, read_standard_input
-from minivllm.cli.options.engine_options import EngineOptions, ModelArgument, with_model_option
-from minivllm.cli.options.option_groups import with_option_groups
-from minivllm.cli.options.sampling_options import FALLBACK, SamplingOptions, model_defaults
+from minivllm.cli.engine.engine_start import Generation, engine_log, running_engine
+from minivllm.cli.engine.options import (
+    FALLBACK,
+    SamplingOptions,
+    model_defaults,
+    with_options,
+)
 from minivllm.cli.terminal.terminal_text import ControlCharacterFilter, counted, dim, printable
+from minivllm.cli.terminal.typed import prompt_text, read_standard_input
+from minivllm.config import EngineArgs
 from minivllm.errors import RequestError
 from minivllm.sampling_params import OutputKind, SamplingParams
 
@@ -28,12 +31,10 @@ MAX_TOKENS = 256
 """Length of a completion if no flag says otherwise: a text without an end must not fill the whole context."""
 
 
-@with_option_groups
-@with_model_option
+@with_options
 def generate(
     sampling: SamplingOptions,
-    engine: EngineOptions,
-    model: ModelArgument = "smollm2",
+    args: EngineArgs,
     prompt: Annotated[
         list[str] | None,
         typer.Option("--prompt", "-p", help="A prompt (may be repeated: all run in one batch); - reads it from stdin."),
@@ -50,7 +51,6 @@ def generate(
 
     Example: minivllm generate -p "The capital of France is" -p "Water boils at" --max-tokens 8 --json
     """
-    args = engine.engine_args(model)
     sampling.params({"max_tokens": MAX_TOKENS, **FALLBACK})  # wrong values are reported before a model is loaded
     if not prompt and sys.stdin.isatty():
         raise RequestError('There is no prompt: give one with -p "…", or pipe it in.')
@@ -59,7 +59,7 @@ def generate(
         defaults = {"max_tokens": MAX_TOKENS, **model_defaults(running)}
         params = msgspec.structs.replace(sampling.params(defaults), output_kind=OutputKind.DELTA)
         if as_chat and not running.tokenizer.has_chat_template:
-            raise RequestError(f"{model} has no chat template, so --chat cannot work; leave it out.")
+            raise RequestError(f"{args.model} has no chat template, so --chat cannot work; leave it out.")
         batch = Batch(running, texts, as_chat, as_json)
         batch.submit(params, may_shorten=sampling.max_tokens is None)
         with ExitStack() as until_first_print:

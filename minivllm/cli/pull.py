@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from minivllm.cli.engine.engine_start import engine_log
-from minivllm.cli.options.engine_options import ModelArgument, with_model_option
+from minivllm.cli.engine.options import ModelArgument, with_options
 
 
-@with_model_option
+@with_options
 def pull(
     model: ModelArgument = "smollm2",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face id.")] = None,

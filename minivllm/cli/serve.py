@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minivllm.cli.options.engine_options import EngineOptions, ModelArgument, with_model_option
-from minivllm.cli.options.option_groups import with_option_groups
+from minivllm.cli.engine.options import with_options
+from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError
 from minivllm.messages import LoRARequest
 
@@ -32,15 +32,17 @@ class ServerOptions:
 
     host: Annotated[str, _option("Address to listen on; 0.0.0.0 is every one this machine has.")] = "127.0.0.1"
     port: Annotated[int, _option("Port to listen on; 0 takes a free one.")] = 8000
-    api_key: Annotated[
+    api_keys: Annotated[
         list[str] | None,
         _option(
             "Key that clients must send as a bearer token (may be repeated; in the environment, separated by spaces).",
+            "--api-key",
             envvar="MINIVLLM_API_KEY",
         ),
     ] = None
-    served_model_name: Annotated[
-        list[str] | None, _option("Name that clients ask for, instead of MODEL (may be repeated).")
+    served_model_names: Annotated[
+        list[str] | None,
+        _option("Name that clients ask for, instead of MODEL (may be repeated).", "--served-model-name"),
     ] = None
     max_queued_requests: Annotated[
         int, _option("Completions that may wait for a place among --max-num-seqs; more get 429.")
@@ -48,15 +50,16 @@ class ServerOptions:
     max_queued_prompt_tokens: Annotated[int, _option("Prompt tokens that may wait; more get 429.")] = 262_144
     request_timeout: Annotated[float, _option("Seconds a request may take, waiting included; 0 is no limit.")] = 600.0
     max_body_bytes: Annotated[int, _option("Largest body of a request.")] = 4 * 2**20
-    cors_origin: Annotated[
-        list[str] | None, _option("Web page whose scripts may call the server (may be repeated); none by default.")
+    cors_origins: Annotated[
+        list[str] | None,
+        _option("Web page whose scripts may call the server (may be repeated); none by default.", "--cors-origin"),
     ] = None
     log_json: Annotated[bool, _option("Log one JSON object per line.", "--log-json")] = False
     drain_timeout: Annotated[float, _option("Seconds that running requests get after SIGTERM.")] = 30.0
     stats_interval: Annotated[float, _option("Seconds between status lines, when there is news; 0 for none.")] = 10.0
-    lora: Annotated[
+    lora_adapters: Annotated[
         list[str] | None,
-        _option("Adapter to serve as a model of its own, NAME=PATH in PEFT's format (may be repeated)."),
+        _option("Adapter to serve as a model of its own, NAME=PATH in PEFT's format (may be repeated).", "--lora"),
     ] = None
     lora_directory: Annotated[
         Path | None, _option("Let clients load adapters that lie in this directory, and unload them, while serving.")
@@ -76,25 +79,11 @@ class ServerOptions:
         """Raises ConfigError naming the setting and what it may be."""
         from minivllm.server.service.settings import ServerSettings
 
-        return ServerSettings(
-            host=self.host,
-            port=self.port,
-            api_keys=tuple(self.api_key or ()),
-            served_model_names=tuple(self.served_model_name or ()),
-            max_queued_requests=self.max_queued_requests,
-            max_queued_prompt_tokens=self.max_queued_prompt_tokens,
-            request_timeout=self.request_timeout or None,
-            max_body_bytes=self.max_body_bytes,
-            cors_origins=tuple(self.cors_origin or ()),
-            log_json=self.log_json,
-            drain_timeout=self.drain_timeout,
-            stats_interval=self.stats_interval,
-            lora_adapters=tuple(_adapter(text) for text in self.lora or ()),
-            lora_directory=self.lora_directory,
-            otlp_endpoint=self.otlp_endpoint,
-            tool_call_parser=self.tool_call_parser,
-            reasoning_parser=self.reasoning_parser,
-        )
+        several = ("api_keys", "served_model_names", "cors_origins", "lora_adapters")
+        values = vars(self) | {name: tuple(getattr(self, name) or ()) for name in several}
+        values["lora_adapters"] = tuple(map(_adapter, values["lora_adapters"]))
+        values["request_timeout"] = self.request_timeout or None
+        return ServerSettings(**values)
 
 
 def _adapter(text: str) -> LoRARequest:
@@ -105,9 +94,8 @@ def _adapter(text: str) -> LoRARequest:
     return LoRARequest(name, str(Path(path).expanduser().resolve()))
 
 
-@with_option_groups
-@with_model_option
-def serve(server: ServerOptions, engine: EngineOptions, model: ModelArgument = "smollm2") -> None:
+@with_options
+def serve(server: ServerOptions, args: EngineArgs) -> None:
     """Serve a model to OpenAI clients: chat and text completions, streams, tool calls, metrics.
 
     Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/score, /v1/models,
@@ -124,7 +112,7 @@ def serve(server: ServerOptions, engine: EngineOptions, model: ModelArgument = "
     """
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise ConfigError("serve needs fastapi and uvicorn: pip install 'minivllm[server]'.")
-    args, settings = engine.engine_args(model), server.settings()
+    settings = server.settings()
     if settings.lora_adapters or settings.lora_directory is not None:
         args = replace(args, enable_lora=True)
     from minivllm.cli.engine.engine_start import fetch_model

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from minivllm.bench.command import bench as bench_app
-from minivllm.bench.model import without_features
+from minivllm.bench.engines import parse_loads, without_features
 from minivllm.bench.parts.parts import timed
 from minivllm.bench.reports.report import read_report
 from minivllm.bench.rounds.rounds import common_room
@@ -26,9 +26,8 @@ from minivllm.bench.rounds.side_processes import (
     parse_sides,
     steady_pool,
 )
+from minivllm.bench.rounds.workloads import SpeedCase, WorkloadCase, parse_case
 from minivllm.bench.sides.drive import Room, Task
-from minivllm.bench.throughput import parse_loads
-from minivllm.bench.workloads.cases import SpeedCase, WorkloadCase, parse_case
 from minivllm.errors import ConfigError, ModelError
 
 

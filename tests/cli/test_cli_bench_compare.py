@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from minivllm.bench.command import bench
-from minivllm.bench.reports.compare import changes, read_results
 from minivllm.bench.reports.report import (
     HEADER,
     SCHEMA_VERSION,
@@ -22,9 +21,11 @@ from minivllm.bench.reports.report import (
     Measurement,
     OutputOptions,
     Report,
+    changes,
     make_report,
     publish,
     read_report,
+    read_results,
     rows,
 )
 from minivllm.errors import ModelError, RequestError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -10,18 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from minivllm import LLM, SamplingParams
 from minivllm.bench.command import bench
 from minivllm.bench.parts import bounds
-from minivllm.bench.parts.hardware import Machine, measure_machine
-from minivllm.bench.parts.parts import StepTimes
-from minivllm.bench.parts.roofline import decode_note, missing_note
+from minivllm.bench.parts.bounds import Machine, measure_machine
+from minivllm.bench.parts.parts import StepTimes, decode_note, missing_note
+from minivllm.bench.parts.startup import start_engine
 from minivllm.bench.reports.report import read_report
-from minivllm.bench.startup import engine_flags, start_engine
 from minivllm.checkpoints.hf_config import read_decoder_config
-from minivllm.cli.options.engine_options import EngineOptions
+from minivllm.cli.engine.options import engine_flags, with_options
 from minivllm.config import EngineArgs
 from minivllm.engine_process.client import load_core
 from minivllm.errors import ModelError
@@ -168,21 +167,17 @@ def test_startup_measures_cold_and_warm_and_the_chat(smollm2_path: Path, tmp_pat
     assert {(case, metric) for case in ("cold", "warm") for metric in ("compile", "chat, first output")} <= measured
 
 
-def test_engine_options_become_flags_again() -> None:
-    import typer
+def test_engine_arguments_become_flags_again() -> None:
+    seen: list[EngineArgs] = []
 
-    from minivllm.cli.options.option_groups import with_option_groups
-
-    seen: list[EngineOptions] = []
-
-    @with_option_groups
-    def show(engine: EngineOptions) -> None:
-        seen.append(engine)
+    @with_options
+    def show(args: EngineArgs) -> None:
+        seen.append(args)
 
     app = typer.Typer()
     app.command()(show)
-    options = EngineOptions(enforce_eager=True, enable_prefix_caching=False, block_size=32, hf_overrides='{"a": 1}')
-    result = CliRunner().invoke(app, engine_flags(options))
+    own = ["package.module:One", "package.module:Two"]
+    args = EngineArgs(enforce_eager=True, enable_prefix_caching=False, hf_overrides={"a": 1}, logits_processors=own)
+    result = CliRunner().invoke(app, engine_flags(args))
     assert result.exit_code == 0, result.output
-    assert seen == [options]
-    assert json.loads(seen[0].hf_overrides or "") == {"a": 1}
+    assert seen == [args]

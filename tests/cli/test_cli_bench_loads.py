@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from minivllm.bench.command import bench
+from minivllm.bench.engines import knee_note
 from minivllm.bench.reports.report import Measurement, Report, read_report
 from minivllm.bench.rounds import rounds
 from minivllm.bench.rounds.side_processes import SideSpec
 from minivllm.bench.sides.drive import Answer, Task, drive
 from minivllm.bench.sides.side_minivllm import load, ranks_of
-from minivllm.bench.throughput import knee_note
 from minivllm.errors import ConfigError
 
 

@@ -18,10 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minivllm.bench.rounds import peer_models
-from minivllm.bench.rounds.peer_models import hf_directory, openvino_directory
-from minivllm.bench.rounds.side_processes import Side, SideSpec, check_installed
-from minivllm.bench.sides import side_llama_cpp
+from minivllm.bench.rounds import side_processes
+from minivllm.bench.rounds.side_processes import Side, SideSpec, check_installed, hf_directory, openvino_directory
+from minivllm.bench.sides import peers
 from minivllm.bench.sides.drive import Task, drive
 from minivllm.errors import ConfigError, ModelError
 
@@ -206,8 +205,8 @@ class FakeLlamaCpp(ModuleType):
 def test_llama_cpp_is_batched_continuously(monkeypatch: pytest.MonkeyPatch, running: int) -> None:
     fake = FakeLlamaCpp()
     monkeypatch.setitem(sys.modules, "llama_cpp", fake)
-    monkeypatch.setattr(side_llama_cpp, "BATCH_TOKENS", fake.N_BATCH)
-    engine = side_llama_cpp.load({"path": "m.gguf", "longest": 30, "running": running, "threads": 1, "gpu_layers": 0})
+    monkeypatch.setattr(peers, "BATCH_TOKENS", fake.N_BATCH)
+    engine = peers.load_llama_cpp({"path": "m.gguf", "longest": 30, "running": running, "threads": 1, "gpu_layers": 0})
     tasks = [Task([3, 4], 4), Task(list(range(20)), 3), Task([7], 1), Task([1, 1, 1], 5), Task([2], 2)]
     engine.reset()
     records, _ = drive(engine, tasks)
@@ -227,7 +226,7 @@ def test_llama_cpp_gets_decodes_in_the_order_in_which_it_computes_them_together(
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "llama_cpp", fake)
         arguments = {"path": "m.gguf", "longest": 30, "running": 4, "threads": 1, "gpu_layers": 0}
-        engine = side_llama_cpp.load(arguments)
+        engine = peers.load_llama_cpp(arguments)
         for _ in range(2):
             engine.reset()
             drive(engine, [Task([3], length) for length in lengths])
@@ -237,7 +236,7 @@ def test_llama_cpp_gets_decodes_in_the_order_in_which_it_computes_them_together(
 def test_llama_cpp_s_own_way_is_one_batch_of_prompts_and_one_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeLlamaCpp()
     monkeypatch.setitem(sys.modules, "llama_cpp", fake)
-    engine = side_llama_cpp.load({"path": "m.gguf", "longest": 30, "running": 3, "threads": 1, "gpu_layers": 0})
+    engine = peers.load_llama_cpp({"path": "m.gguf", "longest": 30, "running": 3, "threads": 1, "gpu_layers": 0})
     engine.own_way([Task([3, 4], 5)] * 3)
     assert fake.batch_sizes == [6, 3, 3, 3, 3] and {cuts for cuts, _ in fake.cuts} == {1}
     assert fake.caches == {}
@@ -284,7 +283,7 @@ def fake_openvino() -> dict[str, ModuleType]:
 
 
 def test_openvino_is_driven_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from minivllm.bench.sides.side_openvino import load
+    from minivllm.bench.sides.peers import load_openvino as load
 
     for name, module in fake_openvino().items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -330,7 +329,7 @@ def test_a_gguf_file_becomes_a_directory_with_the_same_weights(
     import torch
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(peer_models, "model_cache", lambda: tmp_path / "models")
+    monkeypatch.setattr(side_processes, "model_cache", lambda: tmp_path / "models")
     made = hf_directory(str(smollm2_path))
     read = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32)

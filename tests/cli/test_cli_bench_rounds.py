@@ -14,8 +14,8 @@ from minivllm.bench.reports.figures import decode_speed
 from minivllm.bench.reports.report import make_report, recorded_command, rows
 from minivllm.bench.rounds import rounds
 from minivllm.bench.rounds.side_processes import SideSpec
+from minivllm.bench.rounds.workloads import parse_case
 from minivllm.bench.sides.drive import Answer, Record, Task
-from minivllm.bench.workloads.cases import parse_case
 
 
 class FakeSide:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.bench.load import spinning_processes
+from minivllm.bench.engines import spinning_processes
 
 
 def children() -> set[int]:

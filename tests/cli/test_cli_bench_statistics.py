@@ -13,12 +13,16 @@ from hypothesis import strategies as st
 from minivllm.bench.reports.figures import (
     Figure,
     inter_token_latencies,
+    knee,
     latency_figures,
+    median,
     memory_figures,
+    percentile,
+    ratio_interval,
     resource_figures,
+    summarize,
     throughput_figures,
 )
-from minivllm.bench.reports.statistics import knee, median, percentile, ratio_interval, summarize
 from minivllm.bench.rounds.side_processes import Answer
 from minivllm.bench.sides.drive import Record, Task
 

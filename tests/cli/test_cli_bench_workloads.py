@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
+from minivllm.bench.rounds.workloads import WorkloadCase, arrive, make_workload
 from minivllm.bench.sides.drive import Progress, Task, drive
-from minivllm.bench.workloads.cases import WorkloadCase
-from minivllm.bench.workloads.workloads import arrive, make_workload
 from minivllm.errors import ConfigError, RequestError
 
 VOCAB = 500

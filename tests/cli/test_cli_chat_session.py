@@ -13,7 +13,7 @@ import pytest
 
 from minivllm.cli.conversation.chat_session import ChatSession
 from minivllm.cli.conversation.slash_commands import COMMANDS, SETTINGS, Next, is_command, run_command
-from minivllm.cli.engine.generation import Generation
+from minivllm.cli.engine.engine_start import Generation
 from minivllm.errors import RequestError
 from minivllm.messages import SchedulerStats
 from minivllm.processing.outputs import RequestMetrics

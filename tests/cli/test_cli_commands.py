@@ -20,9 +20,8 @@ from minivllm.bench.command import bench
 from minivllm.cli.commands import app
 from minivllm.cli.engine import engine_start
 from minivllm.cli.engine.engine_start import engine_log
+from minivllm.cli.engine.options import ENGINE_HELP, FALLBACK, SamplingOptions, model_defaults
 from minivllm.cli.main import main
-from minivllm.cli.options.engine_options import EngineOptions
-from minivllm.cli.options.sampling_options import FALLBACK, SamplingOptions, model_defaults
 from minivllm.config import EngineArgs
 from minivllm.errors import MinivllmError, ModelError
 from minivllm.hub.fetch import resolve_model
@@ -86,14 +85,18 @@ def test_torch_is_not_imported_before_an_engine_starts(arguments: list[str]) -> 
 
 
 def test_every_engine_argument_has_a_flag_under_its_own_name() -> None:
-    assert {field.name for field in fields(EngineOptions)} == {field.name for field in fields(EngineArgs)} - {"model"}
+    assert set(ENGINE_HELP) == {field.name for field in fields(EngineArgs)} - {"model"}
     help_text = CliRunner().invoke(app, ["chat", "--help"], env={"COLUMNS": "80"}).output
-    for field in fields(EngineOptions):
-        assert f"--{field.name.replace('_', '-')}" in help_text
+    for name in ENGINE_HELP:
+        assert f"--{name.replace('_', '-')}" in help_text
 
 
-def test_engine_flags_without_values_are_the_defaults_of_the_engine_arguments() -> None:
-    assert EngineOptions().engine_args("smollm2") == EngineArgs()
+def test_engine_flags_without_values_are_the_defaults_of_the_engine_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[EngineArgs] = []
+    monkeypatch.setattr(engine_start, "create_engine", lambda args: seen.append(args) or ScriptedEngine())
+    monkeypatch.setattr(engine_start, "fetch_model", lambda args: None)
+    assert exit_code("generate", "-p", "x") == 0
+    assert seen == [EngineArgs()]
 
 
 def test_engine_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from minivllm.cli.terminal.answer_view import MarkdownView, PlainView, answer_view
+from minivllm.cli.terminal.answer_view import Block, BlockSplitter, CodeLine, MarkdownView, PlainView, answer_view
 from minivllm.cli.terminal.live_text import wrap
-from minivllm.cli.terminal.markdown_blocks import Block, BlockSplitter, CodeLine
 
 wcwidth = pytest.importorskip("wcwidth")
 pyte = pytest.importorskip("pyte")

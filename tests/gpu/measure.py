@@ -262,8 +262,8 @@ def device_busy_milliseconds(engine: Any, batch: int, context: int, steps: int) 
 def llama_8b(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
     """Llama-3.1-8B's shape: decode of 1 request and of 64 against a copy, prefill, host gap, recompilations."""
     from minivllm.bench.parts import bounds
-    from minivllm.bench.parts.hardware import matmul_peak
-    from minivllm.bench.parts.roofline import prefill_seconds
+    from minivllm.bench.parts.bounds import matmul_peak
+    from minivllm.bench.parts.parts import prefill_seconds
 
     copied = copy_bandwidth(device, tiny)["gb_per_second"]
     steps, context, prompt = (4, 20, 30) if tiny else (60, 512, 2048)

@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from minivllm.bench.command import bench
+from minivllm.bench.reports.figures import percentile
 from minivllm.bench.reports.report import Measurement, Report, make_report, read_report
-from minivllm.bench.reports.statistics import percentile
-from minivllm.bench.serve import keeps, parse_slo
+from minivllm.bench.rounds.workloads import arrive, make_workload
+from minivllm.bench.serve import LoadGenerator, ServedRecord, Target, keeps, parse_slo, token_times
 from minivllm.bench.sides.drive import Task
-from minivllm.bench.workloads.served_requests import LoadGenerator, ServedRecord, Target, token_times
-from minivllm.bench.workloads.workloads import arrive, make_workload
 from minivllm.cli.engine.openai_server import server_root
 from minivllm.errors import ConfigError
 from minivllm.messages import EngineRequest

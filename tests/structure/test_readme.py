@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from minivllm.bench.reports.figures import median
 from minivllm.bench.reports.report import Measurement, make_report, read_report
-from minivllm.bench.reports.statistics import median
 from tests.structure.code_map import BEGIN, END, ORDER, ROOT, count_lines
 from tutorials import speed_picture
 

@@ -1,4 +1,4 @@
-"""One engine taken apart: parts of a step, attention kernels, what the hardware bounds.
+"""One engine taken apart: parts of a step and of a start, and what the hardware bounds.
 
-May import: attention, batch, bench.reports, cli.options, config, engine, frontend, kernels_triton_free, models.
+May import: batch, bench.reports, cli.engine, config, engine, frontend, models, worker.
 """

@@ -1,4 +1,8 @@
-"""Times the parts of an engine's step from outside: methods are wrapped while one looks, and put back."""
+"""The parts of an engine's step, timed from outside: methods are wrapped while one looks, and put back.
+
+``minivllm bench overhead``: what a step costs outside the model. ``minivllm bench roofline``: how far decode and
+prefill are from what this machine can do at best.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,19 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from minivllm.bench.reports.figures import median
+from minivllm.bench.reports.report import Better, Measurement, OutputOptions, make_report, publish
+from minivllm.cli.engine.options import with_options
+from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from minivllm.config import EngineArgs
+    from minivllm.bench.parts.bounds import Machine
     from minivllm.frontend.llm_engine import LLMEngine
 
 
@@ -105,4 +115,177 @@ def decode_args(args: EngineArgs, running: int, length: int) -> EngineArgs:
         args,
         max_num_seqs=args.max_num_seqs or running,
         max_model_len=args.max_model_len or length,
+    )
+
+
+SETTLING_STEPS = 5
+"""Steps that decode already and are not measured."""
+
+
+@with_options
+def overhead(
+    args: EngineArgs,
+    output: OutputOptions,
+    running: Annotated[int, typer.Option(min=1, help="Requests that decode at the same time.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 100,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
+) -> None:
+    """Measure scheduling, input preparation and output processing per decode step.
+
+    Example: minivllm bench overhead --running 64
+    """
+    from minivllm.frontend.llm_engine import LLMEngine
+
+    new_tokens = steps + SETTLING_STEPS + 8
+    args = decode_args(args, running, prompt_tokens + new_tokens)
+    with LLMEngine.from_args(args) as started:
+        places = host_parts(started)
+        start_decoding(started, running, prompt_tokens, new_tokens)
+        time_steps(started, (), SETTLING_STEPS)
+        times = time_steps(started, places, steps)
+    case = f"{running} running requests"
+    overheads = [sum(parts) for parts in zip(*times.parts.values())]
+    samples = {**times.parts, "overhead": overheads, "whole step": times.whole}
+    measurements = [
+        Measurement(case, "minivllm", name, "ms", "lower", [1e3 * value for value in seconds])
+        for name, seconds in samples.items()
+    ]
+    shares = [part / whole for part, whole in zip(overheads, times.whole)]
+    measurements.append(Measurement(case, "minivllm", "overhead / step", "share", "lower", shares))
+    note = f"Overhead is {median(shares):.1%} of a step with {running} running requests."
+    configuration = {"model": args.model, "running": running, "prompt_tokens": prompt_tokens, "engine": asdict(args)}
+    publish(make_report("overhead", configuration, measurements, notes=[note]), output)
+
+
+SETTLING_STEPS = 5
+
+
+@with_options
+def roofline(
+    args: EngineArgs,
+    output: OutputOptions,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt before decoding.")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps to measure.")] = 60,
+    prefill: Annotated[int, typer.Option(min=1, help="Tokens of the prompt whose prefill is measured.")] = 512,
+    repeats: Annotated[int, typer.Option(min=1, help="Prefills to measure.")] = 5,
+    probe_mib: Annotated[
+        int | None, typer.Option(min=1, help="Memory that the bandwidth probes touch. [default: 512; on a GPU 4096]")
+    ] = None,
+    probe_width: Annotated[
+        int | None, typer.Option(min=16, help="Width of the matrices of the probe. [default: 2048; on a GPU 8192]")
+    ] = None,
+) -> None:
+    """Measure this machine's memory bandwidth and matrix peak, and the share of them that the engine reaches.
+
+    Decode is bound by reading: (weights + KV) / bandwidth. Prefill is bound by computing: operations / matrix peak.
+
+    Example: minivllm bench roofline --batch 1
+    """
+    import torch
+
+    from minivllm.bench.parts import bounds
+    from minivllm.bench.parts.bounds import measure_machine
+    from minivllm.engine.resolve import resolve_device
+    from minivllm.frontend.llm_engine import LLMEngine
+
+    device = torch.device(resolve_device(args.device))
+    on_cuda = device.type == "cuda"
+    size, width = probe_mib or (4096 if on_cuda else 512), probe_width or (8192 if on_cuda else 2048)
+    machine = measure_machine(device, torch.bfloat16, size * 2**20, width)
+    new_tokens = steps + SETTLING_STEPS + 8
+    args = decode_args(args, batch, max(context + new_tokens, prefill + 1))
+    with LLMEngine.from_args(args) as started:
+        runner = engine_core(started).executor.worker.runner
+        prefills = [prefill_seconds(started, prefill, repetition) for repetition in range(-1, repeats)][1:]
+        places = [*host_parts(started), ("attention", runner.model.attention, "attend")]
+        start_decoding(started, batch, context, new_tokens)
+        time_steps(started, (), SETTLING_STEPS)
+        before = mean_context(started)
+        times = time_steps(started, places, steps)
+        length = (before + mean_context(started)) / 2
+        decoder = runner.decoder
+        weights = bounds.weight_bytes(decoder)
+        kv = int(batch * bounds.kv_tokens_read(decoder.config, length) * bounds.kv_bytes_per_token(decoder))
+        flops = bounds.prefill_flops(decoder.config, prefill)
+    decode_case = f"decode, batch {batch}, context {length:.0f}"
+    prefill_case = f"prefill {prefill}"
+    bound, copied = (weights + kv) / machine.bandwidth, (weights + kv) / machine.copy
+
+    def row(case: str, metric: str, unit: str, better: Better, samples: list[float]) -> Measurement:
+        return Measurement(case=case, side="minivllm", metric=metric, unit=unit, better=better, samples=samples)
+
+    measurements = [
+        row("machine", "copy", "GB/s", "neither", [machine.copy / 1e9]),
+        row("machine", "read", "GB/s", "neither", [machine.read / 1e9]),
+        row("machine", "matrix product", "TFLOP/s", "neither", [machine.flops / 1e12]),
+        row(decode_case, "step", "ms", "lower", [1e3 * value for value in times.whole]),
+        row(decode_case, "share of the bandwidth bound", "share", "higher", [bound / value for value in times.whole]),
+        row(decode_case, "share of the copy bandwidth", "share", "higher", [copied / value for value in times.whole]),
+        row(prefill_case, "time to first token", "ms", "lower", [1e3 * value for value in prefills]),
+        row(prefill_case, "share of the matrix peak", "share", "higher", [flops / machine.flops / s for s in prefills]),
+    ]
+    notes = [
+        decode_note(decode_case, times, weights, kv, machine),
+        missing_note(times, weights, kv, machine, complete=not on_cuda),
+        f"{prefill_case}: {flops / 1e9:.3g} GFLOP at {machine.flops / 1e12:.3g} TFLOP/s take at least "
+        f"{1e3 * flops / machine.flops:.3g} ms; measured {1e3 * median(prefills):.3g} ms: "
+        f"{flops / machine.flops / median(prefills):.0%} of the matrix peak.",
+    ]
+    configuration = {
+        "model": args.model,
+        "engine": asdict(args),
+        "weight_bytes": weights,
+        "kv_bytes": kv,
+        "prefill_flops": flops,
+        "probe_mib": size,
+        "probe_width": width,
+    }
+    publish(make_report("roofline", configuration, measurements, notes=notes), output)
+
+
+def prefill_seconds(engine: LLMEngine, tokens: int, repetition: int) -> float:
+    """From a prompt of fresh token ids to its first token [seconds]."""
+    from minivllm.sampling_params import OutputKind, SamplingParams
+
+    source = random.Random(f"prefill/{repetition}")
+    prompt = [source.randrange(engine.client.model_vocab_size) for _ in range(tokens)]
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY)
+    started = time.perf_counter()
+    engine.add_request(None, {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return time.perf_counter() - started
+
+
+def mean_context(engine: LLMEngine) -> float:
+    """Tokens that a running request has in the cache, on average."""
+    running = engine_core(engine).scheduler.running
+    return sum(request.num_computed_tokens for request in running) / max(1, len(running))
+
+
+def decode_note(case: str, times: StepTimes, weights: int, kv: int, machine: Machine) -> str:
+    """The bound of a step, what it is made of, and the share of it that was reached."""
+    bound, step = (weights + kv) / machine.bandwidth, median(times.whole)
+    return (
+        f"{case}: {weights / 1e6:,.3g} MB of weights and {kv / 1e6:,.3g} MB of KV take, at "
+        f"{machine.bandwidth / 1e9:.3g} GB/s, at least {1e3 * bound:.3g} ms; measured {1e3 * step:.3g} ms: "
+        f"{bound / step:.0%} of the bound."
+    )
+
+
+def missing_note(times: StepTimes, weights: int, kv: int, machine: Machine, complete: bool) -> str:
+    """Where the rest of a step goes. complete: parts end when their work is done, as on a CPU; on a GPU they only
+    start it, so the time of kernels cannot be told apart here."""
+    parts = {name: median(seconds) for name, seconds in times.parts.items()}
+    step, attention = median(times.whole), parts.pop("attention")
+    host = sum(parts.values())
+    missing = f"Missing are {1e3 * (step - (weights + kv) / machine.bandwidth):.3g} ms: {1e3 * host:.3g} on the host"
+    if not complete:
+        return f"{missing} (schedule, prepare, output); the rest in kernels and between them: see --profile."
+    over = attention - kv / machine.bandwidth
+    rest = step - host - attention - weights / machine.bandwidth
+    return (
+        f"{missing} (schedule, prepare, output), {1e3 * over:.3g} in attention beyond reading KV, {1e3 * rest:.3g} in "
+        "layers, logits and sampling beyond reading weights."
     )

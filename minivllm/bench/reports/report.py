@@ -1,4 +1,4 @@
-"""Results of a benchmark: one schema for all of them, and the forms they are shown and kept in."""
+"""Results of a benchmark: one schema, the forms they are shown and kept in, and two files of them compared."""
 
 from __future__ import annotations
 
@@ -6,31 +6,29 @@ import csv
 import io
 import math
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from minivllm.bench.reports.statistics import median, ratio_interval, summarize
-from minivllm.cli.terminal.typed_paths import read_typed_file
+from minivllm.bench.reports.figures import Better, median, ratio_interval, summarize
+from minivllm.cli.terminal.typed import read_typed_file
 from minivllm.errors import ConfigError, ModelError, RequestError
 
 SCHEMA_VERSION = 2
 MOST_REPORT_BYTES = 256 * 2**20
 TOLERANCE = 0.05
 """How much slower a peer may be here than when it is driven its own way."""
-Better = Literal["higher", "lower", "neither"]
-_PACKAGES = ("minivllm", "torch", "transformers")
-
-
+_MACHINE = ("platform", "cpu", "memory", "cuda_devices")
+_PACKAGES = ("minivllm", "torch", "transformers", "python")
 _FILES = ("--json", "--csv", "--markdown", "--png")
 
 
@@ -69,6 +67,12 @@ class Comparison(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.calibration is None or self.calibration >= 1 - TOLERANCE
 
 
+def how_much_better(one: Measurement, other: Measurement) -> tuple[float, float, float]:
+    """Ratio of the medians, above 1 if ``one`` is better, and its interval."""
+    first, second = (one, other) if one.better == "higher" else (other, one)
+    return ratio_interval(first.samples, second.samples)
+
+
 def compared(
     ours: Mapping[str, Measurement],
     theirs: Mapping[str, Measurement],
@@ -82,8 +86,7 @@ def compared(
         if other is None or mine.better == "neither" or metric.startswith("errors"):
             continue
         if mine.samples and other.samples:
-            better, worse = (mine, other) if mine.better == "higher" else (other, mine)
-            ratio = ratio_interval(better.samples, worse.samples)
+            ratio = how_much_better(mine, other)
             if all(map(math.isfinite, ratio)):
                 found.append(Comparison(mine.case, metric, mine.side, other.side, *ratio, agreement, calibration))
     return found
@@ -116,14 +119,17 @@ def make_report(
     notes: Sequence[str] = (),
 ) -> Report:
     """A report of now, here."""
+    from minivllm.cli.engine.env import collect
+
+    found = collect()
     return Report(
         schema_version=SCHEMA_VERSION,
         kind=kind,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=recorded_command(sys.argv[1:]),
         commit=source_commit(),
-        machine=machine(),
-        versions={name: installed_version(name) for name in _PACKAGES} | {"python": platform.python_version()},
+        machine={name: found[name] for name in _MACHINE} | {"threads": os.environ.get("OMP_NUM_THREADS")},
+        versions={name: found["versions"][name] for name in _PACKAGES},
         configuration=configuration,
         measurements=list(measurements),
         comparisons=list(comparisons),
@@ -146,23 +152,6 @@ def recorded_command(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def installed_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def machine() -> dict[str, Any]:
-    """Processor, cores, memory [bytes], accelerators."""
-    from minivllm.cli.engine.env import collect
-
-    found = collect()
-    return {name: found[name] for name in ("platform", "cpu", "memory", "cuda_devices")} | {
-        "threads": os.environ.get("OMP_NUM_THREADS")
-    }
-
-
 def machine_text(report: Report) -> str:
     """Accelerators where there are any, else the processor, its cores and the instructions that decide its speed."""
     devices = [str(device["name"]) for device in report.machine.get("cuda_devices") or ()]
@@ -178,15 +167,15 @@ def source_commit() -> str | None:
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
     try:
-        git = ["git", "-C", str(root)]
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
-        changed = subprocess.run(
-            [*git, "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True
-        )
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
 def read_report(path: Path) -> Report:
@@ -283,15 +272,24 @@ def figure_text(value: float | None, unit: str) -> str:
     return f"{value:,.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
 
 
-def print_table(report: Report) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _table(title: str, columns: Sequence[str], right: range) -> Table:
+    """right: the columns of figures."""
+    table = Table(title=title)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index in right else "left", overflow="fold")
+    return table
 
+
+def _console() -> Console:
+    """A pipe has no width: a table that is folded to eighty columns serves neither people nor programs."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
+
+
+def print_table(report: Report) -> None:
     several = len({one.side for one in report.measurements}) > 1
     keep = range(len(HEADER)) if several else range(len(HEADER) - 3)
-    table = Table(title=f"bench {report.kind}")
-    for index in keep:
-        table.add_column(HEADER[index], justify="left" if index < 3 else "right", overflow="fold")
+    table = _table(f"bench {report.kind}", [HEADER[index] for index in keep], range(3, len(HEADER)))
     previous: list[str] = ["", ""]
     for row in rows(report, everything=False):
         shown = ["" if index < 2 and row[: index + 1] == previous[: index + 1] else row[index] for index in keep]
@@ -299,10 +297,7 @@ def print_table(report: Report) -> None:
             table.add_section()
         table.add_row(*shown)
         previous = row[:2]
-    console = Console()
-    if not console.is_terminal:
-        # A pipe has no width: a table that is folded to eighty columns serves neither people nor programs.
-        console = Console(width=200)
+    console = _console()
     console.print(table)
     for note in [*report.notes, *resources(report), machine_text(report)]:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
@@ -380,3 +375,112 @@ def _write(path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise ModelError(f"{path} cannot be written: {error.strerror}.") from None
+
+
+Key = tuple[str, str, str]
+"""(case, metric, side)."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What one file holds. setting: what must be equal for a comparison to mean something."""
+
+    series: dict[Key, Measurement]
+    setting: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """From one file to the next: ratio above 1 is better, with its 95 % interval."""
+
+    key: Key
+    unit: str
+    before: float
+    after: float
+    ratio: float
+    low: float
+    high: float
+    verdict: str
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(help="JSON of minivllm bench, or of pytest --benchmark-json.")],
+    after: Annotated[Path, typer.Argument(help="The same, later.")],
+    threshold: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share by which a median may be worse before it is a regression.")
+    ] = 0.05,
+) -> None:
+    """Compare two files of results; exit with 1 if something became worse.
+
+    Worse is a ratio of medians beyond the threshold whose 95 % bootstrap interval lies below 1.
+
+    Example: minivllm bench compare before.json after.json --threshold 0.05
+    """
+    old, new = read_results(before), read_results(after)
+    found = changes(old, new, threshold)
+    if not found:
+        raise RequestError(f"{before} and {after} have no measurement in common.")
+    columns = ("case", "metric", "engine", "before", "after", "ratio", "95 % interval", "verdict")
+    table = _table("ratio above 1: better", columns, range(3, 7))
+    for one in found:
+        case, metric, side = one.key
+        values = figure_text(one.before, one.unit), figure_text(one.after, one.unit)
+        table.add_row(case, metric, side, *values, f"{one.ratio:.2f} ×", f"{one.low:.2f} – {one.high:.2f}", one.verdict)
+    console = _console()
+    console.print(table)
+    for name in sorted(set(old.setting) | set(new.setting)):
+        if old.setting.get(name) != new.setting.get(name):
+            console.print(f"Mind: {name} differs between the files.", markup=False)
+    for case, metric, side in sorted(set(old.series) - set(new.series)):
+        console.print(f"Only before: {case}, {metric}, {side}", markup=False, highlight=False)
+    worse = [one for one in found if one.verdict == "worse"]
+    console.print(f"{len(worse)} of {len(found)} became worse by more than {threshold:.0%}.", highlight=False)
+    if worse:
+        raise typer.Exit(1)
+
+
+def changes(old: Results, new: Results, threshold: float) -> list[Change]:
+    """What both files hold, in the order of the first."""
+    found = []
+    for key, before in old.series.items():
+        after = new.series.get(key)
+        if after is None or not before.samples or not after.samples:
+            continue
+        ratio, low, high = how_much_better(after, before)
+        verdict = "same"
+        if ratio < 1 - threshold and high < 1:
+            verdict = "worse"
+        elif low > 1 and ratio > 1 + threshold:
+            verdict = "better"
+        medians = median(before.samples), median(after.samples)
+        found.append(Change(key, before.unit, *medians, ratio, low, high, verdict))
+    return found
+
+
+def read_results(path: Path) -> Results:
+    """A file of minivllm bench or pytest-benchmark. Raises RequestError for anything else."""
+    try:
+        content = msgspec.json.decode(read_typed_file(path, MOST_REPORT_BYTES), type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise RequestError(f"{path} holds no results: {error}.") from None
+    if "benchmarks" in content:
+        return _of_pytest(path, content)
+    report = read_report(path)
+    series = {(one.case, one.metric, one.side): one for one in report.measurements if one.better != "neither"}
+    machine = {name: report.machine.get(name) for name in ("platform", "cpu", "cuda_devices", "threads")}
+    return Results(series, {"the machine": machine, "the versions": report.versions})
+
+
+def _of_pytest(path: Path, content: dict[str, Any]) -> Results:
+    """pytest-benchmark keeps every round with --benchmark-json, and without them at least the median [seconds]."""
+    series: dict[Key, Measurement] = {}
+    try:
+        for entry in content["benchmarks"]:
+            stats = entry["stats"]
+            samples = [1e3 * float(value) for value in stats.get("data") or [stats["median"]]]
+            one = Measurement(str(entry["fullname"]), "pytest", "time", "ms", "lower", samples)
+            series[one.case, one.metric, one.side] = one
+    except (KeyError, TypeError, ValueError):
+        raise RequestError(f"{path} looks like results of pytest-benchmark, but an entry has no times.") from None
+    cpu = (content.get("machine_info") or {}).get("cpu") or {}
+    return Results(series, {"the machine": cpu.get("brand_raw")})

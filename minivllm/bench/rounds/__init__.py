@@ -1,5 +1,5 @@
-"""Engines that are measured in turn, each in a process of its own.
+"""Engines that are measured in turn, each in a process of its own, and the requests they get.
 
-May import: bench.reports, bench.sides, bench.workloads, config, engine, gguf, hub.
+May import: bench.reports, bench.sides, cli.terminal, config, engine, gguf, hub.
 Door: `measure_in_turn` in rounds.py.
 """

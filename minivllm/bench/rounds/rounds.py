@@ -13,9 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from minivllm.bench.reports.figures import Figure, resource_figures
+from minivllm.bench.reports.figures import Figure, median, resource_figures
 from minivllm.bench.reports.report import TOLERANCE, Comparison, Measurement, compared
-from minivllm.bench.reports.statistics import median
 from minivllm.bench.rounds.side_processes import (
     Side,
     SideSpec,
@@ -24,8 +23,8 @@ from minivllm.bench.rounds.side_processes import (
     parse_peer_pythons,
     parse_sides,
 )
+from minivllm.bench.rounds.workloads import Case
 from minivllm.bench.sides.drive import Answer, Room, Task
-from minivllm.bench.workloads.cases import Case
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,14 +27,13 @@ from minivllm.errors import MinivllmError
 
 LOADERS = {
     "minivllm": ("side_minivllm", "load"),
-    "transformers": ("side_transformers", "load"),
-    "transformers-cb": ("side_transformers", "load_continuous"),
-    "llama.cpp": ("side_llama_cpp", "load"),
-    "vllm": ("side_vllm", "load"),
-    "openvino": ("side_openvino", "load"),
+    "transformers": ("peers", "load_transformers"),
+    "transformers-cb": ("peers", "load_continuous"),
+    "llama.cpp": ("peers", "load_llama_cpp"),
+    "vllm": ("peers", "load_vllm"),
+    "openvino": ("peers", "load_openvino"),
 }
 """engine -> the module of this package and the function of it that makes a StepEngine of the side's arguments."""
-
 
 SECONDS_TO_END = 20
 

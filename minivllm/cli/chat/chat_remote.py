@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from minivllm.cli.conversation.chat_session import ChatSession, Message
-from minivllm.cli.engine.generation import Generation
+from minivllm.cli.engine.engine_start import Generation
 from minivllm.cli.engine.openai_server import (
     engine_stats,
     error_message,
@@ -21,7 +21,7 @@ from minivllm.cli.engine.openai_server import (
     server_root,
     stream_events,
 )
-from minivllm.cli.options.engine_options import EngineOptions
+from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError, RequestError
 from minivllm.messages import FinishReason, SchedulerStats
 from minivllm.processing.outputs import RequestMetrics
@@ -43,14 +43,15 @@ ALWAYS_SENT = ("temperature", "top_p")
 class RemoteGeneration(Generation):
     """An answer whose tokens the server counts: which ones they are, it does not tell."""
 
-    num_output_tokens: int = 0
+    metrics: RequestMetrics
+    num_counted: int = 0
 
     @property
-    def num_context_tokens(self) -> int:
-        return self.num_prompt_tokens + self.num_output_tokens
+    def num_output_tokens(self) -> int:
+        return self.num_counted
 
     def record(self) -> dict[str, Any]:
-        values = super().record() | {"num_output_tokens": self.num_output_tokens}
+        values = super().record()
         del values["token_ids"]
         return values
 
@@ -131,7 +132,7 @@ class RemoteSession(ChatSession):
         return len(self._tokenize({"prompt": text, "add_special_tokens": False}))
 
     def prompt_token_ids(self, messages: list[Message]) -> list[int]:
-        return self._tokenize({"messages": self._conversation(messages), "add_generation_prompt": True})
+        return self._tokenize({"messages": self.conversation(messages), "add_generation_prompt": True})
 
     def num_context_tokens(self) -> int:
         """As the server counts them; of one that does not, what the last answer took."""
@@ -141,10 +142,6 @@ class RemoteSession(ChatSession):
             return super().num_context_tokens()
         except RequestError:
             return 0 if self.last_generation is None else self.last_generation.num_context_tokens
-
-    def _conversation(self, messages: list[Message]) -> list[dict[str, str]]:
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return system + [{"role": message.role, "content": message.content} for message in messages]
 
     def _tokenize(self, body: dict[str, Any]) -> list[int]:
         import httpx
@@ -187,7 +184,7 @@ class RemoteSession(ChatSession):
             body["chat_template_kwargs"] = {"enable_thinking": self.thinking}
         return body | {
             "model": self.model,
-            "messages": self._conversation(messages),
+            "messages": self.conversation(messages),
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -204,16 +201,15 @@ class RemoteSession(ChatSession):
         if generation.interrupted:  # the server's own count would have come at the end
             with suppress(RequestError):
                 generation.num_prompt_tokens = len(self.prompt_token_ids(messages))
-                generation.num_output_tokens = self.num_text_tokens(generation.text)
+                generation.num_counted = self.num_text_tokens(generation.text)
         return generation
 
     async def _follow_answer(
         self, body: dict[str, Any], on_text: Callable[[str], None], is_interrupted: Callable[[], bool]
     ) -> RemoteGeneration:
         """Read the stream beside looking for Ctrl-C, which closes the connection; the server then aborts."""
-        metrics = RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=0)
-        generation = RemoteGeneration(metrics=metrics)
-        reading = asyncio.create_task(self._read_stream(body, generation, metrics, on_text))
+        generation = RemoteGeneration(metrics=RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=0))
+        reading = asyncio.create_task(self._read_stream(body, generation, on_text))
         while not reading.done() and not is_interrupted():
             await asyncio.wait({reading}, timeout=SECONDS_BETWEEN_LOOKS)
         if reading.done():
@@ -226,11 +222,7 @@ class RemoteSession(ChatSession):
         return generation
 
     async def _read_stream(
-        self,
-        body: dict[str, Any],
-        generation: RemoteGeneration,
-        metrics: RequestMetrics,
-        on_text: Callable[[str], None],
+        self, body: dict[str, Any], generation: RemoteGeneration, on_text: Callable[[str], None]
     ) -> None:
         import httpx
 
@@ -241,23 +233,19 @@ class RemoteSession(ChatSession):
             ):
                 if response.status_code != 200:
                     raise RequestError(error_message((await response.aread()).decode(errors="replace")))
-                await self._take_in(response, generation, metrics, on_text)
+                await self._take_in(response, generation, on_text)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RequestError(f"The answer of the server at {self.url} is broken: {error}.") from None
-        metrics.finished_time = time.monotonic()
+        generation.metrics.finished_time = time.monotonic()
         generation.finish_reason = generation.finish_reason or str(FinishReason.STOP)
 
     async def _take_in(
-        self,
-        response: httpx.Response,
-        generation: RemoteGeneration,
-        metrics: RequestMetrics,
-        on_text: Callable[[str], None],
+        self, response: httpx.Response, generation: RemoteGeneration, on_text: Callable[[str], None]
     ) -> None:
         """Show reasoning between the tags that stand around it in a model's own text; only the answer is kept."""
-        is_reasoning = False
+        is_reasoning, metrics = False, generation.metrics
         async with aclosing(stream_events(response)) as events:
             async for event in events:
                 if event.get("error"):
@@ -265,7 +253,7 @@ class RemoteSession(ChatSession):
                 if usage := event.get("usage"):
                     details = usage.get("prompt_tokens_details") or {}
                     generation.num_prompt_tokens = metrics.num_prompt_tokens = int(usage["prompt_tokens"])
-                    generation.num_output_tokens = metrics.num_generation_tokens = int(usage["completion_tokens"])
+                    generation.num_counted = metrics.num_generation_tokens = int(usage["completion_tokens"])
                     generation.num_cached_tokens = metrics.num_cached_tokens = int(details.get("cached_tokens") or 0)
                 for choice in event.get("choices") or ():
                     thought, text = choice["delta"].get("reasoning_content"), choice["delta"].get("content")
@@ -283,10 +271,10 @@ class RemoteSession(ChatSession):
                     generation.stop_reason = choice.get("stop_reason") or generation.stop_reason
 
 
-def check_engine_options(options: EngineOptions) -> None:
+def check_engine_args(args: EngineArgs) -> None:
     """Raises RequestError naming the flags that would have to reach an engine which runs already."""
-    plain = asdict(EngineOptions())
-    changed = [name for name, value in asdict(options).items() if value != plain[name] and name != "max_model_len"]
+    given, plain = asdict(args), asdict(EngineArgs())
+    changed = [name for name in plain if given[name] != plain[name] and name not in ("model", "max_model_len")]
     if changed:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
         raise RequestError(f"With --url the engine is the server's, which has its own settings: leave out {flags}.")

@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from minivllm.cli.conversation.engine_insight import EngineInsight
-from minivllm.cli.engine.generation import Generation
+from minivllm.cli.engine.engine_start import EngineHost, Generation
 from minivllm.cli.terminal.terminal_text import counted
-from minivllm.cli.terminal.typed_paths import read_typed_file, write_typed_file
+from minivllm.cli.terminal.typed import read_typed_file, write_typed_file
 from minivllm.errors import RequestError
 from minivllm.sampling_params import OutputKind, SamplingParams
 from minivllm.server.parsers.reasoning import OPEN
@@ -71,20 +71,6 @@ class SavedChat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError("user and assistant messages do not alternate")
 
 
-class ModelHost(Protocol):
-    """Who owns the engine. switch: start ``model`` in its place and return it; a failure leaves ``engine`` running.
-
-    params: the sampling settings that the running model starts with.
-    """
-
-    @property
-    def engine(self) -> LLMEngine: ...
-
-    def switch(self, model: str) -> LLMEngine: ...
-
-    def params(self) -> SamplingParams: ...
-
-
 class ChatSession:
     """Messages so far, and the engine that continues them.
 
@@ -101,7 +87,7 @@ class ChatSession:
         model: str,
         params: SamplingParams,
         system: str | None = None,
-        host: ModelHost | None = None,
+        host: EngineHost | None = None,
     ) -> None:
         self.engine = engine
         self.model = model
@@ -169,10 +155,15 @@ class ChatSession:
         if not self.has_chat_template:
             texts = [] if self.system is None else [self.system]
             return list(self.engine.tokenizer.encode("\n".join([*texts, *(message.content for message in messages)])))
-        conversation = [] if self.system is None else [{"role": "system", "content": self.system}]
-        conversation += [{"role": message.role, "content": message.content} for message in messages]
         names: dict[str, Any] = {} if self.thinking is None else {"enable_thinking": self.thinking}
-        return list(self.engine.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, **names))
+        return list(
+            self.engine.tokenizer.apply_chat_template(self.conversation(messages), add_generation_prompt=True, **names)
+        )
+
+    def conversation(self, messages: list[Message]) -> list[dict[str, str]]:
+        """The system prompt, if there is one, and ``messages``, as chat templates and servers take them."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return system + [{"role": message.role, "content": message.content} for message in messages]
 
     @property
     def can_switch_thinking(self) -> bool:
@@ -187,10 +178,17 @@ class ChatSession:
         conversation is as it was.
         """
         text = "\n\n".join([*(attachment.as_markdown() for attachment in self.attachments), text])
-        generation = self._generate([*self.messages, Message(role="user", content=text)], on_text, is_interrupted)
-        answer = Message(role="assistant", content=generation.text, interrupted=generation.interrupted)
-        self.messages += [Message(role="user", content=text), answer]
+        generation = self._extend([*self.messages, Message(role="user", content=text)], on_text, is_interrupted)
         self.attachments = []
+        return generation
+
+    def _extend(
+        self, messages: list[Message], on_text: Callable[[str], None], is_interrupted: Callable[[], bool]
+    ) -> Generation:
+        """Have ``messages`` answered; they and the answer become the conversation."""
+        generation = self._generate(messages, on_text, is_interrupted)
+        answer = Message(role="assistant", content=generation.text, interrupted=generation.interrupted)
+        self.messages = [*messages, answer]
         self._note(generation)
         return generation
 
@@ -202,12 +200,7 @@ class ChatSession:
         """Answer the last user message again, in place of its old answer. Raises RequestError if there is none."""
         if not self.messages:
             raise RequestError("Nothing was asked yet, so there is no answer to generate again.")
-        *earlier, question, _ = self.messages
-        generation = self._generate([*earlier, question], on_text, is_interrupted)
-        answer = Message(role="assistant", content=generation.text, interrupted=generation.interrupted)
-        self.messages = [*earlier, question, answer]
-        self._note(generation)
-        return generation
+        return self._extend(self.messages[:-1], on_text, is_interrupted)
 
     def compact(self, on_text: Callable[[str], None], is_interrupted: Callable[[], bool]) -> Generation:
         """Put a summary by the model in place of the older exchanges, all but the last if there are several.
@@ -312,10 +305,7 @@ class ChatSession:
 
     def load(self, path: Path) -> None:
         """Replace messages, system prompt and sampling by a saved chat's. Raises RequestError, changing nothing."""
-        try:
-            saved = msgspec.json.decode(read_typed_file(path, MOST_CHAT_BYTES), type=SavedChat)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise RequestError(f"{path} is not a saved chat: {str(error).removesuffix('.')}.") from None
+        saved = _read_saved_chat(path)
         self.messages = list(saved.messages)
         self.system = saved.system
         self.params = saved.sampling
@@ -370,12 +360,18 @@ class ChatSession:
         return msgspec.structs.replace(self.params, **changes)
 
 
+def _read_saved_chat(path: Path) -> SavedChat:
+    try:
+        return msgspec.json.decode(read_typed_file(path, MOST_CHAT_BYTES), type=SavedChat)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"{path} is not a saved chat: {str(error).removesuffix('.')}.") from None
+
+
 def _is_saved_chat(path: Path) -> bool:
     try:
-        msgspec.json.decode(read_typed_file(path, MOST_CHAT_BYTES), type=SavedChat)
-    except (RequestError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return bool(_read_saved_chat(path))
+    except RequestError:
         return False
-    return True
 
 
 def _is_exported_chat(path: Path) -> bool:

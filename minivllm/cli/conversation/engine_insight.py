@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.cli.trace.command import TraceStep
 
 if TYPE_CHECKING:
-    from minivllm.cli.engine.generation import Generation
+    from minivllm.cli.engine.engine_start import Generation
     from minivllm.frontend.llm_engine import LLMEngine
     from minivllm.messages import SchedulerOutput
 
@@ -95,7 +95,7 @@ def _bandwidth(device: str) -> float:
     """Of reading memory [bytes/s], measured once per process in about a tenth of a second, after the first answer."""
     import torch
 
-    from minivllm.bench.parts.hardware import read_bandwidth
+    from minivllm.bench.parts.bounds import read_bandwidth
 
     with torch.inference_mode():
         on_gpu = torch.device(device).type == "cuda"

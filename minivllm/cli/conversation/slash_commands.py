@@ -7,14 +7,13 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
 
 from minivllm.cli.conversation.chat_session import ChatSession
 from minivllm.cli.terminal.terminal_text import counted
-from minivllm.cli.terminal.typed_paths import typed_path
+from minivllm.cli.terminal.typed import typed_path
 from minivllm.errors import RequestError
 from minivllm.sampling_params import SamplingParams
 
@@ -58,11 +57,13 @@ class Next(Enum):
 
 @dataclass(frozen=True)
 class Command:
-    """usage: as typed. purpose: one line of /help. run: takes the session and the text after the name."""
+    """usage: as typed. purpose: one line of /help. run: from the session and the text after the name to what the user
+    is told. following: what the chat does then."""
 
     usage: str
     purpose: str
-    run: Callable[[ChatSession, str], tuple[str, Next]]
+    run: Callable[[ChatSession, str], str] = lambda session, argument: ""
+    following: Next = Next.PROMPT
 
     @property
     def name(self) -> str:
@@ -83,15 +84,15 @@ def run_command(session: ChatSession, line: str) -> tuple[str, Next]:
         near = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], n=1)
         advice = f"did you mean {near[0]}?" if near else "/help lists the commands."
         raise RequestError(f"There is no command {word}; {advice}")
-    return COMMANDS[name].run(session, argument.strip())
-
-
-def _no_argument(name: str, argument: str) -> None:
-    if argument:
+    command, argument = COMMANDS[name], argument.strip()
+    if argument and command.usage == name and name not in ("/help", "/bye"):
         raise RequestError(f"{name} takes nothing after it, but got {argument!r}.")
+    if not argument and name in _EXAMPLES:
+        raise RequestError(f"{name} needs a file name, for example {name} {_EXAMPLES[name]}.")
+    return command.run(session, argument), command.following
 
 
-def _help(session: ChatSession, argument: str) -> tuple[str, Next]:
+def _help(session: ChatSession, argument: str) -> str:
     lines = [f"{command.usage:<15} {command.purpose}" for command in COMMANDS.values()]
     lines += [
         "",
@@ -99,18 +100,18 @@ def _help(session: ChatSession, argument: str) -> tuple[str, Next]:
         "Ctrl-G opens your editor, Ctrl-C stops an answer, Ctrl-D leaves.",
         "A message that should begin with a slash is sent with a space before it.",
     ]
-    return "\n".join(lines), Next.PROMPT
+    return "\n".join(lines)
 
 
-def _system(session: ChatSession, argument: str) -> tuple[str, Next]:
+def _system(session: ChatSession, argument: str) -> str:
     if not argument:
         shown = "the chat template's own" if session.system is None else repr(session.system)
-        return f"System prompt: {shown}.", Next.PROMPT
+        return f"System prompt: {shown}."
     session.system = None if argument == "-" else argument
-    return "System prompt removed." if argument == "-" else "System prompt set.", Next.PROMPT
+    return "System prompt removed." if argument == "-" else "System prompt set."
 
 
-def _set(session: ChatSession, argument: str) -> tuple[str, Next]:
+def _set(session: ChatSession, argument: str) -> str:
     name, equals, text = (part.strip() for part in argument.partition("="))
     if not equals or not name:
         raise RequestError(f"Write /set name=value, for example /set temperature=0.2; names: {', '.join(SETTINGS)}.")
@@ -120,7 +121,7 @@ def _set(session: ChatSession, argument: str) -> tuple[str, Next]:
         raise RequestError(f"There is no setting {name!r}; {advice}")
     value = _value(name, text)
     session.params = msgspec.structs.replace(session.params, **{name: value})
-    return f"{name} = {_shown(name, getattr(session.params, name))}", Next.PROMPT
+    return f"{name} = {_shown(name, getattr(session.params, name))}"
 
 
 def _value(name: str, text: str) -> Any:
@@ -149,8 +150,7 @@ def _shown(name: str, value: Any) -> str:
     return json.dumps(value)
 
 
-def _show(session: ChatSession, argument: str) -> tuple[str, Next]:
-    _no_argument("/show", argument)
+def _show(session: ChatSession, argument: str) -> str:
     plain = SamplingParams(max_tokens=None)
     lines = [
         f"model        {session.model} ({session.description})",
@@ -161,45 +161,32 @@ def _show(session: ChatSession, argument: str) -> tuple[str, Next]:
         value = getattr(session.params, name)
         if name in ("temperature", "max_tokens") or value != getattr(plain, name):
             lines.append(f"{name:<12} {_shown(name, value)}")
-    return "\n".join(lines), Next.PROMPT
+    return "\n".join(lines)
 
 
-def _regenerate(session: ChatSession, argument: str) -> tuple[str, Next]:
-    _no_argument("/regen", argument)
-    return "", Next.REGENERATE
-
-
-def _edit(session: ChatSession, argument: str) -> tuple[str, Next]:
-    _no_argument("/edit", argument)
+def _edit(session: ChatSession, argument: str) -> str:
     if not session.messages:
         raise RequestError("Nothing was asked yet, so there is no message to edit.")
-    return "Change your last message and send it: it is answered in place of the old one.", Next.EDIT
+    return "Change your last message and send it: it is answered in place of the old one."
 
 
-def _compact(session: ChatSession, argument: str) -> tuple[str, Next]:
-    _no_argument("/compact", argument)
-    return "", Next.COMPACT
-
-
-def _undo(session: ChatSession, argument: str) -> tuple[str, Next]:
-    _no_argument("/undo", argument)
+def _undo(session: ChatSession, argument: str) -> str:
     session.undo()
-    return f"Last exchange forgotten; {len(session.messages) // 2} left.", Next.PROMPT
+    return f"Last exchange forgotten; {len(session.messages) // 2} left."
 
 
-def _clear(session: ChatSession, argument: str) -> tuple[str, Next]:
-    _no_argument("/clear", argument)
+def _clear(session: ChatSession, argument: str) -> str:
     session.clear()
-    return "Conversation cleared.", Next.PROMPT
+    return "Conversation cleared."
 
 
-def _drop(session: ChatSession, argument: str) -> tuple[str, Next]:
+def _drop(session: ChatSession, argument: str) -> str:
     if argument and not argument.isdecimal():
         raise RequestError(f"/drop takes how many exchanges to forget, but got {argument!r}.")
     count = int(argument or 1)
     session.drop(count)
     forgotten = "The oldest exchange is" if count == 1 else f"The {count:,} oldest exchanges are"
-    return f"{forgotten} forgotten; {_context(session)}.", Next.PROMPT
+    return f"{forgotten} forgotten; {_context(session)}."
 
 
 def _context(session: ChatSession) -> str:
@@ -213,57 +200,46 @@ def meter(used: int, size: int, width: int = 20) -> str:
     return "█" * filled + "░" * (width - filled)
 
 
-def _path(name: str, argument: str) -> Path:
-    if not argument:
-        raise RequestError(f"{name} needs a file name, for example {name} chat.json.")
-    return typed_path(argument)
-
-
-def _save(session: ChatSession, argument: str) -> tuple[str, Next]:
-    path = _path("/save", argument)
+def _save(session: ChatSession, argument: str) -> str:
+    path = typed_path(argument)
     session.save(path)
-    return f"{counted(len(session.messages), 'message')} saved to {path}.", Next.PROMPT
+    return f"{counted(len(session.messages), 'message')} saved to {path}."
 
 
-def _load(session: ChatSession, argument: str) -> tuple[str, Next]:
-    path = _path("/load", argument)
-    session.load(path)
-    return f"{counted(len(session.messages), 'message')} loaded, with settings; {_context(session)}.", Next.PROMPT
+def _load(session: ChatSession, argument: str) -> str:
+    session.load(typed_path(argument))
+    return f"{counted(len(session.messages), 'message')} loaded, with settings; {_context(session)}."
 
 
-def _export(session: ChatSession, argument: str) -> tuple[str, Next]:
-    if not argument:
-        raise RequestError("/export needs a file name, for example /export chat.md.")
+def _export(session: ChatSession, argument: str) -> str:
     path = typed_path(argument)
     session.export(path)
-    return f"{counted(len(session.messages), 'message')} exported to {path}.", Next.PROMPT
+    return f"{counted(len(session.messages), 'message')} exported to {path}."
 
 
-def _read(session: ChatSession, argument: str) -> tuple[str, Next]:
-    if not argument:
-        raise RequestError("/read needs a file name, for example /read notes.txt.")
+def _read(session: ChatSession, argument: str) -> str:
     attachment = session.attach(typed_path(argument))
-    return f"{attachment.name} ({counted(attachment.num_tokens, 'token')}) goes with your next message.", Next.PROMPT
+    return f"{attachment.name} ({counted(attachment.num_tokens, 'token')}) goes with your next message."
 
 
-def _image(session: ChatSession, argument: str) -> tuple[str, Next]:
+def _image(session: ChatSession, argument: str) -> str:
     raise RequestError(
         f"{session.model} takes no images: the models this engine runs read text only; /read sends text."
     )
 
 
-def _model(session: ChatSession, argument: str) -> tuple[str, Next]:
+def _model(session: ChatSession, argument: str) -> str:
     if not argument:
-        return f"The model is {session.model}; /model NAME talks to another one.", Next.PROMPT
+        return f"The model is {session.model}; /model NAME talks to another one."
     before = session.model
     session.switch_model(argument)
     size = f"context {session.max_model_len:,} tokens"
     if not session.has_chat_template:
         size += "; it has no chat template: it continues your text instead of answering it"
-    return f"{session.model} takes over from {before}; {size}. Settings are the new model's.", Next.PROMPT
+    return f"{session.model} takes over from {before}; {size}. Settings are the new model's."
 
 
-def _think(session: ChatSession, argument: str) -> tuple[str, Next]:
+def _think(session: ChatSession, argument: str) -> str:
     if argument not in ("on", "off", ""):
         raise RequestError(f"/think is followed by on or off, but got {argument!r}.")
     if not session.can_switch_thinking:
@@ -271,20 +247,18 @@ def _think(session: ChatSession, argument: str) -> tuple[str, Next]:
     if argument:
         session.thinking = argument == "on"
     state = {None: "left to the chat template", True: "on", False: "off"}[session.thinking]
-    return f"Thinking is {state}.", Next.PROMPT
+    return f"Thinking is {state}."
 
 
-def _trace(session: ChatSession, argument: str) -> tuple[str, Next]:
-    _no_argument("/trace", argument)
+def _trace(session: ChatSession, argument: str) -> str:
     if not session.insight.is_possible:
         raise RequestError("The engine runs in another process, where its steps cannot be seen from here.")
     if session.last_generation is None:
         raise RequestError("Nothing was asked yet, so there are no steps to draw.")
-    return "", Next.TRACE
+    return ""
 
 
-def _stats(session: ChatSession, argument: str) -> tuple[str, Next]:
-    _no_argument("/stats", argument)
+def _stats(session: ChatSession, argument: str) -> str:
     stats = session.engine_stats()
     lines = []
     if session.last_generation is not None:
@@ -301,11 +275,10 @@ def _stats(session: ChatSession, argument: str) -> tuple[str, Next]:
     if stats.num_draft_tokens:
         accepted, drafted = stats.num_accepted_tokens, stats.num_draft_tokens
         lines.append(f"speculation   {accepted:,} of {drafted:,} drafted tokens accepted ({accepted / drafted:.0%})")
-    return "\n".join(lines), Next.PROMPT
+    return "\n".join(lines)
 
 
-def _tokens(session: ChatSession, argument: str) -> tuple[str, Next]:
-    _no_argument("/tokens", argument)
+def _tokens(session: ChatSession, argument: str) -> str:
     lines = [f"Of the context, {_context(session)}."]
     lines += [f"{file.num_tokens:>7,}  next       file {file.name}" for file in session.attachments]
     for message in session.messages:
@@ -314,11 +287,7 @@ def _tokens(session: ChatSession, argument: str) -> tuple[str, Next]:
         beginning = beginning if len(beginning) <= 50 else beginning[:49] + "…"
         mark = " [interrupted]" if message.interrupted else ""
         lines.append(f"{count:>7,}  {message.role:<9}  {beginning}{mark}")
-    return "\n".join(lines), Next.PROMPT
-
-
-def _leave(session: ChatSession, argument: str) -> tuple[str, Next]:
-    return "", Next.LEAVE
+    return "\n".join(lines)
 
 
 COMMANDS: dict[str, Command] = {
@@ -328,12 +297,12 @@ COMMANDS: dict[str, Command] = {
         Command("/system TEXT", "set the system prompt; alone shows it, /system - removes it", _system),
         Command("/set k=v", "change a sampling parameter, for example /set temperature=0.2", _set),
         Command("/show", "show model, context and settings", _show),
-        Command("/regen", "generate the last answer again", _regenerate),
-        Command("/edit", "change your last message and have it answered again", _edit),
+        Command("/regen", "generate the last answer again", following=Next.REGENERATE),
+        Command("/edit", "change your last message and have it answered again", _edit, Next.EDIT),
         Command("/undo", "forget the last exchange", _undo),
         Command("/clear", "forget the whole conversation", _clear),
         Command("/drop N", "forget the N oldest exchanges (1 if not given)", _drop),
-        Command("/compact", "put a summary in place of the older exchanges", _compact),
+        Command("/compact", "put a summary in place of the older exchanges", following=Next.COMPACT),
         Command("/read FILE", "send a text file along with the next message", _read),
         Command("/image FILE", "send an image, to a model that takes any", _image),
         Command("/save FILE", "save the conversation as JSON", _save),
@@ -341,12 +310,14 @@ COMMANDS: dict[str, Command] = {
         Command("/export FILE", "write the conversation as Markdown", _export),
         Command("/model NAME", "talk to another model; alone names the present one", _model),
         Command("/think on|off", "let the model think before it answers, or not", _think),
-        Command("/trace", "draw how the scheduler cut the last answer into steps", _trace),
+        Command("/trace", "draw how the scheduler cut the last answer into steps", _trace, Next.TRACE),
         Command("/stats", "show what the engine did so far; with --url, for all clients of the server", _stats),
         Command("/tokens", "show how many tokens each message takes", _tokens),
-        Command("/bye", "leave", _leave),
+        Command("/bye", "leave", following=Next.LEAVE),
     )
 }
 ALIASES = {"/exit": "/bye", "/quit": "/bye", "/?": "/help"}
+_EXAMPLES = {"/save": "chat.json", "/load": "chat.json", "/export": "chat.md", "/read": "notes.txt"}
+"""Commands that do not go without a file, each with the name of one."""
 FILE_COMMANDS = ("/save", "/load", "/export", "/read", "/image", "/model")
 """Commands that a path can follow."""

@@ -61,7 +61,6 @@ def _defaults() -> dict[str, dict[str, str]]:
     """What an engine picks if no flag says otherwise: ``{what: {"value", "why"}}``."""
     import torch
 
-    from minivllm.attention.decode_options import DecodeOptions
     from minivllm.compilation.compiler import cannot_compile_reason
     from minivllm.device.memory import MAX_CPU_CACHE_BYTES
     from minivllm.engine.openmp import wait_policy
@@ -86,7 +85,6 @@ def _defaults() -> dict[str, dict[str, str]]:
         attention = {"value": "compiled FlexAttention", "why": "torch.compile works here"}
     else:
         attention = {"value": "gather and SDPA, uncompiled", "why": reason}
-    tuned = DecodeOptions.of(torch.device(device))
     return {
         "device": {"value": device, "why": why_device},
         "dtype": {"value": dtype, "why": f"for a checkpoint saved in bfloat16: {why_dtype}"},
@@ -100,7 +98,6 @@ def _defaults() -> dict[str, dict[str, str]]:
             "why": "token budget of one step; a server takes less",
         },
         "threads": {"value": str(torch.get_num_threads()), "why": f"of OpenMP; {wait_policy()}"},
-        "decode_options": {"value": "tuned" if tuned.cases else "PyTorch's own", "why": tuned.origin},
     }
 
 

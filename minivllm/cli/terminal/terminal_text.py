@@ -3,82 +3,39 @@
 from __future__ import annotations
 
 import os
-from enum import Enum, auto
+import re
 from typing import TextIO
 
-
-class _State(Enum):
-    TEXT = auto()
-    ESCAPE = auto()
-    SEQUENCE = auto()
-    STRING = auto()
+_STRING, _CSI = r"(?:\x1b[P\]X^_]|[\x90\x98\x9d-\x9f])[^\x07\x9c\x1b\n]*", r"(?:\x1b\[|\x9b)[ -?]*"
+_UNPRINTABLE = re.compile(
+    rf"{_STRING}(?:[\x07\x9c]|(?=[\x1b\n]))|{_CSI}(?:[@-~]|(?=[^ -~]))"
+    r"|\x1b(?:[ -/]+(?:[0-~]|(?=[^ -~]))|[0-OQ-WYZ\\`-~]|(?=[^ -~]))"
+    rf"|(?P<cut>(?:{_STRING}|{_CSI}|\x1b[ -/]*)\Z)"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+"""ECMA-48's sequences: the strings (OSC, DCS, SOS, PM, APC) up to BEL or ST, CSI … final, ESC [intermediate] final; one
+that the end of the text cuts; and control characters by themselves."""
 
 
 class ControlCharacterFilter:
     """Removes escape sequences and control characters from streamed text; newline and tab stay.
 
-    A model can be talked into printing sequences that move the cursor, set the clipboard or fake a prompt. State is
-    kept between pieces, so a sequence that is cut anywhere is removed as a whole. The grammar is ECMA-48's: ESC
-    [intermediate] final, CSI … final, and the strings (OSC, DCS, SOS, PM, APC) up to BEL or ST. A string also ends at
+    A model can be talked into printing sequences that move the cursor, set the clipboard or fake a prompt. What could
+    go on is kept until the next piece, so a sequence that is cut anywhere is removed as a whole. A string also ends at
     a newline, because an answer must not vanish behind a string that is never closed.
     """
 
     def __init__(self) -> None:
-        self._state = _State.TEXT
+        self._begun = ""
 
     def feed(self, text: str) -> str:
         """The printable part of ``text``, the next piece of the stream."""
-        kept: list[str] = []
-        for character in text:
-            if self._consume(character):
-                kept.append(character)
-        return "".join(kept)
+        text, self._begun = self._begun + text, ""
+        return _UNPRINTABLE.sub(self._remove, text)
 
-    def _consume(self, character: str) -> bool:
-        """Advance by one character; True if it is to be printed."""
-        code = ord(character)
-        if character == "\n":
-            self._state = _State.TEXT
-            return True
-        if character == "\x1b":
-            self._state = _State.ESCAPE
-            return False
-        if self._state is _State.STRING:
-            if character in "\x07\x9c":
-                self._state = _State.TEXT
-            return False
-        if 0x80 <= code < 0xA0:
-            self._state = _after_c1(code)
-            return False
-        if self._state is _State.ESCAPE:
-            return self._consume_escape(code)
-        if self._state is _State.SEQUENCE:
-            return self._consume_sequence(code)
-        return code == 0x09 or (code >= 0x20 and code != 0x7F)
-
-    def _consume_escape(self, code: int) -> bool:
-        if 0x40 <= code < 0x60:
-            self._state = _after_c1(code + 0x40)
-        elif not 0x20 <= code < 0x30:
-            self._state = _State.TEXT
-            # ESC with a final byte is a sequence of its own; what is no final byte never belonged to one.
-            return code > 0x7F
-        return False
-
-    def _consume_sequence(self, code: int) -> bool:
-        if 0x20 <= code < 0x40:
-            return False
-        self._state = _State.TEXT
-        return code > 0x7F
-
-
-def _after_c1(code: int) -> _State:
-    """The state after C1 control ``code`` (or its two-character form, ESC and ``code`` - 0x40)."""
-    if code == 0x9B:
-        return _State.SEQUENCE
-    if code in (0x90, 0x98, 0x9D, 0x9E, 0x9F):
-        return _State.STRING
-    return _State.TEXT
+    def _remove(self, found: re.Match[str]) -> str:
+        self._begun = found["cut"] or ""
+        return ""
 
 
 def printable(text: str) -> str:

@@ -1,6 +1,6 @@
 """A fresh process that starts an engine, generates one token, and says how long each part of that took.
 
-    python -m minivllm.bench.startup_process '{"model": "smollm2"}' 1700000000.0
+    python -m minivllm.bench.parts.startup_process '{"model": "smollm2"}' 1700000000.0
 
 The second argument is time.time() before the process was made. Prints one JSON object {part: seconds}.
 """

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,20 +19,18 @@ import typer
 import minivllm
 from minivllm.bench.reports.report import Measurement, OutputOptions, make_report, publish
 from minivllm.cli.engine.engine_start import fetch_model
-from minivllm.cli.options.engine_options import EngineOptions, ModelArgument, with_model_option
-from minivllm.cli.options.option_groups import with_option_groups
+from minivllm.cli.engine.options import engine_flags, with_options
+from minivllm.config import EngineArgs
 from minivllm.errors import ModelError
 
 CHAT = "chat, first output"
 TIMEOUT = 1800
 
 
-@with_option_groups
-@with_model_option
+@with_options
 def startup(
-    engine: EngineOptions,
+    args: EngineArgs,
     output: OutputOptions,
-    model: ModelArgument = "smollm2",
     repeats: Annotated[int, typer.Option(min=1, help="Cold and warm starts to measure.")] = 3,
     chat: Annotated[
         bool, typer.Option("--chat", help="Also measure `minivllm chat -p hi` up to its first output.")
@@ -44,7 +42,6 @@ def startup(
 
     Example: minivllm bench startup --chat
     """
-    args = engine.engine_args(model)
     fetch_model(args)
     given = {name: value for name, value in asdict(args).items() if value is not None}
     samples: dict[tuple[str, str], list[float]] = {}
@@ -53,13 +50,13 @@ def startup(
             for part, value in seconds.items():
                 samples.setdefault((name, part), []).append(value)
         if chat:
-            for name, seconds in cold_and_warm(partial(start_chat, [model, *engine_flags(engine)])):
+            for name, seconds in cold_and_warm(partial(start_chat, [args.model, *engine_flags(args)])):
                 samples.setdefault((name, CHAT), []).append(seconds[CHAT])
     measurements = [
         Measurement(case=case, side="minivllm", metric=part, unit="s", better="lower", samples=values)
         for (case, part), values in sorted(samples.items(), key=lambda item: item[0][0])
     ]
-    publish(make_report("startup", {"model": model, "engine": given}, measurements), output)
+    publish(make_report("startup", {"model": args.model, "engine": given}, measurements), output)
 
 
 def cold_and_warm(start: Callable[[Mapping[str, str]], dict[str, float]]) -> list[tuple[str, dict[str, float]]]:
@@ -76,7 +73,7 @@ def cold_and_warm(start: Callable[[Mapping[str, str]], dict[str, float]]) -> lis
 
 def start_engine(arguments: dict[str, Any], environment: Mapping[str, str]) -> dict[str, float]:
     """Seconds of every part of one start, in a process of its own. Raises ModelError."""
-    command = [sys.executable, "-m", "minivllm.bench.startup_process", json.dumps(arguments), repr(time.time())]
+    command = [sys.executable, "-m", "minivllm.bench.parts.startup_process", json.dumps(arguments), repr(time.time())]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT)
     if done.returncode:
         raise ModelError(f"The engine did not start: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
@@ -106,15 +103,3 @@ def start_chat(arguments: Sequence[str], environment: Mapping[str, str]) -> dict
         last = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
         raise ModelError(f"minivllm chat did not answer: {last}")
     return {CHAT: seconds}
-
-
-def engine_flags(engine: EngineOptions) -> list[str]:
-    """The flags that give these options to another command."""
-    flags = []
-    for field in fields(engine):
-        value, flag = getattr(engine, field.name), field.name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            flags.append(f"--{flag}={value}")
-    return flags

@@ -1,0 +1,232 @@
+"""The flags that commands share: option groups, one flag for every engine argument, and those of sampling."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from minivllm.config import (
+    CUDA_GRAPH_MODES,
+    DEVICES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    LOAD_FORMATS,
+    PERFORMANCE_MODES,
+    QUANTIZATIONS,
+    SPECULATIVE_METHODS,
+    EngineArgs,
+)
+from minivllm.errors import ConfigError
+from minivllm.plugins import POLICIES
+from minivllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.frontend.llm_engine import LLMEngine
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A short name (smollm2), a Hugging Face id, a local directory or a .gguf file.",
+        show_default="smollm2",
+    ),
+]
+ModelOption = Annotated[str | None, typer.Option("--model", help="The same as MODEL.", metavar="MODEL")]
+
+ENGINE_HELP = {
+    "tokenizer": "Where the tokenizer comes from, if not from the model.",
+    "revision": "Branch, tag or commit of a Hugging Face id.",
+    "dtype": f"Weights and activations: {', '.join(DTYPES)}.",
+    "seed": "Seeds dummy weights and every request; same seed, same answers.",
+    "load_format": f"{', '.join(LOAD_FORMATS)}; dummy is random weights.",
+    "device": f"{', '.join(DEVICES)}.",
+    "max_model_len": "Prompt plus answer of one request, in tokens.",
+    "max_num_seqs": "Requests that may run at the same time.",
+    "max_num_batched_tokens": "Token budget of one step, if performance-mode does not suit.",
+    "performance_mode": f"{' or '.join(PERFORMANCE_MODES)}: whole prompts in few steps, or short steps that keep "
+    "answers flowing while prompts arrive. serve takes the latter.",
+    "long_prefill_token_threshold": "Most tokens one request gets in a step; 0 is no such limit.",
+    "gpu_memory_utilization": "Share of the memory that engine and KV cache may use (on a CPU: of what is free after "
+    "loading).",
+    "kv_cache_memory_bytes": "Size of the KV cache in bytes.",
+    "num_gpu_blocks_override": "Size of the KV cache in blocks.",
+    "block_size": "Tokens per block of the KV cache: 8, 16, 32, 64, 128 or 256.",
+    "kv_cache_dtype": f"Elements of the KV cache: {', '.join(KV_CACHE_DTYPES)} (fp8: a GPU).",
+    "quantization": f"Fewer bits for linear layers: {', '.join(QUANTIZATIONS)} (fp8: a recent GPU). A GGUF file keeps "
+    "its own blocks where they fit.",
+    "enable_prefix_caching": "Reuse the KV cache of equal prompt beginnings.",
+    "attention_backend": "flex (compiled), sdpa (its reference), or your own, as package.module:factory.",
+    "enforce_eager": "Run uncompiled: starts sooner, answers more slowly.",
+    "compile_in_background": "Answer uncompiled until the model is compiled, on a CPU. chat does.",
+    "cudagraph_mode": f"Steps that replay CUDA graphs: {', '.join(CUDA_GRAPH_MODES)}. On a GPU the last one.",
+    "scheduling_policy": f"{', '.join(POLICIES.names)} or package.module:Class.",
+    "hf_overrides": "JSON object whose entries replace those of the model's config.json.",
+    "profile": "Write a Perfetto trace of the first steps into this directory.",
+    "multiprocess": "Run the engine core in a process of its own.",
+    "heartbeat_timeout": "Seconds after which an engine process that does not finish its step is killed.",
+    "speculative_config": "Guess tokens ahead and verify them: JSON object with a method "
+    f"({', '.join(SPECULATIVE_METHODS)}) and its settings.",
+    "async_scheduling": "Schedule the next step while the last one runs (default: on a GPU).",
+    "enable_lora": "Serve LoRA adapters.",
+    "max_loras": "LoRA adapters that may be in use at the same time.",
+    "max_lora_rank": "Largest rank of a LoRA adapter.",
+    "max_cpu_loras": "LoRA adapters kept in host memory.",
+    "logits_processors": "Custom logits processor, as package.module:Class (may be repeated).",
+}
+"""Engine argument -> what its flag says. Name, type and default are those of ``EngineArgs``."""
+
+_WRITTEN: dict[str, tuple[Any, str]] = {
+    "hf_overrides": (str | None, "JSON"),
+    "speculative_config": (str | None, "JSON"),
+    "logits_processors": (list[str] | None, "MODULE:CLASS"),
+    "profile": (str | None, "DIR"),
+}
+"""Engine argument -> the type that its flag has on a command line, and how its value is called there."""
+_JSON_EXAMPLES = {"hf_overrides": '{"num_hidden_layers": 2}', "speculative_config": '{"method": "ngram"}'}
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Flatten the option groups of ``command``, so that what several commands share is written once.
+
+    Every parameter that is annotated with a dataclass gives way to that dataclass's fields, which carry
+    ``Annotated[type, typer.Option(...)]``; for ``EngineArgs`` to a flag for each of its fields. ``command`` gets the
+    dataclasses back. Where there is a MODEL, ``--model`` names it too, as in other engines; both at once is a
+    ConfigError.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {
+        name: one.annotation for name, one in signature.parameters.items() if is_dataclass(one.annotation)
+    }
+    flat = [one.replace(kind=one.KEYWORD_ONLY) for name, one in signature.parameters.items() if name not in groups]
+    flat += [option for group in groups.values() for option in _options_of(group)]
+    models = [one for one in flat if one.annotation == ModelArgument]
+    # The default is left to ``flat_command``, which must know whether the argument was given.
+    flat = [one.replace(default=None) if one in models else one for one in flat]
+    if models:
+        flat.append(models[0].replace(name="model_option", default=None, annotation=ModelOption))
+
+    def flat_command(**values: Any) -> None:
+        if models:
+            model, named = values["model"], values.pop("model_option")
+            if model is not None and named is not None:
+                raise ConfigError(f"The model is named twice, as {model} and as --model {named}: give one of them.")
+            values["model"] = model or named or models[0].default
+        grouped = {}
+        for name, group in groups.items():
+            own = {field.name: values.pop(field.name) for field in fields(group)}
+            grouped[name] = group(**_read(own) if group is EngineArgs else own)
+        command(**values, **grouped)
+
+    flat_command.__name__, flat_command.__doc__ = command.__name__, command.__doc__
+    flat_command.__module__ = command.__module__
+    flat_command.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]
+    flat_command.__annotations__ = {one.name: one.annotation for one in flat}
+    return flat_command
+
+
+def _options_of(group: Any) -> list[inspect.Parameter]:
+    """The parameters that a group's fields stand for, in order."""
+    hints = get_type_hints(group, include_extras=True)
+    if group is EngineArgs:
+        for name, text in ENGINE_HELP.items():
+            kind, metavar = _WRITTEN.get(name, (hints[name], None))
+            hints[name] = Annotated[kind, typer.Option(help=text, metavar=metavar)]
+        hints["model"] = ModelArgument
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return [
+        inspect.Parameter(one.name, keyword, default=one.default, annotation=hints[one.name]) for one in fields(group)
+    ]
+
+
+def _read(values: dict[str, Any]) -> dict[str, Any]:
+    """Engine arguments from what their flags gave. Raises ConfigError."""
+    read = {name: _json_object(name, values[name], example) for name, example in _JSON_EXAMPLES.items()}
+    return values | read | {"logits_processors": values["logits_processors"] or None}
+
+
+def _json_object(name: str, text: str | None, example: str) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name} is not valid JSON ({error}); an example is '{example}'.") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} is {text}, but must be a JSON object such as '{example}'.")
+    return value
+
+
+def engine_flags(args: EngineArgs) -> list[str]:
+    """The flags that give these arguments to another command; the model is not among them."""
+    flags = []
+    for name in ENGINE_HELP:
+        value, flag = getattr(args, name), name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            flags += [f"--{flag}={one}" for one in value]
+        elif value is not None:
+            flags.append(f"--{flag}={json.dumps(value) if isinstance(value, dict) else value}")
+    return flags
+
+
+FALLBACK: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}
+"""Used when the model says nothing about sampling: lively, with the unlikely tail cut off."""
+
+_FROM_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+logger = logging.getLogger("minivllm.cli")
+
+
+def _option(help_text: str, *names: str) -> Any:
+    return typer.Option(*names, help=help_text, show_default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Sampling flags; None is "not given"."""
+
+    temperature: Annotated[float | None, _option("0 always takes the likeliest token; higher is livelier.")] = None
+    top_p: Annotated[float | None, _option("Keep the likeliest tokens that add up to this probability.")] = None
+    top_k: Annotated[int | None, _option("Keep so many of the likeliest tokens; 0 keeps all.")] = None
+    min_p: Annotated[float | None, _option("Drop tokens below this share of the likeliest one's probability.")] = None
+    max_tokens: Annotated[int | None, _option("Most tokens of an answer.")] = None
+    min_tokens: Annotated[int | None, _option("No end before so many tokens.")] = None
+    stop: Annotated[list[str] | None, _option("Text that ends the answer (may be repeated).")] = None
+    stop_regex: Annotated[list[str] | None, _option("Regular expression that ends it (may be repeated).")] = None
+    stop_token_ids: Annotated[list[int] | None, _option("Token id that ends the answer (may be repeated).")] = None
+    include_stop_str_in_output: Annotated[
+        bool, _option("Keep the stop text in the answer.", "--include-stop-str-in-output")
+    ] = False
+    ignore_eos: Annotated[bool, _option("Go on after the model's end-of-sequence tokens.", "--ignore-eos")] = False
+    bad_words: Annotated[list[str] | None, _option("Text that must not appear (may be repeated).")] = None
+    repetition_penalty: Annotated[float | None, _option("Above 1 discourages tokens seen before.")] = None
+    presence_penalty: Annotated[float | None, _option("Subtracted once for tokens of the answer so far.")] = None
+    frequency_penalty: Annotated[float | None, _option("Subtracted per occurrence in the answer so far.")] = None
+    skip_special_tokens: Annotated[bool, _option("Leave special tokens out of the text.")] = True
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """``defaults`` overridden by the flags that were given. Raises RequestError naming the field and its range."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        # Older typer versions hand over an empty list for a repeatable option that was not given.
+        given = {name: value for name, value in given.items() if value != []}
+        return SamplingParams(**{**defaults, **given})
+
+
+def model_defaults(engine: LLMEngine) -> dict[str, Any]:
+    """What the model's generation_config.json says about sampling, or ``FALLBACK`` if it leaves everything neutral.
+
+    Its limit on the length is not taken: it stands for transformers' ``generate``. Raises ModelError if it is broken.
+    """
+    neutral, given = SamplingParams(), engine.get_default_sampling_params()
+    values = {name: getattr(given, name) for name in _FROM_THE_MODEL if getattr(given, name) != getattr(neutral, name)}
+    if not values:
+        return dict(FALLBACK)
+    logger.info("Sampling defaults of the model: %s.", ", ".join(f"{name} {value}" for name, value in values.items()))
+    return values
