@@ -1,5 +1,5 @@
 """``minivllm bench``: measured speed, always against something and always in turn.
 
 May import: bench.parts, bench.reports, bench.rounds, bench.sides, bench.workloads, cli.engine, cli.options, config,
-frontend, tokenizer, worker.
+frontend, tokenizer.
 """

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from minivllm.bench.parts.parts import decode_args, host_parts, start_decoding, time_steps
+from minivllm.bench.parts.parts import HOST_PARTS, decode_args, engine_core, start_decoding, time_steps
 from minivllm.bench.reports.report import Measurement, OutputOptions, make_report, publish
 from minivllm.bench.reports.statistics import median
 from minivllm.cli.options.engine_options import EngineOptions, ModelArgument, with_model_option
@@ -36,10 +36,10 @@ def overhead(
     new_tokens = steps + SETTLING_STEPS + 8
     args = decode_args(engine.engine_args(model), running, prompt_tokens + new_tokens)
     with LLMEngine.from_args(args) as started:
-        places = host_parts(started)
+        engine_core(started)
         start_decoding(started, running, prompt_tokens, new_tokens)
-        time_steps(started, (), SETTLING_STEPS)
-        times = time_steps(started, places, steps)
+        time_steps(started, SETTLING_STEPS)
+        times = time_steps(started, steps, HOST_PARTS)
     case = f"{running} running requests"
     overheads = [sum(parts) for parts in zip(*times.parts.values())]
     samples = {**times.parts, "overhead": overheads, "whole step": times.whole}

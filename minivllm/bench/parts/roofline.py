@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minivllm.bench.parts.parts import StepTimes, decode_args, engine_core, host_parts, start_decoding, time_steps
+from minivllm.bench.parts.parts import HOST_PARTS, StepTimes, decode_args, engine_core, start_decoding, time_steps
 from minivllm.bench.reports.report import Better, Measurement, OutputOptions, make_report, publish
 from minivllm.bench.reports.statistics import median
 from minivllm.cli.options.engine_options import EngineOptions, ModelArgument, with_model_option
@@ -62,11 +62,10 @@ def roofline(
     with LLMEngine.from_args(args) as started:
         runner = engine_core(started).executor.worker.runner
         prefills = [prefill_seconds(started, prefill, repetition) for repetition in range(-1, repeats)][1:]
-        places = [*host_parts(started), ("attention", runner.model.attention, "attend")]
         start_decoding(started, batch, context, new_tokens)
-        time_steps(started, (), SETTLING_STEPS)
+        time_steps(started, SETTLING_STEPS)
         before = mean_context(started)
-        times = time_steps(started, places, steps)
+        times = time_steps(started, steps, HOST_PARTS | {"attention": "attention"})
         length = (before + mean_context(started)) / 2
         decoder = runner.decoder
         weights = bounds.weight_bytes(decoder)
