@@ -26,11 +26,11 @@ from minivllm.compilation.compiler import RegionCompiler, RegionsMissing, cannot
 from minivllm.compilation.region_packages import PackagedRegionCompiler
 from minivllm.config import EngineConfig, SpeculativeConfig
 from minivllm.device.buffers import rounded_capacity
+from minivllm.device.freed_memory import return_freed_memory
 from minivllm.device.memory import (
     MIN_BYTES_FOR_HUGE_PAGES,
     cache_memory,
     collapse_into_huge_pages,
-    return_freed_memory,
     touched_bytes,
 )
 from minivllm.device.policy import DevicePolicy
