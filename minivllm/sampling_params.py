@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_CHOICES = 1000
 MAX_EXTRA_ARGS_BYTES = 1024 * 1024
 MAX_PATTERN_SIZE = 256
+MAX_INTEGER = 2**63 - 1
+"""Of fields without a bound of their own: the largest that processes can send one another."""
 
 
 class OutputKind(StrEnum):
@@ -357,17 +359,25 @@ def _check_extra_args(values: Any) -> None:
 
 def _check(holds: bool, name: str, value: Any, allowed: str) -> None:
     if not holds:
-        raise RequestError(f"{name} is {value!r}, but must be {allowed}.")
+        raise RequestError(f"{name} is {_shown(value)}, but must be {allowed}.")
 
 
 def _number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name} is {value!r}, but must be a finite number.")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        raise RequestError(f"{name} is {_shown(value)}, but must be a finite number.")
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    within = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
-    _check(within, name, value, f"a whole number of at least {low}" + ("" if high is None else f" and at most {high}"))
+def _integer(name: str, value: Any, low: int, high: int = MAX_INTEGER) -> None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    limit = f" and at most {high}" if high != MAX_INTEGER or (is_whole and value > high) else ""
+    _check(is_whole and low <= value <= high, name, value, f"a whole number of at least {low}{limit}")
+
+
+def _shown(value: Any) -> str:
+    """repr, but of numbers that would fill a page."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    return repr(value)
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -391,15 +401,13 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def __post_init__(self) -> None:
         for name, low, high in (
             ("beam_width", 1, MAX_LOGPROBS // 2),
-            ("max_tokens", 1, None),
+            ("max_tokens", 1, MAX_INTEGER),
             ("n", 1, self.beam_width),
         ):
             value = getattr(self, name)
             if name == "n" and value is None:
                 continue
-            if type(value) is not int or value < low or (high is not None and value > high):
-                limit = "" if high is None else f" and at most {high}"
-                raise RequestError(f"{name} is {value!r}, but must be a whole number of at least {low}{limit}.")
+            _integer(name, value, low, high)
         penalty = self.length_penalty
         if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not -10 <= penalty <= 10:
             raise RequestError(f"length_penalty is {penalty!r}, but must be a number from -10 to 10.")

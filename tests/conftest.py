@@ -1,7 +1,11 @@
 """How the tests run, and fixtures shared by all: the default model, small random models, a small tokenizer.
 
 Workers that run beside one another have one thread each. ``--shard I/N`` runs every N-th file, so that a few runs in a
-row touch all of them; what ran is printed. ``--thorough`` draws ten times as many examples for every property.
+row touch all of them; what ran is printed.
+
+Random examples are drawn by a profile of Hypothesis, named by ``--hypothesis-profile`` or by HYPOTHESIS_PROFILE:
+"default" draws as many as each test says; "ci" draws the same ones in every run, and says how to repeat a failure;
+"thorough" draws ten times as many, for runs that may take long.
 """
 
 from __future__ import annotations
@@ -23,15 +27,17 @@ import pytest
 
 from tests.model_families import save_tiny_model, save_word_tokenizer
 
+THOROUGH_FACTOR = 10
+
+# Before pytest is configured: then Hypothesis loads the profile of its own option, if it is given.
+hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
+hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", metavar="I/N", help="run only the I-th of N parts of the files, I from 0")
-    parser.addoption("--thorough", action="store_true", help="draw ten times as many examples for every property")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    hypothesis.settings.register_profile("default", deadline=None)
-    hypothesis.settings.load_profile("default")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,12 +51,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if not is_in_shard(item)]
         items[:] = [item for item in items if is_in_shard(item)]
         config.hook.pytest_deselected(items=left_out)
-    if config.getoption("--thorough"):
+    profile = config.getoption("--hypothesis-profile") or os.environ.get("HYPOTHESIS_PROFILE")
+    if profile == "thorough":
+        # Not by the profile's own number, which counts only where a test names none.
         for item in items:
             function = getattr(item, "obj", None)
             drawn = getattr(function, "_hypothesis_internal_use_settings", None)
             if drawn is not None:
-                more = hypothesis.settings(drawn, max_examples=10 * drawn.max_examples)
+                more = hypothesis.settings(drawn, max_examples=THOROUGH_FACTOR * drawn.max_examples)
                 function._hypothesis_internal_use_settings = more
 
 

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minivllm import LLM, SamplingParams
 from minivllm.bench.parts.bounds import kv_bytes_per_token, weight_bytes
-from minivllm.bench.parts.parts import timed
+from minivllm.bench.parts.parts import timed_spans
 from tutorials.lesson import Lesson
 from tutorials.small_model import engine_arguments, small_decoder
 
@@ -156,7 +156,7 @@ lesson.say(
 
 # %% [markdown]
 # ## Where the time of a step goes
-# A profile says which part takes the time. The bench wraps methods of the engine while one looks (``timed``).
+# A profile says which part takes the time. The bench listens to the engine's spans while one looks (``timed_spans``).
 # Uncompiled, as here, attention goes request by request, and that is where the time is; the compiled engine does a
 # whole batch in one kernel. Times are shown; what is checked is how often each part ran.
 
@@ -166,25 +166,11 @@ STEPS = 20
 with LLM(**engine_arguments()) as llm:
     start(llm, 16, prompt_len=20)
     llm.llm_engine.step()
-    core = llm.llm_engine.client.core
-    runner = core.executor.worker.runner
-    parts: dict[str, list[float]] = {name: [] for name in ("schedule", "inputs", "attention", "sample", "update")}
-    places = [
-        (core.scheduler, "schedule"),
-        (runner.model, "build"),
-        (runner.model.attention, "attend"),
-        (runner, "_sample"),
-        (core.scheduler, "update_from_output"),
-    ]
-    wrapped = [timed(owner, method, seconds) for (owner, method), seconds in zip(places, parts.values())]
-    for context in wrapped:
-        context.__enter__()
-    started = time.perf_counter()
-    for _ in range(STEPS):
-        llm.llm_engine.step()
-    whole = time.perf_counter() - started
-    for context in wrapped:
-        context.__exit__(None, None, None)
+    with timed_spans("schedule", "prepare", "attention", "sample", "output") as parts:
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            llm.llm_engine.step()
+        whole = time.perf_counter() - started
 lesson.predict(
     "calls of each part", {**dict.fromkeys(parts, STEPS), "attention": STEPS * LAYERS}, "attention once per layer"
 )

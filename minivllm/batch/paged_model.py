@@ -19,6 +19,7 @@ from minivllm.compilation.compiler import RegionCompiler
 from minivllm.device.policy import DevicePolicy
 from minivllm.lora.manager import BatchAdapters
 from minivllm.models.decoder import Attend, Decoder, LayerCache
+from minivllm.profiling.spans import span
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ class PagedModel:
         caches, specs, attention = self.caches, self.specs, self.attention
 
         def attend(layer: int, q: Tensor) -> Tensor:
-            return attention.attend(inputs.attention, caches[layer], specs[layer], q)
+            with span("attention"):
+                return attention.attend(inputs.attention, caches[layer], specs[layer], q)
 
         return attend
 

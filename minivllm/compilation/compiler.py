@@ -131,7 +131,7 @@ class RegionCompiler:
         return False
 
     def build_in_background(self, call_regions: Callable[[], None]) -> None:
-        """Have another process build what RegionsMissing was raised for, at the lowest priority.
+        """Have another process build what RegionsMissing was raised for, at a low priority.
 
         call_regions: calls all of them, in that process.
         """

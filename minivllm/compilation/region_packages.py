@@ -50,7 +50,7 @@ class PackagedRegionCompiler(RegionCompiler):
     region returns zeros of the right shapes: a warm-up step then needs every region once, builds them side by side, and
     runs again. A region that cannot be packaged is compiled by torch.compile, with a warning.
 
-    In the background a child process does all that, at the lowest priority: Dynamo and Inductor are imported there
+    In the background a child process does all that, at a low priority: Dynamo and Inductor are imported there
     only, and a region without a package raises RegionsMissing here until that process is over.
     """
 

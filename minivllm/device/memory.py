@@ -100,15 +100,6 @@ def touched_bytes(tensor: Tensor) -> int:
     return tensor.nbytes
 
 
-def return_freed_memory() -> None:
-    """Hand what was freed back to the operating system, where the C library offers that (glibc keeps it otherwise).
-
-    Loading frees a copy of every matrix, which would count as used by this process for as long as it lives.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def collapse_into_huge_pages(share: float = 1.0, maps: Path = Path("/proc/self/smaps")) -> int:
     """Put what this process holds in memory into huge pages, and return how many bytes lie there now.
 

@@ -13,7 +13,8 @@ from minivllm.errors import RequestError
 from minivllm.kv_cache.hashing import extend_block_hashes
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.lora.registry import AdapterAdmission, AdapterRegistry
-from minivllm.messages import EngineOutput, EngineRequest, LoRARequest, ModelRunnerOutput
+from minivllm.messages import EngineOutput, EngineRequest, LoRARequest, ModelRunnerOutput, SchedulerOutput
+from minivllm.profiling.spans import span, spanned
 from minivllm.profiling.trace_recorder import TraceRecorder
 from minivllm.request import Request
 from minivllm.scheduler.repetition import RepetitionDetector
@@ -49,6 +50,7 @@ class EngineCore:
         self._trace = None if config.profile is None else TraceRecorder(config.profile, self)
         self.structured_output = StructuredOutputManager(config, executor.vocab_size)
 
+    @spanned("step")
     def step(self) -> list[EngineOutput]:
         """Decide who computes how many tokens, have them computed, and take note of the results.
 
@@ -57,16 +59,24 @@ class EngineCore:
         outputs: list[EngineOutput] = []
         self._release_blocked_requests()
         while self._in_flight.has_room and self.scheduler.has_requests():
-            step = self.scheduler.schedule()
+            with span("schedule"):
+                step = self.scheduler.schedule()
             if step.is_empty:  # everybody waits: for a token in flight, for a grammar
-                outputs += self.scheduler.update_from_output(step, ModelRunnerOutput())
+                outputs += self._update(step, ModelRunnerOutput())
                 break
             token_masks = self.structured_output.start_masks(step, self.scheduler.requests)
-            self._in_flight.put(step, self.executor.execute_model(step, token_masks))
+            with span("dispatch", step):
+                self._in_flight.put(step, self.executor.execute_model(step, token_masks))
         if self._in_flight:
-            outputs += self.scheduler.update_from_output(*self._in_flight.take())
+            with span("wait"):
+                finished = self._in_flight.take()
+            outputs += self._update(*finished)
         self.scheduler.set_draft_token_ids(self.structured_output.jump_ahead(self.scheduler.running))
         return outputs
+
+    @spanned("output")
+    def _update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineOutput]:
+        return self.scheduler.update_from_output(step, output)
 
     def _release_blocked_requests(self) -> None:
         may_wait = not self.scheduler.running and not self._in_flight

@@ -16,6 +16,7 @@ from minivllm.messages import LoRARequest, SchedulerStats
 from minivllm.processing.input_processor import PreparedRequest, Prompt
 from minivllm.processing.outputs import RequestOutput
 from minivllm.processing.text_frontend import TextFrontend, load_model_tokenizer
+from minivllm.profiling.spans import span
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ class LLMEngine(TextFrontend):
     def step(self) -> list[RequestOutput]:
         """Run one step of the engine; outputs of the requests that have something to say."""
         self._check_open()
-        processed = self.output_processor.process_outputs(self.client.get_outputs())
+        outputs = self.client.get_outputs()
+        with span("frontend"):
+            processed = self.output_processor.process_outputs(outputs)
         if processed.sequence_ids_to_abort:
             self.client.abort(processed.sequence_ids_to_abort)
         return processed.request_outputs

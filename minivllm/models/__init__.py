@@ -1,5 +1,5 @@
 """One config-driven decoder, cut at attention into regions, and the registry of families.
 
-May import: kernels_triton_free, linear.
+May import: kernels_triton_free, linear, profiling.
 Door: `Decoder` in decoder.py, `register_family` in registry.py.
 """

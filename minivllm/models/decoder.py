@@ -38,6 +38,7 @@ from minivllm.errors import ModelError
 from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard, never_quantized
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
+from minivllm.profiling.spans import span, spanned
 
 Attend = Callable[[int, Tensor], Tensor]
 """Attention of one layer: (layer, q [tokens, kv_heads, G, D]) -> o of the same shape and dtype."""
@@ -336,13 +337,15 @@ class Decoder:
         token_ids int32 [tokens]. Returns (attention output of the last layer [tokens, kv_heads, G, D], residual stream
         [tokens, hidden]) for ``logits``.
         """
-        q, residual = self._first(token_ids, tokens, self.cos_sin, caches[0], self.embedding, self._weights[0][0])
+        with span("first"):
+            q, residual = self._first(token_ids, tokens, self.cos_sin, caches[0], self.embedding, self._weights[0][0])
         tapped = () if self.tap is None else self.tap.layers
         wanted = [residual] if 0 in tapped else []
         for layer, between in enumerate(self._between):
             o = attend(layer, q)
             after, before = self._weights[layer][1], self._weights[layer + 1][0]
-            q, residual = between(o, residual, tokens, self.cos_sin, caches[layer + 1], after, before)
+            with span("between"):
+                q, residual = between(o, residual, tokens, self.cos_sin, caches[layer + 1], after, before)
             if layer + 1 in tapped:
                 wanted.append(residual)
         o = attend(len(self.layers) - 1, q)
@@ -350,6 +353,7 @@ class Decoder:
             self.tap.take(wanted, o, residual, tokens)
         return o, residual
 
+    @spanned("last")
     def logits(self, o: Tensor, residual: Tensor, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """Logits [len(rows), vocab] of the picked rows (int32) of what ``forward`` returned for these tokens."""
         return self._last(o, residual, rows, tokens.adapters, self._weights[-1][1], self.final_norm, self.head.tensors)

@@ -1,5 +1,5 @@
-"""Named ranges of a step, recorded for a viewer of traces.
+"""Named spans of the engine's code, heard by whoever asks, and written for a viewer of traces.
 
 May import: the vocabulary only.
-Door: `TraceRecorder` in trace_recorder.py.
+Door: `span` and `listen` in spans.py, `TraceRecorder` in trace_recorder.py.
 """

@@ -1,21 +1,22 @@
 """``--profile DIR``: a trace of the engine's steps with named ranges, for https://ui.perfetto.dev or chrome://tracing.
 
-Ranges are put around methods of the parts that exist, when a trace is asked for; otherwise nothing is there that could
-cost anything. In a step: schedule, execute (prepare, first, between, last, attention, sample), wait (for the results)
-and output. With async scheduling on a CPU, execute runs in the worker's thread beside the steps of the core.
+The ranges are the engine's spans. In a step: schedule, dispatch, execute (apply, prepare, first, between, last,
+attention, sample, draft), wait (for the results) and output. With async scheduling on a CPU, execute runs in the
+worker's thread beside the steps of the core.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from minivllm.errors import ConfigError
+from minivllm.profiling.spans import listen, torch_range
 
 logger = logging.getLogger(__name__)
 
@@ -23,61 +24,40 @@ MAX_STEPS = 300
 """A trace is complete after that many steps: it grows by about a hundred kilobytes with each."""
 
 
-def recorded(name: str, function: Callable) -> Callable:
-    """``function`` inside a named range of the trace."""
-    from torch.profiler import record_function
-
-    @functools.wraps(function, updated=())
-    def in_range(*args: Any, **kwargs: Any) -> Any:
-        with record_function(name):
-            return function(*args, **kwargs)
-
-    return in_range
-
-
-def record_method(owner: Any, method: str, name: str) -> None:
-    """Put every call of ``owner.method`` into a named range."""
-    setattr(owner, method, recorded(name, getattr(owner, method)))
-
-
-def record_runner(runner: Any) -> None:
-    """Name what a worker's ModelRunner does in a step: execute, and in it prepare, each region, attention, sample."""
-    decoder = runner.decoder
-    record_method(runner.model, "build", "prepare")
-    record_method(decoder, "_first", "first")
-    decoder._between = [recorded("between", region) for region in decoder._between]
-    record_method(decoder, "_last", "last")
-    record_method(runner.model.attention, "attend", "attention")
-    record_method(runner, "_sample", "sample")
-    record_method(runner, "launch", "execute")
-
-
 class TraceRecorder:
     """Records the first MAX_STEPS steps of an engine core and writes them to a file of their own in ``directory``."""
 
-    def __init__(self, directory: str, core: Any) -> None:
-        """core: an EngineCore. Raises ConfigError if the directory cannot be made."""
+    def __init__(self, directory: str, core: object) -> None:
+        """core: the subject of the spans "step" that are counted. Raises ConfigError if the directory cannot be
+        made."""
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"profile is {directory!r}, which cannot be made: {error.strerror}.") from None
         self.path = Path(directory) / f"minivllm-{os.getpid()}-{time.time_ns()}.json"
+        self._core = core
         self._profiler: Any = None
         self._num_steps = 0
-        record_method(core.scheduler, "schedule", "schedule")
-        record_method(core._in_flight, "take", "wait")
-        record_method(core.scheduler, "update_from_output", "output")
-        self._step = recorded("step", core.step)
-        core.step = self._recorded_step
+        self._listening = ExitStack()
+        self._listening.enter_context(listen(self._begin))
 
-    def _recorded_step(self) -> Any:
-        if self._num_steps == 0:
+    def _begin(self, name: str, subject: object) -> Callable[[], None] | None:
+        is_step = name == "step" and subject is self._core
+        if is_step and self._profiler is None:
             self._start()
+        if self._profiler is None:
+            return None
+        end_range = torch_range(name)
+        if not is_step:
+            return end_range
         self._num_steps += 1
-        outputs = self._step()
-        if self._num_steps == MAX_STEPS:
-            self.stop()
-        return outputs
+
+        def end_step() -> None:
+            end_range()
+            if self._num_steps == MAX_STEPS:
+                self.stop()
+
+        return end_step
 
     def _start(self) -> None:
         import torch
@@ -93,6 +73,7 @@ class TraceRecorder:
 
     def stop(self) -> None:
         """Write what was recorded, once; nothing if no step ran."""
+        self._listening.close()
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return

@@ -20,7 +20,6 @@ from minivllm.server.endpoints.models_endpoint import load_adapter, model_card, 
 from minivllm.server.endpoints.page import add_page
 from minivllm.server.endpoints.responses_endpoint import ResponseRun
 from minivllm.server.endpoints.tokenization import detokenize, tokenize
-from minivllm.server.limits.json_bounds import JsonBounds
 from minivllm.server.limits.middleware import OPEN_PATHS, AccessLog, BodyLimit, RequireKey
 from minivllm.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from minivllm.server.protocol.completions import Completion, CompletionRequest
@@ -37,6 +36,7 @@ from minivllm.server.protocol.tokenization import (
 )
 from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import ErrorBody, engine_dead, error_response, install_error_handlers, shutting_down
+from minivllm.server.wire.json_bounds import JsonBounds
 
 Responses = dict[int | str, dict[str, Any]]
 

@@ -24,6 +24,7 @@ from minivllm.graphs.step_graphs import StepGraphs, StepHidden
 from minivllm.lora.manager import AdapterManager, BatchAdapters
 from minivllm.messages import EngineRequest, ModelRunnerOutput, PositionLogprobs, SchedulerOutput, TokenMasks
 from minivllm.models.decoder import Decoder
+from minivllm.profiling.spans import span, spanned
 from minivllm.sampling.sampler import Sampler, prompt_logprobs
 from minivllm.sampling.sampling_state import SamplingState
 from minivllm.sampling.token_masks import TokenMaskStage
@@ -122,6 +123,7 @@ class ModelRunner:
         """
         return self.launch(step, token_masks).result()
 
+    @spanned("execute")
     def launch(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> PendingStep:
         """Like execute, but the tokens stay on the device, where a next step may be launched on them at once.
 
@@ -131,7 +133,8 @@ class ModelRunner:
         pending = self._newest = PendingStep(self.batch, self.sampling_state, self._newest)
         if self.speculation is not None:
             self.speculation.finish(step.finished_request_ids)
-        freed, entered = self.batch.apply(step)
+        with span("apply"):
+            freed, entered = self.batch.apply(step)
         for state in self._slot_states:
             for slot in freed:
                 state.remove(slot)
@@ -141,7 +144,8 @@ class ModelRunner:
             return pending
         rows = self._rows(step)
         graph = None if self.graphs is None else self.graphs.choose([row.count for row in rows])
-        inputs = self.model.build(rows, 0 if graph is None else graph.num_tokens)
+        with span("prepare"):
+            inputs = self.model.build(rows, 0 if graph is None else graph.num_tokens)
         if graph is None or self.graphs is None:
             hidden = StepHidden(*self.model.forward(inputs))
         else:
@@ -155,7 +159,8 @@ class ModelRunner:
             row.request.num_computed_tokens = min(row.start + row.count, row.request.num_tokens - 1)
         if self.speculation is not None and not self.compiler.makes_up_results:
             output = pending.result()
-            output.draft_token_ids = self.speculation.propose(step.draft_token_ids, output.sampled_token_ids)
+            with span("draft"):
+                output.draft_token_ids = self.speculation.propose(step.draft_token_ids, output.sampled_token_ids)
         return pending
 
     def capture_graphs(self, mode: CudaGraphMode, backend: GraphBackend) -> None:
@@ -181,6 +186,7 @@ class ModelRunner:
             rows.append(Row(request, request.num_computed_tokens, count, drafts))
         return rows
 
+    @spanned("sample")
     def _sample(self, inputs: StepInputs, hidden: StepHidden, pending: PendingStep) -> None:
         last_tokens: list[int] = []
         sampled: list[Row] = []

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,11 @@ from minivllm.compilation.compiler import RegionCompiler, RegionsMissing, cannot
 from minivllm.compilation.region_packages import PackagedRegionCompiler
 from minivllm.config import EngineConfig, SpeculativeConfig
 from minivllm.device.buffers import rounded_capacity
+from minivllm.device.freed_memory import return_freed_memory
 from minivllm.device.memory import (
     MIN_BYTES_FOR_HUGE_PAGES,
     cache_memory,
     collapse_into_huge_pages,
-    return_freed_memory,
     touched_bytes,
 )
 from minivllm.device.policy import DevicePolicy
@@ -43,7 +44,7 @@ from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.eagle.checkpoint import find_tensors, random_tensors
 from minivllm.models.eagle.config import EagleVersion, read_eagle_config
 from minivllm.models.eagle.head import EagleHead
-from minivllm.profiling.trace_recorder import record_runner
+from minivllm.profiling.spans import listen, spanned, torch_range
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.sampling_params import SamplingParams
 from minivllm.spec_decode.speculation import Speculation, measured_step_cost
@@ -73,7 +74,7 @@ class Worker:
         self.runner: ModelRunner
         self._previous_config = config
         self._sleep_level = 0
-        self._profile: tuple[torch.profiler.profile, Path] | None = None
+        self._profile: tuple[torch.profiler.profile, Path, ExitStack] | None = None
 
     def _make_compiler(self) -> RegionCompiler:
         if self.config.enforce_eager:
@@ -86,6 +87,7 @@ class Worker:
             return PackagedRegionCompiler(self.device, in_background=self.config.compile_in_background)
         return RegionCompiler(True, self.device)
 
+    @spanned("load")
     @torch.inference_mode()
     def load_model(self) -> None:
         """Load this worker's weights. Raises ModelError, or ConfigError for a quantisation that cannot be had."""
@@ -242,12 +244,11 @@ class Worker:
         for processor in load_logits_processors(self.config.logits_processors):
             # Not earlier: the made-up requests of the warm-up are none of theirs.
             self.runner.sampling_state.add_processor(processor(self.decoder_config.vocab_size, self.device))
-        if self.config.profile is not None:
-            record_runner(self.runner)
 
     def _make_runner(self, compiler: RegionCompiler, limits: RunnerLimits) -> ModelRunner:
         return ModelRunner(self._decoder, compiler, limits, self.policy, self._make_attention, self._adapters)
 
+    @spanned("compile")
     def _warm_up(self, counts: list[int]) -> None:
         """Compile by running one step of decodes and chunks together, then a single decode.
 
@@ -293,6 +294,7 @@ class Worker:
             logger.info("Compiling goes on in the background, for the next start.", extra={"is_notice": True})
             self._compiler.leave_builds()
 
+    @spanned("capture")
     def capture_graphs(self) -> None:
         """Capture what steps replay. To be called again whenever weights or caches have moved."""
         mode = self.config.cudagraph_mode
@@ -436,7 +438,10 @@ class Worker:
         return weights
 
     def start_profile(self, directory: str) -> None:
-        """Record what PyTorch runs, until stop_profile. Raises RequestError if it is recording, or cannot write."""
+        """Record what PyTorch runs, and the spans, until stop_profile.
+
+        Raises RequestError if it is recording already, or cannot write.
+        """
         if self._profile is not None or self.config.profile is not None:
             raise RequestError("A profile is being recorded already, and there can be only one.")
         try:
@@ -450,13 +455,16 @@ class Worker:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         profile = torch.profiler.profile(activities=activities)
         profile.start()
-        self._profile = (profile, Path(directory))
+        listening = ExitStack()
+        listening.enter_context(listen(torch_range))
+        self._profile = (profile, Path(directory), listening)
 
     def stop_profile(self) -> str:
         """Write what was recorded as a Chrome trace (ui.perfetto.dev opens it); its path. Raises RequestError."""
         if self._profile is None:
             raise RequestError("No profile is being recorded: start one first.")
-        (profile, directory), self._profile = self._profile, None
+        (profile, directory, listening), self._profile = self._profile, None
+        listening.close()
         profile.stop()
         path = directory / f"minivllm-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
         profile.export_chrome_trace(str(path))

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from minivllm.bench.command import bench as bench_app
 from minivllm.bench.engines import parse_loads, without_features
-from minivllm.bench.parts.parts import timed
+from minivllm.bench.parts.parts import timed_spans
 from minivllm.bench.reports.report import read_report
 from minivllm.bench.rounds.rounds import common_room
 from minivllm.bench.rounds.side_processes import (
@@ -29,6 +29,7 @@ from minivllm.bench.rounds.side_processes import (
 from minivllm.bench.rounds.workloads import SpeedCase, WorkloadCase, parse_case
 from minivllm.bench.sides.drive import Room, Task
 from minivllm.errors import ConfigError, ModelError
+from minivllm.profiling.spans import span
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -118,17 +119,15 @@ def test_loads_of_a_sweep_ascend(text: str) -> None:
     assert parse_loads("--rates", "0.5,2", whole=False) == [0.5, 2.0]
 
 
-def test_a_timed_method_works_as_before_and_is_put_back() -> None:
-    class Sleeper:
-        def sleep(self, seconds: float) -> float:
-            time.sleep(seconds)
-            return seconds
-
-    sleeper, seconds = Sleeper(), list[float]()
-    with timed(sleeper, "sleep", seconds):
-        assert sleeper.sleep(0.01) == 0.01
-    assert len(seconds) == 1 and seconds[0] >= 0.01
-    assert sleeper.sleep.__func__ is Sleeper.sleep  # type: ignore[attr-defined]
+def test_spans_are_timed_while_one_looks() -> None:
+    with timed_spans("sleep", "nothing") as seconds:
+        for _ in range(2):
+            with span("sleep"), span("something else"):
+                time.sleep(0.01)
+    with span("sleep"):
+        pass
+    assert len(seconds["sleep"]) == 2 and min(seconds["sleep"]) >= 0.01
+    assert seconds["nothing"] == [] and set(seconds) == {"sleep", "nothing"}
 
 
 def test_a_side_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``profile``: a trace holds the named ranges of every step, nested as they run; without it nothing is wrapped."""
+"""``profile``: a trace holds the spans of every step, nested as they run, whatever regions compute it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,29 @@ from typing import Any
 import pytest
 
 from minivllm import LLM, EngineArgs, SamplingParams
+from minivllm.bench.parts.parts import timed_spans
+from minivllm.compilation.compiler import RegionCompiler
 from minivllm.engine_process.client import load_core
 from minivllm.errors import ConfigError
+from minivllm.frontend.llm_engine import LLMEngine
+from minivllm.profiling import spans
 from minivllm.profiling import trace_recorder as profiling
+from minivllm.profiling.spans import span
 
-RANGES = ("schedule", "execute", "prepare", "first", "between", "last", "attention", "sample", "output")
+RANGES = (
+    "schedule",
+    "dispatch",
+    "execute",
+    "apply",
+    "prepare",
+    "wait",
+    "first",
+    "between",
+    "last",
+    "attention",
+    "sample",
+    "output",
+)
 NUM_LAYERS = 3
 
 
@@ -59,20 +77,52 @@ def test_a_trace_changes_no_token_and_ends_after_its_steps(
     assert list(output.outputs[0].token_ids) == tokens
 
 
-def test_without_a_profile_no_method_is_wrapped(tiny_model: Callable[..., Path]) -> None:
+def test_a_recorder_listens_until_its_trace_is_written(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "MAX_STEPS", 2)
+    traced(tiny_model("llama"), tmp_path, max_tokens=6)
+    assert spans._listening == ()
+
+
+def test_only_the_steps_of_its_own_core_count(tmp_path: Path) -> None:
+    core = object()
+    recorder = profiling.TraceRecorder(str(tmp_path), core)
+    with span("step", object()), span("schedule"):
+        pass
+    recorder.stop()
+    assert list(tmp_path.iterdir()) == [], "no step of this core ran"
+    assert spans._listening == ()
+
+
+def test_ranges_stay_when_other_regions_take_over(tiny_model: Callable[..., Path]) -> None:
+    """What a chat does whose model has been compiled meanwhile."""
+    replaced: list[str] = []
+
+    class Replacing(RegionCompiler):
+        def __call__(self, name: str, function: Callable, *args: Any, **kwargs: Any) -> Callable:
+            def region(*arguments: Any) -> Any:
+                replaced.append(name)
+                return function(*arguments)
+
+            return region
+
+    names = ("first", "between", "last", "attention", "prepare", "sample")
     args = EngineArgs(model=str(tiny_model("llama")), enforce_eager=True, max_model_len=64, num_gpu_blocks_override=9)
-    core, _ = load_core(args)
-    runner = core.executor.worker.runner  # type: ignore[attr-defined]
-    for owner, methods in (
-        (core, {"step"}),
-        (core.scheduler, {"schedule", "update_from_output"}),
-        (core.executor, {"execute_model"}),
-        (runner, {"_sample"}),
-        (runner.model, {"build"}),
-        (runner.model.attention, {"attend"}),
-    ):
-        assert not methods & set(vars(owner)), owner
-    core.shutdown()
+    with LLMEngine.from_args(args) as engine:
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        engine.add_request("a", {"prompt_token_ids": [5, 6, 7]}, params)
+        heard = []
+        core = engine.client.core  # type: ignore[attr-defined]
+        for takes_over in (False, True):
+            if takes_over:
+                core.executor.worker.runner.use_regions(Replacing(enabled=False))
+            with timed_spans(*names) as seconds:
+                engine.step()
+            heard.append({name: len(seconds[name]) for name in names})
+    once = dict.fromkeys(names, 1)
+    assert heard == [once | {"between": NUM_LAYERS - 1, "attention": NUM_LAYERS}] * 2
+    assert [name for name in replaced if name in names] == ["first", *["between"] * (NUM_LAYERS - 1), "last"]
 
 
 def test_a_directory_that_cannot_be_made_is_told(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

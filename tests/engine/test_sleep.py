@@ -196,6 +196,7 @@ def test_profile_is_a_trace_of_what_ran_in_between(quiet_llm: LLM, tmp_path: Pat
     (path,) = quiet_llm.stop_profile()
     names = {event.get("name") for event in json.loads(Path(path).read_text())["traceEvents"]}
     assert "aten::embedding" in names or "aten::index" in names
+    assert {"execute", "first", "attention", "last"} <= names, "the spans are in it"
 
 
 def test_async_engine_sleeps_only_when_idle_and_refuses_requests_meanwhile(model: Path, tmp_path: Path) -> None:

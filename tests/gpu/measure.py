@@ -216,8 +216,8 @@ def decode_steps(engine: Any, batch: int, context: int, steps: int) -> list[floa
 
     settling = 5
     start_decoding(engine, batch, context, steps + settling + 8)
-    time_steps(engine, (), settling)
-    times = time_steps(engine, (), steps).whole
+    time_steps(engine, settling)
+    times = time_steps(engine, steps).whole
     while engine.has_unfinished_requests():
         engine.step()
     return list(times)
@@ -247,10 +247,10 @@ def device_busy_milliseconds(engine: Any, batch: int, context: int, steps: int) 
     from minivllm.bench.parts.parts import start_decoding, time_steps
 
     start_decoding(engine, batch, context, steps + 13)
-    time_steps(engine, (), 5)
+    time_steps(engine, 5)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        time_steps(engine, (), steps)
+        time_steps(engine, steps)
         torch.cuda.synchronize()
     while engine.has_unfinished_requests():
         engine.step()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -15,9 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minivllm.server.limits.connections as connections
-from minivllm.server.limits import json_bounds
-from minivllm.server.limits.json_bounds import JsonBounds
+import minivllm.server.limits.middleware as middleware
+from minivllm.server.answers import streaming
+from minivllm.server.wire import json_bounds
 from minivllm.server.wire.errors import ApiError
+from minivllm.server.wire.json_bounds import JsonBounds
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
 JSON = st.recursive(
@@ -111,6 +116,32 @@ def test_a_body_with_many_mistakes_is_answered_with_a_few(http: httpx.Client, bo
 def test_a_text_no_prompt_could_hold_is_not_tokenized(http: httpx.Client) -> None:
     error = error_of(http.post("/tokenize", json={"prompt": "x " * 1_900_000}), 400)
     assert error["message"].startswith("prompt has 3800000 characters, but may have at most")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_schema_as_a_text_has_the_bounds_of_a_body(http: httpx.Client, path: str) -> None:
+    text = '{"a":' + "[" * 101 + "]" * 101 + "}"
+    prompt = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+    error = error_of(http.post(path, json={**prompt, "structured_outputs": {"json": text}}), 400)
+    assert error["message"].startswith("structured_outputs.json has more than 100 levels")
+
+
+def test_memory_goes_back_once_after_requests_with_large_bodies(
+    scripts: Scripts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned: list[str] = []
+    time.sleep(2 * middleware.TRIM_SECONDS)  # other servers of these tests may have large bodies behind them
+    monkeypatch.setattr(middleware, "return_freed_memory", lambda: returned.append(threading.current_thread().name))
+    with served(ScriptedCore(scripts), scripts.tokenizer) as server, httpx.Client(base_url=server.url) as client:
+        assert client.post("/tokenize", json={"prompt": "x " * 100}).status_code == 200
+        time.sleep(2 * middleware.TRIM_SECONDS)
+        assert returned == [], "a small body leaves nothing behind"
+        monkeypatch.setattr(middleware, "TRIM_SECONDS", 2.0)
+        for _ in range(3):
+            assert client.post("/tokenize", json={"prompt": "x " * 33_000}).status_code < 500
+        server.wait_until(lambda: returned)
+        time.sleep(0.2)
+        assert len(returned) == 1 and returned[0].startswith("asyncio"), "once for all, and beside the loop"
 
 
 def test_many_wrong_messages_are_answered_with_a_few(http: httpx.Client) -> None:
@@ -254,6 +285,120 @@ def test_a_reader_that_has_stopped_reading_loses_its_place(strict: ServedCore) -
     with httpx.Client(base_url=strict.url) as http:
         assert http.get("/ready").status_code == 200, "the place is free for others"
     connection.close()
+
+
+def test_for_a_reader_that_does_not_read_little_is_written_out(
+    strict: ServedCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    frames_of = streaming.EventStream._send_frames
+
+    async def counted(self: Any, scope: Any, send: Any) -> None:
+        async def count(message: Any) -> None:
+            sizes.append(len(message["body"]))
+            await send(message)
+
+        await frames_of(self, scope, count)
+
+    monkeypatch.setattr(streaming.EventStream, "_send_frames", counted)
+    num_admitted = len(strict.core.admitted)
+    connection = _stalled_stream(strict)
+    strict.wait_until(lambda: len(strict.core.admitted) > num_admitted)
+    strict.wait_until(lambda: strict.run.service.admission.num_completions == 0)
+    *before, held = sizes  # the last one waited to be sent, and had gathered what came meanwhile
+    assert before and sum(before) <= 12 * connections.UNREAD_BYTES, (before, held)
+    connection.close()
+
+
+class PausedReader:
+    """The connection of a stream, as uvicorn has it: what is to be sent waits, until the connection is lost."""
+
+    def __init__(self) -> None:
+        self._is_lost, self._may_go_on = asyncio.Event(), asyncio.Event()
+        self.num_sent = 0
+
+    async def receive(self) -> dict[str, Any]:
+        await self._is_lost.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.num_sent += 1
+        if self.num_sent > 3:
+            await self._may_go_on.wait()
+
+    def lose(self) -> None:
+        self._is_lost.set()
+        self._may_go_on.set()
+
+
+def test_nothing_is_written_out_for_a_reader_whose_connection_has_ended() -> None:
+    """What gathered for a reader that had stopped reading may be a thousand tokens, and as many readers may end at
+    once."""
+
+    async def main() -> tuple[int, int, bool]:
+        reader, num_built, is_closed = PausedReader(), 0, False
+
+        async def frames() -> Any:
+            nonlocal num_built, is_closed
+            try:
+                while True:
+                    num_built += 1
+                    yield b"data: x"
+            finally:
+                is_closed = True
+
+        scope: Any = {}
+        stream = streaming.EventStream(b"first", frames(), on_error=lambda error: b"")
+        served = asyncio.create_task(stream(scope, reader.receive, reader.send))
+        while reader.num_sent < 4:
+            await asyncio.sleep(0)
+        before = num_built
+        reader.lose()
+        await served
+        assert scope["minivllm.client_left"] and is_closed
+        return before, num_built, is_closed
+
+    before, after, _ = asyncio.run(main())
+    assert before == after == 2
+
+
+CHUNKED = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+
+
+def _in_chunks(body: bytes, size: int) -> bytes:
+    pieces = [body[start : start + size] for start in range(0, len(body), size)]
+    framed = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+    return CHUNKED + b"Connection: close\r\n\r\n" + framed + b"0\r\n\r\n"
+
+
+def test_a_body_in_chunks_of_one_byte_is_refused_before_much_of_it_is_taken_apart(
+    server: ServedCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken_apart: list[int] = []
+    end = connections.BoundedConnection._end
+
+    def noted(self: Any, *reasons: Any) -> None:
+        taken_apart.append(self.conn.num_chunks)
+        end(self, *reasons)
+
+    monkeypatch.setattr(connections.BoundedConnection, "_end", noted)
+    connection = _raw(server, b"")
+    with suppress(OSError):
+        connection.sendall(_in_chunks(b'{"prompt":"' + b" " * 300_000 + b'"}', 1))
+    with suppress(OSError):
+        answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"too many small chunks" in answer
+    connection.close()
+    server.wait_until(lambda: taken_apart)
+    per_read = connections.READ_BYTES // len(b"1\r\n \r\n") + 1
+    assert taken_apart == [pytest.approx(connections.MAX_SMALL_CHUNKS, abs=2 * per_read)]
+
+
+@pytest.mark.parametrize(("length", "size"), [(4000, 1), (200_000, 70), (200_000, 65536)])
+def test_a_body_in_few_or_large_chunks_is_read(server: ServedCore, length: int, size: int) -> None:
+    body = json.dumps({"prompt": "x " * 20, "model": None}).encode()
+    answer = _read_all(_raw(server, _in_chunks(body + b" " * (length - len(body)), size)))
+    assert answer.startswith(b"HTTP/1.1 200 ") and b'"tokens"' in answer
 
 
 def test_the_engine_ends_a_request_at_its_deadline_though_nobody_reads(scripts: Scripts) -> None:

@@ -52,6 +52,12 @@ def test_the_page_needs_nothing_from_elsewhere(elements: list[tuple[str, dict[st
         assert not [name for name in attributes if name.startswith("on") or name == "style"]
 
 
+def test_the_page_counts_one_thing_in_the_singular() -> None:
+    assert 'number + " " + noun + (number === 1 ? "" : "s")' in PAGE
+    for noun in ("request", "token", "step"):
+        assert re.findall(rf'\+ " {noun}s', PAGE) == [], "a number stands before its noun by counted() only"
+
+
 def test_no_text_can_become_html_or_script() -> None:
     unsafe = ["innerHTML", "outerHTML", "insertAdjacentHTML", "setHTMLUnsafe", "createContextualFragment"]
     unsafe += ["document.write", "DOMParser", "srcdoc", "eval(", "Function("]

@@ -136,7 +136,9 @@ def test_a_person_writes_without_a_click_reads_and_watches_the_engine(page: Brow
     page.wait_for("document.getElementById('running').textContent === '1'")
     page.wait_for("Number(document.getElementById('heat').dataset.columns) > 10")
     assert page.value("document.getElementById('kv').textContent") == "25 %"
-    assert "requests. Step" in page.value("document.getElementById('heat-text').textContent")
+    said = page.value("document.getElementById('heat-text').textContent")
+    assert re.search(r"(, 1 request|\b\d+ requests)\. Step \d+ computed (1 token|\d+ tokens) for \d+ of them\.", said)
+    assert page.value("[0, 1, 2].map((number) => counted(number, 'token'))") == ["0 tokens", "1 token", "2 tokens"]
     pixels = "new Set(document.getElementById('heat').getContext('2d').getImageData(0, 0, 900, 100).data).size"
     assert page.value(pixels) > 4
     page.press("stop")

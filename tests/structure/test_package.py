@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from importlib.metadata import entry_points, metadata, requires
 from pathlib import Path
@@ -47,6 +48,17 @@ def test_the_console_script_and_the_version_are_those_of_the_package() -> None:
     assert script.value == "minivllm.cli.main:main"
     assert callable(script.load())
     assert metadata("minivllm")["Version"] == minivllm.__version__
+
+
+@pytest.mark.parametrize("package", ["minivllm", "kernels_triton_free"])
+def test_every_file_beside_the_code_is_installed_with_it(package: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"][package]
+    matched = {pattern: set((ROOT / package).glob(pattern)) for pattern in patterns}
+    there = {path for path in (ROOT / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    others = {path for path in there if path.suffix != ".py"}
+    assert others - set().union(*matched.values()) == set(), "an installed package would lack them"
+    assert [pattern for pattern, files in matched.items() if not files & others] == [], "patterns of nothing"
 
 
 def test_torch_is_pinned_to_the_versions_the_engine_is_made_for() -> None:

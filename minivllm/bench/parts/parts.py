@@ -1,4 +1,4 @@
-"""The parts of an engine's step, timed from outside: methods are wrapped while one looks, and put back.
+"""The parts of an engine's step, timed by listening to its spans.
 
 ``minivllm bench overhead``: what a step costs outside the model. ``minivllm bench roofline``: how far decode and
 prefill are from what this machine can do at best.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,7 @@ from minivllm.bench.reports.report import Better, Measurement, OutputOptions, ma
 from minivllm.cli.engine.options import with_options
 from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError
+from minivllm.profiling.spans import listen
 
 if TYPE_CHECKING:
     from minivllm.bench.parts.bounds import Machine
@@ -27,21 +28,16 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def timed(owner: Any, name: str, seconds: list[float]) -> Iterator[None]:
-    """Append how long each call of owner.name takes [seconds]."""
-    original: Callable = getattr(owner, name)
+def timed_spans(*names: str) -> Iterator[dict[str, list[float]]]:
+    """Name of a span -> how long each of them takes [seconds], in this process, of whatever engine."""
+    seconds: dict[str, list[float]] = {name: [] for name in names}
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def begin(name: str, subject: object) -> Callable[[], None]:
         started = time.perf_counter()
-        result = original(*args, **kwargs)
-        seconds.append(time.perf_counter() - started)
-        return result
+        return lambda: seconds[name].append(time.perf_counter() - started)
 
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
+    with listen(begin, seconds):
+        yield seconds
 
 
 @dataclass
@@ -52,29 +48,22 @@ class StepTimes:
     parts: dict[str, list[float]] = field(default_factory=dict)
 
 
-Place = tuple[str, Any, str]
-"""(name of the part, owner, method)."""
+HOST_PARTS = {
+    "schedule": "schedule",
+    "follow differences": "apply",
+    "build inputs": "prepare",
+    "update from output": "output",
+    "frontend": "frontend",
+}
+"""What a step does besides computing the model: name of the part -> its span."""
 
 
 def engine_core(engine: LLMEngine) -> Any:
-    """The core in this process. Raises ConfigError if it lives in another one, where nothing can be wrapped."""
+    """The core in this process. Raises ConfigError if it lives in another one, whose spans are not heard here."""
     core = getattr(engine.client, "core", None)
     if core is None:
         raise ConfigError("This benchmark looks into the engine's parts, so the engine must run in this process.")
     return core
-
-
-def host_parts(engine: LLMEngine) -> list[Place]:
-    """What a step does besides computing the model."""
-    core = engine_core(engine)
-    runner = core.executor.worker.runner
-    return [
-        ("schedule", core.scheduler, "schedule"),
-        ("follow differences", runner.batch, "apply"),
-        ("build inputs", runner.model, "build"),
-        ("update from output", core.scheduler, "update_from_output"),
-        ("frontend", engine.output_processor, "process_outputs"),
-    ]
 
 
 def start_decoding(engine: LLMEngine, running: int, prompt_tokens: int, new_tokens: int) -> None:
@@ -90,20 +79,18 @@ def start_decoding(engine: LLMEngine, running: int, prompt_tokens: int, new_toke
         engine.step()
 
 
-def time_steps(engine: LLMEngine, places: Sequence[Place], steps: int) -> StepTimes:
-    """Run ``steps`` steps and time them and their parts."""
-    times = StepTimes(parts={name: [] for name, _, _ in places})
-    calls: dict[str, list[float]] = {name: [] for name, _, _ in places}
-    with ExitStack() as stack:
-        for name, owner, method in places:
-            stack.enter_context(timed(owner, method, calls[name]))
+def time_steps(engine: LLMEngine, steps: int, parts: Mapping[str, str] | None = None) -> StepTimes:
+    """Run ``steps`` steps and time them and their parts. parts: name -> span, as in HOST_PARTS."""
+    parts = parts or {}
+    times = StepTimes(parts={name: [] for name in parts})
+    with timed_spans(*parts.values()) as spans:
         for _ in range(steps):
             started = time.perf_counter()
             engine.step()
             times.whole.append(time.perf_counter() - started)
-            for name, seconds in calls.items():
-                times.parts[name].append(sum(seconds))
-                seconds.clear()
+            for name, span in parts.items():
+                times.parts[name].append(sum(spans[span]))
+                spans[span].clear()
     return times
 
 
@@ -139,10 +126,10 @@ def overhead(
     new_tokens = steps + SETTLING_STEPS + 8
     args = decode_args(args, running, prompt_tokens + new_tokens)
     with LLMEngine.from_args(args) as started:
-        places = host_parts(started)
+        engine_core(started)
         start_decoding(started, running, prompt_tokens, new_tokens)
-        time_steps(started, (), SETTLING_STEPS)
-        times = time_steps(started, places, steps)
+        time_steps(started, SETTLING_STEPS)
+        times = time_steps(started, steps, HOST_PARTS)
     case = f"{running} running requests"
     overheads = [sum(parts) for parts in zip(*times.parts.values())]
     samples = {**times.parts, "overhead": overheads, "whole step": times.whole}
@@ -155,9 +142,6 @@ def overhead(
     note = f"Overhead is {median(shares):.1%} of a step with {running} running requests."
     configuration = {"model": args.model, "running": running, "prompt_tokens": prompt_tokens, "engine": asdict(args)}
     publish(make_report("overhead", configuration, measurements, notes=[note]), output)
-
-
-SETTLING_STEPS = 5
 
 
 @with_options
@@ -198,11 +182,10 @@ def roofline(
     with LLMEngine.from_args(args) as started:
         runner = engine_core(started).executor.worker.runner
         prefills = [prefill_seconds(started, prefill, repetition) for repetition in range(-1, repeats)][1:]
-        places = [*host_parts(started), ("attention", runner.model.attention, "attend")]
         start_decoding(started, batch, context, new_tokens)
-        time_steps(started, (), SETTLING_STEPS)
+        time_steps(started, SETTLING_STEPS)
         before = mean_context(started)
-        times = time_steps(started, places, steps)
+        times = time_steps(started, steps, HOST_PARTS | {"attention": "attention"})
         length = (before + mean_context(started)) / 2
         decoder = runner.decoder
         weights = bounds.weight_bytes(decoder)

@@ -15,23 +15,17 @@ def main() -> None:
     """Measure this process's own start."""
     import json
     import sys
-    from contextlib import ExitStack
 
     arguments, made = json.loads(sys.argv[1]), float(sys.argv[2])
     started = time.perf_counter()
-    from minivllm.bench.parts.parts import timed
+    from minivllm.bench.parts.parts import timed_spans
     from minivllm.config import EngineArgs
     from minivllm.frontend.llm_engine import LLMEngine
     from minivllm.sampling_params import SamplingParams
-    from minivllm.worker.worker import Worker
 
     imported = time.perf_counter()
     parts = {"python": BORN - made, "import": imported - started}
-    seconds: dict[str, list[float]] = {"load": [], "compile": [], "capture": []}
-    with ExitStack() as stack:
-        for name, method in (("load", "load_model"), ("compile", "_warm_up"), ("capture", "capture_graphs")):
-            if hasattr(Worker, method):
-                stack.enter_context(timed(Worker, method, seconds[name]))
+    with timed_spans("load", "compile", "capture") as seconds:
         engine = LLMEngine.from_args(EngineArgs.from_kwargs(**arguments))
     ready = time.perf_counter()
     parts |= {name: sum(calls) for name, calls in seconds.items()}

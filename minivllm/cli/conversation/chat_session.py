@@ -324,7 +324,17 @@ class ChatSession:
         params = self._params_for(prompt_token_ids, first=len(messages) == 1)
         if max_tokens is not None:
             params = msgspec.structs.replace(params, max_tokens=max_tokens, min_tokens=0)
-        self.insight.start()
+        with self.insight.recording():
+            return self._answer(request_id, prompt_token_ids, params, on_text, is_interrupted)
+
+    def _answer(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        on_text: Callable[[str], None],
+        is_interrupted: Callable[[], bool],
+    ) -> Generation:
         generation = Generation(num_prompt_tokens=len(prompt_token_ids))
         self.engine.add_request(request_id, {"prompt_token_ids": prompt_token_ids}, params)
         if self.has_chat_template and self.engine.tokenizer.decode(prompt_token_ids[-8:]).rstrip().endswith(OPEN):

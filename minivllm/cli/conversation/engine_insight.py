@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 from minivllm.cli.trace.command import TraceStep
+from minivllm.profiling.spans import listen
 
 if TYPE_CHECKING:
     from minivllm.cli.engine.engine_start import Generation
@@ -18,33 +21,28 @@ REQUEST_NAME = "R1"
 
 
 class EngineInsight:
-    """Follows the scheduler of an engine whose core is in this process; of another one it sees nothing.
-
-    It wraps ``scheduler.schedule`` from outside, so that an engine nobody looks into has nothing that could cost time.
-    """
+    """Follows the scheduler of an engine whose core is in this process; of another one it sees nothing."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._core: Any = getattr(engine.client, "core", None)
         self._weight_bytes: int | None = None
         self._recorded: list[SchedulerOutput] = []
-        if self._core is not None:
-            scheduler, schedule = self._core.scheduler, self._core.scheduler.schedule
-
-            def recording() -> SchedulerOutput:
-                step: SchedulerOutput = schedule()
-                if step.num_scheduled_tokens:
-                    self._recorded.append(step)
-                return step
-
-            scheduler.schedule = recording
 
     @property
     def is_possible(self) -> bool:
         return self._core is not None
 
-    def start(self) -> None:
-        """A new answer begins: forget the steps of the last one."""
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A new answer is generated meanwhile: forget the steps of the last one, and note its own."""
         self._recorded = []
+        with listen(self._note, ("dispatch",)):
+            yield
+
+    def _note(self, name: str, subject: object) -> None:
+        step: SchedulerOutput = cast("SchedulerOutput", subject)
+        if step.num_scheduled_tokens:
+            self._recorded.append(step)
 
     def steps(self, generation: Generation) -> list[TraceStep]:
         """The scheduler's steps for the last answer, the only request of its time, as R1."""

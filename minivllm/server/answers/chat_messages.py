@@ -7,7 +7,6 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from minivllm.server.limits.json_bounds import JsonBounds
 from minivllm.server.protocol.chat import (
     AssistantMessage,
     ChatCompletionRequest,
@@ -20,6 +19,7 @@ from minivllm.server.protocol.chat import (
     ToolMessage,
 )
 from minivllm.server.wire.errors import ApiError, unsupported
+from minivllm.server.wire.json_bounds import JsonBounds
 
 RESERVED_TEMPLATE_NAMES = {
     "messages",

@@ -37,12 +37,21 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     The body must have been read: what comes next is the end of the connection.
     """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
+    has_left = False
+
+    async def watch() -> None:
+        nonlocal has_left
+        await _disconnected(receive)
+        # At once: whatever waits to be sent goes on when the connection ends, and would write on for nobody.
+        has_left = not task.done()
+        task.cancel()
+
+    watcher = asyncio.ensure_future(watch())
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientLeft
+        if has_left or not task.done():
+            raise ClientLeft
+        return task.result()
     finally:
         for pending in (task, watcher):
             if not pending.done():

@@ -4,6 +4,8 @@ let key = "", models = new Map(), messages = [], answering = null, follows = tru
 const samples = { running: [], waiting: [], kv: [] }, caughtUp = new Set();
 let steps = [], lastStep = 0;
 
+const counted = (number, noun) => number + " " + noun + (number === 1 ? "" : "s");
+
 // -- the server --------------------------------------------------------------------------------------------------
 
 /** A failure in words. status: of the answer, 0 if there was none. code: the server's name for it. */
@@ -131,7 +133,7 @@ function addMessage(kind, name, ...children) {
 function figures(first, start, usage) {
   if (first === null) return [];
   const found = ["TTFT " + Math.round(first - start) + " ms"], tokens = usage ? usage.completion_tokens : 0;
-  if (tokens > 1) found.push(tokens + " tokens", ((tokens - 1) / ((performance.now() - first) / 1000)).toFixed(1) + " tok/s");
+  if (tokens > 1) found.push(counted(tokens, "token"), ((tokens - 1) / ((performance.now() - first) / 1000)).toFixed(1) + " tok/s");
   const card = models.get($("model").value);
   if (usage && card) found.push("context " + usage.total_tokens + " of " + card.max_model_len);
   return found;
@@ -338,8 +340,8 @@ function drawHeat() {
   $("heat").dataset.columns = steps.length;
   $("heat").dataset.rows = rows.length;
   $("heat-text").textContent = "A row is a request, a column a step: steps " + steps[0].step + " to " + last.step + ", " +
-    (ids.length > ROWS ? "the last " + ROWS + " of " + ids.length : ids.length) + " requests. Step " + last.step + " computed " +
-    counts.reduce((sum, count) => sum + count, 0) + " tokens for " + counts.length + " of them.";
+    (ids.length > ROWS ? "the last " + ROWS + " of " : "") + counted(ids.length, "request") + ". Step " + last.step + " computed " +
+    counted(counts.reduce((sum, count) => sum + count, 0), "token") + " for " + counts.length + " of them.";
 }
 
 $("message").focus();

@@ -1,5 +1,5 @@
 """What bounds a client: sizes, counts, connections, places in the queue.
 
-May import: metrics, server.wire.
+May import: device, metrics, server.wire.
 Door: `Admission` in admission.py.
 """

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -20,6 +22,26 @@ logger = logging.getLogger(__name__)
 
 READ_BYTES = 4096
 """Taken from a socket at a time. In chunks of one byte, 256 KiB of a body would take 1 s to parse."""
+UNREAD_BYTES = 16384
+"""An answer may be so far ahead of its reader, in this process and once more in the system's buffer. The system alone
+would take megabytes, and for a reader that has stopped reading each token would be written out until they are full."""
+MAX_SMALL_CHUNKS, BODY_BYTES_PER_CHUNK = 4096, 64
+"""A body may come in so many chunks, and in one more for every 64 bytes: each costs the same, whatever it holds."""
+
+
+class ChunkCount(h11.Connection):
+    """The parser of one connection. num_chunks, num_body_bytes: of the request that is arriving, so far."""
+
+    num_chunks = num_body_bytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self.num_chunks += event.chunk_end
+            self.num_body_bytes += len(event.data)
+        elif isinstance(event, h11.Request):
+            self.num_chunks = self.num_body_bytes = 0
+        return event
 
 
 @dataclass
@@ -41,8 +63,11 @@ class ConnectionLimits:
 class BoundedConnection(H11Protocol):
     """One connection: idle, receiving a head, receiving a body, or being answered."""
 
+    conn: ChunkCount
+
     def __init__(self, *, limits: ConnectionLimits, **others: Any) -> None:
         super().__init__(**others)
+        self.conn = ChunkCount(h11.SERVER)
         self._limits = limits
         self._waits_for = ""
         self._receive_timer: asyncio.TimerHandle | None = None
@@ -51,6 +76,10 @@ class BoundedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        transport.set_write_buffer_limits(high=UNREAD_BYTES)
+        connection = transport.get_extra_info("socket")
+        if connection is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNREAD_BYTES)
         self._wait_for("head")
 
     def data_received(self, data: bytes) -> None:
@@ -58,6 +87,9 @@ class BoundedConnection(H11Protocol):
             self._wait_for("head")
         super().data_received(data)
         self._look()
+        if self.conn.num_chunks > MAX_SMALL_CHUNKS + self.conn.num_body_bytes // BODY_BYTES_PER_CHUNK:
+            message = "The body comes in too many small chunks: send it in larger ones, or with a Content-Length."
+            self._end(message, ApiError(400, message, code="chunks_too_small", headers={"connection": "close"}))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -115,16 +147,17 @@ class BoundedConnection(H11Protocol):
         if len(waiting) > self._limits.max_waiting:
             next(iter(waiting))._end("The server ended this connection, which had waited longest, to take in others.")
 
-    def _end(self, message: str) -> None:
-        """Tell the client why, and close."""
+    def _end(self, message: str, error: ApiError | None = None) -> None:
+        """Tell the client why, and close. error: what to answer; 408 if it is left out."""
         self._limits.waiting.pop(self, None)
         if self.transport.is_closing():
             return
         if self._waits_for == "head" or (self._is_answering and not self.cycle.response_started):
-            error = ApiError(408, message, code="request_timeout", headers={"connection": "close"})
+            error = error or ApiError(408, message, code="request_timeout", headers={"connection": "close"})
             response = error_response(error)
+            status = f"{error.status} {HTTPStatus(error.status).phrase}".encode()
             head = b"".join(b"%s: %s\r\n" % pair for pair in response.raw_headers)
-            self.transport.write(b"HTTP/1.1 408 Request Timeout\r\n" + head + b"\r\n" + msgspec.json.encode(error.body))
+            self.transport.write(b"HTTP/1.1 " + status + b"\r\n" + head + b"\r\n" + msgspec.json.encode(error.body))
         self.transport.close()
 
     def _stalled(self) -> None:

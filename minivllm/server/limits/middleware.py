@@ -13,9 +13,10 @@ from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from minivllm.device.freed_memory import return_freed_memory
 from minivllm.metrics.prometheus import ServerMetrics
-from minivllm.server.limits.json_bounds import JsonBounds
 from minivllm.server.wire.errors import ApiError, error_response
+from minivllm.server.wire.json_bounds import JsonBounds
 
 access_logger = logging.getLogger("minivllm.server.access")
 
@@ -23,6 +24,8 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """Answered without a key; "/" is a page without data. Everything else needs one, paths that do not exist too."""
 LARGE_BODY_BYTES = 65536
 """From here on, work on a body leaves the event loop, and waits behind other large bodies instead of small ones."""
+TRIM_SECONDS = 0.5
+"""After a request with a large body, until the memory that it took goes back. Requests in between share that."""
 body_bytes: ContextVar[int] = ContextVar("body_bytes", default=0)
 """Length of the body of the request that is being served."""
 _ECHOED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -118,6 +121,7 @@ class BodyLimit:
         self._max_total_bytes = max_total_bytes
         self._bounds = bounds
         self._num_total_bytes = 0
+        self._is_trim_due = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -147,6 +151,21 @@ class BodyLimit:
             await error_response(error)(scope, receive, send)
         finally:
             self._num_total_bytes -= num_bytes
+            if num_bytes > LARGE_BODY_BYTES:
+                self._trim_soon()
+
+    def _trim_soon(self) -> None:
+        """Texts, tokens and answers of many megabytes are gone, but the C library would keep the room for them."""
+        if self._is_trim_due:
+            return
+        self._is_trim_due = True
+        loop = asyncio.get_running_loop()
+
+        def trim() -> None:
+            self._is_trim_due = False
+            loop.run_in_executor(None, return_freed_memory)
+
+        loop.call_later(TRIM_SECONDS, trim)
 
     def _check_head(self, scope: Scope) -> None:
         names = [name for name, _ in scope["headers"]]

@@ -11,6 +11,7 @@ from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from minivllm.errors import RequestError
 from minivllm.sampling_params import (
+    MAX_GRAMMAR_BYTES,
     MAX_N,
     MAX_STOP_PATTERNS,
     MAX_STOP_STRINGS,
@@ -19,6 +20,7 @@ from minivllm.sampling_params import (
     StructuredOutputs,
 )
 from minivllm.server.wire.errors import ApiError
+from minivllm.server.wire.json_bounds import JsonBounds
 
 MAX_STOP_LENGTH = 1024
 MAX_LIST_LENGTH = 1024
@@ -141,6 +143,10 @@ class SamplingFields(Body):
         """The structure asked for as ``structured_outputs``. Raises ApiError 400 for one that contradicts itself."""
         if self.structured_outputs is None:
             return None
+        schema = self.structured_outputs.json_
+        if isinstance(schema, str) and len(schema) <= MAX_GRAMMAR_BYTES:  # a longer one is refused, and never parsed
+            # A text inside the body, so the bounds of the body have not seen into it.
+            JsonBounds().check(schema.encode(errors="replace"), "structured_outputs.json")
         try:
             return StructuredOutputs(**self.structured_outputs.model_dump(by_alias=True, exclude_none=True))
         except RequestError as error:

@@ -4,7 +4,8 @@ Text that the compiled schema lets through is valid once ``json.loads`` has read
 The compiler, llguidance, gets what it is known to keep to: keywords of draft 2020-12, references to definitions at the
 top, bounds that survive rounding, expressions written out. Drafts 4 to 2019-09 are read by their ``$schema``.
 
-Supported: type, enum, const, anyOf, allOf, oneOf (alternatives that exclude each other), $ref within the schema;
+Supported: type, enum, const, anyOf, allOf, oneOf (alternatives that exclude each other, if behind references by a
+required property with const or enum), $ref within the schema;
 properties (written in this order), required, additionalProperties, patternProperties, minProperties, maxProperties;
 items, prefixItems, additionalItems, minItems, maxItems; minLength, maxLength, pattern, format; minimum, maximum,
 exclusiveMinimum, exclusiveMaximum, multipleOf. ``uniqueItems: false`` and annotations change nothing.
@@ -28,6 +29,7 @@ import math
 from collections.abc import Iterator
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
+from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
@@ -109,6 +111,7 @@ class _Rewriter:
         self._root = root
         declared = str(root.get("$schema", ""))
         self._is_old = any(f"/draft-{number}/" in declared for number in ("03", "04", "06", "07"))
+        self._knows_const = not any(f"/draft-{number}/" in declared for number in ("03", "04"))
         self._is_tuple_draft = self._is_old or "/draft/2019-09/" in declared
         self._names: dict[str, str] = {}
         self._waiting: list[tuple[str, Any, str]] = []
@@ -178,6 +181,8 @@ class _Rewriter:
                     self._schema(child, f"{place}[{index}]", in_place=in_place, depth=depth + 1)
                     for index, child in enumerate(value)
                 ]
+                if keyword == "oneOf" and "anyOf" not in schema and self._exclude_each_other(value):
+                    written["anyOf"] = written.pop("oneOf")  # the same, and the compiler need not prove it
             elif keyword in _SCHEMA_MAPS:
                 written[keyword] = self._map(keyword, value, place, depth)
             elif keyword == "additionalProperties":
@@ -197,6 +202,60 @@ class _Rewriter:
             else:
                 written |= conjunct
         return written
+
+    def _exclude_each_other(self, alternatives: list[Any]) -> bool:
+        """True if these are objects that a required property tells apart: each has its own values for it.
+
+        As the compiler does not look behind references, it would refuse what pydantic writes for a union of models.
+        """
+        tags = [self._tags(alternative) for alternative in alternatives]
+        return all(
+            any(values.isdisjoint(other[name]) for name, values in one.items() if name in other)
+            for one, other in combinations(tags, 2)
+        )
+
+    def _tags(self, schema: Any) -> dict[str, set[tuple[str, Any]]]:
+        """Required properties of an object -> the values that its 'const' or 'enum' leaves them; {} for any other
+        schema, as what is no object has none of the properties."""
+        schema = self._resolved(schema)
+        properties, required = schema.get("properties"), schema.get("required")
+        if schema.get("type") not in ("object", ["object"]):
+            return {}
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            return {}
+        found = {}
+        for name, inner in properties.items():
+            tag = self._resolved(inner)
+            values = [tag["const"]] if "const" in tag and self._knows_const else tag.get("enum")
+            if name not in required or not isinstance(values, list):
+                continue
+            if not any(isinstance(one, (dict, list)) for one in values):
+                found[name] = {("number" if type(one) in (int, float) else type(one).__name__, one) for one in values}
+        return found
+
+    def _resolved(self, schema: Any) -> Schema:
+        """What a reference leads to, or else the schema; {} if that is nothing to build on."""
+        for _ in range(MAX_SCHEMA_DEPTH):
+            if not isinstance(schema, dict):
+                break
+            if "$ref" not in schema:
+                return schema
+            schema = self._target(schema["$ref"])
+        return {}
+
+    def _target(self, reference: Any) -> Any:
+        """What a reference within the schema leads to; None if there is nothing."""
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            return None
+        target: Any = self._root
+        for step in _steps(reference) if reference != "#" else ():
+            if isinstance(target, dict) and step in target:
+                target = target[step]
+            elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+                target = target[int(step)]
+            else:
+                return None
+        return target
 
     def _map(self, keyword: str, value: Any, path: str, depth: int) -> Schema:
         if not isinstance(value, dict):
@@ -239,7 +298,7 @@ class _Rewriter:
             return value
         if value not in self._names:
             target = self._root
-            steps = [unquote(step).replace("~1", "/").replace("~0", "~") for step in value[2:].split("/")]
+            steps = _steps(value)
             for step in steps:
                 if isinstance(target, dict) and step in target:
                     target = target[step]
@@ -331,6 +390,11 @@ def _has_end(schema: Any, ends: set[str]) -> bool:
         needed = [*first[:fewest], *([schema.get("items", True)] if fewest > len(first) else [])]
         return all(_has_end(one, ends) for one in needed)
     return False
+
+
+def _steps(reference: str) -> list[str]:
+    """Keys and places on the way from the top of the schema."""
+    return [unquote(step).replace("~1", "/").replace("~0", "~") for step in reference[2:].split("/")]
 
 
 def _renames(schema: Schema) -> bool:
