@@ -13,8 +13,8 @@ from minivllm.attention.backend import CAUSAL, AttentionBackend, AttentionContex
 from minivllm.attention.decode_options import DecodeOptions
 from minivllm.attention.sdpa import SdpaAttention
 from minivllm.attention.tiles import GatheredTiles, QueryTiles, Tiles
-from minivllm.models.decoder import LayerCache
 from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.model import LayerCache
 
 logger = logging.getLogger(__name__)
 

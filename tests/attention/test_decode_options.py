@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from minivllm.attention import FlexAttention
 from minivllm.attention.decode_options import CHOICES, DecodeOptions, TunedCase, add_to_table, read_table, table_path
+from minivllm.compilation.regions import Region
 from tests.attention.backends import CUDA_POLICY, new_context
 from tests.attention.random_batches import BatchShape, new_batch
 
@@ -48,19 +49,11 @@ def options_that_reach_flex_attention(options: DecodeOptions, batches: list[int]
     found: dict[str, Any] = {}
     depends_on: dict[str, str] = {}
 
-    def compile_region(
-        name: str,
-        function: Callable,
-        rows: Sequence[int],
-        widths: Sequence[int] = (),
-        caches: Sequence[int] = (),
-        *,
-        constants: object,
-    ) -> Callable:
-        assert isinstance(function, partial)
-        found[name] = function.keywords["kernel_options"]
-        depends_on[name] = repr(constants)
-        return function
+    def compile_region(region: Region) -> Callable:
+        assert isinstance(region.function, partial)
+        found[region.name] = region.function.keywords["kernel_options"]
+        depends_on[region.name] = repr(region.constants)
+        return region.function
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DecodeOptions, "of", lambda device: options)

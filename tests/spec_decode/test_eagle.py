@@ -20,7 +20,6 @@ from torch import Tensor
 from minivllm import LLM
 from minivllm.batch.layer_caches import block_bytes
 from minivllm.errors import ConfigError, ModelError
-from minivllm.graphs.graph_capture import RecordedGraphs
 from minivllm.spec_decode.eagle import EagleDraft
 from tests.parity_reference import (
     assert_pool_unused,
@@ -43,6 +42,7 @@ from tests.spec_decode.eagle_heads import (
     random_weights,
     save_head,
 )
+from tutorials.recorded_graphs import RecordedGraphs
 
 TinyModel = Callable[..., Path]
 VERSIONS = ("eagle", "eagle3")
@@ -168,7 +168,7 @@ class ReferenceHead:
 def recorded_logits(llm: LLM) -> Iterator[list[tuple[list[int], int, Tensor]]]:
     """(text, how many of its tokens are known, logits of what follows) of every guess."""
     draft, recorded = draft_of(llm), []
-    next_tokens, guess = draft.next_tokens, draft.head.guess
+    next_tokens, guess = draft.next_tokens, draft.model.guess
 
     def record(slots: np.ndarray, positions: np.ndarray) -> list[int]:
         batch = runner_of(llm).batch
@@ -181,7 +181,7 @@ def recorded_logits(llm: LLM) -> Iterator[list[tuple[list[int], int, Tensor]]]:
             rows.append(logits.clone())
             return logits, features
 
-        draft.head.guess = keep  # type: ignore[method-assign]
+        draft.model.guess = keep  # type: ignore[method-assign]
         token_ids = next_tokens(slots, positions)
         for row, (slot, text) in enumerate(zip(slots.tolist(), texts)):
             recorded.append((text, known[slot], rows[-1][row]))
@@ -189,7 +189,7 @@ def recorded_logits(llm: LLM) -> Iterator[list[tuple[list[int], int, Tensor]]]:
 
     draft.next_tokens = record  # type: ignore[method-assign]
     yield recorded
-    draft.next_tokens, draft.head.guess = next_tokens, guess  # type: ignore[method-assign]
+    draft.next_tokens, draft.model.guess = next_tokens, guess  # type: ignore[method-assign]
 
 
 def assert_reference_logits(recorded: list[tuple[list[int], int, Tensor]], reference: ReferenceHead) -> None:
