@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from minivllm import LLM, SamplingParams, register_attention
-from minivllm.models.decoder import LayerCache, TokenInputs
+from minivllm.models.model import LayerCache, TokenInputs
 from tutorials import attention_variants
 from tutorials.attention_variants import SINKS, WINDOW, fade_by_distance, same_chunk, soft_cap, window_with_sinks
 from tutorials.lesson import Cell, Lesson
@@ -107,8 +107,8 @@ def by_definition(token_ids: list[int], weights: Weights) -> Tensor:
     positions = torch.arange(length, dtype=torch.int32)
     tokens = TokenInputs(positions, positions)
     ids = torch.tensor(token_ids, dtype=torch.int32)
-    o, residual = decoder.forward(ids, tokens, caches, attend)
-    return decoder.logits(o, residual, positions[-1:], tokens)[0].log_softmax(-1)
+    hidden = decoder.forward(ids, tokens, caches, attend)
+    return decoder.logits(hidden, positions[-1:], tokens)[0].log_softmax(-1)
 
 
 def largest_difference(answers: list[list[dict[int, float]]], weights: Weights) -> float:

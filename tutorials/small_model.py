@@ -13,7 +13,9 @@ import torch
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.compilation.compiler import RegionCompiler
+from minivllm.compilation.regions import Size
 from minivllm.models.decoder import Decoder
+from minivllm.models.model import token_specs
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -56,5 +58,11 @@ def small_decoder(**overrides: Any) -> Decoder:
     float32 = torch.float32
     decoder = Decoder(config, dtype=float32, attention_dtype=float32, device=torch.device("cpu"), max_model_len=2048)
     decoder.load_weights(iterate_weights(small_model(), "dummy", config, float32))
-    decoder.build_regions(RegionCompiler(enabled=False))
+    build_regions(decoder, RegionCompiler(enabled=False))
     return decoder
+
+
+def build_regions(decoder: Decoder, compiler: RegionCompiler) -> None:
+    """For caches of any number of blocks of 16 tokens."""
+    caches = [spec.declare(Size("blocks", 64), 16, decoder.device) for spec in decoder.cache_specs]
+    decoder.build_regions(compiler, token_specs(decoder.device), caches)

@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels_triton_free.attention import gathered_sdpa_attention
 from minivllm import LLM, SamplingParams
 from minivllm.batch.layer_caches import allocate_caches
-from minivllm.models.decoder import TokenInputs
+from minivllm.models.model import TokenInputs
 from tutorials.lesson import Lesson
 from tutorials.small_model import engine_arguments, small_decoder
 
@@ -46,9 +46,9 @@ def next_token(token_ids: list[int]) -> int:
         return gathered_sdpa_attention(q, *notes[layer], block, 0, scale=decoder.config.softmax_scale)
 
     tokens = TokenInputs(places, places)
-    o, residual = decoder.forward(torch.tensor(token_ids), tokens, notes, attend)
+    hidden = decoder.forward(torch.tensor(token_ids), tokens, notes, attend)
     last = torch.tensor([len(token_ids) - 1])
-    return int(decoder.logits(o, residual, last, tokens).argmax())
+    return int(decoder.logits(hidden, last, tokens).argmax())
 
 
 # %% [markdown]

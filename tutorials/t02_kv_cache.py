@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
 from minivllm.batch.layer_caches import allocate_caches, block_bytes
-from minivllm.models.decoder import LayerCache, TokenInputs
+from minivllm.models.model import LayerCache, TokenInputs
 from tutorials.lesson import Lesson
 from tutorials.small_model import small_decoder
 
@@ -44,8 +44,8 @@ def step(token_ids: list[int], start: int, notes: list[LayerCache]) -> Tensor:
         return gathered_sdpa_attention(q, *notes[layer], block, start, scale=decoder.config.softmax_scale)
 
     tokens = TokenInputs(places, places)
-    o, residual = decoder.forward(torch.tensor(token_ids[start:]), tokens, notes, attend)
-    return decoder.logits(o, residual, torch.tensor([len(token_ids) - start - 1]), tokens)[0]
+    hidden = decoder.forward(torch.tensor(token_ids[start:]), tokens, notes, attend)
+    return decoder.logits(hidden, torch.tensor([len(token_ids) - start - 1]), tokens)[0]
 
 
 def generate(prompt: list[int], num_tokens: int, keep_notes: bool) -> list[int]:

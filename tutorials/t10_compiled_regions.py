@@ -26,13 +26,15 @@ from kernels_triton_free.attention import gathered_sdpa_attention
 from kernels_triton_free.norm import rms_norm
 from minivllm import LLM, SamplingParams
 from minivllm.batch.layer_caches import allocate_caches
-from minivllm.compilation.compiler import RegionCompiler, mark_dynamic
+from minivllm.compilation.compiler import RegionCompiler
 from minivllm.device.policy import DevicePolicy
-from minivllm.graphs.graph_capture import GraphCapture, RecordedGraphs
+from minivllm.graphs.graph_capture import GraphCapture
 from minivllm.graphs.step_graphs import GraphChoice, bucket_for, decode_buckets, token_buckets
-from minivllm.models.decoder import Decoder, TokenInputs
+from minivllm.models.decoder import Decoder
+from minivllm.models.model import TokenInputs
 from tutorials.lesson import Cell, Lesson
-from tutorials.small_model import engine_arguments, small_decoder
+from tutorials.recorded_graphs import RecordedGraphs
+from tutorials.small_model import build_regions, engine_arguments, small_decoder
 
 lesson = Lesson(__doc__)
 CPU = torch.device("cpu")
@@ -59,14 +61,14 @@ def run(decoder: Decoder, num_tokens: int, num_rows: int = 2) -> Tensor:
         blocks = torch.arange(1, 2 + num_tokens // 16)
         return gathered_sdpa_attention(q, *caches[layer], blocks, 0, scale=decoder.config.softmax_scale)
 
-    o, residual = decoder.forward(positions, tokens, caches, attend)
-    return decoder.logits(o, residual, torch.arange(num_tokens - num_rows, num_tokens), tokens)
+    hidden = decoder.forward(positions, tokens, caches, attend)
+    return decoder.logits(hidden, torch.arange(num_tokens - num_rows, num_tokens), tokens)
 
 
 def graphs_of(num_layers: int, sizes: Sequence[int]) -> int:
     """Graphs of a model of ``num_layers`` layers after steps of these sizes."""
-    decoder, compiler = small_decoder.__wrapped__(num_hidden_layers=num_layers), CountingCompiler(True, CPU)
-    decoder.build_regions(compiler)
+    decoder, compiler = small_decoder.__wrapped__(num_hidden_layers=num_layers), CountingCompiler(enabled=True)
+    build_regions(decoder, compiler)
     for size in sizes:
         run(decoder, size)
     return compiler.graphs
@@ -86,7 +88,7 @@ lesson.predict(f"graphs after steps of {sizes} tokens", 3, "the number of tokens
 lesson.measure(f"graphs after steps of {sizes} tokens", graphs_of(4, sizes))
 eager = run(small_decoder(num_hidden_layers=4), 17)
 compiled = small_decoder.__wrapped__(num_hidden_layers=4)
-compiled.build_regions(CountingCompiler(True, CPU))
+build_regions(compiled, CountingCompiler(enabled=True))
 lesson.check(torch.allclose(run(compiled, 17), eager, atol=1e-6), "the logits are those of the uncompiled decoder")
 
 # %% [markdown]
@@ -146,7 +148,7 @@ def for_sizes(compiled: Callable) -> None:
 def for_marked_sizes(compiled: Callable) -> None:
     for size in range(2, 12):
         x = torch.ones(size, 8)
-        mark_dynamic([x], [])
+        torch._dynamo.mark_dynamic(x, 0, min=2)
         compiled(x, torch.ones(8), torch.tensor(1.0))
 
 
@@ -198,8 +200,8 @@ def captured(breaks_at_attention: bool) -> tuple[GraphCapture, Tensor]:
                 compute()
             return o
 
-        o, residual = decoder.forward(token_ids, tokens, caches, attend)
-        logits = decoder.logits(o, residual, torch.tensor([3, 4]), tokens)
+        hidden = decoder.forward(token_ids, tokens, caches, attend)
+        logits = decoder.logits(hidden, torch.tensor([3, 4]), tokens)
     return capture, logits
 
 
@@ -334,7 +336,7 @@ def one_is_special() -> str:
     logging.getLogger("torch._guards").setLevel(logging.CRITICAL)  # the error is expected here
     x = torch.ones(1, 8)
     torch._dynamo.reset()
-    mark_dynamic([x], [])
+    torch._dynamo.mark_dynamic(x, 0, min=2)
     try:
         torch.compile(takes_tensors, backend="eager", fullgraph=True)(x, torch.ones(8), torch.tensor(1.0))
     except Exception as error:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import ScoreChange, Visibility
+from minivllm.compilation.regions import CompileRegion
 from minivllm.device.buffers import MirroredTable
 from minivllm.device.policy import DevicePolicy
-from minivllm.models.decoder import CompileRegion, LayerCache
 from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.model import LayerCache
 
 
 class Countable(Protocol):
@@ -90,7 +91,8 @@ class AttentionContext:
     """What a backend is made from. It serves layers that share block tables.
 
     specs: the different specs of these layers. kv_heads, query_group, head_dim: shape of the queries
-    [tokens, kv_heads, query_group, head_dim]. dtype: of the weights. cache_dtype: of keys and values.
+    [tokens, kv_heads, query_group, head_dim]. dtype: of the weights. query_dtype: of queries and of
+    attention's output. cache_dtype: of keys and values.
     num_blocks: of the KV cache. max_num_seqs, max_num_batched_tokens: of a step, at most. verify_size: see
     ``in_step_order``. compile_region: turns a function of tensors into what is called in its place. compiles: whether
     that is compiled code. policy: the choices for this device.
@@ -101,6 +103,7 @@ class AttentionContext:
     query_group: int
     head_dim: int
     dtype: torch.dtype
+    query_dtype: torch.dtype
     cache_dtype: torch.dtype
     tables: BlockTables
     num_blocks: int

@@ -11,8 +11,8 @@ from torch import Tensor
 from minivllm.attention.backend import CAUSAL, AttentionBackend, AttentionContext, AttentionRule, StepRows
 from minivllm.attention.sdpa import SdpaAttention
 from minivllm.attention.tiles import GatheredTiles, QueryTiles, Tiles
-from minivllm.models.decoder import LayerCache
 from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.model import LayerCache
 
 
 def rule_attention(context: AttentionContext, rule: AttentionRule = CAUSAL) -> AttentionBackend:

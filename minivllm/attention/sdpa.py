@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
 from minivllm.attention.backend import CAUSAL, AttentionContext, AttentionRule, StepRows
-from minivllm.models.decoder import LayerCache
 from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.model import LayerCache
 
 
 class SdpaAttention:

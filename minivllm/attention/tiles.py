@@ -26,9 +26,10 @@ from kernels_triton_free.attention import (
 )
 from minivllm.attention.backend import AttentionContext, AttentionRule, StepRows
 from minivllm.attention.tile_lists import BlockLists, blocks_read, new_lists, write_lists
+from minivllm.compilation.regions import Region, Size, TensorSpec
 from minivllm.device.buffers import StagingBuffer, rounded_capacity, to_device
-from minivllm.models.decoder import LayerCache
 from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.model import LayerCache
 
 
 class Tiles(NamedTuple):
@@ -82,9 +83,10 @@ class QueryTiles:
         if size > 1:
             fields |= {name: (capacity * size,) for name in ("tile_tokens", "token_places")}
         self._list_names: dict[int | None, list[str]] = {}
+        self._width = width = context.tables.block_table.host.shape[1] + 1  # one entry stays unused
         if fixed_lists:
-            # The CPU's template asserts that lists with full blocks are as wide as the cache; one entry stays unused.
-            width = context.num_blocks if tells_full else context.tables.block_table.host.shape[1] + 1
+            if tells_full:  # the CPU's template asserts that lists with full blocks are as wide as the cache
+                self._width = width = context.num_blocks
             for index, window in enumerate(context.windows):
                 names = [f"{name}.{index}" for name in BlockLists._fields[: 4 if tells_full else 2]]
                 self._list_names[window] = names
@@ -101,26 +103,48 @@ class QueryTiles:
     def _compile(self, spec: AttentionSpec, batch: int | None = None) -> Callable:
         policy, rule = self._context.policy, self._rule
         own: Any = policy.kernel_options or None
-        function, lists = self._kernel()
-        return self._context.compile_region(
-            self._kind if batch is None else f"{self._kind} of {batch}",
-            partial(
-                function,
-                scale=spec.scale,
-                window=spec.window,
-                visibility=rule.visibility,
-                score_change=rule.score_change,
-                kernel_options=own,
-            ),
-            rows=(0, *range(3, lists + 1)) if batch is None else (),
-            widths=(lists,) if policy.keeps_packages else (),
-            caches=(1, 2),
-            constants=(spec, rule.fingerprint, own),
+        function = partial(
+            self._kernel(),
+            scale=spec.scale,
+            window=spec.window,
+            visibility=rule.visibility,
+            score_change=rule.score_change,
+            kernel_options=own,
         )
+        name = self._kind if batch is None else f"{self._kind} of {batch}"
+        constants = (spec, rule.fingerprint, own)
+        return self._context.compile_region(Region(name, function, self._inputs(batch), constants))
 
-    def _kernel(self) -> tuple[Callable, int]:
-        """What is compiled, and which of its arguments the lists are."""
-        return paged_flex_attention, 3
+    def _kernel(self) -> Callable:
+        return paged_flex_attention
+
+    def _inputs(self, batch: int | None) -> dict[str, Any]:
+        """What the kernel takes, for ``batch`` tiles or any number of them."""
+        context, size = self._context, self.size
+        tables, device, keeps_packages = context.tables, context.device, context.policy.keeps_packages
+        tiles: int | Size = Size("tiles", 5, single=1 if size == 1 else None) if batch is None else batch
+        # An example with no more blocks than there are: code that indexes by them must not look out of bounds.
+        example = min(64, context.num_blocks)
+        blocks: int | Size = Size("blocks", example) if keeps_packages else context.num_blocks
+        width: int | Size = Size("listed blocks", example) if keeps_packages else self._width
+        dtype = (self._compute_dtype if size > 1 else None) or context.query_dtype
+        cache = TensorSpec((blocks, tables.block_size, context.kv_heads, context.head_dim), context.cache_dtype, device)
+
+        def numbers(*shape: int | Size) -> TensorSpec:
+            return TensorSpec(shape, torch.int32, device)
+
+        count, listed = numbers(tiles, 1, 1), numbers(tiles, 1, 1, width)
+        # Lists without a fixed place always come in pairs.
+        all_four = self._tells_full or not self._list_names
+        lists: Any = (count, listed, count, listed) if all_four else (count, listed, None, None)
+        return {
+            "q": TensorSpec((tiles, context.kv_heads, size * context.query_group, context.head_dim), dtype, device),
+            "k_cache": cache,
+            "v_cache": cache,
+            "lists": TileLists(*lists),
+            "q_position": TensorSpec(tuple(self._buffer.host["q_position"].shape), torch.int32, device),
+            "kv_position": numbers(tables.kv_position.host.size),
+        }
 
     def prepare(self, rows: StepRows, first_token: int, least: int) -> Tiles:
         """Tiles of these rows, whose tokens begin with token ``first_token`` of the step; at least ``least``."""
@@ -218,8 +242,14 @@ class GatheredTiles(QueryTiles):
         self._place = np.zeros(context.num_blocks, dtype=np.int32)
         self._kv_position = np.zeros_like(context.tables.kv_position.host)
 
-    def _kernel(self) -> tuple[Callable, int]:
-        return gathered_flex_attention, 4
+    def _kernel(self) -> Callable:
+        return gathered_flex_attention
+
+    def _inputs(self, batch: int | None) -> dict[str, Any]:
+        q, k, v, *others = super()._inputs(batch).items()
+        count = Size("step blocks", min(64, self._context.num_blocks))
+        step_blocks = TensorSpec((count,), torch.int32, self._context.device)
+        return dict([q, k, v, ("step_blocks", step_blocks), *others])
 
     def _list_blocks(
         self, rows: StepRows, row: np.ndarray, first: np.ndarray, last: np.ndarray, count: int

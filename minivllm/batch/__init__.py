@@ -1,4 +1,4 @@
-"""The persistent batch: batch slots, tables on the device, the inputs of a step, and a decoder over its blocks.
+"""The persistent batch: batch slots, tables on the device, the inputs of a step, and a model over its blocks.
 
 May import: attention, compilation, device, kernels_triton_free, lora, models, profiling.
 Door: `PersistentBatch` in persistent_batch.py, `PagedModel` in paged_model.py.

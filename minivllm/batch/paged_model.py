@@ -1,4 +1,4 @@
-"""A decoder over the blocks of the persistent batch: its caches, its step inputs and its attention.
+"""A model over the blocks of the persistent batch: its caches, its step inputs and its attention.
 
 The runner's model is one, and so is every draft model that has a cache of its own.
 """
@@ -10,15 +10,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minivllm.attention import AttentionBackend, AttentionContext
+from minivllm.attention import AttentionContext
 from minivllm.attention.registry import AttentionFactory
 from minivllm.batch.layer_caches import allocate_caches
 from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
 from minivllm.compilation.compiler import RegionCompiler
+from minivllm.compilation.regions import Size
 from minivllm.device.policy import DevicePolicy
 from minivllm.lora.manager import BatchAdapters
-from minivllm.models.decoder import Attend, Decoder, LayerCache
+from minivllm.models.model import Attend, Hidden, LayerCache, Model
 from minivllm.profiling.spans import span
 
 
@@ -35,16 +36,14 @@ class RunnerLimits:
 
 
 class PagedModel:
-    """Builds the inputs of steps, and runs the decoder, or part of it, over them.
+    """Builds the inputs of steps, and runs the model over them.
 
     caches: K and V of every layer, which nothing else holds. attention: the backend that goes with the regions in use.
     """
 
-    attention: AttentionBackend
-
     def __init__(
         self,
-        decoder: Decoder,
+        model: Model,
         batch: PersistentBatch,
         limits: RunnerLimits,
         policy: DevicePolicy,
@@ -54,16 +53,16 @@ class PagedModel:
         token_offset: int = 0,
     ) -> None:
         """adapters, token_offset: see StepInputBuilder. ``use_regions`` comes before the first step."""
-        self.decoder, self._batch, self._limits, self._policy = decoder, batch, limits, policy
+        self.model, self._batch, self._limits, self._policy = model, batch, limits, policy
         self._make_attention = make_attention
-        self.specs = decoder.config.attention_specs
+        self.specs = model.attention_specs
         self.caches: list[LayerCache] = []
         self.allocate_caches()
         self._min_rows = 1
         self._builder = StepInputBuilder(
             batch,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            device=decoder.device,
+            device=model.device,
             verify_size=limits.verify_size,
             adapters=adapters,
             tiles_adapters=policy.tiles_adapters,
@@ -72,21 +71,26 @@ class PagedModel:
 
     def allocate_caches(self) -> None:
         """Have caches, also again after they were cleared. Raises ConfigError if the memory cannot be had."""
-        self.caches += allocate_caches(self.decoder, self._limits.num_blocks, self._limits.block_size)
+        self.caches += allocate_caches(self.model, self._limits.num_blocks, self._limits.block_size)
 
     def use_regions(self, compiler: RegionCompiler) -> None:
         """Run by the regions of this compiler from now on, with the attention that goes with them."""
-        decoder, limits = self.decoder, self._limits
-        decoder.build_regions(compiler)
+        model, limits = self.model, self._limits
+        # The number of blocks follows from the free memory: a package should serve the next start too.
+        blocks = Size("blocks", min(64, limits.num_blocks)) if self._policy.keeps_packages else limits.num_blocks
+        caches = [spec.declare(blocks, limits.block_size, model.device) for spec in model.cache_specs]
+        model.build_regions(compiler, self._builder.token_specs, caches)
         self._min_rows = compiler.min_rows
+        (cache,) = set(model.cache_specs)  # one backend serves all layers, so far
         self.attention = self._make_attention(
             AttentionContext(
                 specs=tuple(dict.fromkeys(self.specs)),
-                kv_heads=decoder.num_kv_heads,
-                query_group=decoder.config.query_group,
-                head_dim=decoder.config.head_dim,
-                dtype=decoder.dtype,
-                cache_dtype=decoder.cache_dtype,
+                kv_heads=cache.kv_heads,
+                query_group=model.query_group,
+                head_dim=cache.head_dim,
+                dtype=model.dtype,
+                query_dtype=model.attention_dtype,
+                cache_dtype=cache.dtype,
                 tables=self._batch,
                 num_blocks=limits.num_blocks,
                 max_num_seqs=limits.max_num_seqs,
@@ -95,7 +99,7 @@ class PagedModel:
                 compile_region=compiler,
                 compiles=compiler.enabled,
                 policy=self._policy,
-                device=decoder.device,
+                device=model.device,
             )
         )
 
@@ -114,6 +118,6 @@ class PagedModel:
 
         return attend
 
-    def forward(self, inputs: StepInputs, decoder: Decoder | None = None) -> tuple[Tensor, Tensor]:
-        """Run the model, or a decoder of its first layers, over one step; see Decoder.forward."""
-        return (decoder or self.decoder).forward(inputs.token_ids, inputs.tokens, self.caches, self.attend(inputs))
+    def forward(self, inputs: StepInputs, model: Model | None = None) -> Hidden:
+        """Run the model, or another one over its caches, over one step; see Model.forward."""
+        return (model or self.model).forward(inputs.token_ids, inputs.tokens, self.caches, self.attend(inputs))

@@ -15,7 +15,7 @@ from minivllm.attention import StepRows, in_step_order
 from minivllm.batch.persistent_batch import PersistentBatch, WorkerRequest
 from minivllm.device.buffers import StagingBuffer, rounded_capacity
 from minivllm.lora.manager import BatchAdapters
-from minivllm.models.decoder import TokenInputs
+from minivllm.models.model import TOKENS, TokenInputs, token_specs
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,15 @@ class StepInputBuilder:
         names = ["token_index", "positions", "slot_mapping", *["lora_slots"] * (adapters is not None)]
         self._buffer = StagingBuffer({name: (tokens,) for name in names}, device)
         self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
+
+    @property
+    def token_specs(self) -> TokenInputs:
+        """The ``tokens`` of all steps as regions declare them."""
+        device = self._token_ids.device
+        if self._adapters is None:
+            return token_specs(device)
+        pieces = self._adapters.tile_specs(TOKENS, device) if self._tiles_adapters else None
+        return token_specs(device, RowAdapters(token_specs(device).positions, pieces))
 
     def build(self, rows: Sequence[Row], padded: int, prepare: Callable[[StepRows], Any]) -> StepInputs:
         """Returns views of the persistent buffers, valid until the next call.

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.inductor import teach_inductor
+from minivllm.compilation.regions import MAX_SIZE, Region, flatten
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS = 65536
 MIN_FREE_BYTES = 64 * 2**20
 """Room on disk for the compiled code of one engine, and for what the C++ compiler writes on the way."""
 
@@ -60,10 +60,6 @@ def find_cpp_compiler() -> str | None:
     return next((name for name in candidates if name and shutil.which(name)), None)
 
 
-class RegionsMissing(Exception):
-    """A region was called that is to be built in the background."""
-
-
 class RegionCompiler:
     """Hands out regions, compiled by torch.compile or as they are.
 
@@ -71,54 +67,40 @@ class RegionCompiler:
     Dynamo and Inductor are imported with the first compilation: a process that finds everything packaged needs neither.
     """
 
-    def __init__(self, enabled: bool, device: torch.device | None = None) -> None:
+    def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
-        self._dynamic_pages = device is None or device.type == "cpu"
         self.num_recompilations = 0
         self._frozen = False
         if enabled:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory()))
 
-    def __call__(
-        self,
-        name: str,
-        function: Callable,
-        rows: Sequence[int],
-        widths: Sequence[int] = (),
-        caches: Sequence[int] = (),
-        *,
-        constants: object,
-    ) -> Callable:
-        """The function to call in place of ``function``.
-
-        rows: positions of the arguments whose tensors, nested ones too, have a dynamic first dimension of at least 2.
-        widths: positions of those whose tensors of more than one dimension have a dynamic last one as well.
-        caches: positions of KV caches, whose number of pages is dynamic on a CPU: it follows from the free memory, and
-        compiled code that is kept on disk should serve the next start. All other dimensions are constants.
-        constants: everything besides its tensors that the function depends on, with a repr that tells it apart: what is
-        kept on disk is found by it.
-        """
+    def __call__(self, region: Region) -> Callable:
+        """What to call in place of the region's function. torch.compile compiles it with its first call."""
         if not self.enabled:
-            return function
-        compiled = torch.compile(_own_code(name, function), fullgraph=True, backend=self._compile_graph)
+            return region.function
+        compiled = torch.compile(_own_code(region), fullgraph=True, backend=self._compile_graph)
         first = True
 
-        def region(*args: Any) -> Any:
+        def run(*args: Any) -> Any:
             nonlocal first
             if not first:
                 return compiled(*args)
             first = False
-            dynamic = [*rows, *caches] if self._dynamic_pages else rows
-            mark_dynamic([args[index] for index in dynamic], [args[index] for index in widths])
+            tensors: list[Tensor] = []
+            flatten(args, tensors)
+            region.check(tensors, layout=False)
+            for (_, spec), tensor in zip(region.tensors(), tensors):
+                for dim in spec.dynamic:
+                    torch._dynamo.mark_dynamic(tensor, dim, min=2, max=MAX_SIZE)
             started = time.perf_counter()
-            logger.info("Compiling %s …", name)
+            logger.info("Compiling %s …", region.name)
             prepare_inductor()
             with only_marked_sizes_are_dynamic():
                 result = compiled(*args)
-            logger.info("Compiled %s in %.1f s.", name, time.perf_counter() - started)
+            logger.info("Compiled %s in %.1f s.", region.name, time.perf_counter() - started)
             return result
 
-        return region
+        return run
 
     @property
     def min_rows(self) -> int:
@@ -126,28 +108,24 @@ class RegionCompiler:
         return 2 if self.enabled else 1
 
     @property
-    def makes_up_results(self) -> bool:
-        """True while regions stand in for what is being built aside, always with the shapes of their first call."""
+    def is_complete(self) -> bool:
+        """Whether all regions that were handed out can be called, or only compile when they are called."""
+        return True
+
+    def build(self) -> None:
+        """Make ``is_complete`` true, however long it takes."""
+
+    def build_in_background(self) -> bool:
+        """Have another process do it, at a low priority; False where that is not possible."""
         return False
-
-    def build_in_background(self, call_regions: Callable[[], None]) -> None:
-        """Have another process build what RegionsMissing was raised for, at a low priority.
-
-        call_regions: calls all of them, in that process.
-        """
-        raise RegionsMissing
 
     @property
     def is_building(self) -> bool:
-        """True while that process is at work."""
+        """True while that process is at work. Regions that are asked for again afterwards have what it built."""
         return False
 
     def leave_builds(self) -> None:
         """Let that process finish, even without this one."""
-
-    def finish_builds(self) -> bool:
-        """Wait for regions that are being built aside; True if there were any, whose results so far were made up."""
-        return False
 
     def freeze(self) -> None:
         """Warm-up is over: from here on nothing should compile."""
@@ -195,27 +173,16 @@ def only_marked_sizes_are_dynamic() -> Iterator[None]:
         yield
 
 
-def _own_code(name: str, function: Callable) -> Callable:
-    """function behind a code object of its own.
+def _own_code(region: Region) -> Callable:
+    """The region's function behind a code object of its own.
 
     Dynamo keeps compiled graphs per code object and searches them one by one at every call; regions that share code
     would be in each other's way, count against one recompilation limit and be taken for changing shapes of one thing.
     """
+    function = region.function
 
-    def region(*args: Any) -> Any:
+    def call(*args: Any) -> Any:
         return function(*args)
 
-    code = region.__code__.replace(co_name=name.replace(" ", "_"))
-    return types.FunctionType(code, region.__globals__, name, None, region.__closure__)
-
-
-def mark_dynamic(rows: Any, widths: Any) -> None:
-    """Declare dimensions dynamic: the first of every tensor in rows, the last of every wide tensor in widths."""
-    from torch.utils._pytree import tree_iter
-
-    for tensor in tree_iter(rows):
-        if isinstance(tensor, Tensor):
-            torch._dynamo.mark_dynamic(tensor, 0, min=2, max=MAX_ROWS)
-    for tensor in tree_iter(widths):
-        if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.shape[-1] > 1:
-            torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1, min=2, max=MAX_ROWS)
+    code = call.__code__.replace(co_name=region.name.replace(" ", "_"))
+    return types.FunctionType(code, call.__globals__, region.name, None, call.__closure__)

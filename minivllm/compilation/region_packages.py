@@ -15,10 +15,11 @@ import platform
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,116 +27,115 @@ from torch import Tensor
 import kernels_triton_free
 import minivllm
 from minivllm.compilation.compiler import (
-    MAX_ROWS,
     RegionCompiler,
-    RegionsMissing,
     cache_directory,
     only_marked_sizes_are_dynamic,
     prepare_inductor,
 )
 from minivllm.compilation.package_builds import Child, PackageBuilds, can_fork
+from minivllm.compilation.regions import MAX_SIZE, Region, TensorSpec, filled, flatten
 from minivllm.hub.file_lock import exclusive
 
 logger = logging.getLogger(__name__)
 
-WhenMissing = Literal["build", "raise"]
-
-ROOMS_WITH_REGION_CODE = ("models", "quantization", "lora", "spec_decode")
+PACKAGES_WITH_REGION_CODE = ("models", "linear")
+"""Whose sources the code of regions is made from, besides kernels_triton_free."""
 
 
 class PackagedRegionCompiler(RegionCompiler):
     """Hands out regions that run from packages on disk, and builds the packages that are missing.
 
-    The first call of a region decides. If there is no package, one is built aside, and until ``finish_builds`` the
-    region returns zeros of the right shapes: a warm-up step then needs every region once, builds them side by side, and
-    runs again. A region that cannot be packaged is compiled by torch.compile, with a warning.
-
-    In the background a child process does all that, at a low priority: Dynamo and Inductor are imported there
-    only, and a region without a package raises RegionsMissing here until that process is over.
+    What a region is compiled from is its declaration, so it is known at once whether its package is there. A region
+    that cannot be packaged is compiled by torch.compile, with a warning. Where everything is found, neither Dynamo nor
+    Inductor is imported.
     """
 
-    def __init__(self, device: torch.device, directory: Path | None = None, *, in_background: bool = False) -> None:
-        """in_background: requests are served by other means meanwhile."""
-        super().__init__(enabled=True, device=device)
+    def __init__(self, directory: Path | None = None) -> None:
+        super().__init__(enabled=True)
         self._directory = directory or cache_directory().parent / "regions"
-        self._builds = PackageBuilds(functools.partial(settle_child, torch.get_num_threads()))
-        self._when_missing: WhenMissing = "raise" if in_background and can_fork() else "build"
-        self._is_announced = False
-        self._regions: list[_PackagedRegion] = []
+        self._regions: dict[str, _PackagedRegion] = {}
         self._child: Child | None = None
+        self._settle = functools.partial(settle_child, torch.get_num_threads())
 
-    def __call__(
-        self,
-        name: str,
-        function: Callable,
-        rows: Sequence[int],
-        widths: Sequence[int] = (),
-        caches: Sequence[int] = (),
-        *,
-        constants: object,
-    ) -> Callable:
-        several = self._package(name, function, rows, widths, caches, constants)
-        if not rows:
+    def __call__(self, region: Region) -> Callable:
+        several = self._packaged(region)
+        if not region.has_single:
             return several
-        # A single row, decode with batch size 1, gets code of its own: without loops over rows, and without threads
-        # for what is too small for them.
-        single = self._package(f"{name} of one row", function, (), widths, caches, constants)
-        first = rows[0]
+        single = self._packaged(region.for_single())
 
-        def region(*args: Any) -> Any:
-            return (single if args[first].shape[0] == 1 else several)(*args)
+        def run(*args: Any) -> Any:
+            return (single.run if args[0].shape[0] == 1 else several.run)(*args)
 
-        return region
+        return run
 
-    def _package(
-        self,
-        name: str,
-        function: Callable,
-        rows: Sequence[int],
-        widths: Sequence[int],
-        caches: Sequence[int],
-        constants: object,
-    ) -> _PackagedRegion:
-        def compile_instead() -> Callable:
-            return super(PackagedRegionCompiler, self).__call__(
-                name, function, rows, widths, caches, constants=constants
-            )
-
-        region = _PackagedRegion(
-            name, function, rows, widths, caches, constants, self._directory, self._start_build, compile_instead
-        )
-        region.when_missing = self._when_missing
-        self._regions.append(region)
-        return region
+    def _packaged(self, region: Region) -> _PackagedRegion:
+        key = package_key(region)
+        packaged = self._regions.setdefault(key, _PackagedRegion(region, key, self._build))
+        if not packaged.is_ready:
+            packaged.load(self._directory)
+        return packaged
 
     @property
     def min_rows(self) -> int:
         return 1
 
     @property
-    def makes_up_results(self) -> bool:
-        return any(region.is_stand_in for region in self._regions)
+    def is_complete(self) -> bool:
+        return not self._missing
 
-    def finish_builds(self) -> bool:
-        self._builds.wait()
-        return sum(region.take_in_build() for region in self._regions) > 0
+    @property
+    def _missing(self) -> list[_PackagedRegion]:
+        return [packaged for packaged in self._regions.values() if not packaged.is_ready]
 
-    def build_in_background(self, call_regions: Callable[[], None]) -> None:
-        def trace_and_build() -> None:
-            # Nothing compiled is run here: see settle_child.
-            torch.set_num_threads(1)
-            self._is_announced = True
-            for region in self._regions:
-                region.forget()
-                region.when_missing = "build"
-                region.may_load = False
-            call_regions()
-            self._builds.wait()
+    def build(self) -> None:
+        missing = self._missing
+        if missing:
+            # A warning reaches standard error in a program that has not set up logging.
+            logger.warning(
+                "Compiling the model for this machine, %d regions. This takes a minute or two, once: later starts find "
+                "them in %s.",
+                len(missing),
+                self._directory,
+            )
+            self._build(missing)
 
-        self._child = Child(trace_and_build, in_background=True)
-        self._when_missing = "build"
-        for region in self._regions:
-            region.when_missing = "build"
+    def _build(self, missing: list[_PackagedRegion]) -> None:
+        self._build_packages(missing)
+        for packaged in missing:
+            if not packaged.load(self._directory):
+                logger.warning("The region %r cannot be packaged; torch.compile takes over.", packaged.region.name)
+                packaged.take(super().__call__(packaged.region))
+
+    def _build_packages(self, missing: list[_PackagedRegion]) -> None:
+        """Export them one after the other, and compile what was exported in other processes meanwhile."""
+        builds = PackageBuilds(self._settle)
+        examples: dict[tuple[TensorSpec, int], Tensor] = {}
+        for packaged in missing:
+            region = packaged.region
+            started = time.perf_counter()
+            try:
+                program = export_region(region, examples)
+            except Exception as error:
+                # Export has no one exception type for what it does not support.
+                logger.warning("The region %r cannot be exported: %s", region.name, error)
+                continue
+            logger.info("Compiling %s …", region.name)
+            prepare_inductor()
+            builds.start(region.name, functools.partial(build_package, program, self._directory, packaged.key))
+            logger.debug("Exported %s in %.1f s.", region.name, time.perf_counter() - started)
+        builds.wait()
+
+    def build_in_background(self) -> bool:
+        if not can_fork():
+            return False
+        missing = self._missing
+
+        def build() -> None:
+            self._settle()
+            self._build_packages(missing)
+
+        self._child = Child(build, in_background=True)
+        return True
 
     @property
     def is_building(self) -> bool:
@@ -146,79 +146,30 @@ class PackagedRegionCompiler(RegionCompiler):
             self._child.release()
             self._child = None
 
-    def _start_build(self, name: str, build: Callable[[], None]) -> None:
-        if not self._is_announced:
-            self._is_announced = True
-            logger.warning(
-                "Compiling the model for this machine, %d regions at most. This takes a minute or two, once: later "
-                "starts find them in %s.",
-                len(self._regions),
-                self._directory,
-            )
-        self._builds.start(name, build)
-
 
 class _PackagedRegion:
-    """One region: found on disk, being built, or loaded."""
+    """One region, whose package is loaded or missing. ``run`` is what is called: no call is spent on anything else."""
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable,
-        rows: Sequence[int],
-        widths: Sequence[int],
-        caches: Sequence[int],
-        constants: object,
-        directory: Path,
-        start_build: Callable[[str, Callable[[], None]], None],
-        compile_instead: Callable[[], Callable],
-    ) -> None:
-        self._name, self._function, self._constants = name, function, constants
-        self._rows, self._widths = {*rows, *caches}, set(widths)
-        self._directory, self._start_build, self._compile_instead = directory, start_build, compile_instead
-        self.when_missing: WhenMissing = "build"
-        self.may_load = True
-        self.forget()
-
-    def forget(self) -> None:
-        """As before the first call."""
-        self._run: Callable | None = None
-        self._key = ""
-        self._placeholders: list[Tensor] = []
+    def __init__(self, region: Region, key: str, build: Callable[[list[_PackagedRegion]], None]) -> None:
+        """build: what a call does first if the package is missing."""
+        self.region, self.key, self._build = region, key, build
+        self.run: Callable = self._run_first
+        self._ready: Callable | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if self._run is not None:
-            return self._run(*args)
-        if not self._key:
-            self._key = package_key(self._name, self._constants, self._described(args))
-            if self.may_load and self._load():
-                return self(*args)
-            if self.when_missing == "raise":
-                self.forget()
-                raise RegionsMissing
-            self._build(args)
-        if self._run is not None:
-            return self._run(*args)
-        return self._placeholders[0] if len(self._placeholders) == 1 else tuple(self._placeholders)
+        return self.run(*args)
 
     @property
-    def is_stand_in(self) -> bool:
-        """True from its first call until it is built."""
-        return self._run is None and bool(self._key)
+    def is_ready(self) -> bool:
+        return self._ready is not None
 
-    def take_in_build(self) -> bool:
-        """Load what was built for this region, if anything was; torch.compile takes over if that failed."""
-        if self._run is not None or not self._key:
-            return False
-        if not self._load():
-            logger.warning("The region %r cannot be packaged; torch.compile takes over.", self._name)
-            self._run = self._compile_instead()
-        self._placeholders = []
-        return True
+    def take(self, function: Callable) -> None:
+        """Call this from now on, after the first arguments have been looked at."""
+        self._ready = function
 
-    def _load(self) -> bool:
+    def load(self, directory: Path) -> bool:
         """Take the package of this key from the disk; False if there is no sound one."""
-        package = find_package(self._directory, self._key)
+        package = find_package(directory, self.key)
         if package is None:
             return False
         try:
@@ -229,75 +180,61 @@ class _PackagedRegion:
             return False
         run = loader.boxed_run
 
-        def region(*args: Any) -> Any:
+        def run_package(*args: Any) -> Any:
             tensors: list[Tensor] = []
-            _flatten(args, tensors)
+            flatten(args, tensors)
             out = run(tensors)
             return out[0] if len(out) == 1 else out
 
-        self._run = region
+        self.take(run_package)
         return True
 
-    def _build(self, args: tuple) -> None:
-        started = time.perf_counter()
-        try:
-            program = self._export(args)
-        except Exception as error:
-            # Export has no one exception type for what it does not support.
-            logger.warning("The region %r cannot be exported (%s); torch.compile takes over.", self._name, error)
-            self._run = self._compile_instead()
-            return
-        self._placeholders = _placeholder_outputs(program)
-        logger.info("Compiling %s …", self._name)
-        prepare_inductor()
-        self._start_build(self._name, functools.partial(build_package, program, self._directory, self._key))
-        logger.debug("Exported %s in %.1f s.", self._name, time.perf_counter() - started)
+    def _run_first(self, *args: Any) -> Any:
+        """A package checks nothing when it is called, so the first call is checked here."""
+        tensors: list[Tensor] = []
+        flatten(args, tensors)
+        self.region.check(tensors)
+        if self._ready is None:
+            self._build([self])
+        assert self._ready is not None
+        self.run = self._ready
+        return self.run(*args)
 
-    def _described(self, args: tuple) -> list[str]:
-        """What the generated code takes for granted of each tensor: all but the dynamic sizes."""
-        described = []
-        for tensor, dynamic in self._tensors(args):
-            sizes = ["*" if dim in dynamic else str(size) for dim, size in enumerate(tensor.shape)]
-            layout = str(tensor.layout) if tensor.is_mkldnn else f"contiguous={tensor.is_contiguous()}"
-            described.append(f"{tensor.dtype} {tensor.device.type} [{','.join(sizes)}] {layout}")
-        return described
 
-    def _tensors(self, args: tuple) -> Iterator[tuple[Tensor, set[int]]]:
-        """Every tensor of the arguments in order, with its dynamic dimensions."""
-        for index, arg in enumerate(args):
-            tensors: list[Tensor] = []
-            _flatten((arg,), tensors)
-            for tensor in tensors:
-                dynamic = {0} if index in self._rows else set()
-                if index in self._widths and tensor.dim() > 1 and tensor.shape[-1] > 1:
-                    dynamic.add(tensor.dim() - 1)
-                yield tensor, dynamic
+def export_region(region: Region, examples: dict[tuple[TensorSpec, int], Tensor]) -> torch.export.ExportedProgram:
+    """The region as a graph of a flat list of tensors. Raises whatever tracing raises.
 
-    def _export(self, args: tuple) -> torch.export.ExportedProgram:
-        """The region as a graph of a flat list of tensors. Raises whatever tracing raises."""
-        from torch.export import Dim, export
+    examples: inputs of regions that were exported before, by their specs and how many equal ones came before them, to
+    which those of this region are added.
+    """
+    from torch.export import Dim, export
 
-        function = self._function
+    function, inputs = region.function, tuple(region.inputs.values())
 
-        class Region(torch.nn.Module):
-            def forward(self, *tensors: Tensor) -> Any:
-                return function(*_rebuild(args, iter(tensors)))
+    class Traced(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> Any:
+            return function(*filled(inputs, iter(tensors)))
 
-        tensors, shapes = [], []
-        for tensor, dynamic in self._tensors(args):
-            tensors.append(tensor)
-            shapes.append({dim: Dim.AUTO(min=2, max=MAX_ROWS) for dim in dynamic} or None)
-        with _tracing(), only_marked_sizes_are_dynamic():
-            program = export(Region(), tuple(tensors), dynamic_shapes=(tuple(shapes),), strict=False)
-        inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
-        for node, shape in zip(inputs, shapes, strict=True):
-            for dim in shape or ():
-                size = node.meta["val"].shape[dim]
-                # A package checks nothing when it is called, so its code must serve every size there can be.
-                allowed = None if isinstance(size, int) else program.range_constraints.get(size.node.expr)
-                if allowed is None or allowed.lower > 2 or allowed.upper < MAX_ROWS:
-                    raise RuntimeError(f"tracing restricted dimension {dim} of {node.name} to {allowed or size}")
-        return program
+    tensors, shapes = [], []
+    seen: Counter[TensorSpec] = Counter()
+    with _tracing(), only_marked_sizes_are_dynamic():
+        for _, spec in region.tensors():
+            place = spec, seen[spec]
+            seen[spec] += 1
+            if place not in examples:
+                examples[place] = spec.example()
+            tensors.append(examples[place])
+            shapes.append({dim: Dim.AUTO(min=2, max=MAX_SIZE) for dim in spec.dynamic} or None)
+        program = export(Traced(), tuple(tensors), dynamic_shapes=(tuple(shapes),), strict=False)
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    for node, (name, spec) in zip(nodes, region.tensors(), strict=True):
+        for dim in spec.dynamic:
+            size = node.meta["val"].shape[dim]
+            # A package checks nothing when it is called, so its code must serve every size there can be.
+            allowed = None if isinstance(size, int) else program.range_constraints.get(size.node.expr)
+            if allowed is None or allowed.lower > 2 or allowed.upper < MAX_SIZE:
+                raise RuntimeError(f"tracing restricted dimension {dim} of {name} to {allowed or size}")
+    return program
 
 
 def settle_child(threads: int) -> None:
@@ -353,10 +290,11 @@ def find_package(directory: Path, key: str) -> Path | None:
     return None
 
 
-def package_key(name: str, constants: object, tensors: list[str]) -> str:
+def package_key(region: Region) -> str:
     """Names the code of one region on one machine: equal keys mean equal code."""
-    parts = [name, repr(constants), *tensors, *_environment()]
-    return f"{name.replace(' ', '_')}-{_hash_of(chr(0).join(parts).encode())}"
+    described = [spec.describe() for _, spec in region.tensors()]
+    parts = [region.name, repr(region.constants), *described, *_environment()]
+    return f"{region.name.replace(' ', '_')}-{_hash_of(chr(0).join(parts).encode())}"
 
 
 @functools.cache
@@ -365,7 +303,7 @@ def _environment() -> tuple[str, ...]:
     digest = hashlib.sha256()
     assert kernels_triton_free.__file__ is not None and minivllm.__file__ is not None
     home = Path(minivllm.__file__).parent
-    folders = [Path(kernels_triton_free.__file__).parent, *(home / room for room in ROOMS_WITH_REGION_CODE)]
+    folders = [Path(kernels_triton_free.__file__).parent, *(home / name for name in PACKAGES_WITH_REGION_CODE)]
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.read_bytes())
@@ -391,35 +329,3 @@ def _cpu_features() -> str:
 
 def _hash_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
-
-
-def _flatten(value: tuple, tensors: list[Tensor]) -> None:
-    """Append the tensors of nested tuples, in order."""
-    for item in value:
-        if isinstance(item, Tensor):
-            tensors.append(item)
-        elif isinstance(item, tuple):
-            _flatten(item, tensors)
-
-
-def _rebuild(template: Any, tensors: Iterator[Tensor]) -> Any:
-    """Inverse of _flatten: template with its tensors replaced, in order."""
-    if isinstance(template, Tensor):
-        return next(tensors)
-    if not isinstance(template, tuple):
-        return template
-    items = [_rebuild(item, tensors) for item in template]
-    return type(template)(*items) if hasattr(template, "_fields") else tuple(items)
-
-
-def _placeholder_outputs(program: torch.export.ExportedProgram) -> list[Tensor]:
-    """Zeros of the shapes that the region returns for the arguments it was traced with."""
-    wanted = set(program.graph_signature.user_outputs)
-    outputs = next(node for node in program.graph.nodes if node.op == "output").args[0]
-    zeros = []
-    for output in outputs:
-        if output.name in wanted:
-            value = output.meta["val"]
-            sizes = [size if isinstance(size, int) else size.node.hint for size in value.shape]
-            zeros.append(torch.zeros(sizes, dtype=value.dtype, device=value.device))
-    return zeros

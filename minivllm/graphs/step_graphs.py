@@ -22,6 +22,7 @@ from minivllm.batch.paged_model import PagedModel
 from minivllm.batch.step_inputs import StepInputs
 from minivllm.config import CudaGraphMode
 from minivllm.graphs.graph_capture import CudaGraphs, GraphBackend, GraphCapture
+from minivllm.models.model import Hidden
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +52,9 @@ def bucket_for(size: int, buckets: list[int]) -> int | None:
 
 @dataclass(frozen=True)
 class StepHidden:
-    """What a step computed.
+    """What Model.forward returned, and the logits [tokens, vocab] of all tokens where a FULL graph went on."""
 
-    o, residual: as Decoder.forward returns them. logits [tokens, vocab]: of all tokens, where a FULL graph went on.
-    """
-
-    o: Tensor
-    residual: Tensor
+    hidden: Hidden
     logits: Tensor | None = None
 
 
@@ -95,11 +92,10 @@ class StepGraphs:
         self._full: dict[int, _Captured] = {}
         self._piecewise: dict[int, _Captured] = {}
         self._inputs: StepInputs | None = None
-        decoder = model.decoder
-        heads = (decoder.num_kv_heads, decoder.num_heads // decoder.num_kv_heads, decoder.config.head_dim)
-        largest = max(self.piecewise_buckets, default=0)
+        own, cache = model.model, model.model.cache_specs[0]
+        shape = max(self.piecewise_buckets, default=0), cache.kv_heads, own.query_group, cache.head_dim
         # Attention between segments writes where the next segment reads.
-        self._o = torch.zeros(largest, *heads, dtype=decoder.attention_dtype, device=decoder.device)
+        self._o = torch.zeros(shape, dtype=own.attention_dtype, device=own.device)
         self.num_replays: Counter[GraphChoice] = Counter()
 
     def choose(self, counts: list[int]) -> GraphChoice | None:
@@ -164,9 +160,9 @@ class StepGraphs:
         return _Captured(capture, _addresses(inputs, kind), hidden)
 
     def _full_step(self, inputs: StepInputs, capture: GraphCapture) -> StepHidden:
-        o, residual = self._model.forward(inputs)
-        rows = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=o.device)
-        return StepHidden(o, residual, self._model.decoder.logits(o, residual, rows, inputs.tokens))
+        hidden = self._model.forward(inputs)
+        rows = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=inputs.token_ids.device)
+        return StepHidden(hidden, self._model.model.logits(hidden, rows, inputs.tokens))
 
     def _piecewise_step(self, inputs: StepInputs, capture: GraphCapture) -> StepHidden:
         o = self._o[: len(inputs.token_ids)]
@@ -181,8 +177,7 @@ class StepGraphs:
             return o
 
         model = self._model
-        _, residual = model.decoder.forward(inputs.token_ids, inputs.tokens, model.caches, attend)
-        return StepHidden(o, residual)
+        return StepHidden(model.model.forward(inputs.token_ids, inputs.tokens, model.caches, attend))
 
 
 class _NoCapture(GraphCapture):

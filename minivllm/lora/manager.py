@@ -13,30 +13,28 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.lora import CHUNK, AdapterTiles, chunks_of_rank, lane_width
+from minivllm.compilation.regions import Size
 from minivllm.config import LoRAConfig
 from minivllm.linear.layer import Linear
 from minivllm.lora.checkpoint import Adapter, LowRank, load_adapter
-from minivllm.lora.tiles import adapter_tiles
+from minivllm.lora.tiles import adapter_tile_specs, adapter_tiles
 from minivllm.messages import EngineRequest, LoRARequest
-from minivllm.models.decoder import Decoder
+from minivllm.models.model import Model
 
 
 class AdapterManager:
-    """Gives every linear layer of a decoder room for ``max_loras`` adapters, and fills it.
+    """Gives every linear layer of a model room for ``max_loras`` adapters, and fills it.
 
-    To be made before the decoder's regions are built: the stacks are arguments of the compiled code, which never
+    To be made before the model's regions are built: the stacks are arguments of the compiled code, which never
     changes afterwards, whatever adapters come and go.
     """
 
-    def __init__(self, decoder: Decoder, config: LoRAConfig) -> None:
-        self._config, self._dtype, self._device = config, decoder.dtype, decoder.device
+    def __init__(self, model: Model, config: LoRAConfig) -> None:
+        self._config, self._dtype, self._device = config, model.dtype, model.device
         self._num_chunks = 1 + config.max_loras * chunks_of_rank(config.max_lora_rank)
-        self._linears: list[tuple[str, Linear]] = []
-        for index, layer in enumerate(decoder.layers):
-            for block, linears in (("self_attn", (layer.qkv, layer.o)), ("mlp", (layer.gate_up, layer.down))):
-                for linear in linears:
-                    linear.adapters = self._make_stacks(linear)
-                    self._linears.append((f"model.layers.{index}.{block}", linear))
+        self._linears = model.linears
+        for _, linear in self._linears:
+            linear.adapters = self._make_stacks(linear)
         self._expected = {
             f"{block}.{part}": linear.whole_shape(part) for block, linear in self._linears for part in linear.sizes
         }
@@ -182,6 +180,11 @@ class BatchAdapters:
         own = np.zeros((2, padded), dtype=np.int32)
         own[0, : len(slots)], own[1, : len(slots)] = self.lora_slots[slots], self.ranks[slots]
         return adapter_tiles(own[0], own[1], self._max_chunks)
+
+    def tile_specs(self, tokens: Size, device: torch.device) -> AdapterTiles:
+        """``tiles`` as regions declare them."""
+        specs: AdapterTiles = adapter_tile_specs(self._max_chunks, tokens, device)
+        return specs
 
 
 def _own_shard(low_rank: LowRank, linear: Linear, size: int) -> LowRank:

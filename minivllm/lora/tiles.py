@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from kernels_triton_free.lora import CHUNK, LANES, MAX_TILES, AdapterTiles
+from minivllm.compilation.regions import Size, TensorSpec
 
 
 def adapter_tiles(slots: np.ndarray, ranks: np.ndarray, max_chunks: int) -> AdapterTiles:
@@ -24,6 +27,15 @@ def adapter_tiles(slots: np.ndarray, ranks: np.ndarray, max_chunks: int) -> Adap
     for array, content in zip(tiles, planned or ()):
         array[: len(content)] = content
     return AdapterTiles(*map(torch.from_numpy, (*tiles, places)))
+
+
+def adapter_tile_specs(max_chunks: int, tokens: Size, device: torch.device) -> Any:
+    """What ``adapter_tiles`` makes for a step of ``tokens``, as regions declare it."""
+    tiles = Size("adapter tiles", 2, single=max_chunks)
+    lanes = Size("lanes", LANES, single=1, varies=False)
+    shapes: tuple[tuple[int | Size, ...], ...] = ((tiles, lanes), (tiles,), (tiles,), (tokens, max_chunks))
+    specs: Any = [TensorSpec(shape, torch.int32, device) for shape in shapes]
+    return AdapterTiles(*specs)
 
 
 def plan_tiles(slots: np.ndarray, ranks: np.ndarray, lanes: int, places: np.ndarray) -> tuple[np.ndarray, ...] | None:

@@ -1,5 +1,5 @@
-"""One config-driven decoder, cut at attention into regions, and the registry of families.
+"""Models: what the worker needs of one, the decoder that is one, and the same arithmetic in plain PyTorch.
 
-May import: kernels_triton_free, linear, profiling.
-Door: `Decoder` in decoder.py, `register_family` in registry.py.
+May import: compilation, kernels_triton_free, linear, profiling.
+Door: `reference_forward` in reference.py, `Model` in model.py, `register_family` in registry.py.
 """

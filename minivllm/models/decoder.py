@@ -16,7 +16,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,40 +34,13 @@ from kernels_triton_free.rotary import (
     rotary_table,
     yarn_frequencies,
 )
+from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, specs_of
 from minivllm.errors import ModelError
 from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard, never_quantized
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
-from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
+from minivllm.models.decoder_config import AttentionSpec, DecoderConfig, RotaryConfig
+from minivllm.models.model import ROWS, TOKENS, Attend, CacheSpec, Hidden, HiddenTap, LayerCache, TokenInputs
 from minivllm.profiling.spans import span, spanned
-
-Attend = Callable[[int, Tensor], Tensor]
-"""Attention of one layer: (layer, q [tokens, kv_heads, G, D]) -> o of the same shape and dtype."""
-
-
-class CompileRegion(Protocol):
-    """Turns a region into what is called in its place (see worker/compiler.py)."""
-
-    def __call__(
-        self,
-        name: str,
-        function: Callable,
-        rows: Sequence[int],
-        widths: Sequence[int] = (),
-        caches: Sequence[int] = (),
-        *,
-        constants: object,
-    ) -> Callable: ...
-
-
-class HiddenTap(NamedTuple):
-    """Hands out what a decoder computes on its way, to a drafter that reads it.
-
-    layers: those whose inputs are wanted, ascending. take: called at the end of every ``forward`` with these inputs
-    [tokens, hidden] each, what ``forward`` returns (o, residual), and the tokens.
-    """
-
-    layers: tuple[int, ...]
-    take: Callable[[Sequence[Tensor], Tensor, Tensor, TokenInputs], None]
 
 
 class BeforeAttention(NamedTuple):
@@ -95,25 +68,6 @@ class LayerMethods(NamedTuple):
     o: LinearMethod
     gate_up: LinearMethod
     down: LinearMethod
-
-
-class TokenInputs(NamedTuple):
-    """What every region needs of the tokens in this step, int32 [tokens]; padding writes to slot 0.
-
-    positions: in the sequence. slot_mapping: page * page_size + offset in the KV cache. adapters: that of each token;
-    None where the linear layers have no adapters.
-    """
-
-    positions: Tensor
-    slot_mapping: Tensor
-    adapters: RowAdapters | None = None
-
-
-class LayerCache(NamedTuple):
-    """K and V of one layer, [pages, page_size, kv_heads, head_dim] each."""
-
-    k: Tensor
-    v: Tensor
 
 
 class DecoderLayer:
@@ -168,10 +122,9 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Weights and regions of a pre-norm decoder (Llama, Mistral, SmolLM, Qwen; see models/registry.py).
+    """Weights and regions of a pre-norm decoder (Llama, Mistral, SmolLM, Qwen; see registry.py). A ``Model``.
 
-    tap: hands out hidden states, if somebody wants them. feature_size: values of ``dtype`` that are kept for every
-    token beside keys and values.
+    What a layer computes stands in ``reference.py``, without regions, caches and fused products.
     """
 
     feature_size = 0
@@ -218,10 +171,42 @@ class Decoder:
         positions = 1 << (max_model_len - 1).bit_length()
         self.cos_sin = rotary_table(frequencies, positions, config.rotary.attention_factor).to(device)
         self.tap: HiddenTap | None = None
-        self._first: Callable = lambda: None
-        self._between: list[Callable] = []
-        self._last: Callable = lambda: None
+        self._first: Callable
+        self._between: list[Callable]
+        self._last: Callable
+        self._declared_tokens: TokenInputs
         self._weights: list[tuple[BeforeAttention, AfterAttention]] = []
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        return self.config.attention_specs
+
+    @property
+    def cache_specs(self) -> list[CacheSpec]:
+        return [CacheSpec(self.num_kv_heads, self.config.head_dim, self.cache_dtype)] * len(self.layers)
+
+    @property
+    def query_group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def linears(self) -> list[tuple[str, Linear]]:
+        names = ("self_attn", "self_attn", "mlp", "mlp")
+        return [
+            (f"model.layers.{index}.{name}", linear)
+            for index, layer in enumerate(self.layers)
+            for name, linear in zip(names, layer.linears)
+        ]
+
+    @property
+    def weights_per_token(self) -> int:
+        config, layer = self.config, self.layers[0]
+        in_layer = sum(linear.out_features * linear.in_features for linear in layer.linears)
+        return len(self.layers) * in_layer + config.hidden_size * config.vocab_size
 
     def load_weights(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
         """Take tensors under their Hugging Face names. Raises ModelError for a name that has no place."""
@@ -282,17 +267,26 @@ class Decoder:
     def _methods(self) -> list[object]:
         return [self.embedding_method, *(layer.methods for layer in self.layers), self.head.method]
 
-    def build_regions(self, compile_region: CompileRegion) -> None:
+    def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
         """Make the callables of all regions; layers that compute the same thing share one."""
+        self._declared_tokens, cache = tokens, caches[0]
         self._weights = [(layer.before, layer.after) for layer in self.layers]
         rotary, layers = self.config.layer_rotary, self.layers
-        common = self._region_constants
+        common, table = self._region_constants, specs_of(self.cos_sin)
         self._first = compile_region(
-            "first",
-            partial(self._first_region, rotary[0], layers[0]),
-            rows=(0, 1),
-            caches=(3,),
-            constants=(common, rotary[0], layers[0].methods.qkv, self.embedding_method),
+            Region(
+                "first",
+                partial(self._first_region, rotary[0], layers[0]),
+                {
+                    "token_ids": TensorSpec((TOKENS,), torch.int32, self.device),
+                    "tokens": tokens,
+                    "cos_sin": table,
+                    "cache": cache,
+                    "embedding": specs_of(self.embedding),
+                    "before": specs_of(layers[0].before),
+                },
+                (common, rotary[0], layers[0].methods.qkv, self.embedding_method),
+            )
         )
         # What tells two regions apart: does the next layer rotate, and how are the products of both computed. The first
         # layers of a kind stand for all of it.
@@ -303,10 +297,16 @@ class Decoder:
         regions = {}
         for kind, (layer, following) in zip(kinds, pairwise(layers)):
             if kind not in regions:
-                between = partial(self._between_region, kind[0], layer, following)
-                regions[kind] = compile_region(
-                    "between", between, rows=(0, 1, 2), caches=(4,), constants=(common, kind)
-                )
+                function = partial(self._between_region, kind[0], layer, following)
+                inputs = {
+                    **self._attended,
+                    "tokens": tokens,
+                    "cos_sin": table,
+                    "cache": cache,
+                    "after": specs_of(layer.after),
+                    "before": specs_of(following.before),
+                }
+                regions[kind] = compile_region(Region("between", function, inputs, (common, kind)))
         self._between = [regions[kind] for kind in kinds]
         self._last = self._compile_last(compile_region)
 
@@ -314,10 +314,31 @@ class Decoder:
     def _region_constants(self) -> tuple[object, ...]:
         return self.config, self.num_heads, self.num_kv_heads, self.dtype, self.attention_dtype
 
+    @property
+    def _attended(self) -> dict[str, Any]:
+        """Specs of what every region behind attention takes."""
+        heads = (self.num_kv_heads, self.query_group, self.config.head_dim)
+        return {
+            "o": TensorSpec((TOKENS, *heads), self.attention_dtype, self.device),
+            "residual": TensorSpec((TOKENS, self.config.hidden_size), self.dtype, self.device),
+        }
+
+    @property
+    def _picked(self) -> dict[str, Any]:
+        """Specs of what the regions take that compute the final hidden states of some rows."""
+        return {
+            **self._attended,
+            "rows": TensorSpec((ROWS,), torch.int32, self.device),
+            "adapters": self._declared_tokens.adapters,
+            "after": specs_of(self.layers[-1].after),
+            "final_norm": specs_of(self.final_norm),
+        }
+
     def _compile_last(self, compile_region: CompileRegion) -> Callable:
         layer = self.layers[-1]
+        inputs = {**self._picked, "head": specs_of(self.head.tensors)}
         constants = (self._region_constants, layer.methods, self.head.method)
-        return compile_region("last", partial(self._last_region, layer), rows=(0, 1, 2, 3), constants=constants)
+        return compile_region(Region("last", partial(self._last_region, layer), inputs, constants))
 
     def first_layers(self, count: int, compile_region: CompileRegion) -> Decoder:
         """The decoder of the first ``count`` layers with this one's final norm and head; all weights and, where they
@@ -329,14 +350,9 @@ class Decoder:
             shortened._last = shortened._compile_last(compile_region)
         return shortened
 
-    def forward(
-        self, token_ids: Tensor, tokens: TokenInputs, caches: list[LayerCache], attend: Attend
-    ) -> tuple[Tensor, Tensor]:
-        """Run all layers up to the last attention.
-
-        token_ids int32 [tokens]. Returns (attention output of the last layer [tokens, kv_heads, G, D], residual stream
-        [tokens, hidden]) for ``logits``.
-        """
+    def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
+        """Run all layers up to the last attention. Returns (o [tokens, kv_heads, G, D] of the last attention, residual
+        stream [tokens, hidden])."""
         with span("first"):
             q, residual = self._first(token_ids, tokens, self.cos_sin, caches[0], self.embedding, self._weights[0][0])
         tapped = () if self.tap is None else self.tap.layers
@@ -348,38 +364,33 @@ class Decoder:
                 q, residual = between(o, residual, tokens, self.cos_sin, caches[layer + 1], after, before)
             if layer + 1 in tapped:
                 wanted.append(residual)
-        o = attend(len(self.layers) - 1, q)
+        hidden = attend(len(self.layers) - 1, q), residual
         if self.tap is not None:
-            self.tap.take(wanted, o, residual, tokens)
-        return o, residual
+            self.tap.take(wanted, hidden, tokens)
+        return hidden
 
     @spanned("last")
-    def logits(self, o: Tensor, residual: Tensor, rows: Tensor, tokens: TokenInputs) -> Tensor:
-        """Logits [len(rows), vocab] of the picked rows (int32) of what ``forward`` returned for these tokens."""
-        return self._last(o, residual, rows, tokens.adapters, self._weights[-1][1], self.final_norm, self.head.tensors)
+    def logits(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
+        """Logits [len(rows), vocab] of the picked rows (int32)."""
+        return self._last(*hidden, rows, tokens.adapters, self._weights[-1][1], self.final_norm, self.head.tensors)
 
-    def hidden_states(self, o: Tensor, residual: Tensor, rows: Tensor, tokens: TokenInputs) -> Tensor:
-        """Final hidden states [len(rows), hidden], normalised, of the picked rows of what ``forward`` returned.
+    def hidden_states(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
+        """Final hidden states [len(rows), hidden] of the picked rows (int32).
 
         Not compiled: it is one layer's MLP, and only requests for embeddings need it.
         """
-        layer, after = self.layers[-1], self._weights[-1][1]
+        (o, residual), layer, after = hidden, self.layers[-1], self._weights[-1][1]
         return self._final_hidden(layer, o, residual, rows, tokens.adapters, after, self.final_norm)
 
-    def compile_hidden_states(
-        self, compile_region: CompileRegion
-    ) -> Callable[[Tensor, Tensor, Tensor, TokenInputs], Tensor]:
+    def compile_hidden_states(self, compile_region: CompileRegion) -> Callable[[Hidden, Tensor, TokenInputs], Tensor]:
         """``hidden_states`` as a region, for who needs them in every step."""
         layer = self.layers[-1]
-        region = compile_region(
-            "hidden states",
-            partial(self._final_hidden, layer),
-            rows=(0, 1, 2, 3),
-            constants=(self._region_constants, layer.methods),
-        )
+        constants = (self._region_constants, layer.methods)
+        function = partial(self._final_hidden, layer)
+        region = compile_region(Region("hidden states", function, self._picked, constants))
 
-        def hidden_states(o: Tensor, residual: Tensor, rows: Tensor, tokens: TokenInputs) -> Tensor:
-            final: Tensor = region(o, residual, rows, tokens.adapters, self._weights[-1][1], self.final_norm)
+        def hidden_states(hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
+            final: Tensor = region(*hidden, rows, tokens.adapters, self._weights[-1][1], self.final_norm)
             return final
 
         return hidden_states
@@ -481,7 +492,7 @@ class Decoder:
 
 
 def rotary_frequencies(rotary: RotaryConfig, max_model_len: int) -> Tensor:
-    """float64 [dim / 2]. "dynamic" is scaled once, for max_model_len, so that chunks and cached pages agree."""
+    """float64 [dim / 2]. "dynamic" is scaled once, for max_model_len, so that chunks and cached blocks agree."""
     dim, theta, factor, original = rotary.dim, rotary.theta, rotary.factor, rotary.original_max_position
     if rotary.type == "default":
         return default_frequencies(dim, theta)

@@ -14,7 +14,7 @@ from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.config import SpeculativeConfig
 from minivllm.device.policy import DevicePolicy
-from minivllm.models.decoder import Decoder, HiddenTap
+from minivllm.models.model import HiddenTap, Model
 from minivllm.sampling.sampling_state import SamplingState
 
 
@@ -35,11 +35,11 @@ class DraftContext:
     compiler: RegionCompiler
     policy: DevicePolicy
     make_attention: AttentionFactory
-    draft_decoder: Decoder | None = None
+    draft_decoder: Model | None = None
 
-    def paged(self, decoder: Decoder, *, token_offset: int = 0) -> PagedModel:
-        """A decoder over the blocks of the batch, with caches of its own; token_offset: see StepInputBuilder."""
-        return PagedModel(decoder, self.batch, self.limits, self.policy, self.make_attention, token_offset=token_offset)
+    def paged(self, model: Model, *, token_offset: int = 0) -> PagedModel:
+        """A model over the blocks of the batch, with caches of its own; token_offset: see StepInputBuilder."""
+        return PagedModel(model, self.batch, self.limits, self.policy, self.make_attention, token_offset=token_offset)
 
 
 class GuessingModel(Protocol):
@@ -92,4 +92,5 @@ class Drafter(Protocol):
         """Guesses by request id, 1 to max_tokens of them; requests it knows nothing for are left out."""
 
     def finish(self, request_id: str, output_token_ids: Sequence[int], cache_salt: str | None = None) -> None:
-        """The request left with this output; its state can go. cache_salt: see DraftTask."""
+        """The request left with this output; what was kept of it can go. cache_salt: see DraftTask."""
+        return

@@ -6,57 +6,55 @@ values go where they belong anyway. (After Zhang et al. 2023, "Draft & Verify", 
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Protocol, runtime_checkable
+
 import torch
+from torch import Tensor
 
 from minivllm.batch.step_inputs import Row
 from minivllm.compilation.compiler import RegionCompiler
-from minivllm.models.decoder import HiddenTap, LayerCache
-from minivllm.models.decoder_config import DecoderConfig
-from minivllm.sampling.sampler import Sampler
+from minivllm.compilation.regions import CompileRegion
+from minivllm.errors import ConfigError
+from minivllm.models.model import Model
 from minivllm.spec_decode.drafter import DraftContext
+from minivllm.spec_decode.paged_draft import PagedDraft
 
 
-class EarlyExit:
-    """Guesses with the first layers, the final norm and the head. Implements DraftModel."""
+@runtime_checkable
+class CanBeShortened(Protocol):
+    """A model whose first layers are a model themselves."""
 
-    tap: HiddenTap | None = None
+    def first_layers(self, count: int, compile_region: CompileRegion) -> Model:
+        """That of the first ``count`` layers, which shares all weights. ``build_regions`` comes first."""
+
+
+class EarlyExit(PagedDraft):
+    """Guesses with the first layers, the final norm and the head. It writes into the target's caches, where everything
+    before a guess is computed already."""
 
     def __init__(self, context: DraftContext, num_layers: int) -> None:
-        self._target, self._batch = context.target, context.batch
-        self._num_layers = num_layers
-        self.caches: list[LayerCache] = []  # it writes into the target's
+        """Raises ConfigError if the model cannot leave out layers."""
+        super().__init__(context, context.target)
+        self.caches, self._num_layers = [], num_layers
         self.use_regions(context.compiler)
-        # Masks are those of the step that was verified; what a grammar allows next is not known yet.
-        self._sampler = Sampler(context.sampling_state)
+        self.cost_per_token = self.model.weights_per_token / context.target.model.weights_per_token
 
     def use_regions(self, compiler: RegionCompiler) -> None:
-        self._decoder = self._target.decoder.first_layers(self._num_layers, compiler)
+        target = self._paged.model
+        if not isinstance(target, CanBeShortened):
+            raise ConfigError(
+                f"A {type(target).__name__} cannot leave out layers: choose another method than early_exit."
+            )
+        self.model = target.first_layers(self._num_layers, compiler)
 
     def allocate_caches(self) -> None:
         """There are none of its own."""
 
-    def num_places(self, slot: int) -> int:
-        batch = self._batch
-        return int(batch.num_blocks[slot]) * batch.block_size
+    def _catch_up(self, rows: list[Row]) -> None:
+        """The target has computed everything."""
 
-    def next_tokens(self, slots: np.ndarray, positions: np.ndarray) -> list[int]:
-        batch = self._batch
-        owners = {request.slot: request for request in batch.requests.values() if request.slot >= 0}
-        rows = [Row(owners[slot], position, 1) for slot, position in zip(slots.tolist(), positions.tolist())]
-        inputs = self._target.build(rows)
-        o, residual = self._target.forward(inputs, self._decoder)
-        index = torch.arange(len(o), dtype=torch.int32, device=o.device)
-        logits = self._decoder.logits(o, residual, index, inputs.tokens)[: len(rows)]
-        token_ids: list[int] = self._sampler(logits, slots, positions + 1).token_ids.tolist()
-        for slot, position, token_id in zip(slots.tolist(), positions.tolist(), token_ids):
-            batch.token_ids.write(slot, position + 1, [token_id])
-        return token_ids
-
-
-def weights_per_token(config: DecoderConfig, num_layers: int) -> int:
-    """Weights that the first layers and the head read for a token."""
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
-    head = config.hidden_size * config.vocab_size
-    return num_layers * layer + head
+    def _logits(self, rows: list[Row]) -> Tensor:
+        inputs = self._paged.build(rows)
+        hidden = self._paged.forward(inputs, self.model)
+        index = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=self.model.device)
+        return self.model.logits(hidden, index, inputs.tokens)

@@ -53,6 +53,3 @@ class NgramDrafter(Drafter):
                     task.token_ids[start : start + task.max_tokens].tolist(), task.max_tokens
                 )
         return proposals
-
-    def finish(self, request_id: str, output_token_ids: Sequence[int], cache_salt: str | None = None) -> None:
-        """Nothing is kept between steps."""

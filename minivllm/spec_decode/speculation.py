@@ -10,13 +10,11 @@ from minivllm.errors import ConfigError
 from minivllm.models.eagle.head import EagleHead
 from minivllm.plugins import DRAFTERS
 from minivllm.spec_decode.adaptive import DraftLengths, StepCost
-from minivllm.spec_decode.autoregressive import AutoregressiveDrafter
 from minivllm.spec_decode.draft_model import DraftDecoder
 from minivllm.spec_decode.drafter import DraftContext, Drafter, DraftTask, GuessingModel
 from minivllm.spec_decode.eagle import EagleDraft
-from minivllm.spec_decode.early_exit import EarlyExit, weights_per_token
+from minivllm.spec_decode.early_exit import EarlyExit
 from minivllm.spec_decode.ngram import NgramDrafter
-from minivllm.spec_decode.speculator import Speculator
 from minivllm.spec_decode.suffix import SuffixDrafter
 
 logger = logging.getLogger(__name__)
@@ -39,25 +37,15 @@ def early_exit(context: DraftContext) -> Drafter:
     num_layers = context.settings.num_layers
     if num_layers is None:
         raise ValueError("num_layers is chosen when the engine's configuration is resolved.")
-    share = weights_per_token(context.target.decoder.config, num_layers) / _target_weights(context)
-    return AutoregressiveDrafter(EarlyExit(context, num_layers), share)
+    return EarlyExit(context, num_layers)
 
 
 def draft_model(context: DraftContext) -> Drafter:
-    """Another decoder, or an EAGLE head."""
-    decoder = context.draft_decoder
-    if decoder is None:
+    """Another model, or an EAGLE head."""
+    model = context.draft_decoder
+    if model is None:
         raise ValueError(f"{context.settings.method} needs a loaded model.")
-    if isinstance(decoder, EagleHead):
-        share = decoder.eagle.num_weights_per_token / _target_weights(context)
-        return AutoregressiveDrafter(EagleDraft(context, decoder), share)
-    share = weights_per_token(decoder.config, decoder.config.num_layers) / _target_weights(context)
-    return AutoregressiveDrafter(DraftDecoder(context, decoder), share)
-
-
-def _target_weights(context: DraftContext) -> int:
-    config = context.target.decoder.config
-    return weights_per_token(config, config.num_layers)
+    return EagleDraft(context, model) if isinstance(model, EagleHead) else DraftDecoder(context, model)
 
 
 def make_speculation(context: DraftContext) -> Speculation:
@@ -74,7 +62,7 @@ def make_speculation(context: DraftContext) -> Speculation:
         )
     lengths = DraftLengths(settings.num_speculative_tokens, StepCost(0.0, cost, drafter.cost_per_token))
     logger.info("Speculative decoding: %s, at most %d tokens.", settings.method, settings.num_speculative_tokens)
-    return Speculation(Speculator(drafter, lengths), context.batch)
+    return Speculation(drafter, lengths, context.batch, context.target.model.vocab_size)
 
 
 def measured_step_cost(seconds_to_verify: Callable[[int], float], k: int) -> tuple[float, float]:
@@ -85,42 +73,63 @@ def measured_step_cost(seconds_to_verify: Callable[[int], float], k: int) -> tup
 
 
 class Speculation:
-    """Lets a speculator guess for the requests of the persistent batch."""
+    """Asks a drafter for guesses, as many as pay, and learns from what becomes of them."""
 
-    def __init__(self, speculator: Speculator, batch: PersistentBatch) -> None:
-        self.speculator, self._batch = speculator, batch
+    def __init__(self, drafter: Drafter, lengths: DraftLengths, batch: PersistentBatch, vocab_size: int) -> None:
+        self.drafter, self.lengths, self._batch, self._vocab_size = drafter, lengths, batch, vocab_size
+        self._has_warned = False
 
     @property
     def models(self) -> Sequence[GuessingModel]:
         """The models that the drafter guesses with."""
-        return self.speculator.drafter.models
+        return self.drafter.models
 
     def propose(
         self, drafted: Mapping[str, Sequence[int]], sampled: Mapping[str, Sequence[int]]
     ) -> dict[str, list[int]]:
         """Guesses for every request that sampled something in this step, of which ``drafted`` had been verified."""
         for request_id, draft in drafted.items():
-            self.speculator.record(request_id, len(draft), len(sampled[request_id]) - 1)
-        tasks = []
+            self.lengths.record(request_id, len(draft), len(sampled[request_id]) - 1)
+        tasks = {}
         for request_id in sampled:
             request = self._batch.requests[request_id]
             room = self._room(request)
-            if room > 0:
+            length = min(room, self.lengths.choose(request_id, len(sampled))) if room > 0 else 0
+            if length > 0:
                 token_ids = self._batch.token_ids.host[request.slot, : request.num_tokens]
-                tasks.append(DraftTask(request_id, request.slot, token_ids, room, request.data.cache_salt))
-        return self.speculator.propose(tasks, len(sampled))
+                tasks[request_id] = DraftTask(request_id, request.slot, token_ids, length, request.data.cache_salt)
+        proposals = self.drafter.propose(list(tasks.values())) if tasks else {}
+        sound = {task.request_id: self._sound(proposals.get(task.request_id, ()), task) for task in tasks.values()}
+        return {request_id: guess for request_id, guess in sound.items() if guess}
+
+    def _sound(self, guess: Sequence[int], task: DraftTask) -> list[int]:
+        """What of a guess can be verified: as many tokens as were asked for, up to the first that is none.
+
+        The embedding of a token outside the vocabulary cannot be looked up, and drafters may be anybody's.
+        """
+        kept = list(guess[: task.max_tokens])
+        if not kept or (min(kept) >= 0 and max(kept) < self._vocab_size):
+            return kept
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "The drafter %s guesses tokens outside the vocabulary of %d: they are dropped, and what follows them.",
+                type(self.drafter).__name__,
+                self._vocab_size,
+            )
+        return kept[: next(index for index, token in enumerate(kept) if not 0 <= token < self._vocab_size)]
 
     def take_costs(self, verify_fixed: float, verify_token: float) -> None:
         """From here on verification is taken to cost this; see StepCost."""
-        lengths = self.speculator.lengths
-        lengths.cost = StepCost(verify_fixed, verify_token, lengths.cost.draft_token)
+        self.lengths.cost = StepCost(verify_fixed, verify_token, self.lengths.cost.draft_token)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """These requests left; the batch still knows them."""
         for request_id in request_ids:
             request = self._batch.requests.get(request_id)
             if request is not None:
-                self.speculator.finish(request_id, request.output_token_ids, request.data.cache_salt)
+                self.lengths.forget(request_id)
+                self.drafter.finish(request_id, request.output_token_ids, request.data.cache_salt)
 
     def _room(self, request: WorkerRequest) -> int:
         """How many drafts can still become tokens: one more is always sampled behind them."""

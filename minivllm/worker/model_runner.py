@@ -23,7 +23,7 @@ from minivllm.graphs.graph_capture import GraphBackend
 from minivllm.graphs.step_graphs import StepGraphs, StepHidden
 from minivllm.lora.manager import AdapterManager, BatchAdapters
 from minivllm.messages import EngineRequest, ModelRunnerOutput, PositionLogprobs, SchedulerOutput, TokenMasks
-from minivllm.models.decoder import Decoder
+from minivllm.models.model import Model
 from minivllm.profiling.spans import span, spanned
 from minivllm.sampling.sampler import Sampler, prompt_logprobs
 from minivllm.sampling.sampling_state import SamplingState
@@ -55,7 +55,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Model,
         compiler: RegionCompiler,
         limits: RunnerLimits,
         policy: DevicePolicy,
@@ -64,15 +64,15 @@ class ModelRunner:
     ) -> None:
         self.decoder, self.limits = decoder, limits
         self._policy, self._make_attention = policy, make_attention
-        config, device = decoder.config, decoder.device
+        device = decoder.device
         try:
             self.batch = PersistentBatch(
                 limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.num_blocks, device
             )
         except MemoryError:  # its tables are small, unless the cache is beyond all bounds
             raise too_large(decoder, limits.num_blocks, limits.block_size) from None
-        self.sampling_state = SamplingState(limits.max_num_seqs, config.vocab_size, device)
-        self.token_masks = TokenMaskStage(limits.max_num_seqs, config.vocab_size, device)
+        self.sampling_state = SamplingState(limits.max_num_seqs, decoder.vocab_size, device)
+        self.token_masks = TokenMaskStage(limits.max_num_seqs, decoder.vocab_size, device)
         self.sampler = Sampler(self.sampling_state, masks=(self.token_masks,))
         self._read_back = ReadBack(device)
         self._newest: PendingStep | None = None
@@ -99,7 +99,7 @@ class ModelRunner:
         """What the drafter runs beside the model."""
         return () if self.speculation is None else self.speculation.models
 
-    def speculate(self, settings: SpeculativeConfig, draft_decoder: Decoder | None) -> Speculation:
+    def speculate(self, settings: SpeculativeConfig, draft_decoder: Model | None) -> Speculation:
         """Let a drafter guess ahead from now on. draft_decoder: see DraftContext. Raises ConfigError."""
         context = DraftContext(
             settings,
@@ -147,17 +147,17 @@ class ModelRunner:
         with span("prepare"):
             inputs = self.model.build(rows, 0 if graph is None else graph.num_tokens)
         if graph is None or self.graphs is None:
-            hidden = StepHidden(*self.model.forward(inputs))
+            hidden = StepHidden(self.model.forward(inputs))
         else:
             hidden = self.graphs.forward(inputs, graph)
-        pending.output.pooled = self._pooler.pool(inputs, hidden.o, hidden.residual)
+        pending.output.pooled = self._pooler.pool(inputs, hidden.hidden)
         self._prompt_logprobs(inputs, hidden, pending.output)
         self.token_masks.load(None if token_masks is None else token_masks(), self.batch.requests)
         self._sample(inputs, hidden, pending)
         for row in rows:
             # Rejected drafts were computed for nothing: the last known token is yet to be computed, always.
             row.request.num_computed_tokens = min(row.start + row.count, row.request.num_tokens - 1)
-        if self.speculation is not None and not self.compiler.makes_up_results:
+        if self.speculation is not None:
             output = pending.result()
             with span("draft"):
                 output.draft_token_ids = self.speculation.propose(step.draft_token_ids, output.sampled_token_ids)
@@ -243,7 +243,9 @@ class ModelRunner:
                 for begin in range(0, count, PROMPT_LOGPROB_ROWS):
                     end = min(begin + PROMPT_LOGPROB_ROWS, count)
                     tokens = np.arange(first_token + begin, first_token + end, dtype=np.int32)
-                    targets = torch.tensor(prompt[row.start + begin + 1 : row.start + end + 1], device=hidden.o.device)
+                    targets = torch.tensor(
+                        prompt[row.start + begin + 1 : row.start + end + 1], device=self.decoder.device
+                    )
                     entries += prompt_logprobs(self._logits(inputs, hidden, tokens), targets, k)
                 output.prompt_logprobs[row.request.data.request_id] = entries
             first_token += row.count
@@ -253,9 +255,9 @@ class ModelRunner:
         if hidden.logits is not None:
             if len(tokens) == inputs.num_tokens:
                 return hidden.logits[: len(tokens)]
-            return hidden.logits[torch.from_numpy(tokens).to(hidden.o.device, non_blocking=True)]
+            return hidden.logits[torch.from_numpy(tokens).to(self.decoder.device, non_blocking=True)]
         count = len(tokens)
-        if count == 1 and len(hidden.o) > 1:
+        if count == 1 and len(inputs.token_ids) > 1:
             tokens = np.repeat(tokens, 2)
-        rows = torch.from_numpy(tokens).to(hidden.o.device, non_blocking=True)
-        return self.decoder.logits(hidden.o, hidden.residual, rows, inputs.tokens)[:count]
+        rows = torch.from_numpy(tokens).to(self.decoder.device, non_blocking=True)
+        return self.decoder.logits(hidden.hidden, rows, inputs.tokens)[:count]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minivllm.batch.step_inputs import StepInputs
 from minivllm.messages import EngineRequest
-from minivllm.models.decoder import Decoder
+from minivllm.models.model import Hidden, Model
 
 POOLED_ROWS = 256
 """Tokens whose final hidden states are computed at once, which bounds the memory that a long chunk takes."""
@@ -19,8 +19,8 @@ POOLED_ROWS = 256
 class Pooler:
     """Pools the rows of requests with PoolingParams. Keeps the sums of unfinished means by slot (a SlotState)."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+    def __init__(self, model: Model) -> None:
+        self._model = model
         self._sums: dict[int, Tensor] = {}
 
     def add(self, slot: int, request: EngineRequest, output_token_ids: list[int]) -> None:
@@ -31,7 +31,7 @@ class Pooler:
         """The request of the slot has left."""
         self._sums.pop(slot, None)
 
-    def pool(self, inputs: StepInputs, o: Tensor, residual: Tensor) -> dict[str, list[float]]:
+    def pool(self, inputs: StepInputs, hidden: Hidden) -> dict[str, list[float]]:
         """Vectors [hidden] of the requests whose last token was computed in this step, by request id."""
         finished: dict[str, list[float]] = {}
         token = 0
@@ -45,7 +45,7 @@ class Pooler:
             is_mean = params.pooling == "mean"
             if not is_done and not is_mean:
                 continue
-            vector = self._sum(inputs, o, residual, begin if is_mean else token - 1, token)
+            vector = self._sum(inputs, hidden, begin if is_mean else token - 1, token)
             if is_mean and request.slot in self._sums:
                 vector += self._sums.pop(request.slot)
             if not is_done:
@@ -58,10 +58,11 @@ class Pooler:
                 finished[request.data.request_id] = vector.tolist()
         return finished
 
-    def _sum(self, inputs: StepInputs, o: Tensor, residual: Tensor, begin: int, end: int) -> Tensor:
+    def _sum(self, inputs: StepInputs, hidden: Hidden, begin: int, end: int) -> Tensor:
         """Sum of the final hidden states of some tokens of the step, float32 [hidden]."""
-        total = torch.zeros(residual.shape[1], dtype=torch.float32, device=residual.device)
+        device = inputs.token_ids.device
+        total = torch.zeros((), device=device)
         for start in range(begin, end, POOLED_ROWS):
-            rows = torch.arange(start, min(start + POOLED_ROWS, end), dtype=torch.int32, device=residual.device)
-            total += self._decoder.hidden_states(o, residual, rows, inputs.tokens).float().sum(0)
+            rows = torch.arange(start, min(start + POOLED_ROWS, end), dtype=torch.int32, device=device)
+            total = total + self._model.hidden_states(hidden, rows, inputs.tokens).float().sum(0)
         return total

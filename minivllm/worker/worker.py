@@ -21,8 +21,7 @@ from minivllm.attention import find_attention
 from minivllm.batch.layer_caches import block_bytes
 from minivllm.batch.paged_model import RunnerLimits
 from minivllm.checkpoints.checkpoint import iterate_weights
-from minivllm.checkpoints.hf_config import read_decoder_config
-from minivllm.compilation.compiler import RegionCompiler, RegionsMissing, cannot_compile_reason
+from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.compilation.region_packages import PackagedRegionCompiler
 from minivllm.config import EngineConfig, SpeculativeConfig
 from minivllm.device.buffers import rounded_capacity
@@ -36,18 +35,15 @@ from minivllm.device.memory import (
 from minivllm.device.policy import DevicePolicy
 from minivllm.errors import ConfigError, RequestError
 from minivllm.graphs.graph_capture import CudaGraphs
-from minivllm.linear.choose import MethodChooser
 from minivllm.lora.manager import AdapterManager
 from minivllm.messages import EngineRequest, LoRARequest, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenMasks
-from minivllm.models.decoder import Decoder
 from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.eagle.checkpoint import find_tensors, random_tensors
-from minivllm.models.eagle.config import EagleVersion, read_eagle_config
-from minivllm.models.eagle.head import EagleHead
+from minivllm.models.model import Model
 from minivllm.profiling.spans import listen, spanned, torch_range
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.sampling_params import SamplingParams
 from minivllm.spec_decode.speculation import Speculation, measured_step_cost
+from minivllm.worker.loading import load_draft_model, load_model
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.pending_step import PendingStep
 
@@ -68,8 +64,8 @@ class Worker:
         self._make_attention = find_attention(config.attention_backend)
         self._compiler = self._make_compiler()
         self._unfinished_warm_up: list[int] = []
-        self._decoder: Decoder
-        self._draft_decoder: Decoder | None = None
+        self._decoder: Model
+        self._draft_decoder: Model | None = None
         self._adapters: AdapterManager | None = None
         self.runner: ModelRunner
         self._previous_config = config
@@ -84,8 +80,8 @@ class Worker:
             logger.warning("Running uncompiled, which is several times slower: %s.", reason)
             return RegionCompiler(enabled=False)
         if self.policy.keeps_packages:
-            return PackagedRegionCompiler(self.device, in_background=self.config.compile_in_background)
-        return RegionCompiler(True, self.device)
+            return PackagedRegionCompiler()
+        return RegionCompiler(enabled=True)
 
     @spanned("load")
     @torch.inference_mode()
@@ -93,29 +89,8 @@ class Worker:
         """Load this worker's weights. Raises ModelError, or ConfigError for a quantisation that cannot be had."""
         started = time.perf_counter()
         logger.info("Reading the weights of %s …", self.config.model)
-        dtype, cache_dtype = getattr(torch, self.config.dtype), getattr(torch, self.config.cache.dtype)
-        stored = self.decoder_config.quantization
-        method = None if stored is None else stored.method
-        chooser = MethodChooser(self.config.quantization, method, dtype, self.policy)
-        self._decoder = Decoder(
-            self.decoder_config,
-            dtype=dtype,
-            attention_dtype=self.policy.attention_dtype(dtype, cache_dtype),
-            device=self.device,
-            max_model_len=self.config.scheduler.max_model_len,
-            choose_method=chooser,
-            cache_dtype=cache_dtype,
-        )
-        weights = iterate_weights(
-            self.config.model_path,
-            self.config.load_format,
-            self.decoder_config,
-            dtype,
-            self.config.seed,
-            chooser.kept_bits,
-        )
-        self._decoder.load_weights(weights)
-        self._draft_decoder = self._load_draft_model()
+        self._decoder, log_choices = load_model(self.config, self.decoder_config)
+        self._draft_decoder = load_draft_model(self.config, self._decoder, self.decoder_config)
         if self.config.lora is not None:
             self._adapters = AdapterManager(self._decoder, self.config.lora)
         gc.collect()
@@ -123,53 +98,11 @@ class Worker:
         num_bytes = sum(tensor.nbytes for tensor in self._weights())
         if self.policy.wants_huge_pages and num_bytes >= MIN_BYTES_FOR_HUGE_PAGES:
             threading.Thread(target=collapse_into_huge_pages, args=(0.1,), name="huge-pages", daemon=True).start()
-        chooser.log_choices()
+        log_choices()
         logger.info("Loaded %s in %.1f s.", self.config.model, time.perf_counter() - started)
 
-    def _load_draft_model(self) -> Decoder | None:
-        """The drafter's own model, if it has one: stored, computed and quantised as the model itself is."""
-        speculative = self.config.speculative
-        if speculative is None or speculative.model_path is None:
-            return None
-        if speculative.eagle_version is not None:
-            return self._load_eagle_head(speculative.model_path, speculative.eagle_version)
-        load_format = "dummy" if self.config.load_format == "dummy" else "auto"
-        config = read_decoder_config(speculative.model_path, load_format)
-        dtype, cache_dtype = getattr(torch, self.config.dtype), getattr(torch, self.config.cache.dtype)
-        stored = None if config.quantization is None else config.quantization.method
-        chooser = MethodChooser(self.config.quantization, stored, dtype, self.policy)
-        decoder = Decoder(
-            config,
-            dtype=dtype,
-            attention_dtype=self.policy.attention_dtype(dtype, cache_dtype),
-            device=self.device,
-            max_model_len=self.config.scheduler.max_model_len,
-            choose_method=chooser,
-            cache_dtype=cache_dtype,
-        )
-        decoder.load_weights(
-            iterate_weights(speculative.model_path, load_format, config, dtype, self.config.seed, chooser.kept_bits)
-        )
-        return decoder
-
-    def _load_eagle_head(self, path: str, version: EagleVersion) -> EagleHead:
-        config = read_eagle_config(path, version, self.decoder_config)
-        is_dummy = self.config.load_format == "dummy"
-        tensors = random_tensors(config, self.config.seed) if is_dummy else find_tensors(path, config)
-        dtype = getattr(torch, self.config.dtype)
-        chooser = MethodChooser(self.config.quantization, None, dtype, self.policy)
-        head = EagleHead(
-            config,
-            tensors,
-            self._decoder,
-            max_model_len=self.config.scheduler.max_model_len,
-            choose_method=chooser,
-        )
-        head.load_weights(tensors.read(dtype))
-        return head
-
     @property
-    def _decoders(self) -> list[Decoder]:
+    def _decoders(self) -> list[Model]:
         """The model, and the drafter's."""
         return [self._decoder] if self._draft_decoder is None else [self._decoder, self._draft_decoder]
 
@@ -213,7 +146,7 @@ class Worker:
 
     @torch.inference_mode()
     def initialize(self, num_blocks: int) -> None:
-        """Allocate the cache and all buffers, then compile everything by running it once."""
+        """Allocate the cache and all buffers, have everything compiled, and run it once."""
         scheduler, speculative = self.config.scheduler, self.config.speculative
         verify_size, warm_up = 0, [1] * WARM_UP_DECODES + [2] * WARM_UP_CHUNKS
         if speculative is not None:
@@ -250,17 +183,16 @@ class Worker:
 
     @spanned("compile")
     def _warm_up(self, counts: list[int]) -> None:
-        """Compile by running one step of decodes and chunks together, then a single decode.
+        """Have all regions compiled, and run one step of decodes and chunks together, then a single decode.
 
         With compile_in_background, what is not compiled yet is built while requests are served uncompiled.
         """
-        if not self._compiler.enabled:
+        compiler = self._compiler
+        if not compiler.enabled:
             return
         logger.info("Loading the compiled model …")
-        try:
-            self._run_warm_up_steps(counts)
-        except RegionsMissing:
-            self._compiler.build_in_background(lambda: self._run_warm_up_steps(counts))
+        may_wait = self.config.compile_in_background and not self._unfinished_warm_up
+        if may_wait and not compiler.is_complete and compiler.build_in_background():
             logger.info(
                 "Serving uncompiled, which is slower, while the model is compiled in the background.",
                 extra={"is_notice": True},
@@ -268,24 +200,21 @@ class Worker:
             self.runner.use_regions(RegionCompiler(enabled=False))
             self._unfinished_warm_up = counts
             return
-        while self._compiler.finish_builds():  # a drafter's model gets its turn when the model itself is there
-            self._run_warm_up_steps(counts)
-        for batch in self.runner.model.attention.decode_batches:
-            run_on_null_block(self.runner, [1] * batch)
-        self._compiler.freeze()
-
-    def _run_warm_up_steps(self, counts: list[int]) -> None:
+        compiler.build()
         run_on_null_block(self.runner, counts)
         run_on_null_block(self.runner, [1])
+        for batch in self.runner.model.attention.decode_batches:
+            run_on_null_block(self.runner, [1] * batch)
+        compiler.freeze()
 
     def _finish_warm_up(self) -> None:
         """Between two steps: change over to compiled regions if they are all there, and slots to warm up with."""
         counts = self._unfinished_warm_up
         if self._compiler.is_building or len(counts) > self.runner.batch.num_free_slots:
             return
-        self._unfinished_warm_up = []
         self.runner.use_regions(self._compiler)
         self._warm_up(counts)
+        self._unfinished_warm_up = []
         logger.info("The model is compiled.")
 
     def leave_builds(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels_triton_free.attention import TileLists
 from minivllm.attention import AttentionContext
 from minivllm.batch.persistent_batch import PersistentBatch
+from minivllm.compilation.regions import Region, flatten
 from minivllm.device.policy import DevicePolicy
 from minivllm.models.decoder_config import AttentionSpec
 from tests.attention.random_batches import CPU, BatchShape
@@ -30,9 +31,16 @@ class SmallTiles(DevicePolicy):
         return self.tile_size
 
 
-def uncompiled(name: str, function: Callable, rows: Sequence[int], *args: object, **declared: object) -> Callable:
-    """Takes the place of a compiler."""
-    return function
+def uncompiled(region: Region) -> Callable:
+    """Takes the place of a compiler, and sees to it that the region is called with what it declares."""
+
+    def run(*args: Any) -> Any:
+        tensors: list[Tensor] = []
+        flatten(args, tensors)
+        region.check(tensors)
+        return region.function(*args)
+
+    return run
 
 
 def new_context(
@@ -45,6 +53,7 @@ def new_context(
         "query_group": GROUP,
         "head_dim": HEAD_DIM,
         "dtype": torch.float32,
+        "query_dtype": torch.float32,
         "cache_dtype": torch.float32,
         "tables": batch,
         "num_blocks": shape.num_blocks,

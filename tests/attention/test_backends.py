@@ -26,8 +26,8 @@ from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.device.buffers import MirroredTable
-from minivllm.models.decoder import LayerCache
 from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.model import LayerCache
 from tests.attention.backends import (
     CPU_POLICY,
     CUDA_POLICY,

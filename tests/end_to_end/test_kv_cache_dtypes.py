@@ -16,7 +16,7 @@ from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.engine.resolve import resolve_cache_dtype
 from minivllm.errors import ConfigError
 from minivllm.models.decoder import Decoder
-from minivllm.worker import worker
+from minivllm.worker import loading
 from tests.parity_reference import engine_logits, greedy, random_prompts, reference_model, runner_of, tiny_llm
 
 TinyModel = Callable[..., Path]
@@ -51,7 +51,7 @@ def as_on_a_gpu(cache_dtype: torch.dtype) -> Iterator[None]:
         return Decoder(*args, **settings | {"attention_dtype": torch.float32, "cache_dtype": cache_dtype})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "Decoder", make)
+        patch.setattr(loading, "Decoder", make)
         yield
 
 

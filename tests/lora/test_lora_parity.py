@@ -122,12 +122,10 @@ def test_adapters_work_over_quantised_weights(tiny_model: TinyModel, tmp_path: P
     with lora_llm(model, quantization="int8") as llm:
         outputs = run_mixed(llm, prompts, adapters, logprobs=0)
         restored = {}
-        for index, layer in enumerate(runner_of(llm).decoder.layers):
-            for block, linears in (("self_attn", (layer.qkv, layer.o)), ("mlp", (layer.gate_up, layer.down))):
-                for linear in linears:
-                    weight = linear.method.apply(torch.eye(linear.in_features), linear.tensors).T
-                    for part, own in zip(linear.sizes, weight.split(list(linear.sizes.values()))):
-                        restored[f"model.layers.{index}.{block}.{part}.weight"] = own
+        for block, linear in runner_of(llm).decoder.linears:
+            weight = linear.method.apply(torch.eye(linear.in_features), linear.tensors).T
+            for part, own in zip(linear.sizes, weight.split(list(linear.sizes.values()))):
+                restored[f"{block}.{part}.weight"] = own
     for output, prompt, adapter in zip(outputs, prompts, adapters):
         reference = copy.deepcopy(merged_model(model, adapter))
         plain = dict(merged_model(model, None).named_parameters())

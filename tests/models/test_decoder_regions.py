@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
+from minivllm.compilation.regions import CompileRegion, Region
 from minivllm.errors import ModelError
-from minivllm.models.decoder import Decoder, LayerCache, TokenInputs
+from minivllm.models.decoder import Decoder
 from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
+from minivllm.models.model import LayerCache, TokenInputs, token_specs
+from minivllm.models.reference import reference_forward
+from tests.attention.backends import uncompiled
 
 CPU = torch.device("cpu")
-PAGE_SIZE, NUM_PAGES, MAX_LENGTH = 4, 12, 32
+BLOCK_SIZE, NUM_BLOCKS, MAX_LENGTH = 4, 12, 32
 PLAIN = DecoderConfig(
     architecture="LlamaForCausalLM",
     vocab_size=50,
@@ -84,87 +88,41 @@ def random_weights(config: DecoderConfig, seed: int = 0) -> dict[str, Tensor]:
     return weights
 
 
-def transformer_float64(config: DecoderConfig, weights: dict[str, Tensor], token_ids: list[int]) -> Tensor:
-    """Logits [tokens, vocab] of a whole sequence, without cache, pages, regions or fused products."""
-    w = {name: tensor.double() for name, tensor in weights.items()}
-    n, dim = len(token_ids), config.head_dim
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps) * weight
-
-    def project(x: Tensor, name: str) -> Tensor:
-        return x @ w[name + ".weight"].T + w.get(name + ".bias", torch.zeros((), dtype=torch.float64))
-
-    def rotate(x: Tensor) -> Tensor:
-        half = config.rotary.dim // 2
-        frequencies = config.rotary.theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = (torch.arange(n, dtype=torch.float64)[:, None] * frequencies)[:, None]
-        a, b = x[..., :half], x[..., half : 2 * half]
-        turned = [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin(), x[..., 2 * half :]]
-        return torch.cat(turned, dim=-1)
-
-    x = w["model.embed_tokens.weight"][token_ids]
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}."
-        h = norm(x, w[layer + "input_layernorm.weight"])
-        q = project(h, layer + "self_attn.q_proj").view(n, config.num_heads, dim)
-        k = project(h, layer + "self_attn.k_proj").view(n, config.num_kv_heads, dim)
-        v = project(h, layer + "self_attn.v_proj").view(n, config.num_kv_heads, dim)
-        if config.qk_norm:
-            q, k = norm(q, w[layer + "self_attn.q_norm.weight"]), norm(k, w[layer + "self_attn.k_norm.weight"])
-        if config.layer_rotary[index]:
-            q, k = rotate(q), rotate(k)
-        heads = []
-        for head in range(config.num_heads):
-            kv_head = head // config.query_group
-            scores = q[:, head] @ k[:, kv_head].T * dim**-0.5
-            distance = torch.arange(n)[:, None] - torch.arange(n)[None, :]
-            hidden = distance < 0
-            if (window := config.layer_windows[index]) is not None:
-                hidden = hidden | (distance >= window)
-            heads.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[:, kv_head])
-        x = x + project(torch.cat(heads, dim=-1), layer + "self_attn.o_proj")
-        h = norm(x, w[layer + "post_attention_layernorm.weight"])
-        gate = project(h, layer + "mlp.gate_proj")
-        gate = torch.nn.functional.silu(gate) if config.hidden_act == "silu" else torch.nn.functional.gelu(gate)
-        x = x + project(gate * project(h, layer + "mlp.up_proj"), layer + "mlp.down_proj")
-    head_weight = w["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
-    return norm(x, w["model.norm.weight"]) @ head_weight.T
-
-
-def eager(name: str, function: Callable, rows: Sequence[int], **declared: object) -> Callable:
-    return function
-
-
 def new_decoder(config: DecoderConfig, weights: dict[str, Tensor]) -> Decoder:
     decoder = Decoder(config, dtype=torch.float32, attention_dtype=torch.float32, device=CPU, max_model_len=MAX_LENGTH)
     decoder.load_weights((name, tensor.clone()) for name, tensor in weights.items())
-    decoder.build_regions(eager)
+    build_regions(decoder, uncompiled)
     return decoder
 
 
+def build_regions(decoder: Decoder, compile_region: CompileRegion) -> None:
+    """For steps without adapters."""
+    caches = [spec.declare(NUM_BLOCKS, BLOCK_SIZE, CPU) for spec in decoder.cache_specs]
+    decoder.build_regions(compile_region, token_specs(CPU), caches)
+
+
 def new_caches(config: DecoderConfig) -> list[LayerCache]:
-    shape = (NUM_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    shape = (NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     return [LayerCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
 
 
 def run_chunk(decoder: Decoder, caches: list[LayerCache], token_ids: list[int], start: int, table: list[int]) -> Tensor:
     """Logits of every token of a chunk that starts at position ``start`` of one request."""
     positions = torch.arange(start, start + len(token_ids), dtype=torch.int32)
-    pages = torch.tensor(table, dtype=torch.int32)
-    slots = (pages[(positions // PAGE_SIZE).long()] * PAGE_SIZE + positions % PAGE_SIZE).int()
-    length = -(-(start + len(token_ids)) // PAGE_SIZE)
+    blocks = torch.tensor(table, dtype=torch.int32)
+    slots = (blocks[(positions // BLOCK_SIZE).long()] * BLOCK_SIZE + positions % BLOCK_SIZE).int()
+    length = -(-(start + len(token_ids)) // BLOCK_SIZE)
 
     def attend(layer: int, q: Tensor) -> Tensor:
         config = decoder.config
         return gathered_sdpa_attention(
-            q, *caches[layer], pages[:length], start, scale=config.softmax_scale, window=config.layer_windows[layer]
+            q, *caches[layer], blocks[:length], start, scale=config.softmax_scale, window=config.layer_windows[layer]
         )
 
     tokens = torch.tensor(token_ids, dtype=torch.int32)
     inputs = TokenInputs(positions, slots)
-    o, residual = decoder.forward(tokens, inputs, caches, attend)
-    return decoder.logits(o, residual, torch.arange(len(token_ids), dtype=torch.int32), inputs)
+    hidden = decoder.forward(tokens, inputs, caches, attend)
+    return decoder.logits(hidden, torch.arange(len(token_ids), dtype=torch.int32), inputs)
 
 
 @pytest.mark.parametrize("chunks", [[13], [1] * 13, [5, 1, 7]], ids=["whole", "token by token", "chunks"])
@@ -175,7 +133,7 @@ def test_first_between_and_last_equal_a_plain_transformer(name: str, chunks: lis
     weights = random_weights(config)
     decoder, caches = new_decoder(config, weights), new_caches(config)
     token_ids = torch.randint(0, 50, (13,), generator=torch.Generator().manual_seed(1)).tolist()
-    expected = transformer_float64(config, weights, token_ids)
+    expected = reference_forward(config, {name: tensor.double() for name, tensor in weights.items()}, token_ids)
     logits, start = [], 0
     for count in chunks:
         logits.append(run_chunk(decoder, caches, token_ids[start : start + count], start, [7, 2, 9, 4]))
@@ -202,7 +160,15 @@ def region_calls(decoder: Decoder, caches: list[LayerCache]) -> list[tuple]:
         ),
         (
             decoder._last,
-            (o, residual, torch.tensor([4, 1]), None, layers[-1].after, decoder.final_norm, decoder.head.tensors),
+            (
+                o,
+                residual,
+                torch.tensor([4, 1], dtype=torch.int32),
+                None,
+                layers[-1].after,
+                decoder.final_norm,
+                decoder.head.tensors,
+            ),
         ),
     ]
 
@@ -247,13 +213,13 @@ def test_a_region_of_one_layer_serves_another_one_by_its_arguments_alone() -> No
 def test_layers_that_compute_the_same_share_one_region() -> None:
     names: list[str] = []
 
-    def count(name: str, function: Callable, rows: Sequence[int], **declared: object) -> Callable:
-        names.append(name)
-        return function
+    def count(region: Region) -> Callable:
+        names.append(region.name)
+        return region.function
 
     config = CONFIGS["some layers without rotary"]
     decoder = new_decoder(config, random_weights(config))
-    decoder.build_regions(count)
+    build_regions(decoder, count)
     assert sorted(names) == ["between", "between", "first", "last"]
     assert decoder._between[0] is decoder._between[2] is not decoder._between[1]
 

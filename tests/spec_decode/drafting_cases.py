@@ -8,7 +8,7 @@ from typing import Any
 from minivllm import LLM, SamplingParams
 from minivllm.spec_decode.drafter import DraftTask
 from tests.parity_reference import random_prompts
-from tests.spec_decode.scripted_drafter import speculator_of
+from tests.spec_decode.scripted_drafter import speculation_of
 
 _WORDS = random_prompts((6, 9, 7), seed=21)
 PROMPTS = [_WORDS[0] * 3, _WORDS[1], _WORDS[2] * 2 + _WORDS[0], _WORDS[0], _WORDS[1] * 3]
@@ -31,13 +31,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def always_drafts(llm: LLM, count: int = 3) -> LLM:
     """However costly it is: how many guesses pay is not what is tested."""
-    speculator_of(llm).lengths.choose = lambda request_id, batch_size: count  # type: ignore[method-assign]
+    speculation_of(llm).lengths.choose = lambda request_id, batch_size: count  # type: ignore[method-assign]
     return llm
 
 
 def recorded_guesses(llm: LLM) -> list[tuple[list[int], list[int]]]:
     """(known tokens, guesses) of every request and step from here on."""
-    drafter = speculator_of(llm).drafter
+    drafter = speculation_of(llm).drafter
     original, recorded = drafter.propose, []
 
     def propose(tasks: Sequence[DraftTask]) -> dict[str, list[int]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from minivllm import LLM
 from minivllm.spec_decode.drafter import DraftTask
-from minivllm.spec_decode.speculator import Speculator
+from minivllm.spec_decode.speculation import Speculation
 
 
 class ScriptedDrafter:
@@ -36,6 +36,6 @@ class ScriptedDrafter:
         """Scripts are kept."""
 
 
-def speculator_of(llm: LLM) -> Speculator:
-    """The speculator behind an in-process engine."""
-    return llm.llm_engine.client.core.executor.worker.runner.speculation.speculator  # type: ignore[attr-defined]
+def speculation_of(llm: LLM) -> Speculation:
+    """What asks the drafter of an in-process engine."""
+    return llm.llm_engine.client.core.executor.worker.runner.speculation  # type: ignore[attr-defined]

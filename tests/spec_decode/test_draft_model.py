@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.batch.layer_caches import block_bytes
+from minivllm.batch.step_inputs import Row
 from minivllm.errors import ConfigError
-from minivllm.spec_decode.draft_model import PrefixFingerprints
+from minivllm.spec_decode.paged_draft import PrefixFingerprints
 from tests.parity_reference import (
     assert_pool_unused,
     reference_model,
@@ -35,7 +36,7 @@ from tests.spec_decode.drafting_cases import (
     always_drafts,
     recorded_guesses,
 )
-from tests.spec_decode.scripted_drafter import speculator_of
+from tests.spec_decode.scripted_drafter import speculation_of
 
 TinyModel = Callable[..., Path]
 
@@ -111,15 +112,15 @@ def test_a_draft_model_that_knows_nothing_changes_nothing(
 def test_the_drafter_computes_every_token_once(model: Path, plain: list[list[int]]) -> None:
     """Shared blocks are shared for the drafter too: asked again, it computes what the model does, and no more."""
     with always_drafts(tiny_llm(model, **drafting(model))) as llm:
-        drafter: Any = speculator_of(llm).drafter
+        drafter: Any = speculation_of(llm).drafter
         computed: list[int] = []
-        original = drafter._model._compute
+        original = drafter._compute
 
-        def compute(spans: list[tuple[int, int, int]]) -> Any:
-            computed.append(sum(count for _, _, count in spans))
-            return original(spans)
+        def compute(rows: list[Row]) -> Any:
+            computed.append(sum(row.count for row in rows))
+            return original(rows)
 
-        drafter._model._compute = compute
+        drafter._compute = compute
         sums = []
         for _ in range(2):
             computed.clear()

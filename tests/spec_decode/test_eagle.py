@@ -19,8 +19,8 @@ from torch import Tensor
 
 from minivllm import LLM
 from minivllm.batch.layer_caches import block_bytes
+from minivllm.batch.step_inputs import Row
 from minivllm.errors import ConfigError, ModelError
-from minivllm.graphs.graph_capture import RecordedGraphs
 from minivllm.spec_decode.eagle import EagleDraft
 from tests.parity_reference import (
     assert_pool_unused,
@@ -43,6 +43,7 @@ from tests.spec_decode.eagle_heads import (
     random_weights,
     save_head,
 )
+from tutorials.recorded_graphs import RecordedGraphs
 
 TinyModel = Callable[..., Path]
 VERSIONS = ("eagle", "eagle3")
@@ -168,7 +169,7 @@ class ReferenceHead:
 def recorded_logits(llm: LLM) -> Iterator[list[tuple[list[int], int, Tensor]]]:
     """(text, how many of its tokens are known, logits of what follows) of every guess."""
     draft, recorded = draft_of(llm), []
-    next_tokens, guess = draft.next_tokens, draft.head.guess
+    next_tokens, guess = draft.next_tokens, draft.model.guess
 
     def record(slots: np.ndarray, positions: np.ndarray) -> list[int]:
         batch = runner_of(llm).batch
@@ -181,7 +182,7 @@ def recorded_logits(llm: LLM) -> Iterator[list[tuple[list[int], int, Tensor]]]:
             rows.append(logits.clone())
             return logits, features
 
-        draft.head.guess = keep  # type: ignore[method-assign]
+        draft.model.guess = keep  # type: ignore[method-assign]
         token_ids = next_tokens(slots, positions)
         for row, (slot, text) in enumerate(zip(slots.tolist(), texts)):
             recorded.append((text, known[slot], rows[-1][row]))
@@ -189,7 +190,7 @@ def recorded_logits(llm: LLM) -> Iterator[list[tuple[list[int], int, Tensor]]]:
 
     draft.next_tokens = record  # type: ignore[method-assign]
     yield recorded
-    draft.next_tokens, draft.head.guess = next_tokens, guess  # type: ignore[method-assign]
+    draft.next_tokens, draft.model.guess = next_tokens, guess  # type: ignore[method-assign]
 
 
 def assert_reference_logits(recorded: list[tuple[list[int], int, Tensor]], reference: ReferenceHead) -> None:
@@ -275,15 +276,15 @@ def test_it_is_wrong_if_tokens_or_features_are_shifted_by_one(
 ) -> None:
     with always_drafts(tiny_llm(known_model, **drafting(version, knowing_heads[version]))) as llm:
         draft = draft_of(llm)
-        features = draft.head.features
-        draft._model._builder._token_offset = 0
+        features = draft.model.features
+        draft._paged._builder._token_offset = 0
         assert acceptance(llm, known_model) < 0.1
-        draft._model._builder._token_offset = 1
+        draft._paged._builder._token_offset = 1
         for shift in (1, -1):
-            draft.head.features = lambda *args, s=shift: features(*args).roll(s, 0)  # type: ignore[method-assign]
+            draft.model.features = lambda *args, s=shift: features(*args).roll(s, 0)  # type: ignore[method-assign]
             assert llm.reset_prefix_cache()
             assert acceptance(llm, known_model) < 0.5  # rows of a single token cannot be shifted within their step
-        draft.head.features = features  # type: ignore[method-assign]
+        draft.model.features = features  # type: ignore[method-assign]
         assert llm.reset_prefix_cache()
         assert acceptance(llm, known_model) > 0.97
 
@@ -302,13 +303,13 @@ def test_the_head_computes_every_place_once(known_model: Path, knowing_heads: di
     """18 tokens of the prompt and 15 of the answer make 32 places, and each guess behind the first takes one more."""
     with always_drafts(tiny_llm(known_model, **drafting(version, knowing_heads[version]))) as llm:
         draft, computed = draft_of(llm), []
-        original = draft._queries
+        original = draft._compute
 
-        def queries(inputs: Any) -> Any:
-            computed.append(inputs.num_tokens)
-            return original(inputs)
+        def compute(rows: list[Row]) -> Any:
+            computed.append(sum(row.count for row in rows))
+            return original(rows)
 
-        draft._queries = queries  # type: ignore[method-assign]
+        draft._compute = compute  # type: ignore[method-assign]
         run(llm, PROMPTS[:1], GREEDY)
         num_guesses = llm.get_metrics().num_draft_tokens
         num_proposals = llm.get_metrics().num_drafts
@@ -366,7 +367,7 @@ def test_an_embedding_that_is_the_models_own_is_kept_once(model: Path, tmp_path:
     weights["embed_tokens.weight"] = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
     head = save_head(tmp_path, weights, head_config(version))
     with tiny_llm(model, **drafting(version, head)) as llm:
-        assert draft_of(llm).head.embedding == ()
+        assert draft_of(llm).model.embedding == ()
 
 
 @pytest.mark.parametrize(

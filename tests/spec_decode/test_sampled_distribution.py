@@ -19,7 +19,7 @@ from minivllm import SamplingParams
 from minivllm.spec_decode.drafter import DraftTask
 from tests.parity_reference import random_prompts, reference_model, tiny_llm
 from tests.spec_decode.eagle_heads import random_head
-from tests.spec_decode.scripted_drafter import speculator_of
+from tests.spec_decode.scripted_drafter import speculation_of
 
 TinyModel = Callable[..., Path]
 
@@ -85,10 +85,10 @@ def sampled(model: Path, name: str, config: dict[str, Any] | None) -> list[list[
     )
     with tiny_llm(model, **settings) as llm:
         if config is not None:
-            speculator = speculator_of(llm)
-            speculator.lengths.choose = lambda request_id, batch_size: NUM_DRAFTS  # type: ignore[method-assign]
+            speculation = speculation_of(llm)
+            speculation.lengths.choose = lambda request_id, batch_size: NUM_DRAFTS  # type: ignore[method-assign]
             if name == "stubborn":
-                speculator.drafter = StubbornDrafter()
+                speculation.drafter = StubbornDrafter()
         (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         metrics = llm.get_metrics()
     if config is not None:

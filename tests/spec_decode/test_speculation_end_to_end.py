@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 
 from minivllm import LLM, SamplingParams
 from minivllm.processing.outputs import RequestOutput
+from minivllm.spec_decode.drafter import Drafter, DraftTask
 from minivllm.spec_decode.speculation import measured_step_cost
 from tests.parity_reference import (
     assert_pool_unused,
@@ -21,7 +22,7 @@ from tests.parity_reference import (
     tiny_llm,
     tokens_of,
 )
-from tests.spec_decode.scripted_drafter import ScriptedDrafter, speculator_of
+from tests.spec_decode.scripted_drafter import ScriptedDrafter, speculation_of
 
 TinyModel = Callable[..., Path]
 
@@ -75,7 +76,7 @@ def scripted_llm(model: Path, plain: list[RequestOutput], error_rate: float, **s
     """An engine whose drafter knows what will be said, up to a rate of errors."""
     llm = tiny_llm(model, speculative_config={"method": "ngram", "verification_cost": 0.0}, **settings)
     texts = [prompt + list(c.token_ids) for prompt, output in zip(PROMPTS, plain) for c in output.outputs]
-    speculator_of(llm).drafter = ScriptedDrafter(texts, error_rate, vocab_size=416)
+    speculation_of(llm).drafter = ScriptedDrafter(texts, error_rate, vocab_size=416)
     return llm
 
 
@@ -160,13 +161,45 @@ def test_hopeless_guesses_stop_and_good_ones_go_on(model: Path, plain: list[Requ
     for error_rate in (0.0, 1.0):
         with tiny_llm(model, speculative_config={"method": "ngram", "verification_cost": 0.1}) as llm:
             drafter = ScriptedDrafter([text], error_rate, vocab_size=416)
-            speculator_of(llm).drafter = drafter
+            speculation_of(llm).drafter = drafter
             assert PROMPTS[1] + tokens_of(run(llm, PROMPTS[1:2], params))[0] == text
             steps[error_rate], proposed[error_rate] = llm.get_metrics().num_steps, drafter.num_proposed
     assert steps[0.0] <= 1 + -(-99 // 8) + 1
     assert steps[1.0] == 100
     # Verifying one more token costs a tenth of a step: all the wrong ones together less than three.
     assert proposed[1.0] < 30
+
+
+class WildDrafter(Drafter):
+    """Knows the text, and guesses tokens behind it that no model has; more of them than it was asked for."""
+
+    cost_per_token = 0.0
+
+    def __init__(self, text: list[int], wild: int) -> None:
+        self._text, self._wild = text, wild
+
+    def propose(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
+        known = [len(task.token_ids) for task in tasks]
+        return {
+            task.request_id: [*self._text[n : n + 2], self._wild, *self._text[:99]] for task, n in zip(tasks, known)
+        }
+
+
+@pytest.mark.parametrize("wild", [416, -1, 2**40])
+def test_guesses_outside_the_vocabulary_are_dropped_and_those_before_them_count(
+    model: Path, wild: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tiny_llm(model) as llm:
+        (text,) = greedy(llm, PROMPTS[1:2])
+    with tiny_llm(model, speculative_config={"method": "ngram", "verification_cost": 0.0}) as llm:
+        speculation = speculation_of(llm)
+        speculation.drafter = WildDrafter(PROMPTS[1] + text, wild)
+        speculation.lengths.choose = lambda request_id, batch_size: 5  # type: ignore[method-assign]
+        assert greedy(llm, PROMPTS[1:2]) == [text]
+        metrics = llm.get_metrics()
+        assert metrics.num_accepted_tokens == metrics.num_draft_tokens > 0
+        assert_pool_unused(llm)
+    assert caplog.text.count("WildDrafter guesses tokens outside the vocabulary of 416") == 1
 
 
 def test_requests_that_end_or_are_aborted_leave_nothing_behind(model: Path) -> None:
@@ -181,9 +214,9 @@ def test_requests_that_end_or_are_aborted_leave_nothing_behind(model: Path) -> N
         engine.abort_request(["gone"])
         run(llm, PROMPTS[:1], stopped)
         run(llm, PROMPTS[:1], stopped)  # ids that ended reach the worker with the next step
-        speculator = speculator_of(llm)
-        assert len(speculator.lengths._records) <= 1
-        assert len(speculator.drafter._own) <= 1  # type: ignore[attr-defined]
+        speculation = speculation_of(llm)
+        assert len(speculation.lengths._records) <= 1
+        assert len(speculation.drafter._own) <= 1  # type: ignore[attr-defined]
         assert_pool_unused(llm)
 
 

@@ -21,6 +21,7 @@ from minivllm.compilation.compiler import (
     find_cpp_compiler,
     prepare_inductor,
 )
+from minivllm.compilation.regions import Region, Size, TensorSpec
 
 CPU = torch.device("cpu")
 
@@ -46,14 +47,23 @@ def scaled(factor: float, x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight * factor
 
 
+def region_of(function: Callable, *shapes: tuple[int | Size, ...], name: str = "scaled") -> Region:
+    """A region of float32 tensors."""
+    specs = {f"x{index}": TensorSpec(shape, torch.float32, CPU) for index, shape in enumerate(shapes)}
+    return Region(name, function, specs)
+
+
+ROWS = Size("rows", 5)
+
+
 def test_disabled_it_hands_back_the_function_itself() -> None:
     function: Callable = partial(scaled, 2.0)
-    assert RegionCompiler(enabled=False)("scaled", function, rows=(0,), constants=()) is function
+    assert RegionCompiler(enabled=False)(region_of(function)) is function
 
 
 def test_one_graph_serves_every_number_of_rows_from_two_on(traced_only: None) -> None:
     compiler = RegionCompiler(enabled=True)
-    region = compiler("scaled", partial(scaled, 2.0), rows=(0,), constants=())
+    region = compiler(region_of(partial(scaled, 2.0), (ROWS, 4), (4, 3)))
     before = graphs()
     for rows in (5, 2, 3, 64, 1000):
         x, weight = torch.randn(rows, 4), torch.randn(4, 3)
@@ -64,8 +74,8 @@ def test_one_graph_serves_every_number_of_rows_from_two_on(traced_only: None) ->
 def test_regions_with_equal_code_do_not_compile_each_other_again(traced_only: None) -> None:
     compiler = RegionCompiler(enabled=True)
     count = torch._dynamo.config.recompile_limit + 3
-    regions = [compiler("scaled", partial(scaled, float(index)), rows=(0,), constants=()) for index in range(count)]
-    x, weight = torch.randn(5, 4), torch.randn(4, 3)
+    regions = [compiler(region_of(partial(scaled, float(index)), (ROWS, 4), (4, 3 + index))) for index in range(count)]
+    x = torch.randn(5, 4)
     before = graphs()
     for _ in range(3):
         for index, region in enumerate(regions):
@@ -73,14 +83,14 @@ def test_regions_with_equal_code_do_not_compile_each_other_again(traced_only: No
             own = torch.randn(4, 3 + index)
             torch.testing.assert_close(region(x, own), x @ own * index)
     assert graphs() == before + count
-    assert torch.equal(regions[1](x, weight[:, :0]), x @ weight[:, :0])
 
 
-def test_widths_make_the_last_dimension_of_nested_tensors_dynamic(traced_only: None) -> None:
+def test_dimensions_of_nested_tensors_that_are_declared_dynamic_are(traced_only: None) -> None:
     def total(pair: tuple[Tensor, Tensor]) -> Tensor:
         return pair[0].sum(-1) + pair[1]
 
-    region = RegionCompiler(enabled=True)("total", total, rows=(0,), widths=(0,), constants=())
+    pair = TensorSpec((ROWS, Size("width", 7)), torch.float32, CPU), TensorSpec((ROWS,), torch.float32, CPU)
+    region = RegionCompiler(enabled=True)(Region("total", total, {"pair": pair}))
     before = graphs()
     for rows, width in ((5, 7), (3, 4), (9, 30)):
         wide, narrow = torch.randn(rows, width), torch.randn(rows)
@@ -92,33 +102,24 @@ def test_sizes_that_are_equal_at_the_first_call_may_differ_later(traced_only: No
     def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return x * 2, y * 3
 
-    region = RegionCompiler(enabled=True)("both", both, rows=(0, 1), constants=())
+    region = RegionCompiler(enabled=True)(region_of(both, (ROWS, 5), (ROWS, 5)))
     before = graphs()
     for first, second in ((4, 4), (2, 7), (9, 3)):
         region(torch.ones(first, 5), torch.ones(second, 5))
     assert graphs() == before + 1
 
 
-@pytest.mark.parametrize(("device", "more_graphs"), [("cpu", 1), ("cuda", 2)])
-def test_one_graph_serves_caches_of_any_number_of_pages_on_a_cpu(
-    traced_only: None, device: str, more_graphs: int
-) -> None:
-    def read(x: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
-        return x + cache[0].sum() + cache[1].sum()
-
-    compiler = RegionCompiler(enabled=True, device=torch.device(device))
-    region = compiler("read", read, rows=(0,), caches=(1,), constants=())
-    before = graphs()
-    for pages in (6, 11):
-        region(torch.ones(3, 2), (torch.ones(pages, 4), torch.ones(pages, 4)))
-    assert graphs() == before + more_graphs
+def test_arguments_that_were_not_declared_are_refused(traced_only: None) -> None:
+    region = RegionCompiler(enabled=True)(region_of(partial(scaled, 2.0), (ROWS, 4), (4, 3)))
+    with pytest.raises(TypeError, match=r"'scaled' takes torch.float32 cpu \[4,3\] in x1, but .* \[4,5\]"):
+        region(torch.ones(5, 4), torch.ones(4, 5))
 
 
 def test_compilations_after_freeze_are_counted_once_and_reported(
     traced_only: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler = RegionCompiler(enabled=True)
-    region = compiler("scaled", partial(scaled, 2.0), rows=(0,), constants=())
+    region = compiler(region_of(partial(scaled, 2.0), (ROWS, 4), (4, 3)))
     region(torch.randn(5, 4), torch.randn(4, 3))
     assert compiler.num_recompilations == 0, "before freeze nothing counts"
     compiler.freeze()
@@ -211,8 +212,8 @@ def test_sizes_of_another_engine_do_not_become_dynamic(traced_only: None, monkey
         return graph.forward
 
     monkeypatch.setattr(compiler_module, "compile_fx", record)
-    for page_size in (64, 16, 8):
-        region = RegionCompiler(enabled=True)("scaled", partial(scaled, 2.0), rows=(0,), constants=())
-        region(torch.ones(5, 4), torch.ones(4, page_size))
+    for width in (64, 16, 8):
+        region = RegionCompiler(enabled=True)(region_of(partial(scaled, 2.0), (ROWS, 4), (4, width)))
+        region(torch.ones(5, 4), torch.ones(4, width))
     assert widths == [[4, 64], [4, 16], [4, 8]]
     assert all(type(width) is int for pair in widths for width in pair)

@@ -18,14 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import minivllm
 from kernels_triton_free.attention import TileLists, paged_flex_attention
 from kernels_triton_free.linear import can_pack, pack_weight, packed_linear
 from minivllm import LLM, SamplingParams
 from minivllm.attention import FlexAttention, SdpaAttention
 from minivllm.compilation import region_packages
-from minivllm.compilation.compiler import RegionsMissing, cannot_compile_reason
+from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.compilation.package_builds import can_fork
 from minivllm.compilation.region_packages import PackagedRegionCompiler, find_package, package_key
+from minivllm.compilation.regions import Region, Size, TensorSpec, specs_of
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(cannot_compile_reason(CPU) is not None, reason="no C++ compiler")
@@ -43,29 +45,41 @@ def transform(factor: float, x: Tensor, pair: Pair, cache: Tensor) -> tuple[Tens
     return y, y.sum(-1)
 
 
-def arguments(rows: int, pages: int = 70, seed: int = 0) -> tuple[Tensor, Pair, Tensor]:
+def arguments(rows: int, blocks: int = 70, seed: int = 0) -> tuple[Tensor, Pair, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     pair = Pair(torch.randn(16, generator=generator), torch.randn(16, generator=generator))
-    return torch.randn(rows, 16, generator=generator), pair, torch.zeros(pages, 16)
+    return torch.randn(rows, 16, generator=generator), pair, torch.zeros(blocks, 16)
+
+
+def declared(factor: float = 2.0, single: int | None = None, dtype: torch.dtype = torch.float32) -> Region:
+    """``transform`` with its inputs; single: 1 if it is also called with one row."""
+
+    def spec(*shape: int | Size) -> TensorSpec:
+        return TensorSpec(shape, dtype, CPU)
+
+    inputs = {
+        "x": spec(Size("rows", 5, single), 16),
+        "pair": Pair(spec(16), spec(16)),  # type: ignore[arg-type]
+        "cache": spec(Size("blocks", 70), 16),
+    }
+    return Region("transform", partial(transform, factor), inputs, factor)
 
 
 def make(compiler: PackagedRegionCompiler, factor: float = 2.0) -> Callable:
-    return compiler("transform", partial(transform, factor), rows=(0,), caches=(2,), constants=factor)
+    return compiler(declared(factor))
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the package of ``transform`` by 2."""
+    """A directory with the package of ``transform`` by 2, which was never called."""
     if cannot_compile_reason(CPU) is not None:
         pytest.skip("no C++ compiler")
     directory = tmp_path_factory.mktemp("packages") / "regions"
-    compiler = PackagedRegionCompiler(CPU, directory)
-    region = make(compiler)
-    with torch.inference_mode():
-        y, total = region(*arguments(5))
-    assert y.shape == (5, 16) and total.shape == (5,) and not y.any(), "zeros of the right shapes until it is built"
-    assert compiler.finish_builds()
-    assert not compiler.finish_builds(), "there is nothing more to wait for"
+    compiler = PackagedRegionCompiler(directory)
+    make(compiler)
+    assert not compiler.is_complete
+    compiler.build()
+    assert compiler.is_complete
     assert len(list(directory.iterdir())) == 1, "nothing half-written is left behind"
     return directory
 
@@ -82,18 +96,19 @@ def test_a_person_is_told_once_that_and_how_much_is_compiled(
     tmp_path: Path, no_build: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A warning reaches standard error in a program that has not set up logging."""
-    compiler = PackagedRegionCompiler(CPU, tmp_path)
-    regions = [make(compiler, factor) for factor in (2.0, 3.0)]
-    with caplog.at_level(logging.WARNING), torch.inference_mode():
-        for region in regions:
-            region(*arguments(5))
-    assert len(no_build) == 2
-    (told,) = caplog.messages
-    assert "Compiling the model" in told and "4 regions at most" in told and str(tmp_path) in told
+    compiler = PackagedRegionCompiler(tmp_path)
+    for factor in (2.0, 3.0, 2.0):
+        make(compiler, factor)
+    with caplog.at_level(logging.WARNING):
+        compiler.build()
+    assert len(no_build) == 2, "equal regions are one"
+    told = caplog.messages[0]
+    assert "Compiling the model" in told and "2 regions" in told and str(tmp_path) in told
+    assert sum("Compiling the model" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.skipif(not can_fork(), reason="builds are child processes on Linux only")
-def test_in_the_background_a_missing_region_raises_until_a_child_has_built_it(
+def test_in_the_background_a_child_builds_what_is_missing(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def put(program: object, directory: Path, key: str) -> None:
@@ -101,16 +116,16 @@ def test_in_the_background_a_missing_region_raises_until_a_child_has_built_it(
         shutil.copy(next(built.glob(f"{key}-*")), directory)
 
     monkeypatch.setattr(region_packages, "build_package", put)
-    compiler = PackagedRegionCompiler(CPU, tmp_path / "regions", in_background=True)
+    compiler = PackagedRegionCompiler(tmp_path / "regions")
+    make(compiler)
+    assert compiler.build_in_background() and not compiler.is_complete
+    deadline = time.monotonic() + 120
+    while compiler.is_building:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     region = make(compiler)
+    assert compiler.is_complete
     with torch.inference_mode():
-        with pytest.raises(RegionsMissing):
-            region(*arguments(5))
-        compiler.build_in_background(lambda: region(*arguments(5)))
-        deadline = time.monotonic() + 120
-        while compiler.is_building:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
         x, pair, cache = arguments(7)
         torch.testing.assert_close(region(x, pair, cache), transform(2.0, x, pair, torch.zeros_like(cache)))
 
@@ -118,10 +133,10 @@ def test_in_the_background_a_missing_region_raises_until_a_child_has_built_it(
 def test_a_package_computes_what_the_function_computes_for_every_number_of_rows(
     built: Path, no_build: list[str]
 ) -> None:
-    region = make(PackagedRegionCompiler(CPU, built))
+    region = make(PackagedRegionCompiler(built))
     for seed, rows in enumerate((5, 2, 3, 64)):
         with torch.inference_mode():
-            x, pair, cache = arguments(rows, pages=65 + rows, seed=seed)
+            x, pair, cache = arguments(rows, blocks=65 + rows, seed=seed)
             y, total = region(x, pair, cache)
             expected_cache = torch.zeros_like(cache)
             expected, expected_total = transform(2.0, x, pair, expected_cache)
@@ -134,13 +149,11 @@ def test_a_package_computes_what_the_function_computes_for_every_number_of_rows(
 @needs_compiler
 def test_a_single_row_gets_a_package_of_its_own_that_computes_the_same(tmp_path: Path) -> None:
     directory = tmp_path / "regions"
-    compiler = PackagedRegionCompiler(CPU, directory)
-    region = make(compiler)
+    compiler = PackagedRegionCompiler(directory)
+    region = compiler(declared(single=1))
+    compiler.build()
+    assert sorted(path.name.split("-")[0] for path in directory.iterdir()) == ["transform", "transform_of_one_row"]
     with torch.inference_mode():
-        for rows in (1, 3):
-            region(*arguments(rows))
-        assert compiler.finish_builds()
-        assert sorted(path.name.split("-")[0] for path in directory.iterdir()) == ["transform", "transform_of_one_row"]
         for rows in (1, 2, 9):
             x, pair, cache = arguments(rows, seed=rows)
             y, total = region(x, pair, cache)
@@ -161,11 +174,11 @@ def test_products_over_packed_weights_run_inside_a_package_without_python(
     def product(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
         return packed_linear(torch.relu(x), packed, bias, 48) + packed_linear(x, packed, None, 48)
 
-    compiler = PackagedRegionCompiler(CPU, tmp_path / "regions")
-    region = compiler("product", product, rows=(0,), constants=None)
+    compiler = PackagedRegionCompiler(tmp_path / "regions")
+    x_spec = TensorSpec((Size("rows", 5), 32), torch.bfloat16, CPU)
+    region = compiler(Region("product", product, {"x": x_spec, "packed": specs_of(packed), "bias": specs_of(bias)}))
+    compiler.build()
     with torch.inference_mode():
-        region(torch.randn(5, 32).bfloat16(), packed, bias)
-        assert compiler.finish_builds()
         calls: list[str] = []
         with CountPythonOperators(calls):
             product(torch.randn(2, 32).bfloat16(), packed, bias)
@@ -228,11 +241,11 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 import torch
 from pathlib import Path
-from tests.worker.test_region_packages import CPU, arguments, make
+from tests.worker.test_region_packages import arguments, make
 from minivllm.compilation.region_packages import PackagedRegionCompiler
 torch.set_num_threads({torch.get_num_threads()})
 with torch.inference_mode():
-    y, _ = make(PackagedRegionCompiler(CPU, Path({str(built)!r})))(*arguments(7))
+    y, _ = make(PackagedRegionCompiler(Path({str(built)!r})))(*arguments(7))
 assert y.any()
 print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
 """
@@ -250,9 +263,11 @@ def test_a_damaged_package_is_deleted_and_built_again(
         data[len(data) // 2] ^= 1
     copy = tmp_path / package.name
     copy.write_bytes({"truncated": data[: len(data) // 2], "one bit": data, "empty": b""}[damage])
-    with caplog.at_level(logging.WARNING), torch.inference_mode():
-        y, _ = make(PackagedRegionCompiler(CPU, tmp_path))(*arguments(5))
-    assert no_build == ["transform"] and not y.any()
+    compiler = PackagedRegionCompiler(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        make(compiler)
+    compiler.build()
+    assert no_build == ["transform"]
     assert "damaged" in caplog.text and not copy.exists()
 
 
@@ -262,27 +277,68 @@ def test_a_sound_file_that_is_no_package_is_built_again(built: Path, tmp_path: P
     impostor = tmp_path / f"{key}-{region_packages._hash_of(b'text')}.pt2"
     impostor.write_bytes(b"text")
     assert find_package(tmp_path, key) == impostor
-    with torch.inference_mode():
-        make(PackagedRegionCompiler(CPU, tmp_path))(*arguments(5))
+    compiler = PackagedRegionCompiler(tmp_path)
+    make(compiler)
+    compiler.build()
     assert no_build == ["transform"] and not impostor.exists()
 
 
 def test_other_constants_shapes_sources_and_settings_are_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {package_key("a", 1, ["x"]), package_key("b", 1, ["x"]), package_key("a", 2, ["x"])}
-    keys |= {package_key("a", 1, ["y"]), package_key("a", 1, ["x", "x"])}
-    assert package_key("a", 1, ["x"]) in keys
+    def key(name: str = "a", constants: int = 1, *specs: TensorSpec) -> str:
+        return package_key(Region(name, transform, {"x": specs}, constants))
+
+    def spec(
+        *shape: int | Size, dtype: torch.dtype = torch.float32, strides: tuple[int, ...] | None = None
+    ) -> TensorSpec:
+        return TensorSpec(shape, dtype, CPU, strides)
+
+    rows = Size("rows", 5)
+    keys = {key(), key("b"), key("a", 2), key("a", 1, spec(4)), key("a", 1, spec(4), spec(4)), key("a", 1, spec(5))}
+    keys |= {key("a", 1, spec(rows)), key("a", 1, TensorSpec((4,), torch.float64, CPU))}
+    keys.add(key("a", 1, spec(4, strides=(2,))))
+    assert key("a", 1, spec(Size("other rows", 7))) in keys, "a dynamic size serves all sizes"
     monkeypatch.setattr(region_packages, "_environment", lambda: ("another source",))
-    keys.add(package_key("a", 1, ["x"]))
-    assert len(keys) == 6
+    keys.add(key())
+    assert len(keys) == 10
 
 
-def test_a_package_is_not_used_for_other_constants_or_other_fixed_sizes(built: Path, no_build: list[str]) -> None:
+@pytest.mark.parametrize("name", region_packages.PACKAGES_WITH_REGION_CODE)
+def test_packages_whose_sources_regions_are_made_of_are_there(name: str) -> None:
+    assert list((Path(minivllm.__file__).parent / name).glob("*.py"))
+
+
+def test_a_package_is_not_used_for_other_constants_or_other_declarations(built: Path, no_build: list[str]) -> None:
+    compiler = PackagedRegionCompiler(built)
+    for region in (declared(), declared(3.0), declared(dtype=torch.float64)):
+        compiler(region)
+    compiler.build()
+    assert no_build == ["transform"] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda x, pair, cache: (x.double(), pair, cache), r"float32 cpu \[\*,16\] contiguous in x, .*float64"),
+        (lambda x, pair, cache: (torch.cat([x, x], 1)[:, ::2], pair, cache), r"in x, but was given .* strides"),
+        (lambda x, pair, cache: (x, Pair(pair.scale[:8].clone(), pair.shift), cache), r"\[16\] .* in pair.*\[8\]"),
+        (lambda x, pair, cache: (x, pair), "takes 4 tensors, but was given 3"),
+    ],
+)
+def test_what_was_not_declared_is_refused_at_the_first_call(
+    built: Path, change: Callable[..., tuple], sentence: str
+) -> None:
+    with pytest.raises(TypeError, match=sentence), torch.inference_mode():
+        make(PackagedRegionCompiler(built))(*change(*arguments(5)))
+
+
+@needs_compiler
+def test_a_region_that_is_called_before_anything_was_built_is_built_then(tmp_path: Path, built: Path) -> None:
+    """It never returns anything but what the function does."""
+    region = make(PackagedRegionCompiler(tmp_path / "regions"))
     with torch.inference_mode():
-        make(PackagedRegionCompiler(CPU, built), factor=3.0)(*arguments(5))
-        x, pair, cache = arguments(5)
-        make(PackagedRegionCompiler(CPU, built))(x.double(), pair, cache)
-        make(PackagedRegionCompiler(CPU, built))(torch.cat([x, x], 1)[:, ::2], pair, cache)
-    assert no_build == ["transform"] * 3
+        x, pair, cache = arguments(7)
+        torch.testing.assert_close(region(x, pair, cache), transform(2.0, x, pair, torch.zeros_like(cache)))
+    assert [path.name.split("-")[0] for path in (tmp_path / "regions").iterdir()] == ["transform"]
 
 
 @needs_compiler
@@ -292,8 +348,9 @@ def test_code_that_would_only_serve_some_sizes_is_not_packaged(
     def branches(x: Tensor) -> Tensor:
         return x * 2 if x.shape[0] > 3 else x * 3
 
-    compiler = PackagedRegionCompiler(CPU, tmp_path)
-    region = compiler("branches", branches, rows=(0,), constants=())
+    region = PackagedRegionCompiler(tmp_path)(
+        Region("branches", branches, {"x": TensorSpec((Size("rows", 5), 4), torch.float32, CPU)})
+    )
     with caplog.at_level(logging.WARNING), torch.inference_mode(), pytest.raises(Exception, match="Constraint"):
         region(torch.ones(5, 4))  # torch.compile, which takes over, refuses it as well
     assert not no_build and "restricted dimension 0" in caplog.text and "torch.compile takes over" in caplog.text
@@ -307,11 +364,11 @@ def test_a_failed_build_leaves_the_region_to_torch_compile(
         raise RuntimeError("no space left")
 
     monkeypatch.setattr(region_packages, "build_package", fail)
-    compiler = PackagedRegionCompiler(CPU, tmp_path)
+    compiler = PackagedRegionCompiler(tmp_path)
     region = make(compiler)
     with caplog.at_level(logging.WARNING), torch.inference_mode():
-        region(*arguments(5))
-        assert compiler.finish_builds()
+        compiler.build()
+        assert compiler.is_complete
         x, pair, cache = arguments(6)
         y, _ = region(x, pair, cache)
         expected, _ = transform(2.0, x, pair, cache.clone())
@@ -327,13 +384,12 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 import torch
 from pathlib import Path
-from tests.worker.test_region_packages import CPU, arguments, make
+from tests.worker.test_region_packages import arguments, make
 from minivllm.compilation.region_packages import PackagedRegionCompiler
-compiler = PackagedRegionCompiler(CPU, Path({str(tmp_path)!r}))
+compiler = PackagedRegionCompiler(Path({str(tmp_path)!r}))
 region = make(compiler)
 with torch.inference_mode():
-    region(*arguments(5))
-    compiler.finish_builds()
+    compiler.build()
     print(region(*arguments(7))[0].abs().sum().item())
 """
     processes = [

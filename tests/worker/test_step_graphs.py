@@ -21,10 +21,11 @@ from minivllm.attention import FlexAttention
 from minivllm.config import CudaGraphMode
 from minivllm.device.buffers import StagingBuffer
 from minivllm.device.policy import DevicePolicy
-from minivllm.graphs.graph_capture import GraphCapture, RecordedGraphs
+from minivllm.graphs.graph_capture import GraphCapture
 from minivllm.graphs.step_graphs import bucket_for, decode_buckets, token_buckets
 from tests.attention.backends import CUDA_POLICY, listed_attention
 from tests.attention.random_batches import CPU
+from tutorials.recorded_graphs import RecordedGraphs
 
 MODES = [mode for mode in get_args(CudaGraphMode) if mode != "none"]
 

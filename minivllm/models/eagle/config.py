@@ -27,9 +27,9 @@ class EagleConfig:
     """Shape of a draft head.
 
     layer: its one decoder layer, as a model of its own; its vocabulary is the target's. target_hidden_size: width of
-    the target's hidden states. draft_vocab_size: tokens the head
-    can guess. fused_layers: eagle3: the target's layers whose inputs are fused, ascending. norm_before_residual:
-    eagle3: the residual stream begins behind hidden_norm instead of before it.
+    the target's hidden states. draft_vocab_size: tokens the head can guess. fused_layers: eagle3: the target's layers
+    whose inputs are fused, ascending. norm_before_residual: eagle3: the residual stream begins behind hidden_norm
+    instead of before it.
     """
 
     version: EagleVersion
@@ -38,15 +38,6 @@ class EagleConfig:
     draft_vocab_size: int
     fused_layers: tuple[int, ...] = ()
     norm_before_residual: bool = False
-
-    @property
-    def num_weights_per_token(self) -> int:
-        """Weights that a guess reads."""
-        layer, hidden = self.layer, self.layer.hidden_size
-        heads, kv_heads = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        fusion = 2 * hidden * hidden if self.version == "eagle" else 0
-        attention = layer.qkv_inputs * hidden * (heads + 2 * kv_heads) + heads * hidden
-        return fusion + attention + 3 * hidden * layer.intermediate_size + hidden * self.draft_vocab_size
 
 
 def read_eagle_config(directory: str | Path, version: EagleVersion, target: DecoderConfig) -> EagleConfig:

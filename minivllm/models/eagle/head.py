@@ -22,20 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_triton_free.norm import rms_norm
+from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, specs_of
 from minivllm.errors import ModelError
 from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard
 from minivllm.linear.stored_weight import StoredWeight
-from minivllm.models.decoder import (
-    AfterAttention,
-    BeforeAttention,
-    CompileRegion,
-    Decoder,
-    DecoderLayer,
-    LayerCache,
-    TokenInputs,
-)
+from minivllm.models.decoder import AfterAttention, BeforeAttention, Decoder, DecoderLayer
 from minivllm.models.eagle.checkpoint import EagleTensors
 from minivllm.models.eagle.config import NUM_FUSED_LAYERS, EagleConfig
+from minivllm.models.model import ROWS, TOKENS, Hidden, LayerCache, TokenInputs
 
 
 class _InputWeights(NamedTuple):
@@ -102,9 +96,9 @@ class EagleHead(Decoder):
         self.head = make("lm_head", config.draft_vocab_size, hidden, False)
         # Place in the draft vocabulary of every token, the place behind the last one for tokens that are not in it.
         self.token_map: Tensor | None = None
-        self._input: Callable = lambda: None
-        self._output: Callable = lambda: None
-        self._features: Callable = lambda: None
+        self._input: Callable
+        self._output: Callable
+        self._features: Callable
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -145,6 +139,12 @@ class EagleHead(Decoder):
         if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size or len(tokens.unique()) < size:
             raise ModelError(f"The head's map d2t must lead to {size} different tokens from 0 to {vocab_size - 1}.")
         return torch.full((vocab_size,), size).index_copy(0, tokens, torch.arange(size))
+
+    @property
+    def weights_per_token(self) -> int:
+        fusion = [self.fc] if self.eagle.version == "eagle" else []  # EAGLE-3 fuses once for all guesses
+        linears = (*self.layers[0].linears, *fusion, self.head)
+        return sum(linear.out_features * linear.in_features for linear in linears)
 
     def map_weights(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every weight of the head by ``change(weight)``; those of the target are not its own."""
@@ -188,36 +188,60 @@ class EagleHead(Decoder):
         head = self.head if self.eagle.version == "eagle3" else self._target.head
         return head.tensors, head.method
 
+    @property
+    def _input_weights(self) -> _InputWeights:
+        layer, norms = self.layers[0], self.layers[0].norms
+        norm = norms.get("input_layernorm", norms["post_attention_layernorm"])  # read by EAGLE-3 only
+        before = BeforeAttention(norm, layer.qkv.arguments, norms.get("q_norm"), norms.get("k_norm"))
+        fc = self.fc.tensors if self.eagle.version == "eagle" else ()
+        return _InputWeights(fc, norms.get("hidden_norm"), before)
+
+    @property
+    def _output_weights(self) -> _OutputWeights:
+        norm = self.final_norm if self.eagle.version == "eagle3" else None
+        return _OutputWeights(self.layers[0].after, norm, self._head_and_method[0], self.token_map)
+
     # -- computing -----------------------------------------------------------------------------------------------
 
-    def build_regions(self, compile_region: CompileRegion) -> None:
-        """Make the callables of all regions, among them what turns the target's hidden states into features."""
-        layer, constants = self.layers[0], self._constants
-        self._input = compile_region(
-            f"{self.eagle.version} input",
-            partial(self._input_region, layer, self._embedding_and_method[1]),
-            rows=(0, 1),
-            caches=(3, 4),
-            constants=constants,
-        )
-        self._output = compile_region(
-            f"{self.eagle.version} output",
-            partial(self._output_region, layer, self._head_and_method[1]),
-            rows=(0, 1, 2),
-            constants=constants,
-        )
-        if self.eagle.version == "eagle3":
-            self._features = compile_region("eagle3 features", self._fusion_region, rows=(0, 1, 2), constants=constants)
-        else:
+    def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
+        """Make the callables of all regions, among them what turns the target's hidden states into features. The
+        target's ``build_regions`` comes first."""
+        (cache,) = caches
+        version, layer, constants = self.eagle.version, self.layers[0], self._constants
+        embedding, embedding_method = self._embedding_and_method
+        inputs = {
+            "token_ids": TensorSpec((TOKENS,), torch.int32, self.device),
+            "tokens": tokens,
+            "cos_sin": specs_of(self.cos_sin),
+            "cache": cache,
+            "features": TensorSpec((*cache.k.shape[:2], self.feature_size), self.dtype, self.device),
+            "embedding": specs_of(embedding),
+            "weights": specs_of(self._input_weights),
+        }
+        function = partial(self._input_region, layer, embedding_method)
+        self._input = compile_region(Region(f"{version} input", function, inputs, constants))
+        inputs = {
+            **self._attended,
+            "rows": TensorSpec((ROWS,), torch.int32, self.device),
+            "weights": specs_of(self._output_weights),
+        }
+        function = partial(self._output_region, layer, self._head_and_method[1])
+        self._output = compile_region(Region(f"{version} output", function, inputs, constants))
+        if version == "eagle":
             self._features = self._target.compile_hidden_states(compile_region)
+            return
+        tapped = TensorSpec((TOKENS, self.eagle.target_hidden_size), self.dtype, self.device)
+        inputs = {"low": tapped, "middle": tapped, "high": tapped, "fc": specs_of(self.fc.tensors)}
+        self._features = compile_region(Region("eagle3 features", self._fusion_region, inputs, constants))
 
-    def features(self, inputs: Sequence[Tensor], o: Tensor, residual: Tensor, tokens: TokenInputs) -> Tensor:
+    def features(self, inputs: Sequence[Tensor], hidden: Hidden, tokens: TokenInputs) -> Tensor:
         """Features [tokens, feature_size] of a step of the target, from what its tap hands out."""
         if self.eagle.version == "eagle3":
-            fused: Tensor = self._features(*inputs, self.fc.tensors)
-            return fused
-        final: Tensor = self._features(o, residual, torch.arange(len(o), dtype=torch.int32, device=o.device), tokens)
-        return final
+            features: Tensor = self._features(*inputs, self.fc.tensors)
+        else:
+            rows = torch.arange(len(tokens.positions), dtype=torch.int32, device=self.device)
+            features = self._features(hidden, rows, tokens)
+        return features
 
     def queries(
         self, token_ids: Tensor, tokens: TokenInputs, cache: LayerCache, features: Tensor
@@ -225,26 +249,18 @@ class EagleHead(Decoder):
         """From tokens and features to queries; keys and values go into the cache.
 
         token_ids int32 [tokens]: each the one behind the token whose position and slot ``tokens`` says, and whose
-        feature is in ``features`` [pages, page_size, feature_size]. Returns (q [tokens, kv_heads, G, D], residual
+        feature is in ``features`` [blocks, block_size, feature_size]. Returns (q [tokens, kv_heads, G, D], residual
         stream [tokens, hidden]).
         """
-        layer, norms = self.layers[0], self.layers[0].norms
-        norm = norms.get("input_layernorm", norms["post_attention_layernorm"])  # read by EAGLE-3 only
-        before = BeforeAttention(norm, layer.qkv.arguments, norms.get("q_norm"), norms.get("k_norm"))
-        fc = self.fc.tensors if self.eagle.version == "eagle" else ()
-        weights = _InputWeights(fc, norms.get("hidden_norm"), before)
-        q, residual = self._input(
-            token_ids, tokens, self.cos_sin, cache, features, self._embedding_and_method[0], weights
-        )
+        embedding = self._embedding_and_method[0]
+        q, residual = self._input(token_ids, tokens, self.cos_sin, cache, features, embedding, self._input_weights)
         return q, residual
 
     def guess(self, o: Tensor, residual: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [len(rows), vocabulary of the target] and the next features [len(rows), feature_size] of the picked
         rows (int32). o: attention's output for what ``queries`` returned. Tokens that the head cannot guess get the
         lowest logit there is."""
-        norm = self.final_norm if self.eagle.version == "eagle3" else None
-        weights = _OutputWeights(self.layers[0].after, norm, self._head_and_method[0], self.token_map)
-        logits, features = self._output(o, residual, rows, weights)
+        logits, features = self._output(o, residual, rows, self._output_weights)
         return logits, features
 
     # The regions, as a decoder's.

@@ -1,0 +1,166 @@
+"""Drafters with a model, over the blocks of the target: what they share, from a task to its guesses.
+
+They guess token by token, all requests side by side. Where the target's token is drawn with the noise of its position,
+the draft is drawn with the very same noise: the two agree as often as their distributions overlap, up to a factor of
+two of the best any coupling could do, and verification needs to know nothing of the draft's probabilities (Gumbel
+coupling; Daliri et al. 2024).
+
+Block b of a request is block b of both caches, so blocks are counted once and the scheduler knows of one model only.
+But a drafter computes a token when it first guesses behind it, not when the scheduler says so: prompts come in chunks,
+blocks from the prefix cache, requests back from preemption, and guesses are rejected. So beside each place of its cache
+it keeps a fingerprint of the text, up to there, that the keys and values in this place stand for. What is missing is
+what does not match, whatever happened, and blocks that were shared for the target are shared for the drafter too.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from minivllm.batch.paged_model import PagedModel
+from minivllm.batch.persistent_batch import WorkerRequest
+from minivllm.batch.step_inputs import Row
+from minivllm.compilation.compiler import RegionCompiler
+from minivllm.models.model import HiddenTap, Model
+from minivllm.sampling.sampler import Sampler
+from minivllm.spec_decode.drafter import DraftContext, Drafter, DraftTask, GuessingModel
+
+_MULTIPLIER = 0x9E3779B97F4A7C15
+"""Odd, so that all its powers modulo 2 ** 64 are; the fractional part of the golden ratio mixes bits well."""
+
+
+class PrefixFingerprints:
+    """64 bits for every prefix of a text, quickly: sums of (token + 1) ** 2 times powers of a constant, modulo 2 ** 64.
+
+    Two texts with equal fingerprints are equal but for a chance in very many; where they are not, guesses are bad.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self._powers = np.cumprod(np.full(max_length, _MULTIPLIER, dtype=np.uint64), dtype=np.uint64)
+
+    def __call__(self, token_ids: np.ndarray) -> np.ndarray:
+        """token_ids [n] int -> uint64 [n], never 0: entry i is that of the first i + 1 tokens."""
+        values = token_ids.astype(np.uint64) + np.uint64(1)
+        sums = np.cumsum(values * values * self._powers[: len(values)], dtype=np.uint64)
+        return sums | np.uint64(1)
+
+
+class PagedDraft(Drafter):
+    """Asks a model for one token after the other. It is its own GuessingModel.
+
+    model: what guesses. A guess costs what its weights are of those that the target reads.
+    """
+
+    tap: HiddenTap | None = None
+    model: Model
+    caches: list[Any]
+
+    def __init__(self, context: DraftContext, paged: PagedModel, *, token_offset: int = 0) -> None:
+        """paged: builds the steps. token_offset: a token is computed so many places before its own (1 for EAGLE)."""
+        self._batch, self._limits = context.batch, context.limits
+        self._paged, self._token_offset = paged, token_offset
+        # Masks are those of the step that was verified; what a grammar allows next is not known yet.
+        self._sampler = Sampler(context.sampling_state)
+
+    @property
+    def models(self) -> Sequence[GuessingModel]:
+        return (self,)
+
+    @abstractmethod
+    def use_regions(self, compiler: RegionCompiler) -> None:
+        """The target has changed to the regions of this compiler."""
+
+    @abstractmethod
+    def allocate_caches(self) -> None:
+        """Have caches again after they were cleared."""
+
+    def propose(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
+        # The last guess is computed by verification, so of k guesses k - 1 need a place, behind the n known tokens.
+        lengths = [min(task.max_tokens, self.num_places(task.slot) - len(task.token_ids) + 1) for task in tasks]
+        proposals: dict[str, list[int]] = {task.request_id: [] for task, length in zip(tasks, lengths) if length > 0}
+        for step in range(max(lengths, default=0)):
+            active = [task for task, length in zip(tasks, lengths) if length > step]
+            slots = np.array([task.slot for task in active], dtype=np.int64)
+            positions = np.array([len(task.token_ids) - 1 + step for task in active], dtype=np.int64)
+            for task, token_id in zip(active, self.next_tokens(slots, positions)):
+                proposals[task.request_id].append(token_id)
+        return proposals
+
+    def num_places(self, slot: int) -> int:
+        """How many positions of the request in this slot have a place in the KV cache."""
+        return int(self._batch.num_blocks[slot]) * self._batch.block_size + self._token_offset
+
+    def next_tokens(self, slots: np.ndarray, positions: np.ndarray) -> list[int]:
+        """Compute the tokens that stand at ``positions`` of ``slots`` (int [R] each; everything before them is known),
+        guess the ones behind them, and write these into the batch."""
+        owners = {request.slot: request for request in self._batch.requests.values() if request.slot >= 0}
+        rows = [Row(owners[s], p - self._token_offset, 1) for s, p in zip(slots.tolist(), positions.tolist())]
+        self._catch_up(rows)
+        logits = self._logits(rows)[: len(rows)]
+        token_ids: list[int] = self._sampler(logits, slots, positions + 1).token_ids.tolist()
+        for slot, position, token_id in zip(slots.tolist(), positions.tolist(), token_ids):
+            self._batch.token_ids.write(slot, position + 1, [token_id])
+        return token_ids
+
+    @abstractmethod
+    def _catch_up(self, rows: list[Row]) -> None:
+        """Have everything computed that stands before these rows."""
+
+    @abstractmethod
+    def _logits(self, rows: list[Row]) -> Tensor:
+        """Compute these rows, one token each: logits [at least len(rows), vocab] of what follows them."""
+
+
+class CachedDraft(PagedDraft):
+    """Guesses with a model that has keys and values of its own in as many blocks as the target."""
+
+    def __init__(self, context: DraftContext, model: Model, *, token_offset: int = 0) -> None:
+        super().__init__(context, context.paged(model, token_offset=token_offset), token_offset=token_offset)
+        self.model, self.caches = model, self._paged.caches
+        self._fingerprints = PrefixFingerprints(self._limits.max_model_len + 1)
+        self._computed = np.zeros(self._limits.num_blocks * self._limits.block_size, dtype=np.uint64)
+        self.use_regions(context.compiler)
+        self.cost_per_token = model.weights_per_token / context.target.model.weights_per_token
+
+    def use_regions(self, compiler: RegionCompiler) -> None:
+        self._paged.use_regions(compiler)
+
+    def allocate_caches(self) -> None:
+        self._paged.allocate_caches()
+        self._computed.fill(0)
+
+    def _catch_up(self, rows: list[Row]) -> None:
+        """In passes within the limits of a step."""
+        missing = [gap for row in rows for gap in self._missing(row)]
+        while missing:
+            room, now = self._limits.max_num_batched_tokens, list[Row]()
+            while missing and room > 0 and len(now) < self._limits.max_num_seqs:
+                row = missing.pop()
+                count = min(row.count, room)
+                now.append(Row(row.request, row.start, count))
+                room -= count
+                if count < row.count:
+                    missing.append(Row(row.request, row.start + count, row.count - count))
+            self._compute(now)
+
+    @abstractmethod
+    def _missing(self, row: Row) -> list[Row]:
+        """Spans of the row's request, before the row, that ``_compute`` has to be called with."""
+
+    @abstractmethod
+    def _compute(self, rows: list[Row]) -> Any:
+        """Put keys and values of these rows into the caches."""
+
+    def _places(self, slots: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
+        """Where positions int [n] of slots (int [n], or one) lie in the caches, as slot_mapping says it."""
+        size = self._batch.block_size
+        return self._batch.block_table.host[slots, positions // size].astype(np.int64) * size + positions % size
+
+    def _texts(self, request: WorkerRequest, count: int) -> np.ndarray:
+        """Fingerprints of what the first ``count`` places are computed from: the text up to the token of each."""
+        offset = self._token_offset
+        return self._fingerprints(self._batch.token_ids.host[request.slot, : count + offset])[offset:]
