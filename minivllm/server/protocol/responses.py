@@ -7,9 +7,29 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
-from minivllm.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName
-from minivllm.server.wire.fields import MAX_TOKEN_ID, Body, CacheSalt, Label, Priority, SamplingFields
-from minivllm.server.wire.neutral import NeutralFields, NeutralVerbosity, Nothing, ReasoningEffort
+from minivllm.server.protocol.chat import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    FunctionDefinition,
+    JsonSchemaFormat,
+    NamedFunction,
+    ResponseFormatJsonObject,
+    ResponseFormatText,
+)
+from minivllm.server.protocol.completions import PromptTokensDetails
+from minivllm.server.wire.fields import (
+    MAX_TOKEN_ID,
+    Body,
+    CacheSalt,
+    Label,
+    NeutralFields,
+    NeutralVerbosity,
+    Nothing,
+    Priority,
+    ReasoningEffort,
+    SamplingFields,
+)
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -113,21 +133,16 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(Body):
+class FunctionTool(FunctionDefinition):
     type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
     async_: Annotated[Literal[False] | None, Field(alias="async")] = None
     allowed_callers: Annotated[list[Literal["direct"]], Field(min_length=1, max_length=1)] | None = None
     defer_loading: Literal[False] | None = None
     output_schema: None = None
 
 
-class NamedFunctionTool(Body):
+class NamedFunctionTool(NamedFunction):
     type: Literal["function"]
-    name: FunctionName
 
 
 class AllowedFunctionTools(Body):
@@ -136,25 +151,13 @@ class AllowedFunctionTools(Body):
     tools: Annotated[list[NamedFunctionTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class ResponseTextJsonSchema(Body):
+class ResponseTextJsonSchema(JsonSchemaFormat):
     type: Literal["json_schema"]
-    name: FunctionName
-    description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
-
-
-class ResponseTextPlain(Body):
-    type: Literal["text"]
-
-
-class ResponseTextJsonObject(Body):
-    type: Literal["json_object"]
 
 
 class TextSettings(Body):
     format: (
-        Annotated[ResponseTextPlain | ResponseTextJsonObject | ResponseTextJsonSchema, Field(discriminator="type")]
+        Annotated[ResponseFormatText | ResponseFormatJsonObject | ResponseTextJsonSchema, Field(discriminator="type")]
         | None
     ) = None
     verbosity: NeutralVerbosity = None
@@ -252,17 +255,13 @@ class OutputItem(TypedDict):
     arguments: NotRequired[str]
 
 
-class InputTokensDetails(TypedDict):
-    cached_tokens: int
-
-
 class OutputTokensDetails(TypedDict):
     reasoning_tokens: int
 
 
 class ResponseUsage(TypedDict):
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int

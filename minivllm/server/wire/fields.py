@@ -1,4 +1,9 @@
-"""Sampling parameters as they stand in every request body, under OpenAI's names and vLLM's."""
+"""Fields that stand in several bodies, under OpenAI's names and vLLM's.
+
+Prompts, sampling parameters, and fields of OpenAI's API that this server has no use for: of those, only values that
+change nothing are accepted. A label (``safety_identifier``) is for the caller's own use, so any is. Whatever else a
+field could ask for is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from minivllm.sampling_params import (
     SamplingParams,
     StructuredOutputs,
 )
-from minivllm.server.wire.errors import ApiError
+from minivllm.server.wire.errors import invalid
 
 MAX_STOP_LENGTH = 1024
 MAX_LIST_LENGTH = 1024
@@ -144,7 +149,7 @@ class SamplingFields(Body):
         try:
             return StructuredOutputs(**self.structured_outputs.model_dump(by_alias=True, exclude_none=True))
         except RequestError as error:
-            raise ApiError(400, str(error), param="structured_outputs", code="invalid_value") from None
+            raise invalid("structured_outputs", str(error)) from None
 
     def sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
         """``defaults`` overridden by what was given here and in ``others``. Raises RequestError or ApiError 400."""
@@ -192,3 +197,58 @@ class RequestFields(SamplingFields):
     @property
     def wants_usage_chunk(self) -> bool:
         return bool(self.stream and self.stream_options is not None and self.stream_options.include_usage)
+
+
+Nothing = Annotated[list[Any], Field(max_length=0)]
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
+NeutralVerbosity = Literal["medium"] | None
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class PromptCacheOptions(Body):
+    """Prefixes are always looked up and kept for as long as there is room, which no option changes."""
+
+    mode: Literal["implicit"] | None = None
+    ttl: None = None
+    comparison_response_id: None = None
+    prewarm: Literal[False] | None = None
+
+
+class NeutralFields(Body):
+    """What conversations share, on both endpoints.
+
+    metadata, safety_identifier, prompt_cache_key: labels of the caller's own, without effect (see cache_salt).
+    """
+
+    metadata: Metadata | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    moderation: None = None
+
+
+MAX_PROMPTS = 2048
+
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+Prompts = (
+    Text
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | TokenIds
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+
+
+def prompt_list(prompts: Prompts) -> list[str | list[int]]:
+    """One entry per prompt, whatever form they came in."""
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        return [prompts]
+    return list(prompts)
+
+
+def as_prompt(given: str | list[int], cache_salt: str | None) -> dict[str, object]:
+    """One of them as the engine takes it."""
+    prompt: dict[str, object] = {"prompt" if isinstance(given, str) else "prompt_token_ids": given}
+    return prompt if cache_salt is None else {**prompt, "cache_salt": cache_salt}
