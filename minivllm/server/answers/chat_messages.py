@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from minivllm.server.limits.middleware import JsonBounds
 from minivllm.server.protocol import chat, responses
-from minivllm.server.wire.errors import ApiError, invalid, unsupported
+from minivllm.server.wire.errors import invalid, unsupported
 
 RESERVED_TEMPLATE_NAMES = {
     "messages",
@@ -47,7 +47,7 @@ def template_tools(tools: Sequence[chat.Tool], chat_template: str) -> list[dict[
     names = [tool.function.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise _invalid(f"tools.{index}.function.name", f"is {name!r}, which another tool has already.")
+            raise invalid(f"tools.{index}.function.name", f"is {name!r}, which another tool has already.")
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
 
 
@@ -75,7 +75,7 @@ def _template_message(path: str, message: chat.Message, call_ids: set[str], chat
         entry["role"] = "system"
     if isinstance(message, chat.ToolMessage):
         if message.tool_call_id not in call_ids:
-            raise _invalid(f"{path}.tool_call_id", "names no tool call of an assistant message before it.")
+            raise invalid(f"{path}.tool_call_id", "names no tool call of an assistant message before it.")
         entry["tool_call_id"] = message.tool_call_id
     elif message.name is not None:
         entry["name"] = message.name
@@ -86,7 +86,7 @@ def _template_message(path: str, message: chat.Message, call_ids: set[str], chat
 
 def _add_assistant_fields(path: str, message: chat.AssistantMessage, entry: dict[str, Any], call_ids: set[str]) -> None:
     if message.content is None and message.refusal is None and not message.tool_calls:
-        raise _invalid(f"{path}.content", "is missing: an assistant message needs content, a refusal or tool_calls.")
+        raise invalid(f"{path}.content", "is missing: an assistant message needs content, a refusal or tool_calls.")
     if message.content is None and message.refusal is not None:
         entry["content"] = message.refusal
     if message.reasoning_content is not None:
@@ -129,7 +129,3 @@ def text_of(path: str, content: Any) -> str:
             )
         texts.append(part.refusal if isinstance(part, chat.RefusalPart) else part.text)
     return "\n".join(texts)
-
-
-def _invalid(path: str, what: str) -> ApiError:
-    return invalid(path, f"{path} {what}")

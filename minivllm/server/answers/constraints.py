@@ -47,7 +47,7 @@ def offered_tools(request: chat.ChatCompletionRequest) -> OfferedTools | None:
     if choice == "none" or (choice == "auto" and not tools):
         return None
     if not tools:
-        raise invalid("tool_choice", "tool_choice asks for a tool, but tools is empty.")
+        raise invalid("tool_choice", "asks for a tool, but tools is empty.")
     if isinstance(choice, str):
         return OfferedTools(tools, choice == "required")
     chosen = choice.allowed_tools.tools if isinstance(choice, chat.AllowedToolChoice) else [choice]
@@ -55,8 +55,7 @@ def offered_tools(request: chat.ChatCompletionRequest) -> OfferedTools | None:
     known = [tool.function.name for tool in tools]
     for name in wanted:
         if name not in known:
-            message = f"tool_choice names {name!r}, but tools has only {', '.join(known)}."
-            raise invalid("tool_choice", message)
+            raise invalid("tool_choice", f"names {name!r}, but tools has only {', '.join(known)}.")
     if isinstance(choice, chat.NamedTool):
         return OfferedTools(tools, True, choice.function.name)
     allowed = [tool for tool in tools if tool.function.name in wanted]
@@ -75,14 +74,10 @@ def constraint(
     structure = request.structure()
     if structure is not None:
         if answer is not None:
-            raise invalid(
-                "structured_outputs",
-                "structured_outputs and response_format both say what the answer must look like: give one of them.",
-            )
+            why = "and response_format both say what the answer must look like: give one of them."
+            raise invalid("structured_outputs", why)
         if offered is not None:
-            raise invalid(
-                "structured_outputs", "structured_outputs would make tool calls impossible: give tool_choice none."
-            )
+            raise invalid("structured_outputs", "would make tool calls impossible: give tool_choice none.")
         return Constraint(structure, PlainText)
     if offered is None or not (offered.must_call or (answer is not None and native is not None)):
         return Constraint() if answer is None else Constraint(StructuredOutputs(json=answer), PlainText)

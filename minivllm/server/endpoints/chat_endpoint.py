@@ -282,8 +282,8 @@ def _check_combinations(request: chat.ChatCompletionRequest) -> None:
         raise unsupported("top_logprobs", "is only allowed together with logprobs: true.")
     both = request.max_tokens, request.max_completion_tokens
     if None not in both and both[0] != both[1]:
-        message = f"max_tokens is {both[0]} and max_completion_tokens is {both[1]}, but both mean the same: give one."
-        raise invalid("max_tokens", message)
+        why = f"is {both[0]} and max_completion_tokens is {both[1]}, but both mean the same: give one."
+        raise invalid("max_tokens", why)
 
 
 def _sampling_params(

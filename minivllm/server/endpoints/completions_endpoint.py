@@ -39,8 +39,7 @@ class CompletionRun:
         if request.stream_options is not None and not request.stream:
             raise unsupported("stream_options", "is only allowed together with stream: true.")
         if self._hides_answer and not request.echo:
-            message = "max_tokens is 0, but must be at least 1 unless echo is true."
-            raise invalid("max_tokens", message)
+            raise invalid("max_tokens", "is 0, but must be at least 1 unless echo is true.")
         if request.stream and request.echo and request.logprobs is not None and (request.n or 1) > 1:
             raise unsupported("n", "must be 1 where stream, echo and logprobs come together.")
         if request.stream and (request.best_of or 1) > (request.n or 1):

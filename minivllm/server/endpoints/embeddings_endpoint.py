@@ -42,10 +42,8 @@ async def score(service: Service, request: protocol.ScoreRequest) -> protocol.Sc
     """Raises ApiError, RequestError or EngineDeadError."""
     left, right = prompt_list(request.text_1), prompt_list(request.text_2)
     if len(left) not in (1, len(right)):
-        message = (
-            f"text_1 has {len(left)} texts and text_2 has {len(right)}: give one text_1, or as many as text_2 has."
-        )
-        raise invalid("text_1", message)
+        why = f"has {len(left)} texts and text_2 has {len(right)}: give one text_1, or as many as text_2 has."
+        raise invalid("text_1", why)
     run = _PoolingRun(service, request, PoolingParams(pooling=request.pooling))
     vectors = await run.vectors([*left, *right], np.asarray)
     compared = vectors[len(left) :]

@@ -47,7 +47,7 @@ ASSUMED_CHARACTERS_PER_TOKEN = 64
 def tokenize(service: Service, request: protocol.TokenizeRequest) -> protocol.TokenizeResponse:
     """Raises RequestError or ApiError 400."""
     if (request.prompt is None) == (request.messages is None):
-        raise invalid("prompt", "Give either prompt or messages.")
+        raise ApiError(400, "Give either prompt or messages.", param="prompt", code="invalid_value")
     tokenizer = service.engine.tokenizer
     if request.prompt is not None:
         limit = service.max_model_len * (tokenizer.max_characters_per_token or ASSUMED_CHARACTERS_PER_TOKEN)
@@ -80,8 +80,6 @@ def detokenize(service: Service, request: protocol.DetokenizeRequest) -> protoco
     tokenizer = service.engine.tokenizer
     for index, token in enumerate(request.tokens):
         if token >= tokenizer.vocab_size:
-            raise invalid(
-                f"tokens.{index}",
-                f"tokens.{index} is {token}, but must be below {tokenizer.vocab_size}, the tokenizer's size.",
-            )
+            why = f"is {token}, but must be below {tokenizer.vocab_size}, the tokenizer's size."
+            raise invalid(f"tokens.{index}", why)
     return protocol.DetokenizeResponse(prompt=tokenizer.decode(request.tokens, request.skip_special_tokens))

@@ -8,16 +8,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from minivllm.sampling_params import MAX_LOGPROBS, MAX_N
-from minivllm.server.wire.fields import (
-    MAX_TOKEN_ID,
-    Body,
-    CacheSalt,
-    Label,
-    ModelName,
-    Priority,
-    Prompts,
-    RequestFields,
-)
+from minivllm.server.wire.fields import MAX_TOKEN_ID, CallerFields, Prompts, RequestFields
 
 
 class PromptTokensDetails(TypedDict):
@@ -92,15 +83,10 @@ class Completion(TypedDict):
     usage: NotRequired[Usage | None]
 
 
-class PoolingFields(Body):
-    """model: one of the served names; left out, the first one. pooling: the state of the last token, or the mean of
-    all. priority, cache_salt, user: as in completions."""
+class PoolingFields(CallerFields):
+    """pooling: the state of the last token, or the mean of all."""
 
-    model: ModelName | None = None
     pooling: Literal["last", "mean"] = "last"
-    user: Label | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
 
 
 class EmbeddingRequest(PoolingFields):

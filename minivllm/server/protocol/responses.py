@@ -21,12 +21,11 @@ from minivllm.server.protocol.completions import PromptTokensDetails
 from minivllm.server.wire.fields import (
     MAX_TOKEN_ID,
     Body,
-    CacheSalt,
+    CallerFields,
     Label,
     NeutralFields,
     NeutralVerbosity,
     Nothing,
-    Priority,
     ReasoningEffort,
     SamplingFields,
 )
@@ -189,7 +188,7 @@ Includable = Literal[
 """Parts of items that answers here never have, and reasoning, which is there in plain text."""
 
 
-class ResponseRequest(SamplingFields, NeutralFields):
+class ResponseRequest(SamplingFields, CallerFields, NeutralFields):
     """A conversation to continue, as a text or a list of items.
 
     instructions: a system message before it. store: either, nothing is kept, as the answer says. max_tool_calls:
@@ -198,7 +197,6 @@ class ResponseRequest(SamplingFields, NeutralFields):
     """
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
-    model: Annotated[str, Field(max_length=512)] | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
     stream: bool | None = None
@@ -211,9 +209,6 @@ class ResponseRequest(SamplingFields, NeutralFields):
     ) = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningSettings | None = None
-    user: Label | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
     store: bool | None = None
     max_tool_calls: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
     include: Annotated[list[Includable], Field(max_length=MAX_PARTS)] | None = None

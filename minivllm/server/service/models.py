@@ -135,8 +135,8 @@ class ServedModels:
         except (OSError, RuntimeError, ValueError):  # a loop of links, a name that is none
             resolved = directory
         if resolved == directory or not resolved.is_relative_to(directory):
-            message = "lora_path must name a directory inside the server's directory for adapters (--lora-directory)."
-            raise invalid("lora_path", message)
+            why = "must name a directory inside the server's directory for adapters (--lora-directory)."
+            raise invalid("lora_path", why)
         return str(resolved)
 
     def _unknown(self, what: str, asked: str) -> ApiError:

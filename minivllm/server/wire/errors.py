@@ -113,9 +113,9 @@ def unsupported(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param} {why}", param=param, code="unsupported_parameter")
 
 
-def invalid(param: str, message: str) -> ApiError:
+def invalid(param: str, why: str) -> ApiError:
     """400 for a value that cannot be."""
-    return ApiError(400, message, param=param, code="invalid_value")
+    return ApiError(400, f"{param} {why}", param=param, code="invalid_value")
 
 
 def engine_dead() -> ApiError:

@@ -23,7 +23,7 @@ from minivllm.sampling_params import (
     SamplingParams,
     StructuredOutputs,
 )
-from minivllm.server.wire.errors import invalid
+from minivllm.server.wire.errors import ApiError
 
 MAX_STOP_LENGTH = 1024
 MAX_LIST_LENGTH = 1024
@@ -35,9 +35,6 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-ModelName = Annotated[str, StringConstraints(max_length=512)]
-Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 ExtraName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 PlainValue = bool | int | float | Annotated[str, StringConstraints(max_length=4096)]
 ExtraValue = PlainValue | Annotated[list[PlainValue], Field(max_length=MAX_LIST_LENGTH)]
@@ -149,7 +146,7 @@ class SamplingFields(Body):
         try:
             return StructuredOutputs(**self.structured_outputs.model_dump(by_alias=True, exclude_none=True))
         except RequestError as error:
-            raise invalid("structured_outputs", str(error)) from None
+            raise ApiError(400, str(error), param="structured_outputs", code="invalid_value") from None
 
     def sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
         """``defaults`` overridden by what was given here and in ``others``. Raises RequestError or ApiError 400."""
@@ -175,20 +172,25 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class RequestFields(SamplingFields):
-    """What every generating endpoint has besides sampling parameters.
+class CallerFields(Body):
+    """What every endpoint that computes has.
 
     model: one of the served names; left out, the first one. user: a label of the caller's own, without effect.
     priority: lower goes first, with scheduling_policy "priority". cache_salt: keeps cached prefixes of tenants apart.
     """
 
-    model: ModelName | None = None
+    model: Annotated[str, StringConstraints(max_length=512)] | None = None
+    user: Label | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+
+
+class RequestFields(SamplingFields, CallerFields):
+    """What completions of texts and of conversations have besides sampling parameters."""
+
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Label | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
 
     @property
     def output_kind(self) -> OutputKind:
