@@ -111,3 +111,8 @@ async def event_stream(
         await frames.aclose()
         raise
     return EventStream(first, frames, on_error=on_error)
+
+
+def error_frames(error: ApiError) -> bytes:
+    """How a chat or text completion ends when it fails in the middle."""
+    return data_frame(error.body) + DONE

@@ -15,13 +15,13 @@ from minivllm.sampling_params import SamplingParams, StructuredOutputs
 from minivllm.server.answers.chat_messages import template_messages, template_names, template_tools
 from minivllm.server.answers.constraints import constraint, offered_tools
 from minivllm.server.answers.logprobs import chat_logprobs, written
-from minivllm.server.answers.streaming import DONE, data_frame
+from minivllm.server.answers.streaming import DONE, data_frame, error_frames
 from minivllm.server.parsers.events import CallArguments, CallEnd, CallStart, Content, Event, Parser, Reasoning
 from minivllm.server.protocol import chat
 from minivllm.server.protocol.completions import Usage
 from minivllm.server.protocol.completions import usage as count_usage
 from minivllm.server.service.service import Service, new_id
-from minivllm.server.wire.errors import ApiError, invalid, unsupported
+from minivllm.server.wire.errors import invalid, unsupported
 
 
 class ChatAnswer:
@@ -113,6 +113,8 @@ class ChatAnswer:
 class ChatRun:
     """One request for a chat completion, checked; then either ``complete`` or ``stream``."""
 
+    error_frames = staticmethod(error_frames)
+
     def __init__(self, service: Service, request: chat.ChatCompletionRequest) -> None:
         self._service = service
         self._request = request
@@ -171,11 +173,6 @@ class ChatRun:
         if self._request.wants_usage_chunk:
             yield data_frame({**self._chunk([]), "usage": self.usage()})
         yield DONE
-
-    @staticmethod
-    def error_frames(error: ApiError) -> bytes:
-        """How a stream ends that fails in the middle."""
-        return data_frame(error.body) + DONE
 
     async def deltas(self) -> AsyncGenerator[tuple[int, chat.Delta], None]:
         """(index of the answer, what is new in it), for endpoints that tell it in another form."""

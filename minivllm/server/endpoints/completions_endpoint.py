@@ -12,10 +12,10 @@ from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import CompletionOutput, PositionLogprobMap, RequestOutput
 from minivllm.sampling_params import OutputKind, SamplingParams
 from minivllm.server.answers.logprobs import completion_logprobs, written
-from minivllm.server.answers.streaming import DONE, data_frame
+from minivllm.server.answers.streaming import DONE, data_frame, error_frames
 from minivllm.server.protocol import completions as protocol
 from minivllm.server.service.service import Service, new_id
-from minivllm.server.wire.errors import ApiError, invalid, unsupported
+from minivllm.server.wire.errors import invalid, unsupported
 from minivllm.server.wire.fields import as_prompt, prompt_list
 
 DEFAULT_MAX_TOKENS = 16
@@ -23,6 +23,8 @@ DEFAULT_MAX_TOKENS = 16
 
 class CompletionRun:
     """One request for text completions, checked; then either ``complete`` or ``stream``."""
+
+    error_frames = staticmethod(error_frames)
 
     def __init__(self, service: Service, request: protocol.CompletionRequest) -> None:
         self._service = service
@@ -73,11 +75,6 @@ class CompletionRun:
         if self._request.wants_usage_chunk:
             yield data_frame({**self._object([]), "usage": self._usage()})
         yield DONE
-
-    @staticmethod
-    def error_frames(error: ApiError) -> bytes:
-        """How a stream ends that fails in the middle."""
-        return data_frame(error.body) + DONE
 
     def _sampling_params(self) -> SamplingParams:
         request = self._request
