@@ -117,8 +117,7 @@ def serve(server: ServerOptions, args: EngineArgs) -> None:
         args = replace(args, enable_lora=True)
     from minivllm.cli.engine.engine_start import fetch_model
     from minivllm.metrics.tracing import check_packages
-    from minivllm.server.logs import start_logging
-    from minivllm.server.run import listen, warn_if_open
+    from minivllm.server.run import listen, start_logging, warn_if_open
 
     start_logging(as_json=settings.log_json)
     check_packages(settings.otlp_endpoint)

@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from minivllm.config import EngineArgs
 from minivllm.errors import EngineDeadError, RequestError
+from minivllm.frontend.llm_engine import TextFrontend, load_model_tokenizer
 from minivllm.messages import EngineOutput, FinishReason, LoRARequest, RecentStep, SchedulerStats
 from minivllm.processing.input_processor import PreparedRequest, Prompt
 from minivllm.processing.output_processor import RequestState
 from minivllm.processing.outputs import RequestOutput
-from minivllm.processing.text_frontend import TextFrontend, load_model_tokenizer
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -58,9 +59,7 @@ class AsyncLLM(TextFrontend):
     """
 
     def __init__(self, client: AsyncEngineClient, tokenizer: Tokenizer | None = None) -> None:
-        super().__init__(
-            client.config, tokenizer, model_vocab_size=client.model_vocab_size, eos_token_ids=client.eos_token_ids
-        )
+        super().__init__(client, tokenizer)
         self.client = client
         self._streams: dict[str, _Stream] = {}
         self._started = False
@@ -100,18 +99,20 @@ class AsyncLLM(TextFrontend):
         served and EngineDeadError.
         """
         expires = None if deadline is None else time.monotonic() + deadline
-
-        return self._stream(prompt, sampling_params, request_id, priority, cache_salt, lora, deadline, expires)
+        if isinstance(prompt, PreparedRequest):
+            return self._stream(prompt, deadline, expires)
+        prepare = partial(
+            self.prepare, request_id, prompt, sampling_params, priority=priority, cache_salt=cache_salt, lora=lora
+        )
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        is_long = isinstance(text, str) and len(text) > LONG_TEXT
+        return self._stream(partial(asyncio.to_thread, prepare) if is_long else prepare, deadline, expires)
 
     async def abort(self, request_id: str) -> None:
         """End a request early, by the caller's id or the internal one: its stream ends with finish_reason "abort"."""
-        streams = [
-            stream
-            for stream in self._streams.values()
-            if request_id in (stream.request.request_id, stream.request.internal_id)
-        ]
-        for stream in streams:
-            self._end(stream, FinishReason.ABORT)
+        for stream in list(self._streams.values()):
+            if request_id in (stream.request.request_id, stream.request.internal_id):
+                self._end(stream, FinishReason.ABORT)
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -145,7 +146,7 @@ class AsyncLLM(TextFrontend):
 
     async def add_lora(self, lora: LoRARequest) -> None:
         """Load an adapter before it is needed. Raises RequestError, in a sentence, if it cannot be served."""
-        self._input_processor.check_lora(lora)
+        self.check_lora(lora)
         await self._call("add_lora", lora.name, lora.path)
 
     async def remove_lora(self, name: str) -> bool:
@@ -218,45 +219,17 @@ class AsyncLLM(TextFrontend):
 
     # -- one stream ----------------------------------------------------------------------------------------------
 
-    async def _prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        request_id: str | None,
-        priority: int,
-        cache_salt: str | None,
-        lora: LoRARequest | None,
-    ) -> PreparedRequest:
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        arrival_time = time.monotonic()
-
-        def prepare() -> PreparedRequest:
-            return self.prepare(
-                request_id,
-                prompt,
-                params,
-                priority=priority,
-                arrival_time=arrival_time,
-                cache_salt=cache_salt,
-                lora=lora,
-            )
-
-        return await asyncio.to_thread(prepare) if isinstance(text, str) and len(text) > LONG_TEXT else prepare()
-
     async def _stream(
         self,
-        prompt: Prompt | PreparedRequest,
-        params: SamplingParams | None,
-        request_id: str | None,
-        priority: int,
-        cache_salt: str | None,
-        lora: LoRARequest | None,
+        request: PreparedRequest | Callable[..., PreparedRequest | Awaitable[PreparedRequest]],
         deadline: float | None,
         expires: float | None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        if not isinstance(prompt, PreparedRequest):
-            prompt = await self._prepare(prompt, params, request_id, priority, cache_salt, lora)
-        stream = self._submit(prompt)
+        """request: prepared, or what prepares it; its arrival is when the stream is first read."""
+        if not isinstance(request, PreparedRequest):
+            prepared = request(arrival_time=time.monotonic())
+            request = prepared if isinstance(prepared, PreparedRequest) else await prepared
+        stream = self._submit(request)
         if expires is not None:
             error = f"The request did not finish within its deadline of {deadline:g} s."
             stream.deadline = asyncio.get_running_loop().call_later(

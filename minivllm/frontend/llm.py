@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
@@ -20,12 +21,12 @@ from minivllm.processing.outputs import EmbeddingOutput, PositionLogprobMap, Req
 from minivllm.sampling_params import BeamSearchParams, OutputKind, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from minivllm.tokenizer.tokenizer import Tokenizer
 
+Value = TypeVar("Value")
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "Hello"}``"""
+_NO_LOGPROBS = "The engine gave no logprobs, which a beam search is made of."
 
 
 class LLM:
@@ -62,17 +63,7 @@ class LLM:
         request later on, its output has finish_reason "error" and says why; the others are unharmed. If an exception
         or Ctrl-C ends the call, all its requests are aborted.
         """
-        prompt_list = _as_list(prompts)
-        params_list = _one_per_prompt("sampling_params", sampling_params, len(prompt_list), SamplingParams)
-        priorities = _one_per_prompt("priority", priority, len(prompt_list), int)
-        adapters = _one_per_prompt("lora_request", lora_request, len(prompt_list), LoRARequest)
-        defaults = self.get_default_sampling_params() if None in params_list else None
-        prepared = []
-        for index, (prompt, params, value, lora) in enumerate(zip(prompt_list, params_list, priorities, adapters)):
-            with _naming("Prompt", index, len(prompt_list)):
-                prepared.append(self._prepare(prompt, defaults if params is None else params, value, lora))
-        self._load_adapters(adapters)
-        return self._run(prepared, use_tqdm)
+        return self._run(self._prepare(prompts, sampling_params, lora_request, priority), use_tqdm)
 
     def chat(
         self,
@@ -119,30 +110,31 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params is a {type(params).__name__}, but must be a BeamSearchParams.")
-        prompt_list = _as_list(prompts)
-        adapters = _one_per_prompt("lora_request", lora_request, len(prompt_list), LoRARequest)
+        prepared = self._prepare(prompts, SamplingParams(max_tokens=params.max_tokens), lora_request)
         client = self.llm_engine.client
-        searches, prepared = [], []
-        whole = SamplingParams(max_tokens=params.max_tokens)
-        for index, (prompt, lora) in enumerate(zip(prompt_list, adapters)):
-            with _naming("Prompt", index, len(prompt_list)):
-                prepared.append(self._prepare(prompt, whole, None, lora))
-            searches.append(BeamSearch(params, client.eos_token_ids, client.model_vocab_size))
-        self._load_adapters(adapters)
+        searches = [BeamSearch(params, client.eos_token_ids, client.model_vocab_size) for _ in prepared]
 
         def extend(asked: list[tuple[int, list[int], int]]) -> list[PositionLogprobMap]:
             requests = []
             for index, token_ids, num_logprobs in asked:
                 sequence = prepared[index].sequences[0]
-                step: dict[str, Any] = {"prompt_token_ids": [*prepared[index].prompt_token_ids, *token_ids]}
-                if sequence.cache_salt is not None:
-                    step["cache_salt"] = sequence.cache_salt
-                one = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_logprobs)
-                requests.append(self._prepare(step, one, None, adapters[index]))
-            return [_next_logprobs(output) for output in self._run(requests, show_progress=False)]
+                prompt = {"prompt_token_ids": [*sequence.prompt_token_ids, *token_ids]}
+                one = SamplingParams(
+                    temperature=0.0, max_tokens=1, logprobs=num_logprobs, output_kind=OutputKind.FINAL_ONLY
+                )
+                salt, lora = sequence.cache_salt, sequence.lora
+                requests.append(self.llm_engine.prepare(None, prompt, one, cache_salt=salt, lora=lora))
+            outputs = self._run(requests, show_progress=False)
+            return [_required(output.outputs[0].logprobs, output, _NO_LOGPROBS)[0] for output in outputs]
 
         run_searches(searches, extend)
-        return [self._beam_output(request, search) for request, search in zip(prepared, searches)]
+        if self.llm_engine.has_tokenizer:
+            for sequence in itertools.chain.from_iterable(search.sequences for search in searches):
+                sequence.text = self.get_tokenizer().decode(sequence.token_ids, skip_special_tokens=True)
+        return [
+            BeamSearchOutput(request.prompt, request.prompt_token_ids, search.sequences)
+            for request, search in zip(prepared, searches)
+        ]
 
     def embed(
         self,
@@ -157,16 +149,18 @@ class LLM:
         Raises RequestError before anything runs if one of the prompts cannot be served, and if the engine gives up on
         one later on.
         """
-        prompt_list = _as_list(prompts)
-        adapters = _one_per_prompt("lora_request", lora_request, len(prompt_list), LoRARequest)
         pooling = PoolingParams() if pooling_params is None else pooling_params
-        params = SamplingParams(temperature=0.0, max_tokens=1, output_kind=OutputKind.FINAL_ONLY)
-        prepared = []
-        for index, (prompt, lora) in enumerate(zip(prompt_list, adapters)):
-            with _naming("Prompt", index, len(prompt_list)):
-                prepared.append(self.llm_engine.prepare(None, prompt, params, lora=lora, pooling=pooling))
-        self._load_adapters(adapters)
-        return [_embedding(output) for output in self._run(prepared, use_tqdm)]
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        outputs = self._run(self._prepare(prompts, params, lora_request, pooling=pooling), use_tqdm)
+        return [
+            EmbeddingOutput(
+                output.prompt,
+                output.prompt_token_ids,
+                _required(output.embedding, output, "The engine gave no vector."),
+                output.num_cached_tokens,
+            )
+            for output in outputs
+        ]
 
     def score(
         self,
@@ -259,23 +253,32 @@ class LLM:
         self.close()
 
     def _prepare(
-        self, prompt: Prompt, params: SamplingParams | None, priority: int | None, lora: LoRARequest | None
-    ) -> PreparedRequest:
-        if isinstance(params, SamplingParams):
-            # Nobody reads what is between, so nothing is built for it.
-            params = msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
-        return self.llm_engine.prepare(None, prompt, params, priority=0 if priority is None else priority, lora=lora)
-
-    def _load_adapters(self, adapters: Sequence[LoRARequest | None]) -> None:
-        """Refuse adapters that cannot be served before anything runs."""
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        priority: int | Sequence[int] | None = None,
+        pooling: PoolingParams | None = None,
+    ) -> list[PreparedRequest]:
+        """Check all prompts and load their adapters, so that what cannot be served is refused before anything runs."""
+        prompt_list = _as_list(prompts)
+        params_list = _one_per_prompt("sampling_params", params, len(prompt_list), SamplingParams)
+        priorities = _one_per_prompt("priority", priority, len(prompt_list), int)
+        adapters = _one_per_prompt("lora_request", lora_request, len(prompt_list), LoRARequest)
+        prepared = []
+        for index, (prompt, one, value, lora) in enumerate(zip(prompt_list, params_list, priorities, adapters)):
+            with _naming("Prompt", index, len(prompt_list)):
+                one = self.get_default_sampling_params() if one is None else one
+                if isinstance(one, SamplingParams):  # outputs in between are not read, so none are built
+                    one = msgspec.structs.replace(one, output_kind=OutputKind.FINAL_ONLY)
+                prepared.append(
+                    self.llm_engine.prepare(
+                        None, prompt, one, priority=0 if value is None else value, lora=lora, pooling=pooling
+                    )
+                )
         for lora in dict.fromkeys(lora for lora in adapters if lora is not None):
             self.llm_engine.add_lora(lora)
-
-    def _beam_output(self, prepared: PreparedRequest, search: BeamSearch) -> BeamSearchOutput:
-        if self.llm_engine.has_tokenizer:
-            for sequence in search.sequences:
-                sequence.text = self.get_tokenizer().decode(sequence.token_ids, skip_special_tokens=True)
-        return BeamSearchOutput(prepared.prompt, prepared.prompt_token_ids, search.sequences)
+        return prepared
 
     def _run(self, prepared: Sequence[PreparedRequest], show_progress: bool) -> list[RequestOutput]:
         """Submit all and step until all have finished."""
@@ -298,54 +301,35 @@ class LLM:
         return [finished[request.request_id] for request in prepared]
 
 
-def _embedding(output: RequestOutput) -> EmbeddingOutput:
-    if output.embedding is None:
-        raise RequestError(output.error or "The engine gave no vector.")
-    return EmbeddingOutput(output.prompt, output.prompt_token_ids, output.embedding, output.num_cached_tokens)
-
-
-def _next_logprobs(output: RequestOutput) -> PositionLogprobMap:
-    """Logprobs of the only token of a completion. Raises RequestError if the engine gave up on it."""
-    logprobs = output.outputs[0].logprobs
-    if not logprobs:
-        raise RequestError(output.error or "The engine gave no logprobs, which a beam search is made of.")
-    return logprobs[0]
-
-
-class _ProgressBar:
-    """Prompts done, and tokens per second over the whole call."""
-
-    def __init__(self, progress: Progress | None, task: TaskID | None) -> None:
-        self._progress = progress
-        self._task = task
-        self._num_tokens = 0
-
-    def __call__(self, output: RequestOutput) -> None:
-        if self._progress is None or self._task is None:
-            return
-        self._num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        elapsed = self._progress.tasks[self._task].elapsed or 0.0
-        rate = f"{self._num_tokens / elapsed:,.0f} tok/s" if elapsed > 0 else ""
-        self._progress.update(self._task, advance=1, rate=rate)
+def _required(value: Value | None, output: RequestOutput, missing: str) -> Value:
+    """What a request was made for. Raises RequestError if the engine gave up on it."""
+    if not value:
+        raise RequestError(output.error or missing)
+    return value
 
 
 @contextmanager
-def _progress_bar(total: int, show: bool) -> Iterator[_ProgressBar]:
+def _progress_bar(total: int, show: bool) -> Iterator[Callable[[RequestOutput], None]]:
+    """Prompts done, and tokens per second over the whole call; to be called with every finished output."""
     if not show or not sys.stderr.isatty():
-        yield _ProgressBar(None, None)
+        yield lambda output: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (
-        TextColumn("Prompts"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[rate]}"),
-    )
+    rate = TextColumn("{task.fields[rate]}")
+    columns = (TextColumn("Prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), rate)
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield _ProgressBar(progress, progress.add_task("prompts", total=total, rate=""))
+        task = progress.add_task("prompts", total=total, rate="")
+        num_tokens = 0
+
+        def advance(output: RequestOutput) -> None:
+            nonlocal num_tokens
+            num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+            elapsed = progress.tasks[task].elapsed or 0.0
+            progress.update(task, advance=1, rate=f"{num_tokens / elapsed:,.0f} tok/s" if elapsed > 0 else "")
+
+        yield advance
 
 
 @contextmanager

@@ -6,31 +6,57 @@ works on token ids.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EngineArgs
-from minivllm.errors import EngineDeadError
+from minivllm.errors import EngineDeadError, RequestError
 from minivllm.messages import LoRARequest, SchedulerStats
-from minivllm.processing.input_processor import PreparedRequest, Prompt
+from minivllm.processing.input_processor import InputProcessor, PreparedRequest, Prompt
+from minivllm.processing.output_processor import OutputProcessor
 from minivllm.processing.outputs import RequestOutput
-from minivllm.processing.text_frontend import TextFrontend, load_model_tokenizer
 from minivllm.profiling.spans import span
 from minivllm.sampling_params import SamplingParams
+from minivllm.tokenizer.detokenizer import TokenDecoder
 
 if TYPE_CHECKING:
-    from minivllm.engine_process.client import EngineClient
+    from minivllm.engine_process.client import AsyncEngineClient, EngineClient
     from minivllm.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+class TextFrontend(InputProcessor):
+    """The text side of an engine: prompts become requests (``prepare``), tokens become text (``output_processor``)."""
+
+    def __init__(self, client: EngineClient | AsyncEngineClient, tokenizer: Tokenizer | None) -> None:
+        super().__init__(
+            client.config, tokenizer, model_vocab_size=client.model_vocab_size, eos_token_ids=client.eos_token_ids
+        )
+        self.output_processor = OutputProcessor(None if tokenizer is None else TokenDecoder(tokenizer.backend))
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises RequestError for a model that has none."""
+        if self._tokenizer is None:
+            raise RequestError("This model has no tokenizer: give prompt_token_ids instead of text.")
+        return self._tokenizer
 
 
 class LLMEngine(TextFrontend):
     """Requests may be added, stepped and aborted in any order, from one thread. Leaving it as a context closes it."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None = None) -> None:
-        super().__init__(
-            client.config, tokenizer, model_vocab_size=client.model_vocab_size, eos_token_ids=client.eos_token_ids
-        )
+        super().__init__(client, tokenizer)
         self.client = client
         self._closed = False
 
@@ -51,20 +77,13 @@ class LLMEngine(TextFrontend):
         request_id: str | None,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        arrival_time: float | None = None,
-        lora: LoRARequest | None = None,
+        **options: Any,
     ) -> str:
         """Submit one prompt; its outputs carry the returned id: ``request_id``, or one that is made if it is None.
 
-        params: None takes the model's defaults. priority: lower goes first, with scheduling_policy "priority".
-        arrival_time: time.monotonic() [seconds] if the request waited before this call. lora: the adapter to use.
-        Raises RequestError.
+        params, options: as ``prepare`` takes them. Raises RequestError.
         """
-        return self.submit(
-            self.prepare(request_id, prompt, params, priority=priority, arrival_time=arrival_time, lora=lora)
-        ).request_id
+        return self.submit(self.prepare(request_id, prompt, params, **options)).request_id
 
     def submit(self, prepared: PreparedRequest) -> PreparedRequest:
         """Hand a prepared request to the engine core, once."""
@@ -113,7 +132,7 @@ class LLMEngine(TextFrontend):
     def add_lora(self, lora: LoRARequest) -> None:
         """Load an adapter before it is needed. Raises RequestError, in a sentence, if it cannot be served."""
         self._check_open()
-        self._input_processor.check_lora(lora)
+        self.check_lora(lora)
         self.client.call("add_lora", lora.name, lora.path)
 
     def remove_lora(self, name: str) -> bool:
@@ -141,3 +160,19 @@ class LLMEngine(TextFrontend):
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDeadError("The engine is closed: make a new one.")
+
+
+def load_model_tokenizer(args: EngineArgs, model_path: str, load_format: str) -> Tokenizer | None:
+    """The tokenizer the user named, else the model's own; None for a model directory that comes without one."""
+    from minivllm.gguf.gguf_file import find_gguf
+    from minivllm.hub.fetch import resolve_model
+    from minivllm.tokenizer.tokenizer import load_tokenizer
+
+    logger.info("Reading the tokenizer …")
+    if args.tokenizer is not None:
+        return load_tokenizer(resolve_model(args.tokenizer, weights=False))
+    path = Path(model_path)
+    if find_gguf(path, load_format) is None and not any((path / name).is_file() for name in TOKENIZER_FILES):
+        logger.warning("%s has no tokenizer: only prompts of token ids are served, and no text comes back.", path)
+        return None
+    return load_tokenizer(path, load_format)

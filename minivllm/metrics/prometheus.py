@@ -1,62 +1,21 @@
-"""Prometheus metrics of a server. Every label comes from a fixed set: nothing a client wrote becomes one."""
+"""Prometheus metrics of a server, and its status line. Every label is one of a fixed set, never a client's text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from minivllm.messages import SchedulerStats
+from minivllm.processing.outputs import CompletionOutput, RequestOutput
 
 TOKEN_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 REQUEST_LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 TOKEN_COUNTS = tuple(2.0**power for power in range(18))
 MAX_DRAFT_POSITIONS = 32
 FINISH_REASONS = ("stop", "length", "abort", "error")
-
-
-class Completion(Protocol):
-    """As ``CompletionOutput``; token_ids are those new since the last output, or all of them at the end."""
-
-    index: int
-    token_ids: list[int]
-    finish_reason: str | None
-
-
-class Timings(Protocol):
-    """As ``RequestMetrics``; seconds."""
-
-    num_prompt_tokens: int
-    num_generation_tokens: int
-    last_token_time: float | None
-
-    @property
-    def ttft(self) -> float | None: ...
-    @property
-    def queue_time(self) -> float | None: ...
-    @property
-    def prefill_time(self) -> float | None: ...
-    @property
-    def decode_time(self) -> float | None: ...
-    @property
-    def e2e_latency(self) -> float | None: ...
-    @property
-    def tpot(self) -> float | None: ...
-
-
-class Output(Protocol):
-    """As ``RequestOutput``."""
-
-    finished: bool
-    embedding: list[float] | None
-
-    @property
-    def outputs(self) -> Sequence[Completion]: ...
-    @property
-    def metrics(self) -> Timings: ...
 
 
 class ServerMetrics:
@@ -115,7 +74,7 @@ class RequestRecorder:
         self._num_counted = 0
         self._has_begun = False
 
-    def record(self, output: Output) -> None:
+    def record(self, output: RequestOutput) -> None:
         metrics, timings = self._metrics, output.metrics
         if not self._has_begun and (timings.num_generation_tokens > 0 or output.embedding is not None):
             self._has_begun = True
@@ -139,7 +98,7 @@ class RequestRecorder:
             _observe(metrics.e2e, timings.e2e_latency)
             _observe(metrics.tpot, timings.tpot)
 
-    def _record_gap(self, completion: Completion, now: float) -> None:
+    def _record_gap(self, completion: CompletionOutput, now: float) -> None:
         """Several tokens in one output share the time since the last one evenly."""
         num_tokens = len(completion.token_ids)
         last = self._last_times.get(completion.index)
@@ -194,3 +153,36 @@ class _EngineCollector:
 def _observe(histogram: Histogram, seconds: float | None) -> None:
     if seconds is not None:
         histogram.observe(max(0.0, seconds))
+
+
+class StatusLine:
+    """The console's status line: what happened since the last one."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def next(self, metrics: ServerMetrics, seconds: float) -> str | None:
+        """The line for the last ``seconds``; None if nothing happened in them."""
+        stats = metrics.engine_stats
+        now = (
+            metrics.registry.get_sample_value("minivllm_prompt_tokens_total") or 0.0,
+            metrics.registry.get_sample_value("minivllm_generation_tokens_total") or 0.0,
+            float(stats.prefix_cache_queried_tokens),
+            float(stats.prefix_cache_hit_tokens),
+            float(stats.num_preemptions),
+        )
+        prompt, generated, queried, hit, preempted = (new - old for new, old in zip(now, self._last))
+        self._last = now
+        if not (prompt or generated or stats.num_running or stats.num_waiting):
+            return None
+        parts = [
+            f"running {stats.num_running}",
+            f"waiting {stats.num_waiting}",
+            f"KV {stats.kv_cache_usage:.0%}",
+            f"prompt {prompt / seconds:,.0f} tok/s",
+            f"generation {generated / seconds:,.0f} tok/s",
+            f"prefix hits {hit / queried:.0%}" if queried else "prefix hits –",
+        ]
+        if preempted:
+            parts.append(f"preempted {preempted:.0f}")
+        return " · ".join(parts)

@@ -12,8 +12,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -36,40 +36,26 @@ Record = Callable[[int, RequestOutput], None]
 """``record(number of the request, its output)``"""
 
 
-class Tracing(Protocol):
-    """What follows requests."""
+class Tracing:
+    """What follows requests; this one tells nothing of them."""
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """The application, with the caller's trace as the parent of what it does."""
-        ...
-
-    def following(self, prepared: Sequence[PreparedRequest], model: str) -> AbstractContextManager[Record]:
-        """Follow requests while the context lasts; an exception that ends it is told of those that are unfinished.
-
-        model: the name of what is served without an adapter.
-        """
-        ...
-
-    def close(self) -> None:
-        """Send what has not been sent yet."""
-        ...
-
-
-class NoTracing:
-    """Nobody wants to know."""
-
-    def around(self, app: ASGIApp) -> ASGIApp:
         return app
 
     @contextmanager
     def following(self, prepared: Sequence[PreparedRequest], model: str) -> Iterator[Record]:
+        """Follow requests while the context lasts; an exception that ends it is told of those that are unfinished.
+
+        model: the name of what is served without an adapter.
+        """
         yield lambda number, output: None
 
     def close(self) -> None:
-        pass
+        """Send what has not been sent yet."""
 
 
-class OpenTelemetryTracing:
+class OpenTelemetryTracing(Tracing):
     """Spans of one provider, which it owns: ``request`` with the children ``queue``, ``prefill`` and ``decode``."""
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -196,11 +182,11 @@ def make_tracing(endpoint: str | None, environment: Mapping[str, str] = os.envir
     """
     is_named = any(environment.get(name) for name in ENDPOINT_VARIABLES)
     if endpoint is None and (not is_named or environment.get("OTEL_SDK_DISABLED", "").lower() == "true"):
-        return NoTracing()
+        return Tracing()
     check_packages(endpoint)
     if not all(map(_is_installed, PACKAGES)):
         logger.warning("The environment names an OTLP endpoint, and nothing is sent there: %s", MISSING)
-        return NoTracing()
+        return Tracing()
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider

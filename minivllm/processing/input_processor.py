@@ -13,18 +13,18 @@ import reprlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from minivllm.config import EngineConfig
-from minivllm.errors import ContextLengthError, RequestError
+from minivllm.errors import ContextLengthError, MinivllmError, ModelError, RequestError
 from minivllm.messages import EngineRequest, LoRARequest
 from minivllm.sampling.logits_processors import load_logits_processors
-from minivllm.sampling_params import BeamSearchParams, OutputKind, PoolingParams, SamplingParams, StructuredOutputs
-from minivllm.stop_conditions.stop_matcher import FirstStop, StopMatcher
+from minivllm.sampling_params import BeamSearchParams, OutputKind, PoolingParams, SamplingParams
 from minivllm.stop_conditions.stop_regex import compile_stop_patterns
-from minivllm.stop_conditions.stop_strings import StopAutomaton
+from minivllm.stop_conditions.stop_strings import FirstStop, StopAutomaton, StopMatcher
 from minivllm.structured_output.schemas.json_schema import sound_schema
 
 if TYPE_CHECKING:
@@ -35,7 +35,15 @@ Prompt = str | Mapping[str, Any]
 ids and text the ids count and the text is only echoed."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-THINKING_TAGS = ("<think>", "</think>")
+GENERATION_CONFIG = "generation_config.json"
+_NAME_IN_GENERATION_CONFIG = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_tokens": "max_new_tokens",
+}
 MAX_STOP_STRING_LENGTH = 1024
 MAX_BAD_WORD_LENGTH = 1024
 MAX_ADAPTER_TEXT_LENGTH = 4096
@@ -69,28 +77,37 @@ class InputProcessor:
         model_vocab_size: int,
         eos_token_ids: Sequence[int],
     ) -> None:
+        self.config = config
         self._max_model_len = config.scheduler.max_model_len
-        self._has_priorities = config.scheduler.has_priorities
-        self._serves_adapters = config.lora is not None
         self._logits_processors = load_logits_processors(config.logits_processors)
-        self._seed = config.seed
         self._tokenizer = tokenizer
         self._vocab_size = model_vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._numbers = itertools.count()
+        self._default_params: SamplingParams | None = None
 
-    def process(
+    def prepare(
         self,
+        request_id: str | None,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | None = None,
         *,
-        request_id: str | None = None,
         priority: int = 0,
         arrival_time: float | None = None,
+        cache_salt: str | None = None,
         lora: LoRARequest | None = None,
         pooling: PoolingParams | None = None,
     ) -> PreparedRequest:
-        """Check everything and build the requests of all ``params.n`` sequences. arrival_time: time.monotonic()."""
+        """Check everything and build the requests of all ``params.n`` sequences, without submitting them.
+
+        request_id: echoed; None takes the internal one. params: None takes the model's defaults. priority: lower goes
+        first, with scheduling_policy "priority". arrival_time: time.monotonic() [seconds] if the request waited before
+        this call. cache_salt: separates the prefix cache of tenants, like the prompt's field of that name. lora: the
+        adapter to use. pooling: the output carries an ``embedding`` instead of tokens.
+        """
+        if cache_salt is not None:
+            prompt = {**({"prompt": prompt} if isinstance(prompt, str) else prompt), "cache_salt": cache_salt}
+        params = self.get_default_sampling_params() if params is None else params
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         text, token_ids, cache_salt = self._read_prompt(prompt)
         self._check_params(params)
@@ -101,7 +118,9 @@ class InputProcessor:
         max_tokens = self._resolve_max_tokens(len(token_ids), params)
         stops = self._stop_matcher(params)
         bad_words = self._bad_words_token_ids(params.bad_words)
-        thinking = None if params.thinking_budget is None else self._thinking_token_ids()
+        thinking = None
+        if params.thinking_budget is not None:
+            thinking = self._tag_token_ids("<think>"), self._tag_token_ids("</think>")
         if request_id is not None:
             _check_text("request_id", request_id)
 
@@ -114,7 +133,7 @@ class InputProcessor:
                 prompt_token_ids=token_ids,
                 sampling_params=_sequence_params(params, index),
                 max_tokens=max_tokens,
-                seed=_wrap_int64(seed + index),
+                seed=(seed + index + 2**63) % 2**64 - 2**63,  # within 64 bits
                 arrival_time=arrival_time,
                 eos_token_ids=self._eos_token_ids,
                 bad_words_token_ids=bad_words,
@@ -145,7 +164,11 @@ class InputProcessor:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         parse_special_tokens: bool = False,
     ) -> dict[str, Any]:
-        """A conversation as a prompt, by the model's chat template; special tokens in it are text unless told."""
+        """A conversation as a prompt, by the model's chat template.
+
+        add_generation_prompt: open the assistant's turn. chat_template_kwargs: further names the template knows.
+        parse_special_tokens: special tokens that stand in the messages count as such instead of as text.
+        """
         tokenizer = self._require_tokenizer("A conversation")
         if not tokenizer.has_chat_template:
             raise RequestError("This model has no chat template: give a text prompt instead of messages.")
@@ -169,6 +192,12 @@ class InputProcessor:
         )
         self._check_num_characters(text, tokenizer)
         return {"prompt": text, "prompt_token_ids": token_ids}
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own defaults where it brings them (generation_config.json), else those of SamplingParams."""
+        if self._default_params is None:
+            self._default_params = default_sampling_params(self.config.model_path)
+        return self._default_params
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         """(text, token ids, cache salt), all of them valid."""
@@ -277,7 +306,12 @@ class InputProcessor:
                 'use output_kind="final_only", or leave best_of out of a stream.'
             )
         if params.structured_outputs is not None:
-            self._check_structured_outputs(params.structured_outputs)
+            # What can be told without compiling: a tokenizer and an end are there, and the schema is one to be kept to.
+            self._require_tokenizer("structured_outputs")
+            if not self._eos_token_ids:
+                raise RequestError("structured_outputs need an end-of-sequence token, but this model has none.")
+            if params.structured_outputs.json is not None:
+                sound_schema(json.loads(params.structured_outputs.source))
         self._check_processors(params)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
@@ -295,7 +329,7 @@ class InputProcessor:
         return FirstStop(matchers) if len(matchers) > 1 else matchers[0] if matchers else None
 
     def _check_processors(self, params: SamplingParams) -> None:
-        """extra_args are for somebody, and nobody objects to them."""
+        """There are logits processors to read extra_args, and none of them objects."""
         if params.extra_args and not self._logits_processors:
             raise RequestError(
                 "extra_args are for custom logits processors, but the engine was started without logits_processors."
@@ -306,23 +340,13 @@ class InputProcessor:
             except ValueError as error:
                 raise RequestError(f"{processor.__name__}: {error}") from None
 
-    def _thinking_token_ids(self) -> tuple[list[int], list[int]]:
-        tokenizer = self._require_tokenizer("thinking_budget")
-        start, end = (tokenizer.encode(tag, add_special_tokens=False) for tag in THINKING_TAGS)
-        return start, end
-
-    def _check_structured_outputs(self, structured: StructuredOutputs) -> None:
-        """What can be told without compiling: a tokenizer and an end are there, and the schema is one to be kept to."""
-        self._require_tokenizer("structured_outputs")
-        if not self._eos_token_ids:
-            raise RequestError("structured_outputs need an end-of-sequence token, but this model has none.")
-        if structured.json is not None:
-            sound_schema(json.loads(structured.source))
+    def _tag_token_ids(self, tag: str) -> list[int]:
+        return self._require_tokenizer("thinking_budget").encode(tag, add_special_tokens=False)
 
     def _check_priority(self, priority: int) -> None:
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             raise RequestError(f"priority is {_shown(priority)}, but must be a whole number; lower goes first.")
-        if priority != 0 and not self._has_priorities:
+        if priority != 0 and not self.config.scheduler.has_priorities:
             raise RequestError(
                 f"priority is {priority}, but the engine's scheduling policy has no priorities: "
                 'start it with scheduling_policy="priority", or leave priority at 0.'
@@ -338,7 +362,7 @@ class InputProcessor:
             _check_text(f"the adapter's {name}", getattr(lora, name), MAX_ADAPTER_TEXT_LENGTH)
             if not getattr(lora, name):
                 raise RequestError(f"The adapter's {name} is empty, but must have at least one character.")
-        if not self._serves_adapters:
+        if self.config.lora is None:
             raise RequestError(f"The adapter {lora.name!r} needs an engine that is started with enable_lora=True.")
 
     def _bad_words_token_ids(self, bad_words: Sequence[str]) -> list[list[int]]:
@@ -356,13 +380,36 @@ class InputProcessor:
 
     def _derive_seed(self, number: int) -> int:
         """Seed of the number-th request without one of its own: fixed by the engine's seed, 64 well-mixed bits."""
-        digest = hashlib.blake2b(f"{self._seed}/{number}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{self.config.seed}/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
     def _require_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, but this model has none: give prompt_token_ids.")
         return self._tokenizer
+
+
+def default_sampling_params(model_path: str) -> SamplingParams:
+    """Defaults from the generation_config.json beside a model (a directory or a ``.gguf`` file), if there is one.
+
+    An explicit ``do_sample: false`` means greedy. Raises ModelError if the file is broken or holds impossible values.
+    """
+    path = Path(model_path)
+    path = (path if path.is_dir() else path.parent) / GENERATION_CONFIG
+    if not path.is_file():
+        return SamplingParams()
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ModelError(f"{path} holds a {type(values).__name__}, but must hold a JSON object.")
+        given = {name: values.get(theirs) for name, theirs in _NAME_IN_GENERATION_CONFIG.items()}
+        if values.get("do_sample") is False:
+            given["temperature"] = 0.0
+        return SamplingParams.from_dict({name: value for name, value in given.items() if value is not None})
+    except (OSError, ValueError) as error:
+        if isinstance(error, MinivllmError):
+            raise ModelError(f"{path} cannot be used: {error}") from None
+        raise ModelError(f"{path} is not readable as JSON: {error}.") from None
 
 
 def _sequence_params(params: SamplingParams, index: int) -> SamplingParams:
@@ -374,10 +421,6 @@ def _sequence_params(params: SamplingParams, index: int) -> SamplingParams:
     # The best ones are told by the log-probabilities of their tokens.
     logprobs = 0 if params.num_sequences > params.n and params.logprobs is None else params.logprobs
     return msgspec.structs.replace(params, n=1, best_of=None, prompt_logprobs=prompt_logprobs, logprobs=logprobs)
-
-
-def _wrap_int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
 
 
 def _check_text(name: str, text: Any, max_length: int | None = None) -> None:

@@ -14,7 +14,7 @@ from minivllm.messages import EngineOutput, FinishReason, PositionLogprobs
 from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import CompletionOutput, Logprob, PositionLogprobMap, RequestMetrics, RequestOutput
 from minivllm.sampling_params import OutputKind
-from minivllm.stop_conditions.stop_matcher import StopMatcher
+from minivllm.stop_conditions.stop_strings import StopMatcher
 from minivllm.tokenizer.detokenizer import Detokenizer, TokenDecoder
 
 

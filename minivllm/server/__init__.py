@@ -1,5 +1,6 @@
 """The OpenAI-compatible HTTP server: the application, its start and its end.
 
-May import: metrics, server.answers, server.endpoints, server.limits, server.protocol, server.service, server.wire.
+May import: frontend, metrics, server.answers, server.endpoints, server.limits, server.protocol, server.service,
+server.wire.
 Door: `build_app` in app.py.
 """

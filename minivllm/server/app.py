@@ -12,60 +12,36 @@ from starlette.types import ASGIApp
 
 from minivllm import __version__
 from minivllm.errors import EngineDeadError
-from minivllm.server.answers.streaming import ClientLeft, error_frames, event_stream, while_connected
+from minivllm.server.answers.streaming import ClientLeft, event_stream, while_connected
 from minivllm.server.endpoints.chat_endpoint import ChatRun
 from minivllm.server.endpoints.completions_endpoint import CompletionRun
 from minivllm.server.endpoints.embeddings_endpoint import embed, score
-from minivllm.server.endpoints.models_endpoint import load_adapter, model_card, model_list, unload_adapter
+from minivllm.server.endpoints.models_endpoint import (
+    detokenize,
+    load_adapter,
+    model_card,
+    model_list,
+    tokenize,
+    unload_adapter,
+)
 from minivllm.server.endpoints.page import add_page
 from minivllm.server.endpoints.responses_endpoint import ResponseRun
-from minivllm.server.endpoints.tokenization import detokenize, tokenize
 from minivllm.server.limits.middleware import OPEN_PATHS, AccessLog, BodyLimit, RequireKey
-from minivllm.server.protocol.chat import ChatCompletion, ChatCompletionRequest
-from minivllm.server.protocol.completions import Completion, CompletionRequest
-from minivllm.server.protocol.embeddings import EmbeddingList, EmbeddingRequest, ScoreList, ScoreRequest
-from minivllm.server.protocol.models import DeletedModel, LoadAdapterRequest, ModelCard, ModelList, UnloadAdapterRequest
-from minivllm.server.protocol.responses import ResponseObject, ResponseRequest
-from minivllm.server.protocol.tokenization import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    Health,
-    TokenizeRequest,
-    TokenizeResponse,
-    Version,
-)
+from minivllm.server.protocol import chat
+from minivllm.server.protocol import completions as texts
+from minivllm.server.protocol import models as small
+from minivllm.server.protocol import responses as items
 from minivllm.server.service.service import Service
-from minivllm.server.wire.errors import ErrorBody, engine_dead, error_response, install_error_handlers, shutting_down
+from minivllm.server.wire.errors import documented, engine_dead, error_response, install_error_handlers, shutting_down
 from minivllm.server.wire.json_bounds import JsonBounds
-
-Responses = dict[int | str, dict[str, Any]]
 
 MAX_TOTAL_BODY_BYTES = 64 * 2**20
 """Bodies of all requests that are not over; more get 429."""
+GENERATING = documented(400, 401, 404, 413, 429, 500, 503, 504)
+READING = documented(400, 401, 404, 413)
 
 
-def _errors(*statuses: int) -> Responses:
-    """The failures an endpoint documents, besides those every path has."""
-    texts = {
-        400: "The body cannot be served; the error names the field.",
-        401: "The API key is missing or wrong.",
-        403: "The operator does not allow it.",
-        404: "There is no such model.",
-        409: "The name is taken, or the adapter is in use.",
-        413: "The body is too large.",
-        429: "The queue is full; Retry-After says when to come back.",
-        500: "The server failed.",
-        503: "The engine is dead, or the server is shutting down.",
-        504: "The request took longer than the server allows.",
-    }
-    return {status: {"model": ErrorBody, "description": texts[status]} for status in statuses}
-
-
-GENERATING = _errors(400, 401, 404, 413, 429, 500, 503, 504)
-READING = _errors(400, 401, 404, 413)
-
-
-def _streamable(model: Any) -> Responses:
+def _streamable(model: Any) -> dict[int | str, dict[str, Any]]:
     """200 is JSON, or with ``stream: true`` a stream of events."""
     event = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
     content = {"text/event-stream": {"schema": {**event, "required": ["data"]}}}
@@ -74,6 +50,13 @@ def _streamable(model: Any) -> Responses:
 
 def json_response(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def generated(request: Request, run: ChatRun | CompletionRun | ResponseRun, stream: bool | None) -> Response:
+    """What a run makes, in one piece or as it comes."""
+    if stream:
+        return await event_stream(request, run.stream(), run.error_frames)
+    return json_response(await while_connected(request.receive, run.complete()))
 
 
 def build_app(service: Service) -> ASGIApp:
@@ -116,79 +99,71 @@ def build_app(service: Service) -> ASGIApp:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", responses={**_streamable(ChatCompletion), **GENERATING}, tags=["generation"])
-    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+    @app.post("/v1/chat/completions", responses={**_streamable(chat.ChatCompletion), **GENERATING}, tags=["generation"])
+    async def chat_completions(body: chat.ChatCompletionRequest, request: Request) -> Response:
         """Continue a conversation."""
-        run = ChatRun(service, body)
-        if body.stream:
-            return await event_stream(request, run.stream(), error_frames)
-        return json_response(await while_connected(request.receive, run.complete()))
+        return await generated(request, ChatRun(service, body), body.stream)
 
-    @app.post("/v1/completions", responses={**_streamable(Completion), **GENERATING}, tags=["generation"])
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    @app.post("/v1/completions", responses={**_streamable(texts.Completion), **GENERATING}, tags=["generation"])
+    async def completions(body: texts.CompletionRequest, request: Request) -> Response:
         """Continue texts."""
-        run = CompletionRun(service, body)
-        if body.stream:
-            return await event_stream(request, run.stream(), error_frames)
-        return json_response(await while_connected(request.receive, run.complete()))
+        return await generated(request, CompletionRun(service, body), body.stream)
 
-    @app.post("/v1/responses", responses={**_streamable(ResponseObject), **GENERATING}, tags=["generation"])
-    async def responses(body: ResponseRequest, request: Request) -> Response:
+    @app.post("/v1/responses", responses={**_streamable(items.ResponseObject), **GENERATING}, tags=["generation"])
+    async def responses(body: items.ResponseRequest, request: Request) -> Response:
         """Continue a conversation, told as items; nothing is stored."""
-        run = ResponseRun(service, body)
-        if body.stream:
-            return await event_stream(request, run.stream(), run.error_frames)
-        return json_response(await while_connected(request.receive, run.complete()))
+        return await generated(request, ResponseRun(service, body), body.stream)
 
 
 def _add_pooling(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/embeddings", responses={200: {"model": EmbeddingList}, **GENERATING}, tags=["embeddings"])
-    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    @app.post("/v1/embeddings", responses={200: {"model": texts.EmbeddingList}, **GENERATING}, tags=["embeddings"])
+    async def embeddings(body: texts.EmbeddingRequest, request: Request) -> Response:
         """Texts as vectors."""
         return json_response(await while_connected(request.receive, embed(service, body)))
 
-    @app.post("/v1/score", responses={200: {"model": ScoreList}, **GENERATING}, tags=["embeddings"])
-    async def scores(body: ScoreRequest, request: Request) -> Response:
+    @app.post("/v1/score", responses={200: {"model": texts.ScoreList}, **GENERATING}, tags=["embeddings"])
+    async def scores(body: texts.ScoreRequest, request: Request) -> Response:
         """How alike texts are: the cosines of their vectors."""
         return json_response(await while_connected(request.receive, score(service, body)))
 
 
 def _add_tokenization(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", responses={200: {"model": TokenizeResponse}, **READING}, tags=["tokens"])
-    async def tokenize_endpoint(body: TokenizeRequest) -> Response:
+    @app.post("/tokenize", responses={200: {"model": small.TokenizeResponse}, **READING}, tags=["tokens"])
+    async def tokenize_endpoint(body: small.TokenizeRequest) -> Response:
         """Token ids of a text or a conversation."""
         service.models.find(body.model)
         return json_response(await service.in_text_thread(tokenize, service, body))
 
-    @app.post("/detokenize", responses={200: {"model": DetokenizeResponse}, **READING}, tags=["tokens"])
-    async def detokenize_endpoint(body: DetokenizeRequest) -> Response:
+    @app.post("/detokenize", responses={200: {"model": small.DetokenizeResponse}, **READING}, tags=["tokens"])
+    async def detokenize_endpoint(body: small.DetokenizeRequest) -> Response:
         """The text of token ids."""
         service.models.find(body.model)
         return json_response(await service.in_text_thread(detokenize, service, body))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/models", responses={200: {"model": ModelList}, **_errors(401)}, tags=["models"])
+    @app.get("/v1/models", responses={200: {"model": small.ModelList}, **documented(401)}, tags=["models"])
     async def models() -> Response:
         """The names this server answers to."""
         return json_response(model_list(service))
 
-    @app.get("/v1/models/{name:path}", responses={200: {"model": ModelCard}, **_errors(401, 404)}, tags=["models"])
+    @app.get(
+        "/v1/models/{name:path}", responses={200: {"model": small.ModelCard}, **documented(401, 404)}, tags=["models"]
+    )
     async def model(name: str) -> Response:
         """One of them."""
         return json_response(model_card(service, service.models.find(name)))
 
-    changing = _errors(400, 401, 403, 409, 413, 503)
+    changing = documented(400, 401, 403, 409, 413, 503)
+    unloading = {200: {"model": small.DeletedModel}, **changing, **documented(404)}
 
-    @app.post("/v1/load_lora_adapter", responses={200: {"model": ModelCard}, **changing}, tags=["models"])
-    async def load(body: LoadAdapterRequest) -> Response:
+    @app.post("/v1/load_lora_adapter", responses={200: {"model": small.ModelCard}, **changing}, tags=["models"])
+    async def load(body: small.LoadAdapterRequest) -> Response:
         """Serve an adapter from the server's directory for adapters under a name of its own."""
         return json_response(await load_adapter(service, body))
 
-    @app.post(
-        "/v1/unload_lora_adapter", responses={200: {"model": DeletedModel}, **changing, **_errors(404)}, tags=["models"]
-    )
-    async def unload(body: UnloadAdapterRequest) -> Response:
+    @app.post("/v1/unload_lora_adapter", responses=unloading, tags=["models"])
+    async def unload(body: small.UnloadAdapterRequest) -> Response:
         """Forget an adapter that no request uses."""
         return json_response(await unload_adapter(service, body))
 
@@ -201,26 +176,26 @@ def _add_operation(app: FastAPI, service: Service) -> None:
             return False
         return not service.engine.is_dead
 
-    @app.get("/health", responses={200: {"model": Health}, **_errors(503)}, tags=["operation"])
+    @app.get("/health", responses={200: {"model": small.Health}, **documented(503)}, tags=["operation"])
     async def health() -> Response:
         """200 while the engine core's loop answers."""
-        return json_response(Health(status="ok")) if await is_alive() else error_response(engine_dead())
+        return json_response(small.Health(status="ok")) if await is_alive() else error_response(engine_dead())
 
-    @app.get("/ready", responses={200: {"model": Health}, **_errors(503)}, tags=["operation"])
+    @app.get("/ready", responses={200: {"model": small.Health}, **documented(503)}, tags=["operation"])
     async def ready() -> Response:
         """200 while new requests are taken in: healthy, and not shutting down."""
         if service.admission.is_draining:
             return error_response(shutting_down())
-        return json_response(Health(status="ok")) if await is_alive() else error_response(engine_dead())
+        return json_response(small.Health(status="ok")) if await is_alive() else error_response(engine_dead())
 
-    @app.get("/version", responses={200: {"model": Version}, **_errors(401)}, tags=["operation"])
+    @app.get("/version", responses={200: {"model": small.Version}, **documented(401)}, tags=["operation"])
     async def version() -> Response:
         """The server's version."""
-        return json_response(Version(version=__version__))
+        return json_response(small.Version(version=__version__))
 
     @app.get(
         "/metrics",
-        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **_errors(401)},
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **documented(401)},
         tags=["operation"],
     )
     async def metrics() -> Response:

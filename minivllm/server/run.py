@@ -9,21 +9,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Generator
 from functools import partial
 
 import uvicorn
 
 from minivllm.errors import ConfigError
-from minivllm.metrics.console import StatusLine
+from minivllm.frontend.async_llm import AsyncLLM
+from minivllm.metrics.prometheus import StatusLine
 from minivllm.server.app import build_app
 from minivllm.server.limits.connections import BoundedConnection, ConnectionLimits
-from minivllm.server.service.engine import AsyncEngine
 from minivllm.server.service.service import Service
 from minivllm.server.service.settings import ServerSettings
 
@@ -51,7 +54,7 @@ class _Uvicorn(uvicorn.Server):
 class ServerRun:
     """One run of a server from start to exit code. handle_signals: only possible in the main thread."""
 
-    def __init__(self, engine: AsyncEngine, settings: ServerSettings, *, handle_signals: bool = True) -> None:
+    def __init__(self, engine: AsyncLLM, settings: ServerSettings, *, handle_signals: bool = True) -> None:
         self.service = Service(engine, settings)
         self._engine = engine
         self._settings = settings
@@ -89,7 +92,7 @@ class ServerRun:
         await self.service.models.load_configured()
         host, port = listener.getsockname()[:2]
         names = ", ".join(model.name for model in self.service.models.all)
-        logger.info("Serving %s on http://%s:%d", names, _in_url(host), port)
+        logger.info("Serving %s on http://%s:%d", names, f"[{host}]" if ":" in host else host, port)
         loop = asyncio.get_running_loop()
         for number in self._signals:
             loop.add_signal_handler(number, self._on_signal, number)
@@ -204,7 +207,7 @@ def warn_if_open(settings: ServerSettings) -> None:
         )
 
 
-async def serve(engine: AsyncEngine, settings: ServerSettings, listener: socket.socket) -> int:
+async def serve(engine: AsyncLLM, settings: ServerSettings, listener: socket.socket) -> int:
     """Run a server in front of ``engine`` until it is told to stop, then close the engine; the exit code."""
     try:
         run = ServerRun(engine, settings)
@@ -216,5 +219,31 @@ async def serve(engine: AsyncEngine, settings: ServerSettings, listener: socket.
         await engine.close()
 
 
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+class JsonFormatter(logging.Formatter):
+    """``{"time", "level", "logger", "message", …}``; the access log adds its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def start_logging(*, as_json: bool) -> None:
+    """Send the package's log, and uvicorn's warnings, to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    if as_json:
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    for name, level in (("minivllm", logging.INFO), ("uvicorn", logging.WARNING)):
+        package = logging.getLogger(name)
+        package.handlers = [handler]
+        package.setLevel(level)
+        package.propagate = False

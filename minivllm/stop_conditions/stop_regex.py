@@ -10,7 +10,7 @@ work for a character and the memory by the number of places.
 
 The syntax is that of Python's ``re``, whose parser reads it and which decides what a class contains. What looks beyond
 the matched text or depends on the order of attempts (anchors, lookaround, backreferences, …) is refused. A match ends
-as soon as it can (see ``stop_matcher``), so ``a+`` ends at the first a, and greedy and lazy repetition are the same.
+as soon as it can (see ``stop_strings``), so ``a+`` ends at the first a, and greedy and lazy repetition are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from re import _parser as re_parser  # type: ignore[attr-defined]
 from typing import Any, NamedTuple
 
 from minivllm.errors import RequestError
-from minivllm.stop_conditions.stop_matcher import StopMatch
+from minivllm.stop_conditions.stop_strings import StopMatch
 
 MAX_ELEMENTS = 256
 """Of all stop expressions of a request: their characters, classes and groups, repeated ones as often as they may be.

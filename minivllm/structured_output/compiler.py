@@ -62,7 +62,12 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         tokenizer = self.read_vocabulary(eos_token_ids)
-        grammar = grammar_text(structured, lambda text: _is_one_special_token(tokenizer, text))
+
+        def is_special(text: str) -> bool:
+            token_ids = tokenizer.tokenize_str(text)
+            return len(token_ids) == 1 and tokenizer.is_special_token(token_ids[0])
+
+        grammar = grammar_text(structured, is_special)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
         first_mask = np.frombuffer(b"" if matcher.is_error() else matcher.compute_bitmask(), dtype=np.uint8)
         error = matcher.get_error() if matcher.is_error() else ""
@@ -97,11 +102,6 @@ def load_ll_tokenizer(config: EngineConfig, vocab_size: int, eos_token_ids: list
     except Exception as error:  # a foreign library, and what it cannot read must not end the engine
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(f"Structured outputs do not work with the tokenizer of this model: {reason}.") from error
-
-
-def _is_one_special_token(tokenizer: LLTokenizer, text: str) -> bool:
-    token_ids = tokenizer.tokenize_str(text)
-    return len(token_ids) == 1 and tokenizer.is_special_token(token_ids[0])
 
 
 def grammar_text(structured: StructuredOutputs, is_special: Callable[[str], bool]) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer as TokenizersBackend
 
-from minivllm.stop_conditions.stop_matcher import StopMatch, StopMatcher
+from minivllm.stop_conditions.stop_strings import StopMatch, StopMatcher
 
 _BYTE_FALLBACK_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 

@@ -55,17 +55,12 @@ class GGUFTokenizer:
 
     def __init__(self, backend: Tokenizer, special_tokens: Mapping[str, str], chat_template: str | None) -> None:
         self.backend_tokenizer, self.special_tokens, self.chat_template = backend, special_tokens, chat_template
+        ids = {name: backend.token_to_id(token) for name, token in special_tokens.items()}
+        self.bos_token_id: int | None = ids.get("bos_token")
+        self.eos_token_id: int | None = ids.get("eos_token")
 
     def __len__(self) -> int:
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._id_of("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._id_of("eos_token")
 
     def apply_chat_template(
         self,
@@ -87,20 +82,15 @@ class GGUFTokenizer:
             variables={**self.special_tokens, **variables},
         )
 
-    def _id_of(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return None if token is None else self.backend_tokenizer.token_to_id(token)
-
 
 def load_gguf_tokenizer(path: Path) -> GGUFTokenizer:
     """As ``build_gguf_tokenizer``, which takes half a second; what it built is kept on disk for the next start."""
     cached = cache_path(path)
-    if cached is None:
-        return build_gguf_tokenizer(path)
-    found = _read_cached(cached)
+    found = None if cached is None else _read_cached(cached)
     if found is None:
         found = build_gguf_tokenizer(path)
-        _write_cached(cached, found)
+        if cached is not None:
+            _write_cached(cached, found)
     return found
 
 
@@ -155,15 +145,12 @@ def build_gguf_tokenizer(path: Path) -> GGUFTokenizer:
         raise ModelError(f"{path} holds a tokenizer of the kind {model!r}, but supported are: {', '.join(builders)}.")
     vocabulary = _Vocabulary(metadata, path)
     backend = builders[model](vocabulary)
-    named = {
-        "bos_token": vocabulary.token("bos_token_id"),
-        "eos_token": vocabulary.token("eos_token_id"),
-        "unk_token": vocabulary.token("unknown_token_id"),
-        "pad_token": vocabulary.token("padding_token_id"),
-    }
+    roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    named = {f"{ours}_token": vocabulary.token(f"{theirs}_token_id") for ours, theirs in roles.items()}
     special = {name: token for name, token in named.items() if token is not None}
     _add_special_tokens(backend, vocabulary, special.values())
-    _add_begin_and_end(backend, vocabulary, begin_by_default=_begins_by_default(vocabulary, model))
+    begins_by_default = model == "llama" or _pre_tokenizer(vocabulary) == "llama3"
+    _add_begin_and_end(backend, vocabulary, begins_by_default)
     template = metadata.get("tokenizer.chat_template")
     return GGUFTokenizer(backend, special, template if isinstance(template, str) else None)
 
@@ -319,23 +306,15 @@ def _add_special_tokens(backend: Tokenizer, vocabulary: _Vocabulary, named: Iter
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in named])
 
 
-def _begins_by_default(vocabulary: _Vocabulary, model: str) -> bool:
-    return model == "llama" or _pre_tokenizer(vocabulary) == "llama3"
-
-
 def _add_begin_and_end(backend: Tokenizer, vocabulary: _Vocabulary, begin_by_default: bool) -> None:
     from tokenizers import processors
 
     begin, end = vocabulary.token("bos_token_id"), vocabulary.token("eos_token_id")
-    pieces = ["$A"]
-    special: list[tuple[str, int]] = []
-    if begin is not None and vocabulary.flag("add_bos_token", begin_by_default):
-        pieces.insert(0, begin)
-        special.append((begin, vocabulary.ids[begin]))
-    if end is not None and vocabulary.flag("add_eos_token", False):
-        pieces.append(end)
-        special.append((end, vocabulary.ids[end]))
-    if special:
+    before = [begin] if begin is not None and vocabulary.flag("add_bos_token", begin_by_default) else []
+    behind = [end] if end is not None and vocabulary.flag("add_eos_token", False) else []
+    if before or behind:
+        pieces = [*before, "$A", *behind]
+        special = [(token, vocabulary.ids[token]) for token in (*before, *behind)]
         template = processors.TemplateProcessing(single=pieces, special_tokens=special)
         current = backend.post_processor
         backend.post_processor = template if current is None else processors.Sequence([current, template])

@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from minivllm.stop_conditions.stop_matcher import StopMatch
-from minivllm.stop_conditions.stop_strings import StopAutomaton
+from minivllm.stop_conditions.stop_strings import StopAutomaton, StopMatch
 from minivllm.tokenizer.detokenizer import Detokenizer, TokenDecoder
 from tests.frontend.small_tokenizers import FAMILIES, TEXTS, byte_fallback_bpe, byte_level_bpe
 

@@ -34,7 +34,7 @@ def processor(
 
 def test_text_becomes_the_tokenizers_ids() -> None:
     for prompt in ("The quick fox", {"prompt": "The quick fox"}):
-        prepared = processor().process(prompt, SamplingParams())
+        prepared = processor().prepare(None, prompt, SamplingParams())
         assert prepared.prompt == "The quick fox"
         assert prepared.prompt_token_ids == TOKENIZER.encode("The quick fox")
         (request,) = prepared.sequences
@@ -43,8 +43,8 @@ def test_text_becomes_the_tokenizers_ids() -> None:
 
 
 def test_token_ids_need_no_tokenizer_and_count_before_the_text_beside_them() -> None:
-    assert processor(None).process(IDS, SamplingParams()).prompt_token_ids == [1, 2, 3]
-    prepared = processor().process({**IDS, "prompt": "only echoed", "cache_salt": "me"}, SamplingParams())
+    assert processor(None).prepare(None, IDS, SamplingParams()).prompt_token_ids == [1, 2, 3]
+    prepared = processor().prepare(None, {**IDS, "prompt": "only echoed", "cache_salt": "me"}, SamplingParams())
     assert (prepared.prompt, prepared.prompt_token_ids) == ("only echoed", [1, 2, 3])
     assert prepared.sequences[0].cache_salt == "me"
 
@@ -80,7 +80,7 @@ def test_token_ids_need_no_tokenizer_and_count_before_the_text_beside_them() -> 
 )
 def test_bad_prompt_is_refused_naming_what_was_given(prompt: Any, words: list[str]) -> None:
     with pytest.raises(RequestError) as caught:
-        processor().process(prompt, SamplingParams())
+        processor().prepare(None, prompt, SamplingParams())
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert len(str(caught.value)) < 400
 
@@ -102,20 +102,20 @@ def test_bad_prompt_is_refused_naming_what_was_given(prompt: Any, words: list[st
 )
 def test_parameters_the_model_cannot_serve_are_refused(params: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(RequestError) as caught:
-        processor().process(IDS, SamplingParams(**params))
+        processor().prepare(None, IDS, SamplingParams(**params))
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_parameters_of_another_type_are_refused() -> None:
     with pytest.raises(RequestError, match="must be a SamplingParams"):
-        processor().process(IDS, {"max_tokens": 3})  # type: ignore[arg-type]
+        processor().prepare(None, IDS, {"max_tokens": 3})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("what", ["a text", {"stop": ["x"]}, {"stop_regex": ["x"]}, {"bad_words": ["x"]}])
 def test_text_without_a_tokenizer_is_refused(what: Any) -> None:
     prompt, params = (what, {}) if isinstance(what, str) else (IDS, what)
     with pytest.raises(RequestError, match="needs a tokenizer"):
-        processor(None).process(prompt, SamplingParams(**params))
+        processor(None).prepare(None, prompt, SamplingParams(**params))
 
 
 @settings(max_examples=300, deadline=None)
@@ -125,12 +125,12 @@ def test_nothing_is_ever_cut_to_fit(num_prompt: int, max_tokens: int | None, lim
     params = SamplingParams(max_tokens=max_tokens)
     fits = num_prompt < limit and num_prompt + (max_tokens or 1) <= limit
     if fits:
-        (request,) = processor(max_model_len=limit).process(prompt, params).sequences
+        (request,) = processor(max_model_len=limit).prepare(None, prompt, params).sequences
         assert len(request.prompt_token_ids) == num_prompt
         assert request.max_tokens == (limit - num_prompt if max_tokens is None else max_tokens)
     else:
         with pytest.raises(RequestError) as caught:
-            processor(max_model_len=limit).process(prompt, params)
+            processor(max_model_len=limit).prepare(None, prompt, params)
         asked = "the rest of the context" if max_tokens is None else str(max_tokens)
         for part in (f"{num_prompt} tokens", f"max_tokens is {asked}", f"max_model_len is {limit}"):
             assert part in str(caught.value)
@@ -138,7 +138,7 @@ def test_nothing_is_ever_cut_to_fit(num_prompt: int, max_tokens: int | None, lim
 
 def test_n_becomes_n_sequences_with_their_own_ids_and_seeds() -> None:
     params = SamplingParams(n=3, seed=2**63 - 1, prompt_logprobs=2)
-    prepared = processor().process(IDS, params, request_id="mine")
+    prepared = processor().prepare("mine", IDS, params)
     assert prepared.request_id == "mine"
     assert len({request.request_id for request in prepared.sequences}) == 3
     assert [request.seed for request in prepared.sequences] == [2**63 - 1, -(2**63), -(2**63) + 1]
@@ -149,37 +149,37 @@ def test_n_becomes_n_sequences_with_their_own_ids_and_seeds() -> None:
 def test_seeds_follow_from_the_engines_seed_and_the_order_of_requests() -> None:
     def seeds(engine_seed: int) -> list[int]:
         inputs = processor(seed=engine_seed)
-        return [inputs.process(IDS, SamplingParams()).sequences[0].seed for _ in range(20)]
+        return [inputs.prepare(None, IDS, SamplingParams()).sequences[0].seed for _ in range(20)]
 
     assert seeds(0) == seeds(0)
     assert len(set(seeds(0) + seeds(1))) == 40
     assert all(-(2**63) <= seed < 2**63 for seed in seeds(0))
-    assert processor().process(IDS, SamplingParams(seed=5)).sequences[0].seed == 5
+    assert processor().prepare(None, IDS, SamplingParams(seed=5)).sequences[0].seed == 5
 
 
 def test_callers_request_id_is_echoed_and_never_a_key() -> None:
     inputs = processor()
-    first, second = (inputs.process(IDS, SamplingParams(), request_id="same") for _ in range(2))
+    first, second = (inputs.prepare("same", IDS, SamplingParams()) for _ in range(2))
     assert first.request_id == second.request_id == "same"
     assert first.sequences[0].request_id != second.sequences[0].request_id
     with pytest.raises(RequestError, match="request_id"):
-        inputs.process(IDS, SamplingParams(), request_id="\ud800")
+        inputs.prepare("\ud800", IDS, SamplingParams())
 
 
 def test_bad_words_are_given_as_ids_at_the_start_and_behind_a_space() -> None:
-    (request,) = processor().process(IDS, SamplingParams(bad_words=["quick", " fox", "fox"])).sequences
+    (request,) = processor().prepare(None, IDS, SamplingParams(bad_words=["quick", " fox", "fox"])).sequences
     expected = {tuple(TOKENIZER.encode(text, add_special_tokens=False)) for text in ("quick", " quick", "fox", " fox")}
     assert {tuple(ids) for ids in request.bad_words_token_ids} == expected
     assert len(request.bad_words_token_ids) == len(expected)
 
 
 def test_priority_is_refused_where_it_would_be_ignored() -> None:
-    assert processor(policy="priority").process(IDS, SamplingParams(), priority=-3).sequences[0].priority == -3
+    assert processor(policy="priority").prepare(None, IDS, SamplingParams(), priority=-3).sequences[0].priority == -3
     with pytest.raises(RequestError, match="has no priorities"):
-        processor().process(IDS, SamplingParams(), priority=1)
+        processor().prepare(None, IDS, SamplingParams(), priority=1)
     for value in (True, 1.5, "1", 2**63):
         with pytest.raises(RequestError, match="priority is"):
-            processor(policy="priority").process(IDS, SamplingParams(), priority=value)  # type: ignore[arg-type]
+            processor(policy="priority").prepare(None, IDS, SamplingParams(), priority=value)  # type: ignore[arg-type]
 
 
 def test_conversation_is_rendered_by_the_chat_template() -> None:
@@ -225,7 +225,7 @@ def test_conversation_without_a_template_is_refused() -> None:
 )
 def test_whatever_is_given_as_a_prompt_is_served_or_refused_in_words(prompt: Any) -> None:
     try:
-        prepared = processor().process(prompt, SamplingParams(max_tokens=1))
+        prepared = processor().prepare(None, prompt, SamplingParams(max_tokens=1))
     except RequestError as error:
         assert str(error).isprintable()
     else:

@@ -13,8 +13,8 @@ from minivllm.errors import ConfigError, EngineDeadError, ModelError, RequestErr
 from minivllm.frontend.llm import LLM
 from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.messages import EngineRequest
+from minivllm.processing.input_processor import default_sampling_params
 from minivllm.processing.outputs import RequestOutput
-from minivllm.processing.text_frontend import default_sampling_params
 from minivllm.sampling_params import OutputKind, SamplingParams
 from tests.frontend.scripted_client import EOS, ScriptedClient, engine_config
 from tests.frontend.small_tokenizers import byte_level_bpe, wrapped

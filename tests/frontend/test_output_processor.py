@@ -38,8 +38,8 @@ class Frontend:
         self.outputs = OutputProcessor(decoder)
 
     def add(self, prompt_ids: tuple[int, ...] = (1, 2, 3), **params: Any) -> PreparedRequest:
-        prepared = self.inputs.process(
-            {"prompt_token_ids": list(prompt_ids)}, SamplingParams(max_tokens=None, **params), request_id="mine"
+        prepared = self.inputs.prepare(
+            "mine", {"prompt_token_ids": list(prompt_ids)}, SamplingParams(max_tokens=None, **params)
         )
         self.outputs.add_request(prepared)
         return prepared

@@ -146,7 +146,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch:
     from minivllm import SamplingParams
 
     for prepare in (
-        lambda: processor.process("x" * (limit + 1), SamplingParams()),
+        lambda: processor.prepare(None, "x" * (limit + 1), SamplingParams()),
         lambda: processor.render_chat([{"role": "user", "content": "x" * (limit + 1)}]),
     ):
         with pytest.raises(ContextLengthError, match=f"max_model_len is {config.scheduler.max_model_len}: a prompt"):

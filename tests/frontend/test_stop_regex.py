@@ -11,9 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minivllm.errors import RequestError
-from minivllm.stop_conditions.stop_matcher import FirstStop, StopMatcher
 from minivllm.stop_conditions.stop_regex import MAX_ELEMENTS, StopPattern, compile_stop_patterns
-from minivllm.stop_conditions.stop_strings import StopAutomaton
+from minivllm.stop_conditions.stop_strings import FirstStop, StopAutomaton, StopMatcher
 from minivllm.tokenizer.detokenizer import Detokenizer
 
 CHARACTERS = "aAb1 \né"

@@ -10,8 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from minivllm.messages import SchedulerStats
-from minivllm.metrics.console import StatusLine
-from minivllm.metrics.prometheus import MAX_DRAFT_POSITIONS, ServerMetrics
+from minivllm.metrics.prometheus import MAX_DRAFT_POSITIONS, ServerMetrics, StatusLine
 from minivllm.processing.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 

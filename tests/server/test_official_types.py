@@ -19,8 +19,7 @@ from openai.types.responses import response_create_params
 from pydantic import BaseModel
 
 from minivllm.server.protocol.chat import ChatCompletionRequest
-from minivllm.server.protocol.completions import CompletionRequest
-from minivllm.server.protocol.embeddings import EmbeddingRequest
+from minivllm.server.protocol.completions import CompletionRequest, EmbeddingRequest
 from minivllm.server.protocol.responses import ResponseRequest
 from tests.server.serving import ServedCore
 

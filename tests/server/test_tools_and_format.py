@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from minivllm.server.parsers.choose import CallsOrAnswer
 from minivllm.server.parsers.events import CallStart, Content
-from minivllm.server.parsers.forced_calls import CallsOrAnswer
 from minivllm.server.parsers.tool_calls import HermesParser, LlamaParser
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 

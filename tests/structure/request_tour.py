@@ -274,7 +274,7 @@ def watch(engine: LLMEngine, record: Record, watching: ExitStack) -> None:
 
     def heading(logits: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def watched_logits(*arguments: Any, **named: Any) -> Tensor:
-            result, rows = logits(*arguments, **named), arguments[3]
+            result, rows = logits(*arguments, **named), arguments[2]
             record.steps[-1].shapes |= {"rows with logits": str(rows.unique().tolist()), "logits": shape(result)}
             best = result.topk(2).values
             record.margin = min(record.margin, float((best[:, 0] - best[:, 1]).min()))

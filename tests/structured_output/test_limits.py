@@ -20,10 +20,9 @@ from minivllm.errors import ModelError, RequestError
 from minivllm.messages import EngineRequest
 from minivllm.request import Request, RequestStatus
 from minivllm.sampling_params import MAX_GRAMMAR_BYTES
-from minivllm.structured_output.cache import GrammarCache
 from minivllm.structured_output.compiler import GrammarCompiler
 from minivllm.structured_output.grammar import Grammar
-from minivllm.structured_output.manager import StructuredOutputManager
+from minivllm.structured_output.manager import GrammarCache, StructuredOutputManager
 from tests.structured_output.small_vocabulary import EOS, VOCAB_SIZE, SmallVocabulary, engine_config
 
 ALL_BUT_ONE = {"json": {"type": "null"}, "regex": "a", "choice": ["a"], "grammar": 'start: "a"', "json_object": True}

@@ -18,7 +18,7 @@ from minivllm.messages import EngineRequest
 from minivllm.request import Request, RequestStatus, Stop
 from minivllm.scheduler.repetition import RepetitionDetector
 from minivllm.scheduler.stopping import append_until_stop
-from minivllm.structured_output.thinking import ThinkingBudget
+from minivllm.structured_output.grammar import ThinkingBudget
 
 START, END = [90, 91], [92, 93, 94]
 

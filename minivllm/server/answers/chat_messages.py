@@ -7,18 +7,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from minivllm.server.protocol.chat import (
-    AssistantMessage,
-    ChatCompletionRequest,
-    ImagePart,
-    Message,
-    RefusalPart,
-    SystemMessage,
-    Tool,
-    ToolCall,
-    ToolMessage,
-)
-from minivllm.server.wire.errors import ApiError, unsupported
+from minivllm.server.protocol import chat, responses
+from minivllm.server.wire.errors import invalid, unsupported
 from minivllm.server.wire.json_bounds import JsonBounds
 
 RESERVED_TEMPLATE_NAMES = {
@@ -41,7 +31,7 @@ RESERVED_TEMPLATE_NAMES = {
 """What the renderer itself is told; a client's names for the template must not reach it."""
 
 
-def template_messages(messages: Sequence[Message], chat_template: str) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[chat.Message], chat_template: str) -> list[dict[str, Any]]:
     """Plain dictionaries for the chat template. Raises ApiError 400 with the path of what is wrong."""
     call_ids: set[str] = set()
     return [
@@ -50,18 +40,18 @@ def template_messages(messages: Sequence[Message], chat_template: str) -> list[d
     ]
 
 
-def template_tools(tools: Sequence[Tool], chat_template: str) -> list[dict[str, Any]]:
+def template_tools(tools: Sequence[chat.Tool], chat_template: str) -> list[dict[str, Any]]:
     """Tools for the chat template. Raises ApiError 400 for a model that has not learnt to call any."""
     if "tools" not in chat_template:
         raise unsupported("tools", "cannot be given to this model: its chat template has no place for them.")
     names = [tool.function.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise _invalid(f"tools.{index}.function.name", f"is {name!r}, which another tool has already.")
+            raise invalid(f"tools.{index}.function.name", f"is {name!r}, which another tool has already.")
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
 
 
-def template_names(request: ChatCompletionRequest, chat_template: str) -> dict[str, Any]:
+def template_names(request: chat.ChatCompletionRequest, chat_template: str) -> dict[str, Any]:
     """Further names for the chat template: chat_template_kwargs, and what reasoning_effort means to it."""
     names: dict[str, Any] = dict(request.chat_template_kwargs or {})
     for name in names:
@@ -79,24 +69,24 @@ def template_names(request: ChatCompletionRequest, chat_template: str) -> dict[s
     return names
 
 
-def _template_message(path: str, message: Message, call_ids: set[str], chat_template: str) -> dict[str, Any]:
-    entry: dict[str, Any] = {"role": message.role, "content": _text(path, message.content)}
-    if isinstance(message, SystemMessage) and message.role == "developer" and "developer" not in chat_template:
+def _template_message(path: str, message: chat.Message, call_ids: set[str], chat_template: str) -> dict[str, Any]:
+    entry: dict[str, Any] = {"role": message.role, "content": text_of(f"{path}.content", message.content)}
+    if isinstance(message, chat.SystemMessage) and message.role == "developer" and "developer" not in chat_template:
         entry["role"] = "system"
-    if isinstance(message, ToolMessage):
+    if isinstance(message, chat.ToolMessage):
         if message.tool_call_id not in call_ids:
-            raise _invalid(f"{path}.tool_call_id", "names no tool call of an assistant message before it.")
+            raise invalid(f"{path}.tool_call_id", "names no tool call of an assistant message before it.")
         entry["tool_call_id"] = message.tool_call_id
     elif message.name is not None:
         entry["name"] = message.name
-    if isinstance(message, AssistantMessage):
+    if isinstance(message, chat.AssistantMessage):
         _add_assistant_fields(path, message, entry, call_ids)
     return entry
 
 
-def _add_assistant_fields(path: str, message: AssistantMessage, entry: dict[str, Any], call_ids: set[str]) -> None:
+def _add_assistant_fields(path: str, message: chat.AssistantMessage, entry: dict[str, Any], call_ids: set[str]) -> None:
     if message.content is None and message.refusal is None and not message.tool_calls:
-        raise _invalid(f"{path}.content", "is missing: an assistant message needs content, a refusal or tool_calls.")
+        raise invalid(f"{path}.content", "is missing: an assistant message needs content, a refusal or tool_calls.")
     if message.content is None and message.refusal is not None:
         entry["content"] = message.refusal
     if message.reasoning_content is not None:
@@ -108,7 +98,7 @@ def _add_assistant_fields(path: str, message: AssistantMessage, entry: dict[str,
         call_ids.update(call.id for call in message.tool_calls)
 
 
-def _template_call(path: str, call: ToolCall) -> dict[str, Any]:
+def _template_call(path: str, call: chat.ToolCall) -> dict[str, Any]:
     # A text inside the body, so the bounds of the body have not seen into it.
     JsonBounds().check(call.function.arguments.encode(errors="replace"), f"{path}.function.arguments")
     return {
@@ -127,19 +117,15 @@ def _template_arguments(text: str) -> Any:
     return arguments if isinstance(arguments, Mapping) else text
 
 
-def _text(path: str, content: Any) -> str:
-    """Content as one text; parts are joined by newlines."""
+def text_of(path: str, content: Any) -> str:
+    """Content as one text; parts are joined by newlines. Raises ApiError 400 for an image."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
     for index, part in enumerate(content):
-        if isinstance(part, ImagePart):
+        if isinstance(part, chat.ImagePart | responses.InputImage):
             raise unsupported(
-                f"{path}.content.{index}", "is an image, but this model reads text only: at most 0 images per request."
+                f"{path}.{index}", "is an image, but this model reads text only: at most 0 images per request."
             )
-        texts.append(part.refusal if isinstance(part, RefusalPart) else part.text)
+        texts.append(part.refusal if isinstance(part, chat.RefusalPart) else part.text)
     return "\n".join(texts)
-
-
-def _invalid(path: str, what: str) -> ApiError:
-    return ApiError(400, f"{path} {what}", param=path, code="invalid_value")

@@ -9,20 +9,11 @@ from functools import partial
 from typing import Any
 
 from minivllm.sampling_params import StructuredOutputs, ToolCalls
-from minivllm.server.parsers.choose import NativeCalls
+from minivllm.server.parsers.choose import CallsOrAnswer, NamedCallParser, NativeCalls
 from minivllm.server.parsers.events import Parser, PlainText
-from minivllm.server.parsers.forced_calls import CallsOrAnswer, NamedCallParser
 from minivllm.server.parsers.tool_calls import CallForm, HermesParser
-from minivllm.server.protocol.chat import (
-    AllowedToolChoice,
-    ChatCompletionRequest,
-    FunctionDefinition,
-    NamedTool,
-    ResponseFormatJsonObject,
-    ResponseFormatJsonSchema,
-    Tool,
-)
-from minivllm.server.wire.errors import ApiError, unsupported
+from minivllm.server.protocol import chat
+from minivllm.server.wire.errors import invalid, unsupported
 
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _DATA = frozenset({"const", "enum", "default", "examples"})
@@ -33,12 +24,12 @@ _DATA = frozenset({"const", "enum", "default", "examples"})
 class OfferedTools:
     """The tools that the model may call. must_call: it has to call one. named: the one that it has to call."""
 
-    tools: list[Tool]
+    tools: list[chat.Tool]
     must_call: bool
     named: str | None = None
 
     @property
-    def functions(self) -> list[FunctionDefinition]:
+    def functions(self) -> list[chat.FunctionDefinition]:
         return [tool.function for tool in self.tools]
 
 
@@ -50,39 +41,43 @@ class Constraint:
     make_parser: Callable[[], Parser] | None = None
 
 
-def offered_tools(request: ChatCompletionRequest) -> OfferedTools | None:
+def offered_tools(request: chat.ChatCompletionRequest) -> OfferedTools | None:
     """None where no tool may be called. Raises ApiError 400 for a choice among tools that are not there."""
     tools, choice = request.tools or [], request.tool_choice or "auto"
     if choice == "none" or (choice == "auto" and not tools):
         return None
     if not tools:
-        raise ApiError(
-            400, "tool_choice asks for a tool, but tools is empty.", param="tool_choice", code="invalid_value"
-        )
+        raise invalid("tool_choice", "asks for a tool, but tools is empty.")
     if isinstance(choice, str):
         return OfferedTools(tools, choice == "required")
-    chosen = choice.allowed_tools.tools if isinstance(choice, AllowedToolChoice) else [choice]
+    chosen = choice.allowed_tools.tools if isinstance(choice, chat.AllowedToolChoice) else [choice]
     wanted = [tool.function.name for tool in chosen]
     known = [tool.function.name for tool in tools]
     for name in wanted:
         if name not in known:
-            message = f"tool_choice names {name!r}, but tools has only {', '.join(known)}."
-            raise ApiError(400, message, param="tool_choice", code="invalid_value")
-    if isinstance(choice, NamedTool):
+            raise invalid("tool_choice", f"names {name!r}, but tools has only {', '.join(known)}.")
+    if isinstance(choice, chat.NamedTool):
         return OfferedTools(tools, True, choice.function.name)
     allowed = [tool for tool in tools if tool.function.name in wanted]
     return OfferedTools(allowed, choice.allowed_tools.mode == "required")
 
 
-def constraint(request: ChatCompletionRequest, offered: OfferedTools | None, native: NativeCalls | None) -> Constraint:
+def constraint(
+    request: chat.ChatCompletionRequest, offered: OfferedTools | None, native: NativeCalls | None
+) -> Constraint:
     """native: reads the calls as the model writes them by itself. Raises ApiError 400 or RequestError."""
-    answer = _answer_schema(request)
+    answer: dict[str, Any] | None = None
+    if isinstance(request.response_format, chat.ResponseFormatJsonSchema):
+        answer = request.response_format.json_schema.schema_
+    elif isinstance(request.response_format, chat.ResponseFormatJsonObject):
+        answer = {"type": "object"}
     structure = request.structure()
     if structure is not None:
         if answer is not None:
-            raise _contradiction("and response_format both say what the answer must look like: give one of them.")
+            why = "and response_format both say what the answer must look like: give one of them."
+            raise invalid("structured_outputs", why)
         if offered is not None:
-            raise _contradiction("would make tool calls impossible: give tool_choice none.")
+            raise invalid("structured_outputs", "would make tool calls impossible: give tool_choice none.")
         return Constraint(structure, PlainText)
     if offered is None or not (offered.must_call or (answer is not None and native is not None)):
         return Constraint() if answer is None else Constraint(StructuredOutputs(json=answer), PlainText)
@@ -107,23 +102,12 @@ def constraint(request: ChatCompletionRequest, offered: OfferedTools | None, nat
     )
 
 
-def _contradiction(why: str) -> ApiError:
-    return ApiError(400, f"structured_outputs {why}", param="structured_outputs", code="invalid_value")
-
-
-def _answer_schema(request: ChatCompletionRequest) -> dict[str, Any] | None:
-    wanted = request.response_format
-    if isinstance(wanted, ResponseFormatJsonSchema):
-        return wanted.json_schema.schema_
-    return {"type": "object"} if isinstance(wanted, ResponseFormatJsonObject) else None
-
-
-def _arguments_schema(function: FunctionDefinition) -> dict[str, Any]:
+def _arguments_schema(function: chat.FunctionDefinition) -> dict[str, Any]:
     return function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def _calls_structure(
-    functions: Sequence[FunctionDefinition], form: CallForm, single_call: bool, answer: dict[str, Any] | None
+    functions: Sequence[chat.FunctionDefinition], form: CallForm, single_call: bool, answer: dict[str, Any] | None
 ) -> StructuredOutputs:
     """At least one call, its arguments by the schema of that function, or the answer."""
     calls = []

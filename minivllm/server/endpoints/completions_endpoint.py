@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import cast
+from typing import Any
 
 from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import CompletionOutput, PositionLogprobMap, RequestOutput
 from minivllm.sampling_params import OutputKind, SamplingParams
 from minivllm.server.answers.logprobs import completion_logprobs, written
-from minivllm.server.answers.streaming import DONE, data_frame
-from minivllm.server.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from minivllm.server.protocol.prompts import as_prompt, prompt_list
-from minivllm.server.protocol.usage import Usage, usage
+from minivllm.server.answers.streaming import DONE, data_frame, error_frames
+from minivllm.server.protocol import completions as protocol
 from minivllm.server.service.service import Service, new_id
-from minivllm.server.wire.errors import ApiError, unsupported
+from minivllm.server.wire.errors import invalid, unsupported
+from minivllm.server.wire.fields import as_prompt, prompt_list
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -25,7 +24,9 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionRun:
     """One request for text completions, checked; then either ``complete`` or ``stream``."""
 
-    def __init__(self, service: Service, request: CompletionRequest) -> None:
+    error_frames = staticmethod(error_frames)
+
+    def __init__(self, service: Service, request: protocol.CompletionRequest) -> None:
         self._service = service
         self._request = request
         self._model = service.models.find(request.model)
@@ -33,29 +34,31 @@ class CompletionRun:
         self._created = int(time.time())
         self._prompts = prompt_list(request.prompt)
         self._last_outputs: dict[int, RequestOutput] = {}
-        self._choices: dict[int, CompletionChoice] = {}
+        self._choices: dict[int, protocol.CompletionChoice] = {}
         self._lengths: dict[int, int] = {}
         # With echo and no tokens asked for, one is generated all the same, and not shown.
         self._hides_answer = request.max_tokens == 0
         if request.stream_options is not None and not request.stream:
             raise unsupported("stream_options", "is only allowed together with stream: true.")
         if self._hides_answer and not request.echo:
-            message = "max_tokens is 0, but must be at least 1 unless echo is true."
-            raise ApiError(400, message, param="max_tokens", code="invalid_value")
+            raise invalid("max_tokens", "is 0, but must be at least 1 unless echo is true.")
         if request.stream and request.echo and request.logprobs is not None and (request.n or 1) > 1:
             raise unsupported("n", "must be 1 where stream, echo and logprobs come together.")
         if request.stream and (request.best_of or 1) > (request.n or 1):
             raise unsupported("best_of", "above n cannot stream: which ones are best is known at the end only.")
         self._params = self._sampling_params()
 
-    async def complete(self) -> Completion:
+    async def complete(self) -> protocol.Completion:
         """All completions at once, those of the first prompt first."""
-        choices: dict[int, CompletionChoice] = {}
+        choices: dict[int, protocol.CompletionChoice] = {}
         async with aclosing(self._outputs()) as outputs:
             async for prepared, number, output in outputs:
                 for completion in output.outputs:
-                    make = partial(self._written_choice, prepared, number, output, completion)
-                    choice = await self._service.in_text_thread(make) if self._request.logprobs is not None else make()
+                    make = partial(self._choice, prepared, number, output, completion)
+                    if self._request.logprobs is None:
+                        choice = make()
+                    else:
+                        choice = await self._service.in_text_thread(make, written)
                     choices[choice["index"]] = choice
         completion_object = self._object([choices[index] for index in sorted(choices)])
         completion_object["usage"] = self._usage()
@@ -108,9 +111,17 @@ class CompletionRun:
                 yield prepared, number, output
 
     def _choice(
-        self, prepared: PreparedRequest, number: int, output: RequestOutput, completion: CompletionOutput
-    ) -> CompletionChoice:
-        """What is new of one completion; the first time with the prompt before it, if that is wanted."""
+        self,
+        prepared: PreparedRequest,
+        number: int,
+        output: RequestOutput,
+        completion: CompletionOutput,
+        write: Callable[[Any], Any] = dict,
+    ) -> protocol.CompletionChoice:
+        """What is new of one completion; the first time with the prompt before it, if that is wanted.
+
+        write: makes of log-probabilities what goes into the answer.
+        """
         index = number * self._params.n + completion.index
         text, token_ids = completion.text, list(completion.token_ids)
         positions: list[PositionLogprobMap | None] = list(completion.logprobs or [])
@@ -122,23 +133,14 @@ class CompletionRun:
             positions = [*(output.prompt_logprobs or []), *positions]
         offset = self._lengths.get(index, 0)
         self._lengths[index] = offset + len(text)
-        logprobs: CompletionLogprobs | None = None
+        logprobs: protocol.CompletionLogprobs | None = None
         if self._request.logprobs is not None and token_ids:
-            logprobs = completion_logprobs(token_ids, positions, offset, self._service.token_decoder)
-        choice = CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=None)
+            logprobs = write(completion_logprobs(token_ids, positions, offset, self._service.token_decoder))
+        choice = protocol.CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=None)
         if completion.finish_reason is not None:
             choice["finish_reason"] = "length" if completion.finish_reason == "length" else "stop"
         if completion.stop_reason is not None:
             choice["stop_reason"] = completion.stop_reason
-        return choice
-
-    def _written_choice(
-        self, prepared: PreparedRequest, number: int, output: RequestOutput, completion: CompletionOutput
-    ) -> CompletionChoice:
-        """A whole completion, its log-probabilities already written."""
-        choice = self._choice(prepared, number, output, completion)
-        if choice["logprobs"] is not None:
-            choice["logprobs"] = cast(CompletionLogprobs, written(choice["logprobs"]))
         return choice
 
     def _prompt_text(self, prepared: PreparedRequest) -> str:
@@ -147,18 +149,18 @@ class CompletionRun:
         engine = self._service.engine
         return engine.tokenizer.decode(prepared.prompt_token_ids, False) if engine.has_tokenizer else ""
 
-    def _object(self, choices: list[CompletionChoice]) -> Completion:
-        completion = Completion(
+    def _object(self, choices: list[protocol.CompletionChoice]) -> protocol.Completion:
+        completion = protocol.Completion(
             id=self._id, object="text_completion", created=self._created, model=self._model.name, choices=choices
         )
         if self._request.wants_usage_chunk:
             completion["usage"] = None
         return completion
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> protocol.Usage:
         outputs = self._last_outputs.values()
         generated = 0 if self._hides_answer else sum(output.metrics.num_generation_tokens for output in outputs)
-        return usage(
+        return protocol.usage(
             sum(len(output.prompt_token_ids) for output in outputs),
             generated,
             sum(output.num_cached_tokens for output in outputs),

@@ -13,24 +13,15 @@ import numpy as np
 from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import RequestOutput
 from minivllm.sampling_params import OutputKind, PoolingParams, SamplingParams
-from minivllm.server.protocol.embeddings import (
-    Embedding,
-    EmbeddingList,
-    EmbeddingRequest,
-    EmbeddingUsage,
-    PoolingFields,
-    Score,
-    ScoreList,
-    ScoreRequest,
-)
-from minivllm.server.protocol.prompts import as_prompt, prompt_list
+from minivllm.server.protocol import completions as protocol
 from minivllm.server.service.service import Service, new_id
-from minivllm.server.wire.errors import ApiError, unsupported
+from minivllm.server.wire.errors import invalid, unsupported
+from minivllm.server.wire.fields import as_prompt, prompt_list
 
 T = TypeVar("T")
 
 
-async def embed(service: Service, request: EmbeddingRequest) -> EmbeddingList:
+async def embed(service: Service, request: protocol.EmbeddingRequest) -> protocol.EmbeddingList:
     """Raises ApiError, RequestError or EngineDeadError."""
     if request.dimensions is not None:
         raise unsupported(
@@ -41,24 +32,27 @@ async def embed(service: Service, request: EmbeddingRequest) -> EmbeddingList:
     # Each vector is written when it comes: all at the end would take the event loop's time in one piece.
     write: Callable[[list[float]], Any] = _base64_of if request.encoding_format == "base64" else _json_of
     written = await run.vectors(inputs, write)
-    data = [Embedding(object="embedding", index=index, embedding=vector) for index, vector in enumerate(written)]
-    return EmbeddingList(object="list", data=data, model=run.model, usage=run.usage())
+    data = [
+        protocol.Embedding(object="embedding", index=index, embedding=vector) for index, vector in enumerate(written)
+    ]
+    return protocol.EmbeddingList(object="list", data=data, model=run.model, usage=run.usage())
 
 
-async def score(service: Service, request: ScoreRequest) -> ScoreList:
+async def score(service: Service, request: protocol.ScoreRequest) -> protocol.ScoreList:
     """Raises ApiError, RequestError or EngineDeadError."""
     left, right = prompt_list(request.text_1), prompt_list(request.text_2)
     if len(left) not in (1, len(right)):
-        message = (
-            f"text_1 has {len(left)} texts and text_2 has {len(right)}: give one text_1, or as many as text_2 has."
-        )
-        raise ApiError(400, message, param="text_1", code="invalid_value")
+        why = f"has {len(left)} texts and text_2 has {len(right)}: give one text_1, or as many as text_2 has."
+        raise invalid("text_1", why)
     run = _PoolingRun(service, request, PoolingParams(pooling=request.pooling))
     vectors = await run.vectors([*left, *right], np.asarray)
     compared = vectors[len(left) :]
     pairs = zip(vectors[: len(left)] * (len(compared) // len(left)), compared)
-    data = [Score(object="score", index=index, score=float(one @ other)) for index, (one, other) in enumerate(pairs)]
-    return ScoreList(
+    data = [
+        protocol.Score(object="score", index=index, score=float(one @ other))
+        for index, (one, other) in enumerate(pairs)
+    ]
+    return protocol.ScoreList(
         id=new_id("score"), object="list", created=int(time.time()), model=run.model, data=data, usage=run.usage()
     )
 
@@ -66,7 +60,7 @@ async def score(service: Service, request: ScoreRequest) -> ScoreList:
 class _PoolingRun:
     """Texts as vectors, a few at a time."""
 
-    def __init__(self, service: Service, request: PoolingFields, pooling: PoolingParams) -> None:
+    def __init__(self, service: Service, request: protocol.PoolingFields, pooling: PoolingParams) -> None:
         self._service = service
         self._request = request
         self._pooling = pooling
@@ -86,8 +80,8 @@ class _PoolingRun:
         await self._service.run_in_turn(len(inputs), lambda number: self._prepare(number, inputs[number]), finish)
         return [vectors[number] for number in range(len(inputs))]
 
-    def usage(self) -> EmbeddingUsage:
-        return EmbeddingUsage(prompt_tokens=self._num_prompt_tokens, total_tokens=self._num_prompt_tokens)
+    def usage(self) -> protocol.EmbeddingUsage:
+        return protocol.EmbeddingUsage(prompt_tokens=self._num_prompt_tokens, total_tokens=self._num_prompt_tokens)
 
     def _prepare(self, number: int, given: str | list[int]) -> PreparedRequest:
         request = self._request

@@ -1,17 +1,19 @@
-"""``/v1/models``, and loading and unloading adapters while others stream."""
+"""``/v1/models``, loading and unloading adapters while others stream, ``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
 
-from minivllm.server.protocol.models import DeletedModel, LoadAdapterRequest, ModelCard, ModelList, UnloadAdapterRequest
+from minivllm.server.answers.chat_messages import template_messages
+from minivllm.server.protocol import models as protocol
 from minivllm.server.service.models import ServedModel
 from minivllm.server.service.service import Service
+from minivllm.server.wire.errors import ApiError, invalid
 
 SHOWN_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def model_card(service: Service, model: ServedModel) -> ModelCard:
+def model_card(service: Service, model: ServedModel) -> protocol.ModelCard:
     defaults = service.engine.get_default_sampling_params()
-    return ModelCard(
+    return protocol.ModelCard(
         id=model.name,
         object="model",
         created=service.started_at,
@@ -23,16 +25,61 @@ def model_card(service: Service, model: ServedModel) -> ModelCard:
     )
 
 
-def model_list(service: Service) -> ModelList:
-    return ModelList(object="list", data=[model_card(service, model) for model in service.models.all])
+def model_list(service: Service) -> protocol.ModelList:
+    return protocol.ModelList(object="list", data=[model_card(service, model) for model in service.models.all])
 
 
-async def load_adapter(service: Service, request: LoadAdapterRequest) -> ModelCard:
+async def load_adapter(service: Service, request: protocol.LoadAdapterRequest) -> protocol.ModelCard:
     """Raises ApiError, see ``ServedModels.load``."""
     return model_card(service, await service.models.load(request.lora_name, request.lora_path))
 
 
-async def unload_adapter(service: Service, request: UnloadAdapterRequest) -> DeletedModel:
+async def unload_adapter(service: Service, request: protocol.UnloadAdapterRequest) -> protocol.DeletedModel:
     """Raises ApiError, see ``ServedModels.unload``."""
     await service.models.unload(request.lora_name)
-    return DeletedModel(id=request.lora_name, object="model", deleted=True)
+    return protocol.DeletedModel(id=request.lora_name, object="model", deleted=True)
+
+
+ASSUMED_CHARACTERS_PER_TOKEN = 64
+"""Where the tokenizer has no bound of its own."""
+
+
+def tokenize(service: Service, request: protocol.TokenizeRequest) -> protocol.TokenizeResponse:
+    """Raises RequestError or ApiError 400."""
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "Give either prompt or messages.", param="prompt", code="invalid_value")
+    tokenizer = service.engine.tokenizer
+    if request.prompt is not None:
+        limit = service.max_model_len * (tokenizer.max_characters_per_token or ASSUMED_CHARACTERS_PER_TOKEN)
+        if len(request.prompt) > limit:
+            message = (
+                f"prompt has {len(request.prompt)} characters, but may have at most {limit}: no prompt holds more."
+            )
+            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+        token_ids = tokenizer.encode(
+            request.prompt, request.add_special_tokens, request.parse_special_tokens is not False
+        )
+    else:
+        messages = template_messages(request.messages or [], service.chat_template)
+        rendered = service.engine.render_chat(
+            messages,
+            add_generation_prompt=request.add_generation_prompt,
+            parse_special_tokens=bool(request.parse_special_tokens),
+        )
+        token_ids = rendered["prompt_token_ids"]
+    return protocol.TokenizeResponse(
+        count=len(token_ids),
+        max_model_len=service.max_model_len,
+        tokens=token_ids,
+        token_strs=tokenizer.convert_ids_to_tokens(token_ids) if request.return_token_strs else None,
+    )
+
+
+def detokenize(service: Service, request: protocol.DetokenizeRequest) -> protocol.DetokenizeResponse:
+    """Raises RequestError or ApiError 400."""
+    tokenizer = service.engine.tokenizer
+    for index, token in enumerate(request.tokens):
+        if token >= tokenizer.vocab_size:
+            why = f"is {token}, but must be below {tokenizer.vocab_size}, the tokenizer's size."
+            raise invalid(f"tokens.{index}", why)
+    return protocol.DetokenizeResponse(prompt=tokenizer.decode(request.tokens, request.skip_special_tokens))

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from fastapi import FastAPI, Query
@@ -19,7 +19,7 @@ from fastapi.responses import Response
 from typing_extensions import TypedDict
 
 from minivllm.server.service.service import Service
-from minivllm.server.wire.errors import ErrorBody
+from minivllm.server.wire.errors import documented
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("page_markdown.js", "page.js")
@@ -85,11 +85,7 @@ def add_page(app: FastAPI, service: Service) -> None:
         """A page to chat and to watch the engine."""
         return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
-    failures: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorBody, "description": text} for status, text in _FAILURES.items()
-    }
-
-    @app.get("/live", responses={200: {"model": Live}, **failures}, tags=["page"])
+    @app.get("/live", responses={200: {"model": Live}, **documented(400, 401, 503)}, tags=["page"])
     async def live(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> Response:
         """The engine now, and the scheduler's last decisions: those with step numbers above ``after``."""
         stats = await service.engine.stats()
@@ -101,20 +97,8 @@ def add_page(app: FastAPI, service: Service) -> None:
             num_preemptions=stats.num_preemptions,
             num_steps=stats.num_steps,
             steps=[
-                LiveStep(
-                    step=one.step,
-                    num_scheduled_tokens=one.num_scheduled_tokens,
-                    unfinished_prompts=sorted(one.unfinished_prompts),
-                    preempted=one.preempted,
-                )
+                {**msgspec.to_builtins(one), "unfinished_prompts": sorted(one.unfinished_prompts)}  # type: ignore[typeddict-item]
                 for one in steps
             ],
         )
         return Response(msgspec.json.encode(answer), media_type="application/json")
-
-
-_FAILURES = {
-    400: "The number of the step is none.",
-    401: "The API key is missing or wrong.",
-    503: "The engine is dead.",
-}

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: a chat completion told as items and typed events."""
+"""``POST /v1/responses``: a request rewritten as the chat completion it stands for, told as items and typed events."""
 
 from __future__ import annotations
 
@@ -10,24 +10,88 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from minivllm.server.answers.responses_input import FUNCTION_FIELDS, as_chat_request
+from minivllm.server.answers.chat_messages import text_of
 from minivllm.server.answers.streaming import event_frame
 from minivllm.server.endpoints.chat_endpoint import ChatRun
-from minivllm.server.protocol.chat import Delta, ToolCallDelta
-from minivllm.server.protocol.responses import (
-    IncompleteDetails,
-    InputTokensDetails,
-    OutputItem,
-    OutputTextPart,
-    OutputTokensDetails,
-    ReasoningTextPart,
-    ResponseObject,
-    ResponseRequest,
-    ResponseUsage,
-    Status,
-)
+from minivllm.server.protocol import responses as protocol
+from minivllm.server.protocol.chat import ChatCompletionRequest, Delta, ToolCallDelta
 from minivllm.server.service.service import Service, new_id
 from minivllm.server.wire.errors import ApiError, validation_error
+from minivllm.server.wire.fields import SamplingFields
+
+FUNCTION_FIELDS = {"name", "description", "parameters", "strict"}
+
+
+def as_chat_request(request: protocol.ResponseRequest) -> ChatCompletionRequest:
+    """Raises ApiError 400 for what the chat form cannot say."""
+    values: dict[str, Any] = {name: getattr(request, name) for name in SamplingFields.model_fields}
+    for name in ("model", "stream", "user", "priority", "cache_salt", "parallel_tool_calls"):
+        values[name] = getattr(request, name)
+    values["messages"] = _messages(request)
+    values["max_completion_tokens"] = request.max_output_tokens
+    values["reasoning_effort"] = request.reasoning.effort if request.reasoning is not None else None
+    values["response_format"] = _response_format(request)
+    if request.tools is not None:
+        values["tools"] = [
+            {"type": "function", "function": tool.model_dump(include=FUNCTION_FIELDS, exclude_none=True)}
+            for tool in request.tools
+        ]
+    values["tool_choice"] = _tool_choice(request)
+    return ChatCompletionRequest.model_validate(values)
+
+
+def _tool_choice(request: protocol.ResponseRequest) -> Any:
+    choice = request.tool_choice
+    if isinstance(choice, protocol.AllowedFunctionTools):
+        tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    if isinstance(choice, protocol.NamedFunctionTool):
+        return {"type": "function", "function": {"name": choice.name}}
+    return choice
+
+
+def _response_format(request: protocol.ResponseRequest) -> dict[str, Any] | None:
+    wanted = request.text.format if request.text is not None else None
+    if wanted is None:
+        return None
+    if isinstance(wanted, protocol.ResponseTextJsonSchema):
+        schema = wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+        return {"type": "json_schema", "json_schema": schema}
+    return {"type": wanted.type}
+
+
+def _messages(request: protocol.ResponseRequest) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if request.instructions is not None:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        return [*messages, {"role": "user", "content": request.input}]
+    reasoning: str | None = None
+    for index, item in enumerate(request.input):
+        if isinstance(item, protocol.ReasoningItem):
+            reasoning = "\n".join(part.text for part in item.content or ())
+            continue
+        _add_item(f"input.{index}", item, messages)
+        if reasoning is not None and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = reasoning
+        reasoning = None
+    return messages
+
+
+def _add_item(path: str, item: protocol.InputItem, messages: list[dict[str, Any]]) -> None:
+    """Append a message; calls of one turn go together, into the assistant message before them if there is one."""
+    if isinstance(item, protocol.MessageItem):
+        messages.append({"role": item.role, "content": text_of(f"{path}.content", item.content)})
+    elif isinstance(item, protocol.FunctionCallOutputItem):
+        output = text_of(f"{path}.output", item.output)
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+    elif isinstance(item, protocol.FunctionCallItem):
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": None})
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        messages[-1].setdefault("tool_calls", []).append(call)
+
 
 Tell = Callable[..., None]
 """``tell(event type, **fields)``"""
@@ -37,7 +101,7 @@ class ResponseItems:
     """The answer's items as they grow out of chat deltas; every change is told as an event."""
 
     def __init__(self, tell: Tell) -> None:
-        self.items: list[OutputItem] = []
+        self.items: list[protocol.OutputItem] = []
         self._tell = tell
 
     def add(self, delta: Delta) -> None:
@@ -48,89 +112,72 @@ class ResponseItems:
         for call in delta.get("tool_calls", ()):
             self._add_call(call)
 
-    def close(self, status: Status) -> None:
+    def close(self, status: protocol.Status) -> None:
         """End the item that is open, if any; ``status`` is "incomplete" where the length limit cut it."""
-        item = self._open_item()
-        if item is None:
+        if not self._is_open():
             return
+        item = self.items[-1]
         item["status"] = status
-        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
         if item["type"] == "function_call":
-            self._tell("response.function_call_arguments.done", **place, arguments=item["arguments"], name=item["name"])
+            self._tell_of_item("function_call_arguments.done", arguments=item["arguments"], name=item["name"])
         else:
             part = item["content"][0]
-            kind = "output_text" if item["type"] == "message" else "reasoning_text"
-            logprobs: dict[str, list[Any]] = {"logprobs": []} if item["type"] == "message" else {}
-            self._tell(f"response.{kind}.done", **place, content_index=0, text=part["text"], **logprobs)
-            self._tell("response.content_part.done", **place, content_index=0, part=part)
+            if item["type"] == "message":
+                self._tell_of_item("output_text.done", content_index=0, text=part["text"], logprobs=[])
+            else:
+                self._tell_of_item("reasoning_text.done", content_index=0, text=part["text"])
+            self._tell_of_item("content_part.done", content_index=0, part=part)
         self._tell("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
-    def _open_item(self) -> OutputItem | None:
-        return self.items[-1] if self.items and self.items[-1]["status"] == "in_progress" else None
+    def _is_open(self) -> bool:
+        return bool(self.items) and self.items[-1]["status"] == "in_progress"
 
-    def _begin(self, item: OutputItem) -> None:
+    def _tell_of_item(self, kind: str, **fields: Any) -> None:
+        self._tell(f"response.{kind}", item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
+
+    def _begin(self, item: protocol.OutputItem) -> None:
         self.close("completed")
         self.items.append(item)
         self._tell("response.output_item.added", output_index=len(self.items) - 1, item=item)
 
     def _add_text(self, kind: str, text: str) -> None:
-        item = self._open_item()
-        if item is None or item["type"] != kind:
-            item = self._begin_text(kind)
-        item["content"][0]["text"] += text
-        place = {"item_id": item["id"], "output_index": len(self.items) - 1, "content_index": 0}
+        if not self._is_open() or self.items[-1]["type"] != kind:
+            self._begin_text(kind)
+        self.items[-1]["content"][0]["text"] += text
         if kind == "message":
-            self._tell("response.output_text.delta", **place, delta=text, logprobs=[])
+            self._tell_of_item("output_text.delta", content_index=0, delta=text, logprobs=[])
         else:
-            self._tell("response.reasoning_text.delta", **place, delta=text)
+            self._tell_of_item("reasoning_text.delta", content_index=0, delta=text)
 
-    def _begin_text(self, kind: str) -> OutputItem:
-        part: OutputTextPart | ReasoningTextPart
+    def _begin_text(self, kind: str) -> None:
+        part: protocol.OutputTextPart | protocol.ReasoningTextPart
         if kind == "message":
-            item = OutputItem(id=new_id("msg"), type="message", status="in_progress", role="assistant", content=[])
-            part = OutputTextPart(type="output_text", text="", annotations=[])
+            item = protocol.OutputItem(id=new_id("msg"), type="message", status="in_progress", content=[])
+            item["role"] = "assistant"
+            part = protocol.OutputTextPart(type="output_text", text="", annotations=[])
         else:
-            item = OutputItem(id=new_id("rs"), type="reasoning", status="in_progress", summary=[], content=[])
-            part = ReasoningTextPart(type="reasoning_text", text="")
+            item = protocol.OutputItem(id=new_id("rs"), type="reasoning", status="in_progress", content=[])
+            item["summary"] = []
+            part = protocol.ReasoningTextPart(type="reasoning_text", text="")
         self._begin(item)
         item["content"].append(part)
-        self._tell(
-            "response.content_part.added",
-            item_id=item["id"],
-            output_index=len(self.items) - 1,
-            content_index=0,
-            part=part,
-        )
-        return item
+        self._tell_of_item("content_part.added", content_index=0, part=part)
 
     def _add_call(self, call: ToolCallDelta) -> None:
         function = call["function"]
         if "name" in function:
-            self._begin(
-                OutputItem(
-                    id=new_id("fc"),
-                    type="function_call",
-                    status="in_progress",
-                    call_id=call["id"],
-                    name=function["name"],
-                    arguments="",
-                )
-            )
+            item = protocol.OutputItem(id=new_id("fc"), type="function_call", status="in_progress", arguments="")
+            item["call_id"], item["name"] = call["id"], function["name"]
+            self._begin(item)
         if function["arguments"]:
-            item = self.items[-1]
-            item["arguments"] += function["arguments"]
-            self._tell(
-                "response.function_call_arguments.delta",
-                item_id=item["id"],
-                output_index=len(self.items) - 1,
-                delta=function["arguments"],
-            )
+            self.items[-1]["arguments"] += function["arguments"]
+            self._tell_of_item("function_call_arguments.delta", delta=function["arguments"])
 
 
 class ResponseRun:
     """One request for a response, checked; then either ``complete`` or ``stream``."""
 
-    def __init__(self, service: Service, request: ResponseRequest) -> None:
+    def __init__(self, service: Service, request: protocol.ResponseRequest) -> None:
         self._service = service
         self._request = request
         try:
@@ -143,7 +190,7 @@ class ResponseRun:
         self._num_events = 0
         self._items = ResponseItems(self._tell)
 
-    async def complete(self) -> ResponseObject:
+    async def complete(self) -> protocol.ResponseObject:
         """The whole response at once."""
         async with aclosing(self._chat.deltas()) as deltas:
             async for _, delta in deltas:
@@ -158,25 +205,24 @@ class ResponseRun:
                     self._tell("response.created", response=self._object("in_progress"))
                     self._tell("response.in_progress", response=self._object("in_progress"))
                 self._items.add(delta)
-                for frame in self._take_frames():
-                    yield frame
+                if self._frames:
+                    yield self._take_frames()
         response = await self._end()
         self._tell(f"response.{response['status']}", response=response)
-        for frame in self._take_frames():
-            yield frame
+        yield self._take_frames()
 
     def error_frames(self, error: ApiError) -> bytes:
         """How a stream ends that fails in the middle."""
         detail = error.detail
         self._tell("error", code=detail["code"], message=detail["message"], param=detail["param"], error=detail)
-        return b"".join(self._take_frames())
+        return self._take_frames()
 
-    async def _end(self) -> ResponseObject:
-        status: Status = "incomplete" if self._chat.answer(0).finish_reason == "length" else "completed"
+    async def _end(self) -> protocol.ResponseObject:
+        status: protocol.Status = "incomplete" if self._chat.answer(0).finish_reason == "length" else "completed"
         self._items.close(status)
         response = self._object(status)
         if status == "incomplete":
-            response["incomplete_details"] = IncompleteDetails(reason="max_output_tokens")
+            response["incomplete_details"] = protocol.IncompleteDetails(reason="max_output_tokens")
         response["usage"] = await self._usage()
         return response
 
@@ -186,31 +232,30 @@ class ResponseRun:
             self._frames.append(event_frame(kind, event))
             self._num_events += 1
 
-    def _take_frames(self) -> list[bytes]:
+    def _take_frames(self) -> bytes:
         frames, self._frames = self._frames, []
-        return frames
+        return b"".join(frames)
 
-    async def _usage(self) -> ResponseUsage:
-        used = self._chat.usage()
-        return ResponseUsage(
+    async def _usage(self) -> protocol.ResponseUsage:
+        """Reasoning is counted as when it is tokenized by itself."""
+        used, num_reasoning_tokens = self._chat.usage(), 0
+        for item in self._items.items:
+            if item["type"] == "reasoning":
+                encode, text = self._service.engine.tokenizer.encode, item["content"][0]["text"]
+                num_reasoning_tokens += len(await self._service.in_text_thread(encode, text, False))
+        return protocol.ResponseUsage(
             input_tokens=used["prompt_tokens"],
-            input_tokens_details=InputTokensDetails(cached_tokens=used["prompt_tokens_details"]["cached_tokens"]),
+            input_tokens_details=used["prompt_tokens_details"],
             output_tokens=used["completion_tokens"],
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=await self._num_reasoning_tokens()),
+            output_tokens_details=protocol.OutputTokensDetails(reasoning_tokens=num_reasoning_tokens),
             total_tokens=used["total_tokens"],
         )
 
-    async def _num_reasoning_tokens(self) -> int:
-        """The reasoning's length when tokenized by itself."""
-        texts = [item["content"][0]["text"] for item in self._items.items if item["type"] == "reasoning"]
-        encode = self._service.engine.tokenizer.encode
-        return sum([len(await self._service.in_text_thread(encode, text, False)) for text in texts])
-
-    def _object(self, status: Status) -> ResponseObject:
+    def _object(self, status: protocol.Status) -> protocol.ResponseObject:
         request, params = self._request, self._chat.params
         wanted = request.text.format if request.text is not None else None
         choice = request.tool_choice or "auto"
-        return ResponseObject(
+        return protocol.ResponseObject(
             id=self._id,
             object="response",
             created_at=self._created,

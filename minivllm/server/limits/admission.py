@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from types import TracebackType
 
 from minivllm.server.wire.errors import ApiError, shutting_down
 
@@ -28,22 +27,22 @@ class Ticket:
 
     def add_prompt_tokens(self, num_tokens: int) -> None:
         """Count the prompts, now that their lengths are known. Raises ApiError 429 if the queue is full."""
-        self._admission.queue_prompt_tokens(self, num_tokens)
+        self._admission.check_room(num_tokens)
+        self.remove_prompt_tokens(-num_tokens)
 
     def remove_prompt_tokens(self, num_tokens: int) -> None:
         """One of several prompts no longer waits."""
-        self._admission.unqueue_prompt_tokens(self, num_tokens)
+        self._admission.num_queued_prompt_tokens -= num_tokens
+        self.num_queued_prompt_tokens -= num_tokens
 
     def started(self) -> None:
         """The first token is there: the prompts no longer wait."""
-        self._admission.unqueue_prompt_tokens(self, self.num_queued_prompt_tokens)
+        self.remove_prompt_tokens(self.num_queued_prompt_tokens)
 
     def __enter__(self) -> Ticket:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._admission.leave(self)
 
 
@@ -87,26 +86,21 @@ class Admission:
         self.num_completions += num_completions
         return ticket
 
-    def queue_prompt_tokens(self, ticket: Ticket, num_tokens: int) -> None:
-        limit = self._max_queued_prompt_tokens
+    def check_room(self, num_tokens: int) -> None:
+        """Raises ApiError 429 if a prompt of so many tokens may not wait now."""
+        waiting, limit = self.num_queued_prompt_tokens, self._max_queued_prompt_tokens
         if not self.has_room(num_tokens):
-            raise self._full(f"prompts of {self.num_queued_prompt_tokens} tokens are waiting, the limit is {limit}")
-        ticket.num_queued_prompt_tokens += num_tokens
-        self.num_queued_prompt_tokens += num_tokens
+            raise self._full(f"prompts of {waiting} tokens are waiting, the limit is {limit}")
 
     def has_room(self, num_tokens: int) -> bool:
         """True if a prompt of so many tokens may wait now."""
         waiting = self.num_queued_prompt_tokens
         return waiting == 0 or waiting + num_tokens <= self._max_queued_prompt_tokens
 
-    def unqueue_prompt_tokens(self, ticket: Ticket, num_tokens: int) -> None:
-        self.num_queued_prompt_tokens -= num_tokens
-        ticket.num_queued_prompt_tokens -= num_tokens
-
     def leave(self, ticket: Ticket) -> None:
         if ticket in self.tickets:
             self.tickets.remove(ticket)
-            self.unqueue_prompt_tokens(ticket, ticket.num_queued_prompt_tokens)
+            ticket.started()
             self.num_completions -= ticket.num_completions
             self._finish_times.append(time.monotonic())
 

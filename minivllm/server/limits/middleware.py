@@ -1,10 +1,9 @@
-"""What happens to every HTTP request before and after its endpoint: id, access log, size limit, key."""
+"""What happens to every HTTP request before and after its endpoint: id, access log, key, limits of size and content."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import re
 import secrets
 import time
@@ -144,7 +143,10 @@ class BodyLimit:
                 has_more = message.get("more_body", False)
                 self._check_size(num_bytes)
             pieces[:] = [b"".join(pieces)]
-            await self._check_content(pieces[0])
+            if num_bytes > LARGE_BODY_BYTES:
+                await asyncio.to_thread(self._bounds.check, pieces[0])
+            elif num_bytes:
+                self._bounds.check(pieces[0])
             body_bytes.set(num_bytes)
             await self._app(scope, _received(pieces, receive), send)
         except ApiError as error:
@@ -191,12 +193,6 @@ class BodyLimit:
                 code="queue_full",
                 headers={"retry-after": "1", "connection": "close"},
             )
-
-    async def _check_content(self, body: bytes) -> None:
-        if len(body) > LARGE_BODY_BYTES:
-            await asyncio.to_thread(self._bounds.check, body)
-        elif body:
-            self._bounds.check(body)
 
     def _too_large(self) -> ApiError:
         return ApiError(

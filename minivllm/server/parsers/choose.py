@@ -1,13 +1,14 @@
-"""Which parsers a model needs: told by a flag, or read off its chat template."""
+"""Which parser an answer needs: told by a flag, read off the chat template, or by the form that a grammar forced."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minivllm.errors import ConfigError
-from minivllm.server.parsers.events import Parser, PlainText
+from minivllm.server.parsers.events import CallArguments, CallEnd, CallStart, Content, Event, Parser, PlainText
 from minivllm.server.parsers.reasoning import OPEN, ThinkParser
-from minivllm.server.parsers.tool_calls import HERMES_OPEN, LLAMA_TAG, HermesParser, LlamaParser
+from minivllm.server.parsers.tool_calls import HERMES_OPEN, LLAMA_TAG, WHITESPACE, HermesParser, LlamaParser
 
 NativeCalls = type[HermesParser] | type[LlamaParser]
 
@@ -42,20 +43,79 @@ def choose_answer_format(chat_template: str, tool_call_parser: str, reasoning_pa
     _known("reasoning_parser", reasoning_parser, REASONING_PARSERS)
     tools = None if tool_call_parser == "none" else tool_call_parser
     if tools == "auto":
-        tools = _tool_call_parser_of(chat_template)
+        is_llama = LLAMA_TAG in chat_template or ("tools" in chat_template and '"parameters"' in chat_template)
+        tools = "hermes" if HERMES_OPEN in chat_template else "llama" if is_llama else None
     thinks = OPEN in chat_template if reasoning_parser == "auto" else reasoning_parser == "think"
     return AnswerFormat(tools, thinks)
-
-
-def _tool_call_parser_of(chat_template: str) -> str | None:
-    if HERMES_OPEN in chat_template:
-        return "hermes"
-    if LLAMA_TAG in chat_template or ("tools" in chat_template and '"parameters"' in chat_template):
-        return "llama"
-    return None
 
 
 def _known(name: str, value: str, parsers: tuple[str, ...]) -> None:
     allowed = ("auto", "none", *parsers)
     if value not in allowed:
         raise ConfigError(f"{name} is {value!r}, but must be one of {', '.join(allowed)}.")
+
+
+class NamedCallParser:
+    """The whole text is the arguments of one function."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._has_begun = False
+
+    def feed(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        begin: list[Event] = [] if self._has_begun else [CallStart(self._name)]
+        self._has_begun = True
+        return [*begin, CallArguments(text)]
+
+    def finish(self) -> list[Event]:
+        return [CallEnd()] if self._has_begun else []
+
+
+class CallsOrAnswer:
+    """The whole text is calls, if it begins like one, or else an answer in which nothing is a call.
+
+    begins: how calls begin; whitespace outside of strings makes no difference.
+    """
+
+    def __init__(self, make_calls_parser: Callable[[], Parser], begins: Sequence[str]) -> None:
+        self._make_calls_parser = make_calls_parser
+        self._begins = [_Compact(begin).text for begin in begins]
+        self._seen = _Compact()
+        self._buffer = ""
+        self._parser: Parser | None = None
+
+    def feed(self, text: str) -> list[Event]:
+        if self._parser is None:
+            self._buffer += text
+            self._seen.add(text)
+            if any(self._seen.text.startswith(begin) for begin in self._begins):
+                self._parser = self._make_calls_parser()
+            elif not any(begin.startswith(self._seen.text) for begin in self._begins):
+                self._parser = PlainText()
+            else:
+                return []
+            text, self._buffer = self._buffer, ""
+        return self._parser.feed(text)
+
+    def finish(self) -> list[Event]:
+        if self._parser is not None:
+            return self._parser.finish()
+        return [Content(self._buffer)] if self._buffer else []
+
+
+class _Compact:
+    """JSON as it grows, without the whitespace outside of its strings."""
+
+    def __init__(self, text: str = "") -> None:
+        self.text = ""
+        self._in_string = False
+        self.add(text)
+
+    def add(self, text: str) -> None:
+        for char in text:
+            if char == '"':  # no call begins with a string that has an escaped one
+                self._in_string = not self._in_string
+            if self._in_string or char not in WHITESPACE:
+                self.text += char

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from minivllm.server.parsers.events import Event, Parser, Reasoning
-from minivllm.server.parsers.tags import split_at_tag
+from minivllm.server.parsers.events import Event, Parser, Reasoning, split_at_tag
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -57,21 +56,19 @@ class ThinkParser:
         return [*events, *self._inner.finish()]
 
     def _reasoning(self, text: str) -> list[Event]:
-        if self._is_fresh:
-            text = text.lstrip("\n")
-        if not text:
-            return []
-        self._is_fresh = False
-        return [Reasoning(text)]
+        text = self._without_first_newlines(text)
+        return [Reasoning(text)] if text else []
 
     def _leave(self, rest: str, *, strips_newlines: bool) -> list[Event]:
         self._state, self._buffer, self._is_fresh = _State.AFTER, "", strips_newlines
         return self._rest(rest)
 
     def _rest(self, text: str) -> list[Event]:
+        text = self._without_first_newlines(text)
+        return self._inner.feed(text) if text else []
+
+    def _without_first_newlines(self, text: str) -> str:
         if self._is_fresh:
             text = text.lstrip("\n")
-        if not text:
-            return []
-        self._is_fresh = False
-        return self._inner.feed(text)
+            self._is_fresh = not text
+        return text

@@ -1,15 +1,154 @@
-"""The two common ways in which models write tool calls."""
+"""The two common ways in which models write tool calls, and the JSON object that both write a call as.
+
+A call's arguments are passed on as the model writes them, before the object is complete; so they are not checked, and a
+model may leave them invalid. Only the object around them is understood, character by character.
+"""
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
+from collections.abc import Generator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import ClassVar
 
-from minivllm.server.parsers.call_object import WHITESPACE, CallObjectReader
-from minivllm.server.parsers.events import Content, Event
-from minivllm.server.parsers.tags import split_at_tag
+from minivllm.server.parsers.events import CallArguments, CallEnd, CallStart, Content, Event, split_at_tag
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+WHITESPACE = " \t\r\n"
+
+
+class CallObjectReader:
+    """Reads one object and stops behind it.
+
+    A call is announced as soon as its name is known and its arguments begin. ``requires_arguments``: an object with a
+    name alone is no call. What was not announced is in ``raw`` and is the caller's to treat as text.
+    """
+
+    def __init__(self, *, requires_arguments: bool) -> None:
+        self._requires_arguments = requires_arguments
+        self._raw: list[str] = []
+        self._name: str | None = None
+        self._arguments: list[str] = []
+        self._has_arguments = False
+        self.is_done = False
+        self.is_call = False
+        self._reading = self._read()
+        next(self._reading)
+
+    @property
+    def raw(self) -> str:
+        """Everything read so far; empty once the call was announced."""
+        return "".join(self._raw)
+
+    def feed(self, text: str) -> tuple[int, list[Event]]:
+        """(characters taken, events). Takes all of ``text`` unless the object ends or breaks in it."""
+        events: list[Event] = []
+        taken = 0
+        for char in text:
+            if self.is_done:
+                break
+            try:
+                self._reading.send(char)
+            except StopIteration as end:
+                self.is_done = True
+                if not end.value:
+                    break
+            taken += 1
+            if not self.is_call:
+                self._raw.append(char)
+                self._announce(events)
+        if self.is_call and self._arguments:
+            events.append(CallArguments("".join(self._arguments)))
+            self._arguments = []
+        if self.is_done and self.is_call:
+            events.append(CallEnd())
+        return taken, events
+
+    def _announce(self, events: list[Event]) -> None:
+        is_complete = self.is_done and not self._requires_arguments
+        if self._name is None or not (self._has_arguments or is_complete):
+            return
+        self.is_call, self._raw = True, []
+        if not self._has_arguments:
+            self._arguments = ["{}"]
+        events.append(CallStart(self._name))
+
+    def _read(self) -> Generator[None, str, bool]:
+        """Is sent the object's characters; True behind its last one, False at one that does not belong to it."""
+        if (yield from self._next()) != "{":
+            return False
+        while (char := (yield from self._next())) == '"':
+            key = _decoded((yield from self._string())) or ""
+            if (yield from self._next()) != ":":
+                return False
+            char = yield from self._value(key, (yield from self._next()))
+            if char != ",":
+                break
+        return char == "}"
+
+    def _next(self) -> Generator[None, str, str]:
+        """The next character that is not whitespace."""
+        while (char := (yield)) in WHITESPACE:
+            pass
+        return char
+
+    def _string(self) -> Generator[None, str, str]:
+        """The string whose first quote was read, with its quotes."""
+        token, is_escaped = ['"'], False
+        while True:
+            token.append((yield))
+            if token[-1] == '"' and not is_escaped:
+                return "".join(token)
+            is_escaped = token[-1] == "\\" and not is_escaped
+
+    def _value(self, key: str, char: str) -> Generator[None, str, str]:
+        """Reads the value that begins with ``char``; the character behind it that is not whitespace.
+
+        Arguments stream; a string that holds them, and the name, are decoded once complete.
+        """
+        # A second "arguments" is not part of the first one.
+        is_arguments = key in ARGUMENT_KEYS and not self._has_arguments
+        if char == '"':
+            text = _decoded((yield from self._string()))
+            if key == "name" and self._name is None:
+                self._name = text
+            elif is_arguments and text is not None:
+                self._has_arguments = True
+                self._arguments.append(text)
+            return (yield from self._next())
+        if char in ",:}]":
+            return ""
+        self._has_arguments |= is_arguments
+        depth, is_quoted, is_escaped = 0, False, False
+        while True:
+            if is_arguments:
+                self._arguments.append(char)
+            if is_quoted:
+                is_quoted = is_escaped or char != '"'
+                is_escaped = char == "\\" and not is_escaped
+            elif char == '"':
+                is_quoted = True
+            elif char in "{[":
+                depth += 1
+            elif char in "}]":
+                depth -= 1
+                if depth == 0:
+                    return (yield from self._next())
+            char = yield
+            if depth == 0 and not is_quoted and char in ",:}]" + WHITESPACE:
+                return (yield from self._next()) if char in WHITESPACE else char
+
+
+def _decoded(token: str) -> str | None:
+    """The text of a JSON string; None if it is not one."""
+    try:
+        value = json.loads(token)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
 
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 LLAMA_TAG = "<|python_tag|>"
@@ -63,8 +202,8 @@ class CallParser(ABC):
     def finish(self) -> list[Event]:
         events: list[Event] = []
         if self._state is _State.OBJECT:
-            if self._reader.is_call:
-                return self._reader.finish()
+            if self._reader.is_call:  # whose arguments stay as they are
+                return []
             self._content(self._opening + self._reader.raw, events)
         self._content(self._buffer, events)
         if self._spaces and not self._has_calls:

@@ -7,9 +7,17 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
-from minivllm.server.protocol.usage import Usage
-from minivllm.server.wire.fields import MAX_TOKEN_ID, Body, Label, RequestFields
-from minivllm.server.wire.neutral import NeutralFields, NeutralVerbosity, Nothing, ReasoningEffort
+from minivllm.server.protocol.completions import Usage
+from minivllm.server.wire.fields import (
+    MAX_TOKEN_ID,
+    Body,
+    Label,
+    NeutralFields,
+    NeutralVerbosity,
+    Nothing,
+    ReasoningEffort,
+    RequestFields,
+)
 
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 4096

@@ -1,4 +1,4 @@
-"""``/v1/completions``: the body, the answer, which is also the form of a stream's chunks."""
+"""``/v1/completions``, ``/v1/embeddings``, ``/v1/score``: bodies and answers about texts, and counts of tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,31 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from minivllm.sampling_params import MAX_LOGPROBS, MAX_N
-from minivllm.server.protocol.prompts import Prompts
-from minivllm.server.protocol.usage import Usage
-from minivllm.server.wire.fields import MAX_TOKEN_ID, RequestFields
+from minivllm.server.wire.fields import MAX_TOKEN_ID, CallerFields, Prompts, RequestFields
+
+
+class PromptTokensDetails(TypedDict):
+    """cached_tokens: prompt tokens that came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """completion_tokens counts all n completions; the prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+    )
 
 
 class CompletionRequest(RequestFields):
@@ -59,3 +81,67 @@ class Completion(TypedDict):
     model: str
     choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
+
+
+class PoolingFields(CallerFields):
+    """pooling: the state of the last token, or the mean of all."""
+
+    pooling: Literal["last", "mean"] = "last"
+
+
+class EmbeddingRequest(PoolingFields):
+    """input: what is to become vectors. encoding_format: numbers, or base64 of float32 in little-endian order.
+
+    dimensions: understood, so that it can be refused with a reason. normalize: scale to length 1.
+    """
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    normalize: bool = True
+
+
+class ScoreRequest(PoolingFields):
+    """text_1: one, to be compared with each of text_2, or as many as those, to be compared pair by pair."""
+
+    text_1: Prompts
+    text_2: Prompts
+
+
+class EmbeddingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(TypedDict):
+    """embedding: numbers, or base64 of float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Score(TypedDict):
+    """score: the cosine of the two vectors, -1 to 1."""
+
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreList(TypedDict):
+    """created: Unix time [seconds]."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage

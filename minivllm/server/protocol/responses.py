@@ -7,9 +7,28 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
-from minivllm.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName
-from minivllm.server.wire.fields import MAX_TOKEN_ID, Body, CacheSalt, Label, Priority, SamplingFields
-from minivllm.server.wire.neutral import NeutralFields, NeutralVerbosity, Nothing, ReasoningEffort
+from minivllm.server.protocol.chat import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    FunctionDefinition,
+    JsonSchemaFormat,
+    NamedFunction,
+    ResponseFormatJsonObject,
+    ResponseFormatText,
+)
+from minivllm.server.protocol.completions import PromptTokensDetails
+from minivllm.server.wire.fields import (
+    MAX_TOKEN_ID,
+    Body,
+    CallerFields,
+    Label,
+    NeutralFields,
+    NeutralVerbosity,
+    Nothing,
+    ReasoningEffort,
+    SamplingFields,
+)
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -113,21 +132,16 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(Body):
+class FunctionTool(FunctionDefinition):
     type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
     async_: Annotated[Literal[False] | None, Field(alias="async")] = None
     allowed_callers: Annotated[list[Literal["direct"]], Field(min_length=1, max_length=1)] | None = None
     defer_loading: Literal[False] | None = None
     output_schema: None = None
 
 
-class NamedFunctionTool(Body):
+class NamedFunctionTool(NamedFunction):
     type: Literal["function"]
-    name: FunctionName
 
 
 class AllowedFunctionTools(Body):
@@ -136,25 +150,13 @@ class AllowedFunctionTools(Body):
     tools: Annotated[list[NamedFunctionTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class ResponseTextJsonSchema(Body):
+class ResponseTextJsonSchema(JsonSchemaFormat):
     type: Literal["json_schema"]
-    name: FunctionName
-    description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
-
-
-class ResponseTextPlain(Body):
-    type: Literal["text"]
-
-
-class ResponseTextJsonObject(Body):
-    type: Literal["json_object"]
 
 
 class TextSettings(Body):
     format: (
-        Annotated[ResponseTextPlain | ResponseTextJsonObject | ResponseTextJsonSchema, Field(discriminator="type")]
+        Annotated[ResponseFormatText | ResponseFormatJsonObject | ResponseTextJsonSchema, Field(discriminator="type")]
         | None
     ) = None
     verbosity: NeutralVerbosity = None
@@ -186,7 +188,7 @@ Includable = Literal[
 """Parts of items that answers here never have, and reasoning, which is there in plain text."""
 
 
-class ResponseRequest(SamplingFields, NeutralFields):
+class ResponseRequest(SamplingFields, CallerFields, NeutralFields):
     """A conversation to continue, as a text or a list of items.
 
     instructions: a system message before it. store: either, nothing is kept, as the answer says. max_tool_calls:
@@ -195,7 +197,6 @@ class ResponseRequest(SamplingFields, NeutralFields):
     """
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
-    model: Annotated[str, Field(max_length=512)] | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
     stream: bool | None = None
@@ -208,9 +209,6 @@ class ResponseRequest(SamplingFields, NeutralFields):
     ) = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningSettings | None = None
-    user: Label | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
     store: bool | None = None
     max_tool_calls: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
     include: Annotated[list[Includable], Field(max_length=MAX_PARTS)] | None = None
@@ -252,17 +250,13 @@ class OutputItem(TypedDict):
     arguments: NotRequired[str]
 
 
-class InputTokensDetails(TypedDict):
-    cached_tokens: int
-
-
 class OutputTokensDetails(TypedDict):
     reasoning_tokens: int
 
 
 class ResponseUsage(TypedDict):
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minivllm.errors import ConfigError, RequestError
+from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.messages import LoRARequest
-from minivllm.server.service.engine import AsyncEngine
-from minivllm.server.wire.errors import ApiError
+from minivllm.server.wire.errors import ApiError, invalid
 
 MAX_ADAPTERS = 1024
 MAX_SHOWN_NAMES = 20
@@ -34,7 +34,7 @@ class ServedModels:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: AsyncLLM,
         base_names: Sequence[str],
         adapters: Sequence[LoRARequest] = (),
         directory: Path | None = None,
@@ -135,8 +135,8 @@ class ServedModels:
         except (OSError, RuntimeError, ValueError):  # a loop of links, a name that is none
             resolved = directory
         if resolved == directory or not resolved.is_relative_to(directory):
-            message = "lora_path must name a directory inside the server's directory for adapters (--lora-directory)."
-            raise ApiError(400, message, param="lora_path", code="invalid_value")
+            why = "must name a directory inside the server's directory for adapters (--lora-directory)."
+            raise invalid("lora_path", why)
         return str(resolved)
 
     def _unknown(self, what: str, asked: str) -> ApiError:

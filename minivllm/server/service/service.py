@@ -12,6 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 from minivllm.errors import EngineDeadError, RequestError
+from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.messages import FinishReason
 from minivllm.metrics.prometheus import ServerMetrics
 from minivllm.metrics.tracing import make_tracing
@@ -20,7 +21,6 @@ from minivllm.processing.outputs import RequestOutput
 from minivllm.server.limits.admission import Admission, Ticket
 from minivllm.server.limits.middleware import LARGE_BODY_BYTES, body_bytes
 from minivllm.server.parsers.choose import choose_answer_format
-from minivllm.server.service.engine import AsyncEngine
 from minivllm.server.service.models import ServedModels
 from minivllm.server.service.settings import ServerSettings
 from minivllm.server.wire.errors import shutting_down, timed_out
@@ -36,7 +36,7 @@ QUEUE_POLL_SECONDS = 0.02
 class Service:
     """One engine and the names it is served under. Raises ConfigError for a parser there is none of."""
 
-    def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
+    def __init__(self, engine: AsyncLLM, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
         self.max_model_len = engine.config.scheduler.max_model_len
@@ -248,7 +248,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(16)}"
 
 
-def _chat_template(engine: AsyncEngine) -> str:
+def _chat_template(engine: AsyncLLM) -> str:
     """The text of the model's chat templates, empty without any."""
     if not engine.has_tokenizer:
         return ""

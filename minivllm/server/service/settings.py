@@ -10,6 +10,15 @@ from pathlib import Path
 from minivllm.errors import ConfigError
 from minivllm.messages import LoRARequest
 
+_LIMITS = (
+    ("port", 0, 65535),
+    ("max_queued_requests", 0, math.inf),
+    ("max_queued_prompt_tokens", 1, math.inf),
+    ("max_body_bytes", 1024, math.inf),
+    ("drain_timeout", 0, math.inf),
+    ("stats_interval", 0, math.inf),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -51,12 +60,11 @@ class ServerSettings:
             value = getattr(self, field.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{field.name} is {value}, but must be a finite number.")
-        _within("port", self.port, 0, 65535)
-        _within("max_queued_requests", self.max_queued_requests, 0)
-        _within("max_queued_prompt_tokens", self.max_queued_prompt_tokens, 1)
-        _within("max_body_bytes", self.max_body_bytes, 1024)
-        _within("drain_timeout", self.drain_timeout, 0)
-        _within("stats_interval", self.stats_interval, 0)
+        for name, low, high in _LIMITS:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+                raise ConfigError(f"{name} is {value}, but must be {allowed}.")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"request_timeout is {self.request_timeout:g}, but must be above 0, in seconds.")
         for name in self.served_model_names:
@@ -83,9 +91,3 @@ class ServerSettings:
             return not ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return True
-
-
-def _within(name: str, value: float, low: float, high: float | None = None) -> None:
-    if value < low or (high is not None and value > high):
-        allowed = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ConfigError(f"{name} is {value}, but must be {allowed}.")

@@ -71,6 +71,25 @@ class ApiError(Exception):
         return _CLASS_OF_STATUS.get(self.status, "other")
 
 
+_DOCUMENTED = {
+    400: "The request cannot be served; the error names the field.",
+    401: "The API key is missing or wrong.",
+    403: "The operator does not allow it.",
+    404: "There is no such model.",
+    409: "The name is taken, or the adapter is in use.",
+    413: "The body is too large.",
+    429: "The queue is full; Retry-After says when to come back.",
+    500: "The server failed.",
+    503: "The engine is dead, or the server is shutting down.",
+    504: "The request took longer than the server allows.",
+}
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The failures that an endpoint documents, besides those every path has."""
+    return {status: {"model": ErrorBody, "description": _DOCUMENTED[status]} for status in statuses}
+
+
 _CLASS_OF_STATUS = {
     400: "bad_request",
     401: "unauthorized",
@@ -94,18 +113,18 @@ def unsupported(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param} {why}", param=param, code="unsupported_parameter")
 
 
+def invalid(param: str, why: str) -> ApiError:
+    """400 for a value that cannot be."""
+    return ApiError(400, f"{param} {why}", param=param, code="invalid_value")
+
+
 def engine_dead() -> ApiError:
     return ApiError(503, "The engine has died and the server is stopping.", type="server_error", code="engine_dead")
 
 
 def shutting_down() -> ApiError:
-    return ApiError(
-        503,
-        "The server is shutting down.",
-        type="server_error",
-        code="shutting_down",
-        headers={"retry-after": "5"},
-    )
+    message = "The server is shutting down."
+    return ApiError(503, message, type="server_error", code="shutting_down", headers={"retry-after": "5"})
 
 
 def timed_out(seconds: float | None) -> ApiError:

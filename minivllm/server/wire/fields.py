@@ -1,4 +1,9 @@
-"""Sampling parameters as they stand in every request body, under OpenAI's names and vLLM's."""
+"""Fields that stand in several bodies, under OpenAI's names and vLLM's.
+
+Prompts, sampling parameters, and fields of OpenAI's API that this server has no use for: of those, only values that
+change nothing are accepted. A label (``safety_identifier``) is for the caller's own use, so any is. Whatever else a
+field could ask for is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +37,6 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-ModelName = Annotated[str, StringConstraints(max_length=512)]
-Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 ExtraName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 PlainValue = bool | int | float | Annotated[str, StringConstraints(max_length=4096)]
 ExtraValue = PlainValue | Annotated[list[PlainValue], Field(max_length=MAX_LIST_LENGTH)]
@@ -176,20 +178,25 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class RequestFields(SamplingFields):
-    """What every generating endpoint has besides sampling parameters.
+class CallerFields(Body):
+    """What every endpoint that computes has.
 
     model: one of the served names; left out, the first one. user: a label of the caller's own, without effect.
     priority: lower goes first, with scheduling_policy "priority". cache_salt: keeps cached prefixes of tenants apart.
     """
 
-    model: ModelName | None = None
+    model: Annotated[str, StringConstraints(max_length=512)] | None = None
+    user: Label | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+
+
+class RequestFields(SamplingFields, CallerFields):
+    """What completions of texts and of conversations have besides sampling parameters."""
+
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Label | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
 
     @property
     def output_kind(self) -> OutputKind:
@@ -198,3 +205,58 @@ class RequestFields(SamplingFields):
     @property
     def wants_usage_chunk(self) -> bool:
         return bool(self.stream and self.stream_options is not None and self.stream_options.include_usage)
+
+
+Nothing = Annotated[list[Any], Field(max_length=0)]
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
+NeutralVerbosity = Literal["medium"] | None
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class PromptCacheOptions(Body):
+    """Prefixes are always looked up and kept for as long as there is room, which no option changes."""
+
+    mode: Literal["implicit"] | None = None
+    ttl: None = None
+    comparison_response_id: None = None
+    prewarm: Literal[False] | None = None
+
+
+class NeutralFields(Body):
+    """What conversations share, on both endpoints.
+
+    metadata, safety_identifier, prompt_cache_key: labels of the caller's own, without effect (see cache_salt).
+    """
+
+    metadata: Metadata | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    moderation: None = None
+
+
+MAX_PROMPTS = 2048
+
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+Prompts = (
+    Text
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | TokenIds
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+
+
+def prompt_list(prompts: Prompts) -> list[str | list[int]]:
+    """One entry per prompt, whatever form they came in."""
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        return [prompts]
+    return list(prompts)
+
+
+def as_prompt(given: str | list[int], cache_salt: str | None) -> dict[str, object]:
+    """One of them as the engine takes it."""
+    prompt: dict[str, object] = {"prompt" if isinstance(given, str) else "prompt_token_ids": given}
+    return prompt if cache_salt is None else {**prompt, "cache_salt": cache_salt}

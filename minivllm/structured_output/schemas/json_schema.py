@@ -15,7 +15,7 @@ What is other than the name may suggest, always towards fewer texts:
 - minProperties counts keys, and other names than required ones may come twice: it may exceed required by one.
 - pattern matches anywhere unless it has ``^`` and ``$``, which may stand only where a text begins and ends. ``\\d``,
   ``\\w`` are ASCII; ``\\D``, ``\\W``, ``\\s``, ``\\S`` leave out what ECMA-262 and Python read differently.
-- format asserts; see formats.py for the formats and how they are narrowed. Numbers have no format.
+- format asserts; see FORMATS in patterns.py for the formats and how they are narrowed. Numbers have no format.
 - Bounded numbers are written without exponent, and bounds are cut to ±2**53. An exclusive bound is kept by the next
   number of 15 digits, that of 0 by 1e-20. An unbounded number may have an exponent that no float has: Python reads it
   as inf.
@@ -34,8 +34,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from minivllm.errors import RequestError
-from minivllm.structured_output.schemas.formats import FORMATS
-from minivllm.structured_output.schemas.patterns import CONTROLS, to_rust
+from minivllm.structured_output.schemas.patterns import CONTROLS, FORMATS, to_rust
 
 MAX_SCHEMA_DEPTH = 100
 MAX_EXACT = 2**53
@@ -146,14 +145,10 @@ class _Rewriter:
         conjuncts: list[Schema] = []
         for keyword, value in schema.items():
             place = f"{path}.{keyword}"
-            if keyword in UNSUPPORTED or (keyword in _ASSERTED_ONCE and self._is_old):
+            is_asserted = keyword in _ASSERTED_ONCE and self._is_old
+            if keyword in UNSUPPORTED or is_asserted or (keyword == "uniqueItems" and value is not False):
                 raise RequestError(
                     f"The JSON schema uses {keyword!r} at {path}, which structured outputs do not support: leave it "
-                    "out and check the output afterwards."
-                )
-            if keyword == "uniqueItems" and value is not False:
-                raise RequestError(
-                    f"The JSON schema uses 'uniqueItems' at {path}, which structured outputs do not support: leave it "
                     "out and check the output afterwards."
                 )
             if keyword == "type":
