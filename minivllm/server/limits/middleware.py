@@ -1,9 +1,10 @@
-"""What happens to every HTTP request before and after its endpoint: id, access log, key, limits of size and content."""
+"""What happens to every HTTP request before and after its endpoint: id, access log, size limit, key."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import re
 import secrets
 import time
