@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minivllm.server.limits.connections as connections
+import minivllm.server.limits.middleware as middleware
 from minivllm.server.answers import streaming
-from minivllm.server.limits import middleware
+from minivllm.server.wire import json_bounds
 from minivllm.server.wire.errors import ApiError
 from minivllm.server.wire.json_bounds import JsonBounds
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
@@ -48,7 +49,7 @@ def test_the_scan_counts_what_the_parser_finds(value: Any, chunk: int, indent: i
     values, keys, depth = measured(value)
     monkeypatch = pytest.MonkeyPatch()
     with monkeypatch.context() as patch:
-        patch.setattr(middleware, "CHUNK_BYTES", chunk)
+        patch.setattr(json_bounds, "CHUNK_BYTES", chunk)
         JsonBounds(values, keys, depth).check(text)
         for tight in ((values - 1, keys, depth), (values, keys - 1, depth), (values, keys, depth - 1)):
             if min(tight) >= 0:

@@ -1,4 +1,4 @@
-"""What happens to every HTTP request before and after its endpoint: id, access log, key, limits of size and content."""
+"""What happens to every HTTP request before and after its endpoint: id, access log, size limit, key."""
 
 from __future__ import annotations
 
