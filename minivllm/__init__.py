@@ -50,39 +50,27 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputs,
     )
-    from minivllm.scheduler.policy import SchedulingPolicy
-    from minivllm.scheduler.queues import SortedQueue
+    from minivllm.scheduler.policy import SchedulingPolicy, SortedQueue
     from minivllm.spec_decode.drafter import DraftContext, Drafter, DraftTask
 
 _HOMES = {
-    "LLM": "minivllm.frontend.llm",
-    "AsyncLLM": "minivllm.frontend.async_llm",
-    "BatchUpdate": "minivllm.sampling.logits_processors",
-    "BeamSearchParams": "minivllm.sampling_params",
-    "CompletionOutput": "minivllm.processing.outputs",
-    "RequestOutput": "minivllm.processing.outputs",
-    "DraftContext": "minivllm.spec_decode.drafter",
-    "DraftTask": "minivllm.spec_decode.drafter",
-    "Drafter": "minivllm.spec_decode.drafter",
-    "EngineArgs": "minivllm.config",
-    "LoRARequest": "minivllm.messages",
-    "LogitsProcessor": "minivllm.sampling.logits_processors",
-    "OutputKind": "minivllm.sampling_params",
-    "PoolingParams": "minivllm.sampling_params",
-    "RepetitionDetection": "minivllm.sampling_params",
-    "SamplingParams": "minivllm.sampling_params",
-    "SchedulingPolicy": "minivllm.scheduler.policy",
-    "SortedQueue": "minivllm.scheduler.queues",
-    "StructuredOutputs": "minivllm.sampling_params",
-    "register_attention": "minivllm.plugins",
-    "register_drafter": "minivllm.plugins",
-    "register_policy": "minivllm.plugins",
+    "frontend.llm": ("LLM",),
+    "frontend.async_llm": ("AsyncLLM",),
+    "sampling.logits_processors": ("BatchUpdate", "LogitsProcessor"),
+    "processing.outputs": ("CompletionOutput", "RequestOutput"),
+    "spec_decode.drafter": ("DraftContext", "DraftTask", "Drafter"),
+    "config": ("EngineArgs",),
+    "messages": ("LoRARequest",),
+    "scheduler.policy": ("SchedulingPolicy", "SortedQueue"),
+    "plugins": ("register_attention", "register_drafter", "register_policy"),
 }
+"""Module -> public names that live there; all others are in ``sampling_params``."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'minivllm' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    home = next((module for module, names in _HOMES.items() if name in names), "sampling_params")
+    return getattr(import_module(f"minivllm.{home}"), name)

@@ -12,9 +12,6 @@ import msgspec
 
 from minivllm.sampling_params import PoolingParams, SamplingParams
 
-BlockIds = tuple[list[int], ...]
-"""Physical block ids of one request, one list per KV cache group."""
-
 
 class FinishReason(StrEnum):
     STOP = "stop"
@@ -101,10 +98,10 @@ class EngineOutput(msgspec.Struct, kw_only=True):
 
 
 class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a worker needs to know of a request it sees for the first time."""
+    """Everything a worker needs to know of a request it sees for the first time. block_ids: physical, in order."""
 
     request: EngineRequest
-    block_ids: BlockIds
+    block_ids: list[int]
     num_computed_tokens: int
 
 
@@ -115,7 +112,7 @@ class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     request_id: str
-    new_block_ids: BlockIds
+    new_block_ids: list[int]
     num_computed_tokens: int
     resumed: bool = False
 

@@ -81,8 +81,8 @@ class TokenMaskSource(Protocol):
 class Request:
     """State of one request inside the engine core.
 
-    There is no prefill and no decode: ``num_computed_tokens`` catches up with ``num_tokens_with_drafts``, and a new
-    token is sampled whenever it does. (vLLM V1's unified scheduler.)
+    There is no prefill and no decode: ``num_computed_tokens`` catches up with the known tokens and the drafts behind
+    them, and a new token is sampled whenever it does. (vLLM V1's unified scheduler.)
 
     engine_request: what was sent, unchanged. max_tokens: of the answer, at most what max_model_len leaves.
     """
@@ -115,10 +115,6 @@ class Request:
         return len(self.all_token_ids)
 
     @property
-    def num_tokens_with_drafts(self) -> int:
-        return len(self.all_token_ids) + len(self.draft_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.all_token_ids) - self.num_prompt_tokens
 
@@ -140,9 +136,6 @@ class Request:
         pooling = self.engine_request.pooling
         is_mean = pooling is not None and pooling.pooling == "mean"
         return is_mean or self.sampling_params.prompt_logprobs is not None
-
-    def append_output_token(self, token_id: int) -> None:
-        self.all_token_ids.append(token_id)
 
     def record_event(self, event: EventType) -> None:
         self.events.append(EngineEvent(event, time.monotonic()))

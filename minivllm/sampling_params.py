@@ -389,17 +389,10 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("beam_width", 1, MAX_LOGPROBS // 2),
-            ("max_tokens", 1, None),
-            ("n", 1, self.beam_width),
-        ):
-            value = getattr(self, name)
-            if name == "n" and value is None:
-                continue
-            if type(value) is not int or value < low or (high is not None and value > high):
-                limit = "" if high is None else f" and at most {high}"
-                raise RequestError(f"{name} is {value!r}, but must be a whole number of at least {low}{limit}.")
+        _integer("beam_width", self.beam_width, 1, MAX_LOGPROBS // 2)
+        _integer("max_tokens", self.max_tokens, 1)
+        if self.n is not None:
+            _integer("n", self.n, 1, self.beam_width)
         penalty = self.length_penalty
         if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not -10 <= penalty <= 10:
             raise RequestError(f"length_penalty is {penalty!r}, but must be a number from -10 to 10.")

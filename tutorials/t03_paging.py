@@ -65,7 +65,7 @@ served: list[Request] = []
 for index, length in enumerate(lengths):
     newcomer = request(f"R{index}", length)
     hits, _ = manager.get_computed_blocks(newcomer)
-    if manager.allocate_slots(newcomer, length, 0, hits) is None:
+    if manager.allocate_slots(newcomer, length, hits) is None:
         break
     newcomer.num_computed_tokens = length
     served.append(newcomer)
@@ -75,7 +75,7 @@ lesson.measure("users with paging", len(served))
 # What is lost is only the unfilled end of each request's last block: on average half a block, never a whole one.
 
 # %%
-reserved = sum(len(manager.get_block_ids(r.request_id)[0]) * BLOCK for r in served)
+reserved = sum(len(manager.get_block_ids(r.request_id)) * BLOCK for r in served)
 lost = sum(-n % BLOCK for n in lengths[: len(served)])
 lesson.predict("slots that hold nothing", lost, "the sum of -length mod 16")
 lesson.measure("slots that hold nothing", reserved - sum(r.num_tokens for r in served))
@@ -99,15 +99,15 @@ names = {}
 for index in range(6):
     names[f"R{index}"] = request(f"R{index}", 12 + index % 3 * 2)
 for newcomer in names.values():
-    manager.allocate_slots(newcomer, newcomer.num_tokens, 0, manager.get_computed_blocks(newcomer)[0])
+    manager.allocate_slots(newcomer, newcomer.num_tokens, manager.get_computed_blocks(newcomer)[0])
     newcomer.num_computed_tokens = newcomer.num_tokens
 for name in ("R0", "R2", "R4"):
     manager.free(names.pop(name))
 for name, length in (("R6", 30), ("R7", 9)):
     names[name] = newcomer = request(name, length)
-    assert manager.allocate_slots(newcomer, length, 0, manager.get_computed_blocks(newcomer)[0]) is not None
+    assert manager.allocate_slots(newcomer, length, manager.get_computed_blocks(newcomer)[0]) is not None
     newcomer.num_computed_tokens = length
-tables = {name: manager.get_block_ids(name)[0] for name in names}
+tables = {name: manager.get_block_ids(name) for name in names}
 owner = {block: name for name, table in tables.items() for block in table}
 kinds = dict(zip(names, ["prompt", "decode", "cached", "other", "wasted"]))
 cells: list[Cell] = [("null", "idle")]
@@ -202,7 +202,7 @@ def block_sizes() -> str:
 def no_trace() -> str:
     before = manager.pool.num_free_blocks
     newcomer = request("large", 60)
-    assert manager.allocate_slots(newcomer, 60, 0, manager.get_computed_blocks(newcomer)[0]) is None
+    assert manager.allocate_slots(newcomer, 60, manager.get_computed_blocks(newcomer)[0]) is None
     assert manager.pool.num_free_blocks == before
     manager.check_integrity(names.values())
     return f"it returns None, {before} blocks stay free, and the integrity check passes: the scheduler can retry"

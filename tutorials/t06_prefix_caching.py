@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import SchedulerConfig
-from minivllm.kv_cache.group_manager import FullAttentionManager, SingleGroupManager
 from minivllm.kv_cache.hashing import hash_block
 from minivllm.kv_cache.manager import KVCacheManager
+from minivllm.request import Request
 from minivllm.scheduler.scheduler import Scheduler
 from tutorials.lesson import Cell, Lesson
 from tutorials.simulated_engine import Arrival, run
@@ -96,22 +96,22 @@ lesson.check(replies[0] == replies[1], "the conversations are the same, token by
 # tokens: 4 full blocks each, which can be found again, and a fifth with a single token. 4·4 + 1 = 17 blocks hold all of
 # it. What happens with fewer?
 #
-# The control is a manager that gives blocks back head first; ``KVCacheManager`` takes it as an argument.
+# The control is a manager that gives blocks back head first.
 
 
 # %%
-class HeadFirst(FullAttentionManager):
+class HeadFirst(KVCacheManager):
     """Frees the first block of a sequence first, the obvious way."""
 
-    def free(self, request_id: str, num_computed_tokens: int) -> None:
-        table = self.tables.pop(request_id, None)
+    def free(self, request: Request) -> None:
+        table = self.tables.pop(request.request_id, None)
         if table is not None:
             self.pool.free_blocks(table.blocks)
 
 
-def hits_per_round(kind: type[SingleGroupManager], usable_blocks: int, users: int = 4) -> int:
+def hits_per_round(kind: type[KVCacheManager], usable_blocks: int, users: int = 4) -> int:
     """Tokens found in the cache when every user has asked again, after a few rounds."""
-    manager = KVCacheManager(usable_blocks + 1, BLOCK, max_model_len=64, group_types=(kind,))
+    manager = kind(usable_blocks + 1, BLOCK, max_model_len=64)
     scheduler = Scheduler(SchedulerConfig(max_model_len=64), manager)
     for turn in range(5):
         before = manager.prefix_cache_hit_tokens
@@ -126,7 +126,7 @@ lesson.predict(
     "tail first", [max(0, min(64, 64 - 16 * (17 - size))) for size in sizes], "each missing block: 4 users lose one"
 )
 lesson.predict("head first", [64 if size >= 17 else 0 for size in sizes], "no head, no prefix: nothing can be found")
-tail, head = ([hits_per_round(kind, size) for size in sizes] for kind in (FullAttentionManager, HeadFirst))
+tail, head = ([hits_per_round(kind, size) for size in sizes] for kind in (KVCacheManager, HeadFirst))
 lesson.measure("tail first", tail)
 lesson.measure("head first", head)
 lesson.curves(

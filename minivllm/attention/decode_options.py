@@ -1,6 +1,6 @@
 """Kernel options of decode attention on a GPU: those tuned on this very device, else PyTorch's own.
 
-FlexAttention's decode kernel reads K and V in blocks of BLOCK_N slots, splits every request's pages among SPLIT_KV
+FlexAttention's decode kernel reads K and V in blocks of BLOCK_N slots, splits every request's blocks among SPLIT_KV
 thread blocks (flash decoding, Dao et al. 2023), and keeps num_stages blocks in flight. Which values read fastest
 depends on the device, the head size and on how many requests times KV heads there are to fill it. ``minivllm bench
 attention --tune`` finds out and keeps a table, which the next engine on that device reads.

@@ -69,16 +69,16 @@ class PersistentBatch:
         for new in step.new_requests:
             request = WorkerRequest(new.request, new.num_computed_tokens)
             self.requests[new.request.request_id] = request
-            self._enter(request, new.block_ids[0])
+            self._enter(request, new.block_ids)
             entered.append(request)
         for difference in step.cached_requests:
             request = self.requests[difference.request_id]
             request.num_computed_tokens = difference.num_computed_tokens
             if difference.resumed:
-                self._enter(request, difference.new_block_ids[0])
+                self._enter(request, difference.new_block_ids)
                 entered.append(request)
             else:
-                self._append_blocks(request.slot, int(self.num_blocks[request.slot]), difference.new_block_ids[0])
+                self._append_blocks(request.slot, int(self.num_blocks[request.slot]), difference.new_block_ids)
         return freed, entered
 
     def append_tokens(self, request: WorkerRequest, token_ids: list[int]) -> None:

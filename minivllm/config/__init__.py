@@ -7,33 +7,11 @@ May import: the vocabulary only.
 Door: `EngineArgs` in engine_args.py, `EngineConfig` in engine_config.py.
 """
 
-from minivllm.config.engine_args import (
-    CUDA_GRAPH_MODES,
-    DEVICES,
-    DTYPES,
-    KV_CACHE_DTYPES,
-    LOAD_FORMATS,
-    MAX_SPECULATIVE_TOKENS,
-    PERFORMANCE_MODES,
-    QUANTIZATIONS,
-    SPECULATIVE_METHODS,
-    CudaGraphMode,
-    Device,
-    EngineArgs,
-    SpeculativeConfig,
-)
+from minivllm.config.engine_args import PERFORMANCE_MODES, CudaGraphMode, Device, EngineArgs, SpeculativeConfig
 from minivllm.config.engine_config import CacheConfig, EngineConfig, LoRAConfig, SchedulerConfig
 
 __all__ = [
-    "CUDA_GRAPH_MODES",
-    "DEVICES",
-    "DTYPES",
-    "KV_CACHE_DTYPES",
-    "LOAD_FORMATS",
-    "MAX_SPECULATIVE_TOKENS",
     "PERFORMANCE_MODES",
-    "QUANTIZATIONS",
-    "SPECULATIVE_METHODS",
     "CacheConfig",
     "CudaGraphMode",
     "Device",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, cast, get_args
 
 from minivllm.errors import ConfigError
@@ -128,124 +128,149 @@ class SpeculativeConfig:
         return cast(Literal["eagle", "eagle3"], self.method) if self.method in ("eagle", "eagle3") else None
 
 
+def _setting(
+    default: Any,
+    help_text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    at_least: int | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """A field with what it is for, and what it may be besides None: one of ``choices``, or a number from ``at_least``.
+
+    metavar: how the command line names its value.
+    """
+    help_text += f" One of: {', '.join(choices)}." if choices else ""
+    metadata = {"help": help_text, "choices": choices, "at_least": at_least, "metavar": metavar}
+    return field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
     """Engine arguments under vLLM's names; ``None`` (or ``"auto"``) lets the engine choose and log why.
 
-    model: a short name (``smollm2``), a Hugging Face id, a local directory or a ``.gguf`` file.
-    tokenizer: where the tokenizer comes from; None takes it from the model.
-    revision: branch, tag or commit of a Hugging Face id.
-    dtype: weights and activations.
-    seed: seeds dummy weights and requests that bring no seed of their own.
-    max_model_len: prompt plus output tokens of one request [tokens].
-    max_num_seqs: requests that may run at the same time.
-    max_num_batched_tokens: token budget of one step. None follows performance_mode.
-    performance_mode: what the budget is chosen for. "throughput": whole prompts in few steps. "interactivity": short
-        steps, so that prompts which arrive hardly delay the answers that are being written. None means interactivity
-        for AsyncLLM and the server, throughput otherwise.
-    long_prefill_token_threshold: cap on the tokens one request gets per step; 0 is no cap.
-    gpu_memory_utilization: share of the device's memory that engine and cache may use when the cache is not sized
-        explicitly; on a CPU it is the share of the memory that is free after loading.
-    kv_cache_memory_bytes / num_gpu_blocks_override: explicit cache size [bytes / blocks]; set one at most.
-    block_size: tokens per KV page.
-    kv_cache_dtype: element type of the KV cache ("auto": float32 on a CPU, where it is faster, else ``dtype``). Fewer
-        bits hold more tokens in the same memory: "bfloat16" on a CPU; on a GPU "fp8_e4m3" (finer, up to 448) and
-        "fp8_e5m2" (coarser, up to 57344), rounded without a scale, larger values to the largest.
-    quantization: store the weights of linear layers in fewer bits: "int8", "int4" or "fp8" (a recent GPU). Blocks of a
-        GGUF file are kept where they have those bits already. None multiplies AWQ, GPTQ and fp8 checkpoints as they
-        are, and a GGUF file dequantised to ``dtype``.
-    attention_backend: "flex" (compiled FlexAttention; its reference where nothing is compiled), "sdpa" (the reference),
-        a name given to minivllm.register_attention, or "package.module:factory", which is what an engine in a process
-        of its own needs.
-    enforce_eager: run the same code uncompiled.
-    compile_in_background: on a CPU, start to answer uncompiled, and change over when everything is compiled. The
-        tokens are the same but for rounding: float32 gives the same ones. None means that only ``minivllm chat`` does.
-    cudagraph_mode: which steps replay CUDA graphs: "none", "piecewise" (all steps up to a few hundred tokens, attention
-        between the graphs), "full_decode" (steps of decodes alone, in one graph) or "full_and_piecewise"; None takes
-        the last on a GPU.
-    scheduling_policy: who comes first: "fcfs", "priority", a name given to minivllm.register_policy, or
-        "package.module:Class" of a minivllm.SchedulingPolicy.
-    hf_overrides: values that replace entries of the model's config.json.
-    profile: directory that gets a trace of the first steps, with named ranges (see minivllm/profiling).
-    multiprocess: run the engine core in a process of its own. In one process, which is the default, a debugger steps
-        from a prompt into a kernel; AsyncLLM and the server always use two.
-    heartbeat_timeout: seconds after which an engine process that does not finish its step is taken for hung and killed.
-    speculative_config: guess several tokens per step and verify them; see SpeculativeConfig. The tokens of a request
-        are the same with and without it.
-    async_scheduling: schedule the next step while the last one runs, before its tokens are known. The tokens of a
-        request are the same with and without it; one that stops may have been computed once more for nothing. None:
-        on a GPU, which would else idle meanwhile; not on a CPU, where model and scheduler share the cores, and not with
-        speculative_config, whose drafts begin with the last token.
-    enable_lora: serve LoRA adapters. max_loras: adapters used by the requests that run at the same time.
-    max_lora_rank: the largest rank there is room for; together they decide what memory adapters take, not their speed.
-    max_cpu_loras: adapters kept in host memory (None: as many as max_loras); more only while requests use more.
-    logits_processors: custom ones, in order: subclasses of minivllm.LogitsProcessor, or "package.module:Class", which
-        is what an engine in a process of its own needs.
+    What a field is for stands in its metadata, from which its checks and its command line flag are made. Raises
+    ConfigError that names the argument and what it may be.
     """
 
-    model: str = "smollm2"
-    tokenizer: str | None = None
-    revision: str | None = None
-    dtype: str = "auto"
-    seed: int = 0
-    load_format: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    performance_mode: str | None = None
-    long_prefill_token_threshold: int = 0
-    gpu_memory_utilization: float | None = None
-    kv_cache_memory_bytes: int | None = None
-    num_gpu_blocks_override: int | None = None
-    block_size: int | None = None
-    kv_cache_dtype: str = "auto"
-    quantization: str | None = None
-    enable_prefix_caching: bool = True
-    attention_backend: str = "flex"
-    enforce_eager: bool = False
-    compile_in_background: bool | None = None
-    cudagraph_mode: str | None = None
-    scheduling_policy: str = "fcfs"
-    hf_overrides: dict[str, Any] | None = None
-    profile: str | None = None
-    multiprocess: bool = False
-    heartbeat_timeout: float = 300.0
-    speculative_config: dict[str, Any] | None = None
-    async_scheduling: bool | None = None
-    enable_lora: bool = False
-    max_loras: int = 1
-    max_lora_rank: int = 16
-    max_cpu_loras: int | None = None
-    logits_processors: list[Any] | None = None
+    model: str = _setting("smollm2", "A short name (smollm2), a Hugging Face id, a local directory or a .gguf file.")
+    tokenizer: str | None = _setting(None, "Where the tokenizer comes from, if not from the model.")
+    revision: str | None = _setting(None, "Branch, tag or commit of a Hugging Face id.")
+    dtype: str = _setting("auto", "Weights and activations.", choices=DTYPES)
+    seed: int = _setting(0, "Seeds dummy weights and requests that bring no seed of their own.", at_least=0)
+    load_format: str = _setting("auto", "Format of the weights; dummy is random weights.", choices=LOAD_FORMATS)
+    device: str = _setting("auto", "Where the model runs.", choices=DEVICES)
+    max_model_len: int | None = _setting(None, "Prompt plus answer of one request, in tokens.", at_least=1)
+    max_num_seqs: int | None = _setting(None, "Requests that may run at the same time.", at_least=1)
+    max_num_batched_tokens: int | None = _setting(
+        None, "Token budget of one step, if performance-mode does not suit.", at_least=1
+    )
+    performance_mode: str | None = _setting(
+        None,
+        "What the token budget is chosen for: whole prompts in few steps, or short steps, so that prompts which arrive "
+        "hardly delay the answers that are being written. AsyncLLM and serve take the latter by default.",
+        choices=PERFORMANCE_MODES,
+    )
+    long_prefill_token_threshold: int = _setting(
+        0, "Most tokens one request gets in a step; 0 is no such limit.", at_least=0
+    )
+    gpu_memory_utilization: float | None = _setting(
+        None,
+        "Share of the device's memory that engine and KV cache may use where the cache is not sized explicitly (on a "
+        "CPU: of what is free after loading).",
+    )
+    kv_cache_memory_bytes: int | None = _setting(None, "Size of the KV cache in bytes.", at_least=1)
+    num_gpu_blocks_override: int | None = _setting(None, "Size of the KV cache in blocks.", at_least=2)
+    block_size: int | None = _setting(None, "Tokens per block of the KV cache: 8, 16, 32, 64, 128 or 256.")
+    kv_cache_dtype: str = _setting(
+        "auto",
+        "Elements of the KV cache; auto is float32 on a CPU, where it is faster, else that of the weights. Fewer bits "
+        "hold more tokens in the same memory: bfloat16 on a CPU, on a GPU also fp8_e4m3 (finer, up to 448) and "
+        "fp8_e5m2 (coarser, up to 57344), rounded without a scale, larger values to the largest.",
+        choices=KV_CACHE_DTYPES,
+    )
+    quantization: str | None = _setting(
+        None,
+        "Fewer bits for the weights of linear layers (fp8: a recent GPU). A GGUF file keeps its own blocks where they "
+        "have those bits already. Without it AWQ, GPTQ and fp8 checkpoints are multiplied as they are, and a GGUF file "
+        "dequantised.",
+        choices=QUANTIZATIONS,
+    )
+    enable_prefix_caching: bool = _setting(True, "Reuse the KV cache of equal prompt beginnings.")
+    attention_backend: str = _setting(
+        "flex",
+        "flex (compiled FlexAttention; its reference where nothing is compiled), sdpa (the reference), a name given to "
+        "minivllm.register_attention, or your own, as package.module:factory.",
+    )
+    enforce_eager: bool = _setting(False, "Run the same code uncompiled: starts sooner, answers more slowly.")
+    compile_in_background: bool | None = _setting(
+        None,
+        "On a CPU, answer uncompiled until the model is compiled. The tokens are the same but for rounding: float32 "
+        "gives the same ones. By default only chat does.",
+    )
+    cudagraph_mode: str | None = _setting(
+        None,
+        "Steps that replay CUDA graphs: piecewise is all up to a few hundred tokens, with attention between the "
+        "graphs; full_decode is those of decodes alone, in one graph. On a GPU the default is full_and_piecewise.",
+        choices=CUDA_GRAPH_MODES,
+    )
+    scheduling_policy: str = _setting(
+        "fcfs",
+        "Who comes first: fcfs, priority, a name given to minivllm.register_policy, or package.module:Class of a "
+        "minivllm.SchedulingPolicy.",
+    )
+    hf_overrides: dict[str, Any] | None = _setting(  # noqa: RUF009
+        None, "Values that replace entries of the model's config.json.", metavar="JSON"
+    )
+    profile: str | None = _setting(
+        None, "Write a Perfetto trace of the first steps, with named ranges, into this directory.", metavar="DIR"
+    )
+    multiprocess: bool = _setting(
+        False, "Run the engine core in a process of its own, as AsyncLLM and the server always do."
+    )
+    heartbeat_timeout: float = _setting(
+        300.0, "Seconds after which an engine process that does not finish its step is taken for hung and killed."
+    )
+    speculative_config: dict[str, Any] | None = _setting(  # noqa: RUF009
+        None,
+        f"Guess tokens ahead and verify them: an object with a method ({', '.join(SPECULATIVE_METHODS)}) and its "
+        "settings, see SpeculativeConfig. The tokens of a request are the same with and without it.",
+        metavar="JSON",
+    )
+    async_scheduling: bool | None = _setting(
+        None,
+        "Schedule the next step while the last one runs, before its tokens are known. The tokens of a request are the "
+        "same with and without it. By default on a GPU without speculative-config, whose drafts begin with the last "
+        "token; on a CPU model and scheduler share the cores.",
+    )
+    enable_lora: bool = _setting(False, "Serve LoRA adapters.")
+    max_loras: int = _setting(1, "LoRA adapters that may be in use at the same time.", at_least=1)
+    max_lora_rank: int = _setting(
+        16, "Largest rank of a LoRA adapter; it decides what memory adapters take, not their speed.", at_least=1
+    )
+    max_cpu_loras: int | None = _setting(
+        None, "LoRA adapters kept in host memory (default: max-loras); more only while requests use more.", at_least=1
+    )
+    logits_processors: list[Any] | None = _setting(  # noqa: RUF009
+        None,
+        "Custom logits processors, in order: subclasses of minivllm.LogitsProcessor, or package.module:Class, which is "
+        "what an engine in a process of its own needs.",
+        metavar="MODULE:CLASS",
+    )
 
     def __post_init__(self) -> None:
-        _choice("dtype", self.dtype, DTYPES)
-        _choice("load_format", self.load_format, LOAD_FORMATS)
-        _choice("device", self.device, DEVICES)
-        _choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        if self.quantization is not None:
-            _choice("quantization", self.quantization, QUANTIZATIONS)
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.metadata["choices"] and (value is not None or one.default is not None):
+                _choice(one.name, value, one.metadata["choices"])
+            if one.metadata["at_least"] is not None:
+                _at_least(one.name, value, one.metadata["at_least"])
         POLICIES.check(self.scheduling_policy)
         ATTENTION.check(self.attention_backend)
-        if self.performance_mode is not None:
-            _choice("performance_mode", self.performance_mode, PERFORMANCE_MODES)
-        if self.cudagraph_mode is not None:
-            _choice("cudagraph_mode", self.cudagraph_mode, CUDA_GRAPH_MODES)
-            if self.enforce_eager and self.cudagraph_mode != "none":
-                raise ConfigError(
-                    f"cudagraph_mode is {self.cudagraph_mode!r}, but enforce_eager asks for no graphs: set one of them."
-                )
-        _at_least("max_model_len", self.max_model_len, 1)
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
-        _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
-        _at_least("seed", self.seed, 0)
-        _at_least("max_loras", self.max_loras, 1)
-        _at_least("max_lora_rank", self.max_lora_rank, 1)
-        _at_least("max_cpu_loras", self.max_cpu_loras, 1)
+        if self.enforce_eager and self.cudagraph_mode not in (None, "none"):
+            raise ConfigError(
+                f"cudagraph_mode is {self.cudagraph_mode!r}, but enforce_eager asks for no graphs: set one of them."
+            )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
                 f"max_cpu_loras is {self.max_cpu_loras}, but must be at least max_loras, which is {self.max_loras}: "

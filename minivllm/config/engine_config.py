@@ -10,7 +10,13 @@ from minivllm.config.engine_args import CudaGraphMode, Device, SpeculativeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The KV cache: page size [tokens], explicit size if any, element type, prefix reuse."""
+    """The KV cache.
+
+    block_size: tokens per block.
+    num_blocks, memory_bytes: explicit size [blocks, bytes], one at most; None for both measures what is free.
+    memory_utilization: share of the memory that may be used, 0 to 1.
+    dtype: PyTorch's name of the element type.
+    """
 
     block_size: int = 64
     num_blocks: int | None = None
@@ -24,7 +30,9 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of one step and of one request.
 
-    num_lookahead_tokens: room behind the scheduled tokens, into which a drafter with a KV cache writes its guesses.
+    long_prefill_token_threshold: most tokens of one request in a step; 0 is no such limit.
+    has_priorities: requests may carry one.
+    num_lookahead_tokens: cache slots behind the scheduled tokens, into which a drafter with a KV cache writes.
     """
 
     max_num_seqs: int = 64
@@ -38,7 +46,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """Room for adapters: slots on the device, the largest rank, and how many are kept in host memory."""
+    """How many adapters there can be: on the device, of which rank at most, and in host memory."""
 
     max_loras: int = 1
     max_lora_rank: int = 16
@@ -47,9 +55,12 @@ class LoRAConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything the engine runs with, after resolution. ``model_path`` is local: a directory or a ``.gguf`` file.
-    ``lora`` is None where no adapters are served. tokenizer: where the tokenizer comes from, if not from the model.
-    attention_backend, logits_processors: see EngineArgs. async_scheduling: up to two steps are in flight."""
+    """Everything the engine runs with, after resolution; fields of EngineArgs' names mean the same.
+
+    model_path: local: a directory or a ``.gguf`` file.
+    lora: None where no adapters are served.
+    async_scheduling: up to two steps are in flight.
+    """
 
     model: str
     model_path: str

@@ -5,23 +5,56 @@ Everything else is where the parts live and how they are reached; what operators
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from minivllm.config import EngineConfig
-from minivllm.engine.batch_queue import BatchQueue
 from minivllm.errors import RequestError
 from minivllm.kv_cache.hashing import extend_block_hashes
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.lora.registry import AdapterAdmission, AdapterRegistry
-from minivllm.messages import EngineOutput, EngineRequest, LoRARequest, ModelRunnerOutput
+from minivllm.messages import EngineOutput, EngineRequest, LoRARequest, ModelRunnerOutput, SchedulerOutput
 from minivllm.profiling.trace_recorder import TraceRecorder
 from minivllm.request import Request
-from minivllm.scheduler.repetition import RepetitionDetector
 from minivllm.scheduler.scheduler import Scheduler
+from minivllm.scheduler.stopping import RepetitionDetector
 from minivllm.structured_output.manager import StructuredOutputManager
 
 if TYPE_CHECKING:
-    from minivllm.executor.protocol import Executor
+    from minivllm.executor.protocol import Executor, PendingOutput
+
+
+class BatchQueue:
+    """The steps in flight, first in, first out: results are consumed in the order of their schedules.
+
+    One place makes a synchronous engine, two make async scheduling: while the workers run step N, step N + 1 is
+    scheduled and waits for them. (The batch queue of vLLM V1.)
+
+    The order, and workers that run their steps in order, is all that makes blocks safe to reuse. A request may end
+    while a later step that computes it once more is on its way. Its blocks are free at once; the next owner gets them
+    in a step after that one, so that its own keys and values are written over whatever the late step left behind.
+    """
+
+    def __init__(self, depth: int) -> None:
+        """depth: how many steps may be in flight at the same time, at least 1."""
+        self.depth = depth
+        self._steps: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._steps) < self.depth
+
+    def put(self, step: SchedulerOutput, pending: PendingOutput) -> None:
+        """Add a step that the workers have been given."""
+        self._steps.append((step, pending))
+
+    def take(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        """The oldest step with its results, which are waited for. Raises what the workers raised."""
+        step, pending = self._steps.popleft()
+        return step, pending.result()
 
 
 class EngineCore:
@@ -58,7 +91,7 @@ class EngineCore:
         self._release_blocked_requests()
         while self._in_flight.has_room and self.scheduler.has_requests():
             step = self.scheduler.schedule()
-            if step.is_empty:  # everybody waits: for a token in flight, for a grammar
+            if step.is_empty:  # every request waits: for a token in flight, for a grammar
                 outputs += self.scheduler.update_from_output(step, ModelRunnerOutput())
                 break
             token_masks = self.structured_output.start_masks(step, self.scheduler.requests)
@@ -108,7 +141,7 @@ class EngineCore:
         return self.scheduler.has_unfinished_requests()
 
     def has_work(self) -> bool:
-        """True while step() has something to do: also for steps in flight whose results nobody wants any more."""
+        """True while step() has something to do: also for steps in flight whose requests have ended."""
         return self.scheduler.has_requests() or bool(self._in_flight)
 
     def load_adapter(self, adapter: LoRARequest) -> str:

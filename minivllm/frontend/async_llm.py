@@ -25,7 +25,7 @@ from minivllm.processing.text_frontend import TextFrontend, load_model_tokenizer
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from minivllm.engine_process.client import AsyncEngineClient
+    from minivllm.engine_process.client import AsyncProcessClient
     from minivllm.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class AsyncLLM(TextFrontend):
     Lives in the event loop that first uses it; only ``prepare`` and ``render_chat`` may be called from other threads.
     """
 
-    def __init__(self, client: AsyncEngineClient, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, client: AsyncProcessClient, tokenizer: Tokenizer | None = None) -> None:
         super().__init__(
             client.config, tokenizer, model_vocab_size=client.model_vocab_size, eos_token_ids=client.eos_token_ids
         )

@@ -1,6 +1,6 @@
 """Physical KV cache blocks: who uses them, which one is reused next, and which contents can be found again.
 
-A block that nobody uses keeps its contents until it is reused, so the free queue is also the eviction order of the
+A block that no request uses keeps its contents until it is reused, so the free queue is also the eviction order of the
 prefix cache. (PagedAttention's block manager with vLLM V1's queue of free blocks.)
 """
 
@@ -15,7 +15,7 @@ NULL_BLOCK_ID = 0
 
 
 class KVCacheBlock:
-    """One physical block. ``previous`` and ``next`` link it into the free queue while nobody uses it.
+    """One physical block. ``previous`` and ``next`` link it into the free queue while no request uses it.
 
     block_hash: key under which its contents can be found; None while it is not full, or after it was reused.
     """
@@ -111,7 +111,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody uses, whether or not their contents can still be found."""
+        """Blocks that no request uses, whether or not their contents can still be found."""
         return self.free_queue.num_blocks
 
     @property
@@ -157,7 +157,7 @@ class BlockPool:
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """One user less for each block. Of those that become free, the first is reused first among its kind.
 
-        Blocks whose contents nobody can find go to the front of the queue, the others to the back.
+        Blocks whose contents cannot be found go to the front of the queue, the others to the back.
         """
         unhashed = []
         for block in ordered_blocks:

@@ -95,7 +95,7 @@ class AdapterAdmission:
         self._ahead: list[Request] = []
 
     def begin_step(self) -> None:
-        """Nobody has been set aside in this step yet."""
+        """No request has been set aside in this step yet."""
         self._ahead.clear()
 
     def may_run(self, request: Request, running: Sequence[Request]) -> bool:

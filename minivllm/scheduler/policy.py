@@ -5,13 +5,127 @@ A policy of your own is a subclass, given to an engine by name: see ``minivllm.r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import heapq
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from minivllm.errors import ConfigError
 from minivllm.plugins import POLICIES
 from minivllm.request import Request
-from minivllm.scheduler.queues import FCFSQueue, RequestQueue, SortedQueue
+
+
+class RequestQueue(ABC):
+    """Waiting requests in the order in which they are admitted."""
+
+    @abstractmethod
+    def add(self, request: Request) -> None:
+        """A request arrives."""
+
+    @abstractmethod
+    def prepend(self, request: Request) -> None:
+        """A request comes back (preempted, or set aside): it goes before its equals."""
+
+    @abstractmethod
+    def peek(self) -> Request:
+        """The next request. Raises IndexError if none waits."""
+
+    @abstractmethod
+    def pop(self) -> Request:
+        """Take the next request. Raises IndexError if none waits."""
+
+    @abstractmethod
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it is. Raises ValueError if it does not wait."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Request]:
+        """In order of admission."""
+
+
+class FCFSQueue(RequestQueue):
+    """First come, first served."""
+
+    def __init__(self) -> None:
+        self._requests: deque[Request] = deque()
+
+    def add(self, request: Request) -> None:
+        self._requests.append(request)
+
+    def prepend(self, request: Request) -> None:
+        self._requests.appendleft(request)
+
+    def peek(self) -> Request:
+        return self._requests[0]
+
+    def pop(self) -> Request:
+        return self._requests.popleft()
+
+    def remove(self, request: Request) -> None:
+        self._requests.remove(request)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+
+class SortedQueue(RequestQueue):
+    """Lowest key first; equal ones in order of arrival, those that come back before them.
+
+    key: of a request, compared with those of others; asked for when the request is added.
+    """
+
+    def __init__(self, key: Callable[[Request], Any]) -> None:
+        self._key = key
+        self._heap: list[tuple[Any, int, Request]] = []
+        self._last, self._first = 0, 0
+
+    def add(self, request: Request) -> None:
+        self._last += 1
+        heapq.heappush(self._heap, (self._key(request), self._last, request))
+
+    def prepend(self, request: Request) -> None:
+        self._first -= 1
+        heapq.heappush(self._heap, (self._key(request), self._first, request))
+
+    def peek(self) -> Request:
+        return self._heap[0][-1]
+
+    def pop(self) -> Request:
+        return heapq.heappop(self._heap)[-1]
+
+    def remove(self, request: Request) -> None:
+        for index, entry in enumerate(self._heap):
+            if entry[-1] is request:
+                del self._heap[index]
+                heapq.heapify(self._heap)
+                return
+        raise ValueError(f"{request.request_id} does not wait.")
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (entry[-1] for entry in sorted(self._heap, key=lambda entry: entry[:2]))
+
+
+class AdmissionPolicy(Protocol):
+    """What besides blocks and budget a waiting request may need. Asked in every step about each whose turn it is.
+
+    A request that may not run yet is set aside: those behind it are asked next, and it keeps its place in the queue.
+    """
+
+    def begin_step(self) -> None:
+        """The waiting requests of a step are asked about from here on."""
+
+    def may_run(self, request: Request, running: Sequence[Request]) -> bool:
+        """True if the request may join those that run; a block or two may still be missing afterwards."""
 
 
 class Turns(Protocol):
@@ -28,7 +142,7 @@ class Turns(Protocol):
         """
 
     def admit_waiting(self) -> None:
-        """Waiting requests join while there is room. After a preemption in this step nobody does."""
+        """Waiting requests join while there is room. After a preemption in this step none does."""
 
 
 class SchedulingPolicy:

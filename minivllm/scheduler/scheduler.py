@@ -20,7 +20,6 @@ from minivllm.config import SchedulerConfig
 from minivllm.errors import RequestError
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import (
-    BlockIds,
     CachedRequestData,
     EngineOutput,
     EventType,
@@ -32,11 +31,8 @@ from minivllm.messages import (
     SchedulerStats,
 )
 from minivllm.request import Request, RequestStatus
-from minivllm.scheduler.admission import AdmissionPolicy, AdmitAll
-from minivllm.scheduler.connector import KVConnector, NoConnector
-from minivllm.scheduler.drafting_stats import DraftingStats
-from minivllm.scheduler.policy import SchedulingPolicy, make_policy
-from minivllm.scheduler.step_plan import InFlightStep, StepPlan
+from minivllm.scheduler.policy import AdmissionPolicy, SchedulingPolicy, make_policy
+from minivllm.scheduler.step_plan import DraftingStats, InFlightStep, StepPlan
 from minivllm.scheduler.stopping import append_until_stop
 
 NUM_RECENT_STEPS = 256
@@ -68,8 +64,9 @@ class Scheduler:
     before the results are there, and the results must come back in the order of the schedules.
 
     async_scheduling: schedule the next token of a request while its last one is still unknown; the workers read it
-    from device memory. connector, admission: see there; by default nothing is added to cache and memory. policy: by
-    default the one that ``config.policy`` names.
+    from device memory.
+    admission: what a waiting request needs besides blocks and budget; None for nothing.
+    policy: by default the one that ``config.policy`` names.
     """
 
     def __init__(
@@ -78,7 +75,6 @@ class Scheduler:
         kv_cache_manager: KVCacheManager,
         *,
         async_scheduling: bool = False,
-        connector: KVConnector | None = None,
         admission: AdmissionPolicy | None = None,
         policy: SchedulingPolicy | None = None,
     ) -> None:
@@ -89,8 +85,7 @@ class Scheduler:
         self.policy = policy or make_policy(config.policy)
         self.waiting = self.policy.make_queue()
         self._async_scheduling = async_scheduling
-        self._connector = connector or NoConnector()
-        self._admission = admission or AdmitAll()
+        self._admission = admission
         self._in_flight: deque[InFlightStep] = deque()
         self._finished_request_ids: dict[str, None] = {}
         self._refused: list[EngineOutput] = []
@@ -311,7 +306,7 @@ class Scheduler:
 
             num_ahead = min(lookahead, num_left - num_new) if lookahead else 0
             new_block_ids = allocate_slots(request, num_new, num_lookahead_tokens=num_ahead)
-            if new_block_ids is None and scheduled:  # a step that admits preempts nobody
+            if new_block_ids is None and scheduled:  # a step that admits preempts no request
                 index += 1
                 continue
             while new_block_ids is None:
@@ -340,31 +335,28 @@ class Scheduler:
         threshold = self.config.long_prefill_token_threshold
         set_aside: list[Request] = []
         num_promised: int | None = None
-        self._admission.begin_step()
+        if self._admission is not None:
+            self._admission.begin_step()
         while waiting and plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = waiting.peek()
             if request.status is RequestStatus.BLOCKED or request.num_output_placeholders:
                 # A preempted request with a token in flight must know that token before it starts over.
                 set_aside.append(waiting.pop())
                 continue
-            if not self._admission.may_run(request, self.running):
+            if self._admission is not None and not self._admission.may_run(request, self.running):
                 set_aside.append(waiting.pop())
                 continue
-            hits, num_hit_tokens = manager.get_computed_blocks(request)
-            num_computed = num_hit_tokens + self._connector.num_matched_tokens(request, num_hit_tokens)
+            hits, num_computed = manager.get_computed_blocks(request)
             num_new = min(request.num_tokens - num_computed, plan.budget)
             if 0 < threshold < num_new:
                 num_new = threshold
             if num_promised is None:
                 num_promised = self._num_promised_blocks(plan)
-            if manager.allocate_slots(request, num_new, num_computed, hits, num_reserved_blocks=num_promised) is None:
+            if manager.allocate_slots(request, num_new, hits, num_reserved_blocks=num_promised) is None:
                 break
             num_promised += manager.num_missing_blocks(request)
             waiting.pop()
-            block_ids = manager.get_block_ids(request.request_id)
-            if num_computed > num_hit_tokens:
-                self._connector.load(request, block_ids, num_hit_tokens, num_computed - num_hit_tokens)
-            self._admit(request, num_computed, block_ids, plan)
+            self._admit(request, num_computed, manager.get_block_ids(request.request_id), plan)
             plan.add(request, num_new)
         for request in reversed(set_aside):
             waiting.prepend(request)
@@ -377,7 +369,7 @@ class Scheduler:
             if request.num_computed_tokens + plan.num_scheduled_tokens.get(request.request_id, 0) < request.num_tokens
         )
 
-    def _admit(self, request: Request, num_computed_tokens: int, block_ids: BlockIds, plan: StepPlan) -> None:
+    def _admit(self, request: Request, num_computed_tokens: int, block_ids: list[int], plan: StepPlan) -> None:
         """Make a waiting request run, and tell the workers all they need."""
         request_id = request.request_id
         request.num_computed_tokens = num_computed_tokens

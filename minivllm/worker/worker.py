@@ -498,6 +498,6 @@ def _null_request(runner: ModelRunner, name: str, num_prompt_tokens: int, num_to
     )
     return NewRequestData(
         request=request,
-        block_ids=([0] * -(-num_tokens // runner.limits.block_size),),
+        block_ids=[0] * -(-num_tokens // runner.limits.block_size),
         num_computed_tokens=0,
     )

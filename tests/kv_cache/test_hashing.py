@@ -58,7 +58,7 @@ def test_hashing_block_by_block_equals_hashing_at_once(prompt: list[int], output
     growing = make_request(prompt, "salt")
     for token_id in output:
         extend_block_hashes(growing, block_size)
-        growing.append_output_token(token_id)
+        growing.all_token_ids.append(token_id)
     extend_block_hashes(growing, block_size)
     whole = make_request(prompt + output, "salt")
     extend_block_hashes(whole, block_size)

@@ -5,9 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.block_pool import KVCacheBlock
-from minivllm.kv_cache.coordinator import KVCacheCoordinator
-from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import EngineRequest
 from minivllm.request import Request
@@ -32,7 +29,7 @@ def admit(manager: KVCacheManager, request: Request, num_tokens: int | None = No
     """Admit and compute a whole prompt, or its first ``num_tokens`` uncached tokens; returns the hit's length."""
     hits, num_hit = manager.get_computed_blocks(request)
     num_new = request.num_tokens - num_hit if num_tokens is None else num_tokens
-    assert manager.allocate_slots(request, num_new, num_hit, hits) is not None
+    assert manager.allocate_slots(request, num_new, hits) is not None
     request.num_computed_tokens = num_hit + num_new
     return num_hit
 
@@ -42,7 +39,7 @@ def snapshot(manager: KVCacheManager) -> tuple:
     return (
         [(block.ref_count, block.block_hash) for block in manager.pool.blocks],
         [block.block_id for block in manager.pool.free_queue],
-        {request_id: manager.get_block_ids(request_id) for request_id in manager._groups[0].tables},
+        {request_id: manager.get_block_ids(request_id) for request_id in manager.tables},
         manager.prefix_cache_queried_tokens,
         manager.prefix_cache_hit_tokens,
     )
@@ -90,22 +87,22 @@ def test_hits_in_a_tiny_pool_hold_what_they_promise_and_failures_change_nothing(
     for index, (tokens, stays) in enumerate(arrivals):
         request = make_request(f"r{index}", tokens)
         hits, num_hit = manager.get_computed_blocks(request)
-        for place, block in enumerate(hits[0], 1):
+        for place, block in enumerate(hits, 1):
             assert contents[block.block_id] == tuple(tokens[: place * block_size])
         before = snapshot(manager)
-        idle_hits = sum(block.ref_count == 0 for block in hits[0])
-        needed = -(-len(tokens) // block_size) - len(hits[0]) + idle_hits
+        idle_hits = sum(block.ref_count == 0 for block in hits)
+        needed = -(-len(tokens) // block_size) - len(hits) + idle_hits
         fits = needed <= manager.pool.num_free_blocks
-        new = manager.allocate_slots(request, len(tokens) - num_hit, num_hit, hits)
+        new = manager.allocate_slots(request, len(tokens) - num_hit, hits)
         assert (new is not None) == fits
         if new is None:
             assert snapshot(manager) == before
             continue
         request.num_computed_tokens = len(tokens)
-        table = manager.get_block_ids(request.request_id)[0]
-        assert table == [block.block_id for block in hits[0]] + new[0] and len(set(table)) == len(table)
-        for place, block_id in enumerate(table[len(hits[0]) :], len(hits[0]) + 1):
-            assert all(block_id not in manager.get_block_ids(other.request_id)[0] for other in live)
+        table = manager.get_block_ids(request.request_id)
+        assert table == [block.block_id for block in hits] + new and len(set(table)) == len(table)
+        for place, block_id in enumerate(table[len(hits) :], len(hits) + 1):
+            assert all(block_id not in manager.get_block_ids(other.request_id) for other in live)
             contents[block_id] = tuple(tokens[: place * block_size])
         if stays:
             live.append(request)
@@ -145,19 +142,19 @@ def test_blocks_are_taken_only_when_the_last_one_is_full() -> None:
     manager = KVCacheManager(10, 4, 100)
     request = make_request("a", [1, 2, 3])
     admit(manager, request)
-    request.append_output_token(4)
+    request.all_token_ids.append(4)
     assert manager.allocate_slots(request, 1) is manager.no_block_ids
     request.num_computed_tokens = 4
-    request.append_output_token(5)
+    request.all_token_ids.append(5)
     new = manager.allocate_slots(request, 1)
-    assert new is not None and len(new[0]) == 1
+    assert new is not None and len(new) == 1
 
 
 def test_drafts_are_never_hashed() -> None:
     manager = KVCacheManager(10, 2, 100)
     request = make_request("a", [1, 2, 3])
     admit(manager, request)
-    request.append_output_token(4)
+    request.all_token_ids.append(4)
     request.draft_token_ids = [5, 6]
     manager.allocate_slots(request, 3)
     assert len(request.block_hashes) == 2 and manager.pool.num_cached_hashes == 2
@@ -179,32 +176,20 @@ def test_a_withdrawal_leaves_the_twin_of_another_request_alone() -> None:
     manager = KVCacheManager(12, 2, 100, enable_prefix_caching=True)
     first, second = make_request("a", list(range(4)), prompt_logprobs=0), make_request("b", list(range(4)))
     admit(manager, first)
-    hits = manager.no_block_ids
-    assert manager.allocate_slots(second, 4, 0, tuple([] for _ in hits)) is not None
+    assert manager.allocate_slots(second, 4, []) is not None
     manager.free(second)
     manager.check_integrity([first])
     assert manager.pool.num_cached_hashes == 2
 
 
-def test_delayed_contents_are_found_only_once_they_are_announced() -> None:
-    manager = KVCacheManager(10, 2, 100)
-    request = make_request("a", list(range(4)))
-    hits, num_hit = manager.get_computed_blocks(request)
-    manager.allocate_slots(request, 4, num_hit, hits, delay_caching=True)
-    request.num_computed_tokens = 4
-    assert manager.get_computed_blocks(make_request("b", list(range(5))))[1] == 0
-    manager.cache_blocks(request, 4)
-    assert manager.get_computed_blocks(make_request("b", list(range(5))))[1] == 4
-
-
 def test_lookahead_reserves_room_up_to_the_longest_request() -> None:
     manager = KVCacheManager(10, 2, max_model_len=6)
     request = make_request("a", [1, 2])
-    new = manager.allocate_slots(request, 2, 0, ([],), num_lookahead_tokens=3)
-    assert new is not None and len(new[0]) == 3
+    new = manager.allocate_slots(request, 2, [], num_lookahead_tokens=3)
+    assert new is not None and len(new) == 3
     other = make_request("b", [1, 2])
-    new = manager.allocate_slots(other, 2, 0, ([],), num_lookahead_tokens=90)
-    assert new is not None and len(new[0]) == 3
+    new = manager.allocate_slots(other, 2, [], num_lookahead_tokens=90)
+    assert new is not None and len(new) == 3
 
 
 def test_the_cache_is_reset_only_when_nobody_uses_it() -> None:
@@ -223,43 +208,6 @@ def test_the_integrity_check_finds_a_leaked_request() -> None:
     admit(manager, request)
     with pytest.raises(RuntimeError, match="block tables and running requests differ in"):
         manager.check_integrity([])
-
-
-def test_groups_have_their_own_blocks_and_hit_together() -> None:
-    manager = KVCacheManager(20, 2, 100, group_types=(FullAttentionManager, FullAttentionManager))
-    request = make_request("a", list(range(6)))
-    admit(manager, request)
-    first, second = manager.get_block_ids("a")
-    assert len(first) == len(second) == 3 and not set(first) & set(second)
-    manager.pool.forget(manager.pool.blocks[second[1]])  # the second group lost the middle block
-    assert admit(manager, make_request("b", list(range(6)))) == 2
-    manager.free(request)
-    assert manager.usage > 0
-
-
-class EvenHits(FullAttentionManager):
-    """A kind that can only reuse an even number of blocks."""
-
-    def find_longest_cache_hit(self, block_hashes: list[bytes], max_num_blocks: int) -> list[KVCacheBlock]:
-        hits = super().find_longest_cache_hit(block_hashes, max_num_blocks)
-        return hits[: len(hits) // 2 * 2]
-
-
-class TripleHits(FullAttentionManager):
-    """A kind that can only reuse a multiple of three blocks."""
-
-    def find_longest_cache_hit(self, block_hashes: list[bytes], max_num_blocks: int) -> list[KVCacheBlock]:
-        hits = super().find_longest_cache_hit(block_hashes, max_num_blocks)
-        return hits[: len(hits) // 3 * 3]
-
-
-@pytest.mark.parametrize("kinds", [(EvenHits, TripleHits), (TripleHits, EvenHits)])
-def test_hits_of_different_kinds_are_intersected_to_a_fixed_point(kinds: tuple) -> None:
-    for num_tokens, expected in ((11, 6), (9, 6), (6, 0), (14, 12)):
-        manager = KVCacheManager(80, 1, 100, group_types=kinds)
-        admit(manager, make_request("a", list(range(num_tokens))))
-        assert manager.get_computed_blocks(make_request("b", list(range(num_tokens))))[1] == expected
-    assert isinstance(manager._coordinator, KVCacheCoordinator)
 
 
 def test_a_block_size_of_nothing_is_refused() -> None:

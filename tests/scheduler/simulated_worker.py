@@ -101,18 +101,18 @@ class SimulatedWorker:
             data = new.request
             assert data.request_id not in self.requests and data.request_id not in self.finished
             self.requests[data.request_id] = KnownRequest(
-                data, list(data.prompt_token_ids), new.num_computed_tokens, list(new.block_ids[0]), self.num_steps
+                data, list(data.prompt_token_ids), new.num_computed_tokens, list(new.block_ids), self.num_steps
             )
         for difference in step.cached_requests:
             request = self.requests[difference.request_id]
             assert difference.request_id in step.num_scheduled_tokens
             if difference.resumed:
                 assert request.table is None
-                request.table = list(difference.new_block_ids[0])
+                request.table = list(difference.new_block_ids)
                 request.entered_at = self.num_steps
             else:
                 assert request.table is not None
-                request.table += difference.new_block_ids[0]
+                request.table += difference.new_block_ids
             request.num_computed_tokens = difference.num_computed_tokens
         for request_id, num_computed_tokens in entered:
             assert num_computed_tokens <= len(self.requests[request_id].token_ids) - 1

@@ -8,7 +8,6 @@ from minivllm.config import SchedulerConfig
 from minivllm.errors import RequestError
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import (
-    BlockIds,
     EngineOutput,
     EngineRequest,
     EventType,
@@ -111,7 +110,7 @@ def test_a_step_that_decodes_inside_known_blocks_sends_only_token_counts() -> No
         assert planned == SchedulerOutput(num_scheduled_tokens={"R1": 1})
     planned, _ = engine.step()
     assert [entry.num_computed_tokens for entry in planned.cached_requests] == [4]
-    assert len(planned.cached_requests[0].new_block_ids[0]) == 1 and not planned.cached_requests[0].resumed
+    assert len(planned.cached_requests[0].new_block_ids) == 1 and not planned.cached_requests[0].resumed
 
 
 def test_fcfs_preempts_the_last_one_which_comes_back_first() -> None:
@@ -405,33 +404,6 @@ def test_a_request_whose_token_is_in_flight_waits_unless_scheduling_is_async() -
         engine.scheduler.schedule()
         assert engine.scheduler.schedule().num_scheduled_tokens == expected
         assert engine.scheduler.schedule().num_scheduled_tokens == {}  # the second token is the last one
-
-
-class HostMemory:
-    """A connector that has the first tokens of every prompt."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        self.loads: list[tuple[str, BlockIds, int, int]] = []
-
-    def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        return max(0, min(self.num_tokens, request.num_tokens - 1) - num_computed_tokens)
-
-    def load(self, request: Request, block_ids: BlockIds, start: int, num_tokens: int) -> None:
-        self.loads.append((request.request_id, block_ids, start, num_tokens))
-
-
-def test_a_connector_supplies_what_the_prefix_cache_lacks() -> None:
-    engine, connector = Engine(), HostMemory(10)
-    engine.scheduler = Scheduler(engine.config, engine.manager, connector=connector)
-    engine.add("R1", distinct(16))
-    planned = engine.scheduler.schedule()
-    assert planned.num_scheduled_tokens == {"R1": 6}
-    assert planned.new_requests[0].num_computed_tokens == 10
-    assert connector.loads == [("R1", engine.manager.get_block_ids("R1"), 0, 10)]
-    engine.add("R2", distinct(9))
-    assert engine.scheduler.schedule().num_scheduled_tokens == {"R2": 1}
-    assert len(connector.loads) == 1
 
 
 def test_the_scheduler_and_the_cache_do_not_import_torch() -> None:

@@ -205,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         assert tables.keys() == {request.request_id for request in self.scheduler.running}
         for request_id, table in tables.items():
-            assert table == self.manager.get_block_ids(request_id)[0]
+            assert table == self.manager.get_block_ids(request_id)
             if request_id in self.tables and request_id not in replaced:
                 assert table[: len(self.tables[request_id])] == self.tables[request_id]
         self.tables = tables

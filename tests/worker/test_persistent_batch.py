@@ -20,7 +20,7 @@ class NaiveRequest:
 
     def __init__(self, new: NewRequestData) -> None:
         self.tokens = list(new.request.prompt_token_ids)
-        self.blocks: list[int] | None = list(new.block_ids[0])
+        self.blocks: list[int] | None = list(new.block_ids)
         self.num_computed = new.num_computed_tokens
 
 
@@ -57,7 +57,7 @@ class NaiveScheduler:
             request.blocks += blocks
             request.num_computed = rng.randint(0, len(request.tokens))
             cached.append(
-                CachedRequestData(request_id=name, new_block_ids=(blocks,), num_computed_tokens=request.num_computed)
+                CachedRequestData(request_id=name, new_block_ids=blocks, num_computed_tokens=request.num_computed)
             )
         if entering:
             for name, request in self.requests.items():
@@ -66,7 +66,7 @@ class NaiveScheduler:
                     request.num_computed = 0
                     cached.append(
                         CachedRequestData(
-                            request_id=name, new_block_ids=(list(request.blocks),), num_computed_tokens=0, resumed=True
+                            request_id=name, new_block_ids=list(request.blocks), num_computed_tokens=0, resumed=True
                         )
                     )
             if len(self.running()) < MAX_SEQS and rng.random() < 0.6:
@@ -181,6 +181,6 @@ def test_a_token_that_comes_after_its_request_left_is_remembered_and_written_ove
     assert (request.num_tokens, request.output_token_ids) == (3, [5])
     assert batch.token_ids.host[0, :4].tolist() == [7, 8, 9, 10]
     batch.apply(SchedulerOutput(finished_request_ids=["b"]))
-    resumed = CachedRequestData(request_id="a", new_block_ids=([3],), num_computed_tokens=0, resumed=True)
+    resumed = CachedRequestData(request_id="a", new_block_ids=[3], num_computed_tokens=0, resumed=True)
     batch.apply(SchedulerOutput(cached_requests=[resumed]))
     assert batch.token_ids.host[0, :3].tolist() == [1, 2, 5]
