@@ -1,7 +1,7 @@
 """Paged attention as FlexAttention (He et al. 2024, "FlexAttention") over query tiles.
 
 Work is cut into tiles of consecutive query positions of one request, and each tile is one row of FlexAttention's batch
-dimension. A tile therefore never reads another request's pages, and one mask rule serves prefill, chunks, decode and
+dimension. A tile therefore never reads another request's blocks, and one mask rule serves prefill, chunks, decode and
 verification alike: a cache slot is visible if its position in the sequence is not after the query's.
 
 The G = query heads / KV heads that share a KV head are packed as rows of one tile, q [tiles, kv_heads, QT * G, D], so
@@ -11,14 +11,14 @@ that keys and values are read once per KV head and any G works.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Required, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from kernels_triton_free.paged_cache import gather_pages
+from kernels_triton_free.paged_cache import gather_blocks
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
@@ -31,18 +31,18 @@ ScoreChange = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class TileLists(NamedTuple):
-    """Which pages each tile reads, as FlexAttention wants it. All int32; entries past the counts are ignored.
+    """Which blocks each tile reads, as FlexAttention wants it. All int32; entries past the counts are ignored.
 
-    partial_count, full_count: [tiles, 1, 1]. partial_pages, full_pages: [tiles, 1, 1, width].
-    Pages in the full list are visible to every query of the tile; those in the partial list are masked per element.
-    full_count and full_pages are None where every page is listed as partial (CUDA decode: with a full list the
+    partial_count, full_count: [tiles, 1, 1]. partial_blocks, full_blocks: [tiles, 1, 1, width].
+    Blocks in the full list are visible to every query of the tile; those in the partial list are masked per element.
+    full_count and full_blocks are None where every block is listed as partial (CUDA decode: with a full list the
     split of the work follows the size of the whole cache).
     """
 
     partial_count: Tensor
-    partial_pages: Tensor
+    partial_blocks: Tensor
     full_count: Tensor | None
-    full_pages: Tensor | None
+    full_blocks: Tensor | None
 
 
 def paged_flex_attention(
@@ -59,18 +59,18 @@ def paged_flex_attention(
     score_change: ScoreChange | None = None,
     kernel_options: FlexKernelOptions | None = None,
 ) -> Tensor:
-    """Attention of query tiles over pages. To be compiled: uncompiled FlexAttention computes the whole square.
+    """Attention of query tiles over blocks. To be compiled: uncompiled FlexAttention computes the whole square.
 
     q [tiles, kv_heads, QT * G, D], a real buffer with row (i, g) = query i, head g of the group.
-    k_cache, v_cache [pages, page_size, kv_heads, D] in q's dtype.
+    k_cache, v_cache [blocks, block_size, kv_heads, D] in q's dtype.
     q_position int32 [capacity, QT]: position of each query in its sequence, -1 for padding; capacity >= tiles is fixed.
-    kv_position int32 [>= pages * page_size]: position in its sequence of what each cache slot holds.
+    kv_position int32 [>= blocks * block_size]: position in its sequence of what each cache slot holds.
     window: how many positions back a query sees, itself included; None for all.
-    visibility: replaces "no key after its query", and window; pages it does not show whole must be listed as partial.
+    visibility: replaces "no key after its query", and window; blocks it does not show whole must be listed as partial.
     score_change: a change of the scores before the softmax, such as a bias by distance.
     Returns a tensor like q; padding rows hold arbitrary finite values.
     """
-    pages, page_size, kv_heads, head_dim = k_cache.shape
+    blocks, block_size, kv_heads, head_dim = k_cache.shape
     rows = q.shape[2]
     group = rows // q_position.shape[1]
 
@@ -88,68 +88,61 @@ def paged_flex_attention(
         return score_change(score, head * group + row % group, q_position[tile, row // group], kv_position[slot])
 
     block_mask = BlockMask(
-        seq_lengths=(rows, pages * page_size),
+        seq_lengths=(rows, blocks * block_size),
         kv_num_blocks=lists.partial_count,
-        kv_indices=lists.partial_pages,
+        kv_indices=lists.partial_blocks,
         full_kv_num_blocks=lists.full_count,
-        full_kv_indices=lists.full_pages,
+        full_kv_indices=lists.full_blocks,
         q_num_blocks=None,
         q_indices=None,
         full_q_num_blocks=None,
         full_q_indices=None,
-        BLOCK_SIZE=(-(-rows // 128) * 128 if q.is_cuda else rows, page_size),
+        BLOCK_SIZE=(-(-rows // 128) * 128 if q.is_cuda else rows, block_size),
         mask_mod=visible,
     )
-    k = k_cache.view(1, pages * page_size, kv_heads, head_dim).transpose(1, 2)
-    v = v_cache.view(1, pages * page_size, kv_heads, head_dim).transpose(1, 2)
+    k = k_cache.view(1, blocks * block_size, kv_heads, head_dim).transpose(1, 2)
+    v = v_cache.view(1, blocks * block_size, kv_heads, head_dim).transpose(1, 2)
     score_mod = None if score_change is None else changed
     return flex_attention(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, kernel_options=kernel_options
     )
 
 
+class FlexOptions(TypedDict, total=False):
+    """The keyword arguments of paged_flex_attention."""
+
+    scale: Required[float]
+    window: int | None
+    visibility: Visibility | None
+    score_change: ScoreChange | None
+    kernel_options: FlexKernelOptions | None
+
+
 def gathered_flex_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    step_pages: Tensor,
+    step_blocks: Tensor,
     lists: TileLists,
     q_position: Tensor,
     kv_position: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    visibility: Visibility | None = None,
-    score_change: ScoreChange | None = None,
-    kernel_options: FlexKernelOptions | None = None,
+    **options: Unpack[FlexOptions],
 ) -> Tensor:
-    """As paged_flex_attention over a copy, in q's dtype, of only the pages this step reads.
+    """As paged_flex_attention over a copy, in q's dtype, of only the blocks this step reads.
 
-    step_pages int32 [n]: physical pages; ``lists`` and kv_position count in places of step_pages.
-    On a CPU FlexAttention repacks all of K and V for bfloat16 tiles of 64 rows and more: repacking a few pages instead
+    step_blocks int32 [n]: physical blocks; ``lists`` and kv_position count in places of step_blocks.
+    On a CPU FlexAttention repacks all of K and V for bfloat16 tiles of 64 rows and more: repacking a few blocks instead
     of the cache makes the fast bfloat16 products pay for prefill.
     """
-    k, v = k_cache[step_pages].to(q.dtype), v_cache[step_pages].to(q.dtype)
-    return paged_flex_attention(
-        q,
-        k,
-        v,
-        lists,
-        q_position,
-        kv_position,
-        scale=scale,
-        window=window,
-        visibility=visibility,
-        score_change=score_change,
-        kernel_options=kernel_options,
-    )
+    k, v = k_cache[step_blocks].to(q.dtype), v_cache[step_blocks].to(q.dtype)
+    return paged_flex_attention(q, k, v, lists, q_position, kv_position, **options)
 
 
 def gathered_sdpa_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    pages: Tensor,
+    blocks: Tensor,
     first_position: int,
     *,
     scale: float,
@@ -157,16 +150,16 @@ def gathered_sdpa_attention(
     visibility: Visibility | None = None,
     score_change: ScoreChange | None = None,
 ) -> Tensor:
-    """Reference for one request: gather its pages and run scaled dot-product attention.
+    """Reference for one request: gather its blocks and run scaled dot-product attention.
 
-    q [queries, kv_heads, G, D] at consecutive positions from first_position; pages int [n] in order, covering all of
+    q [queries, kv_heads, G, D] at consecutive positions from first_position; blocks int [n] in order, covering all of
     them. visibility, score_change: as for paged_flex_attention. Returns a tensor like q. Runs uncompiled, wherever
     PyTorch does.
     """
     queries, kv_heads, group, head_dim = q.shape
     length = first_position + queries
-    k = gather_pages(k_cache, pages)[:length].to(q.dtype).transpose(0, 1)
-    v = gather_pages(v_cache, pages)[:length].to(q.dtype).transpose(0, 1)
+    k = gather_blocks(k_cache, blocks)[:length].to(q.dtype).transpose(0, 1)
+    v = gather_blocks(v_cache, blocks)[:length].to(q.dtype).transpose(0, 1)
     query = torch.arange(first_position, length, device=q.device)[:, None]
     key = torch.arange(length, device=q.device)[None, :]
     if visibility is not None:

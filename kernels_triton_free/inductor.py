@@ -1,8 +1,8 @@
-"""What Inductor has to know about this package to generate good code for a CPU.
+"""Changes to Inductor, so that it generates good code for this package on a CPU.
 
 An operator that is implemented in Python costs compiled code several microseconds a call, hundreds of times a step:
 where Inductor has a node for what the operator does, that node stands in for it. And two things in FlexAttention's
-template are set for the better: it asks for room to repack all keys and values even where it repacks none, and without
+template are changed: it allocates memory to repack all keys and values even where it repacks none, and without
 AMX it multiplies queries with keys one query at a time.
 """
 
@@ -21,21 +21,21 @@ logger = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=1)
-def teach_inductor() -> None:
-    """Tell Inductor, once per process. To be called before anything is compiled.
+def patch_inductor() -> None:
+    """Change Inductor, once per process. To be called before anything is compiled.
 
     PyTorch promises to keep none of these interfaces: where one has gone, code is as slow as it would be anyway.
     """
-    for lesson in (
+    for patch in (
         _lower_packed_linear,
         _lower_materialize,
         _allocate_only_what_is_repacked,
         _multiply_several_queries_at_once,
     ):
         try:
-            lesson()
+            patch()
         except (ImportError, AttributeError) as error:
-            logger.warning("PyTorch %s is not known to %s: %s.", torch.__version__, lesson.__name__, error)
+            logger.warning("PyTorch %s cannot be changed by %s: %s.", torch.__version__, patch.__name__, error)
 
 
 def _lower_packed_linear() -> None:
@@ -69,7 +69,7 @@ def _lower_materialize() -> None:
 
 
 def _allocate_only_what_is_repacked() -> None:
-    """Two system calls a layer less: with 400 pages of 128 tokens, decode of one row took 90 instead of 40 µs."""
+    """Two system calls a layer less: with 400 blocks of 128 tokens, decode of one row took 90 instead of 40 µs."""
     from torch._inductor.codegen.cpp_flex_attention_template import CppFlexAttentionTemplate
 
     allocate = CppFlexAttentionTemplate.codegen_allocate_buffer
@@ -84,7 +84,7 @@ def _allocate_only_what_is_repacked() -> None:
 
 
 def _multiply_several_queries_at_once() -> None:
-    """Keys are transposed for every block of queries, so a block of one query is the dearest there is.
+    """Keys are transposed for every block of queries, so blocks of one query cost most.
 
     With blocks of four, a chunk of 512 tokens in float32 took 3.5 instead of 5.0 ms a layer on one core, and decode of
     16 rows, with its keys in the CPU's cache, 0.10 instead of 0.13 ms.

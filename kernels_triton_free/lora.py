@@ -64,7 +64,7 @@ class AdapterTiles(NamedTuple):
     places: Tensor
 
     def of(self, rows: Tensor) -> AdapterTiles:
-        """For a batch of these rows [n] of the batch: what other rows have in a tile, nobody reads."""
+        """For a batch of these rows [n] of the batch: what other rows have in a tile is not read."""
         new = torch.zeros(self.places.shape[0], dtype=torch.int64, device=rows.device)
         new = new.scatter(0, rows.long(), torch.arange(rows.shape[0], device=rows.device))
         return self._replace(rows=new[self.rows.long()].int(), places=self.places[rows])
@@ -127,19 +127,6 @@ def add_low_rank(
     few = rows.tiles.rows.shape[0] <= MAX_TILES
     added: Tensor = torch.cond(few, by_tiles, by_products, (*arguments, *rows.tiles))
     return added
-
-
-def add_low_rank_reference(
-    out: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Tensor, slots: Tensor, sizes: Sequence[int]
-) -> Tensor:
-    """The same, row by row and part by part."""
-    result = out.clone()
-    a, b = a.flatten(0, 1), _by_column(b)
-    for row, slot in enumerate(slots.tolist()):
-        first, end = columns[slot].tolist()
-        for part, (update, weight) in enumerate(zip(result[row].split(list(sizes)), b.split(list(sizes), dim=1))):
-            update += (a[first:end, part] @ x[row]) @ weight[first:end]
-    return result
 
 
 def _by_column(b: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from minivllm.config import EngineArgs
 from minivllm.engine import wire
 from minivllm.engine_process.client import EngineClient, make_client
 from minivllm.engine_process.connection import EngineConnection
-from minivllm.engine_process.process_client import ProcessClient
+from minivllm.engine_process.process_clients import ProcessClient
 from minivllm.errors import EngineDeadError
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason
 from minivllm.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""From logits to token ids: temperature, min-p, top-k, top-p, Gumbel-max draws, log-probabilities.
+"""From logits to token ids: penalties, temperature, min-p, top-k, top-p, Gumbel-max draws, log-probabilities.
 
 Every truncation keeps the tokens at or above a threshold of their row, so the three of them together are one number
 per row, and tokens that tie with the last one kept are kept too: the outcome does not depend on how a sort orders
@@ -15,6 +15,30 @@ from kernels_triton_free.sampling.noise import gumbel_noise, gumbel_noise_at
 
 # exp(scaled) <= 1 in units of 2^-40: a vocabulary of 2^22 tokens sums to less than 2^63.
 _MASS_UNIT = 2.0**40
+
+
+def apply_penalties(
+    logits: Tensor,
+    prompt_mask: Tensor,
+    output_counts: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+) -> Tensor:
+    """Lower the logits of tokens that occurred: presence and frequency (OpenAI), repetition (Keskar et al. 2019).
+
+    Returns float32 [R, V]; a logit of -inf stays -inf.
+
+    logits [R, V] float32; prompt_mask [R, V] bool: token is in the prompt; output_counts [R, V] int32: occurrences
+    among the generated tokens. presence, frequency, repetition [R] float32.
+
+    First repetition: logits of tokens in prompt or output are divided by it when positive and multiplied when
+    negative. Then frequency * count and presence (once) are subtracted; these two look at the output only.
+    """
+    generated = output_counts > 0
+    factor = torch.where(prompt_mask | generated, repetition[:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - frequency[:, None] * output_counts - presence[:, None] * generated
 
 
 def scale_by_temperature(logits: Tensor, temperature: Tensor) -> Tensor:

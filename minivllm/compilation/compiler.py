@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels_triton_free.inductor import teach_inductor
+from kernels_triton_free.inductor import patch_inductor
 from minivllm.compilation.regions import MAX_SIZE, Region, flatten
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ def prepare_inductor() -> None:
     """Name the C++ compiler: Inductor itself only looks for $CXX, or else for one fixed name per platform."""
     from torch._inductor import config
 
-    teach_inductor()
+    patch_inductor()
     compiler = find_cpp_compiler()
     if compiler is not None and compiler not in config.cpp.cxx:
         config.cpp.cxx = (compiler,)  # type: ignore[assignment]

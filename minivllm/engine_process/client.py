@@ -6,19 +6,18 @@ Nothing here imports torch before a core is loaded into this very process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from minivllm.config import EngineArgs, EngineConfig
 from minivllm.engine.administration import Administration
 from minivllm.engine.openmp import choose_wait_policy
-from minivllm.errors import EngineDeadError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from minivllm.engine.core import EngineCore
+    from minivllm.engine_process.process_clients import AsyncProcessClient
     from minivllm.models.decoder_config import DecoderConfig
 
 
@@ -44,38 +43,6 @@ class EngineClient(Protocol):
     def call(self, method: str, *args: Any) -> Any: ...
 
     def close(self) -> None: ...
-
-
-class AsyncEngineClient(Protocol):
-    """What AsyncLLM uses: sending never waits, outputs arrive in a coroutine. dead_error: why the engine is dead."""
-
-    config: EngineConfig
-    model_vocab_size: int
-    eos_token_ids: tuple[int, ...]
-
-    @property
-    def dead_error(self) -> EngineDeadError | None: ...
-
-    def start(
-        self,
-        on_outputs: Callable[[list[EngineOutput]], Awaitable[None]],
-        on_death: Callable[[EngineDeadError], None],
-    ) -> None:
-        """Begin to receive in the running event loop. on_death is called once, also by ``close``."""
-
-    def add_request(self, request: EngineRequest) -> None: ...
-
-    def abort(self, request_ids: list[str]) -> None: ...
-
-    async def call(self, method: str, *args: Any) -> Any: ...
-
-    def terminate(self) -> None:
-        """End an engine that was never started."""
-
-    def kill(self) -> None:
-        """End the engine at once; ``close`` comes after."""
-
-    async def close(self) -> None: ...
 
 
 class InProcessClient:
@@ -131,16 +98,16 @@ def make_client(args: EngineArgs) -> EngineClient:
     """
     if args.multiprocess:
         from minivllm.engine_process.connection import EngineConnection
-        from minivllm.engine_process.process_client import ProcessClient
+        from minivllm.engine_process.process_clients import ProcessClient
 
         return ProcessClient(EngineConnection(args))
     core, decoder = load_core(args)
     return InProcessClient(core, decoder.vocab_size, decoder.eos_token_ids)
 
 
-def make_async_client(args: EngineArgs) -> AsyncEngineClient:
+def make_async_client(args: EngineArgs) -> AsyncProcessClient:
     """Start an engine process for an event loop, and wait until it is ready. Raises ConfigError or ModelError."""
-    from minivllm.engine_process.async_client import AsyncProcessClient
     from minivllm.engine_process.connection import EngineConnection
+    from minivllm.engine_process.process_clients import AsyncProcessClient
 
     return AsyncProcessClient(EngineConnection(args))

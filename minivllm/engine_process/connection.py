@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 ENGINE_COMMAND = (sys.executable, *["-O"] * sys.flags.optimize, "-P", "-m", "minivllm.engine_process.process")
 MAX_SOCKET_PATH = 100
 """Operating systems allow a little more than a hundred bytes for the path of a socket."""
-LAST_WORDS_SECONDS = 1.0
+FINAL_MESSAGE_SECONDS = 1.0
 """How long to wait for the message in which an ending engine says why, and for its process to end."""
 DIED_STATUS = 1
 """Exit status of an engine that sent such a message."""
@@ -177,16 +177,16 @@ class EngineConnection:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def died(self, message: wire.Died) -> EngineDeadError:
-        """Note that the engine said why it dies; the error for everybody who waits."""
+        """Note that the engine said why it dies; the error for all who wait."""
         if self.dead_error is None:
             error = message.error.exception()
             self.dead_error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
         return self.dead_error
 
     def death(self) -> EngineDeadError:
-        """The engine process has ended: find out why. Blocks for LAST_WORDS_SECONDS at most."""
+        """The engine process has ended: find out why. Blocks for FINAL_MESSAGE_SECONDS at most."""
         status = self.exit_status()
-        deadline = time.monotonic() + LAST_WORDS_SECONDS * (status == DIED_STATUS)
+        deadline = time.monotonic() + FINAL_MESSAGE_SECONDS * (status == DIED_STATUS)
         while self.dead_error is None and self.pull.poll(max(0, round((deadline - time.monotonic()) * 1000))):
             message = self.decode(self.pull.recv())
             if isinstance(message, wire.Died):
@@ -194,14 +194,14 @@ class EngineConnection:
         return self.ended(status)
 
     def exit_status(self) -> int | None:
-        """Status of an engine process that is about to end; None if it does not end within LAST_WORDS_SECONDS."""
+        """Status of an engine process that is about to end; None if it does not end within FINAL_MESSAGE_SECONDS."""
         try:
-            return self.process.wait(LAST_WORDS_SECONDS)
+            return self.process.wait(FINAL_MESSAGE_SECONDS)
         except subprocess.TimeoutExpired:
             return None
 
     def ended(self, status: int | None) -> EngineDeadError:
-        """The error for everybody who waits, unless the engine said more itself."""
+        """The error for all who wait, unless the engine gave a reason itself."""
         return self.dead_error or self._dead(_describe_exit(status))
 
     def hung(self) -> EngineDeadError:

@@ -181,7 +181,7 @@ class EngineProcess:
                 self._inputs.put(message)
 
     def _make_request(self, engine_request: EngineRequest) -> Request | None:
-        """None if it cannot be served, whatever the reason: that harms nobody else."""
+        """None if it cannot be served, whatever the reason: other requests are not affected."""
         try:
             return self.core.make_request(engine_request)
         except RequestError as error:
@@ -210,7 +210,7 @@ class EngineProcess:
                     self._status = 1
                     self._inputs.put(None)
             self._push.send(frame)
-        # Nobody is left to read after an orderly end.
+        # After an orderly end there is no reader.
         self._push.close(linger=0 if self._status == 0 else FLUSH_MILLISECONDS)
 
 

@@ -26,7 +26,7 @@ from minivllm.processing.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from minivllm.engine_process.client import AsyncEngineClient
+    from minivllm.engine_process.process_clients import AsyncProcessClient
     from minivllm.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class AsyncLLM(TextFrontend):
     Lives in the event loop that first uses it; only ``prepare`` and ``render_chat`` may be called from other threads.
     """
 
-    def __init__(self, client: AsyncEngineClient, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, client: AsyncProcessClient, tokenizer: Tokenizer | None = None) -> None:
         super().__init__(client, tokenizer)
         self.client = client
         self._streams: dict[str, _Stream] = {}

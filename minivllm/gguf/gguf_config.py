@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kernels_triton_free.rotary import default_frequencies, llama3_frequencies
 from minivllm.errors import ModelError
 from minivllm.gguf.gguf_file import ROPE_FACTORS, GGUFFile
 from minivllm.models.registry import find_gguf_family
@@ -134,10 +135,12 @@ def llama3_parameters(factors: list[float], theta: float, source: str) -> dict[s
     if all(factor == 1.0 for factor in factors):
         return {}
     largest = max(factors, default=0.0)
+    dim = 2 * len(factors)
     if math.isfinite(largest) and largest > 1:
         for exponent in range(8, 21):
             original = 2**exponent
-            expected = llama3_factors(len(factors) * 2, theta, largest, 1.0, 4.0, original)
+            stretched = llama3_frequencies(dim, theta, largest, 1.0, 4.0, original)
+            expected = (default_frequencies(dim, theta) / stretched).tolist()
             if all(math.isclose(given, wanted, rel_tol=1e-4) for given, wanted in zip(factors, expected)):
                 return {
                     "rope_type": "llama3",
@@ -147,21 +150,3 @@ def llama3_parameters(factors: list[float], theta: float, source: str) -> dict[s
                     "original_max_position_embeddings": original,
                 }
     raise ModelError(f"{source}: {ROPE_FACTORS} holds rotary factors that are not those of a known Llama 3 scaling.")
-
-
-def llama3_factors(
-    dim: int, theta: float, factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
-) -> list[float]:
-    """What Llama 3's context extension divides each of the ``dim / 2`` rotary frequencies by."""
-    factors = []
-    for index in range(0, dim, 2):
-        wavelength = 2 * math.pi * theta ** (index / dim)
-        turns = original_context / wavelength  # full turns within the original context
-        if turns > high_freq_factor:
-            factors.append(1.0)
-        elif turns < low_freq_factor:
-            factors.append(factor)
-        else:
-            smooth = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
-            factors.append(1.0 / ((1.0 - smooth) / factor + smooth))
-    return factors

@@ -6,7 +6,6 @@ quantised scales. All functions are vectorised over blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,15 +51,20 @@ def dequantize_blocks(data: bytes, type_name: str) -> Floats:
         return np.frombuffer(data, dtype="<f2").astype(np.float32).reshape(-1, 1)
     if type_name == "BF16":
         return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32).reshape(-1, 1)
-    blocks = np.frombuffer(data, dtype=np.uint8).reshape(-1, _BYTES_OF[type_name])
     with np.errstate(invalid="ignore", over="ignore"):  # a damaged scale may be infinite; that is data, not an error
-        return _DEQUANTIZERS[type_name](blocks)
+        if type_name == "Q6_K":
+            return _q6_k(np.frombuffer(data, dtype=np.uint8).reshape(-1, _BYTES_OF[type_name]))
+        codes, scale, offset = group_blocks(data, type_name)
+        values = codes.astype(np.float32)
+        values *= scale[:, None]  # in place: a start of the default model spends most of its time on this
+        values += offset[:, None]
+        return values.reshape(-1, 256 if type_name == "Q4_K" else GROUP_SIZE)
 
 
 def group_blocks(data: bytes, type_name: str) -> tuple[Bytes, Floats, Floats]:
     """Whole blocks of a type in GROUPED_BITS as (codes ``[groups, 32]``, scale ``[groups]``, offset ``[groups]``).
 
-    code * scale + offset is exactly what ``dequantize_blocks`` gives.
+    A value is code * scale + offset.
     """
     blocks = np.frombuffer(data, dtype=np.uint8).reshape(-1, _BYTES_OF[type_name])
     with np.errstate(invalid="ignore", over="ignore"):
@@ -94,31 +98,6 @@ def _fifth_bits(packed: Bytes) -> Bytes:
     return np.unpackbits(packed, axis=1, bitorder="little") * np.uint8(16)
 
 
-def _q4_0(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).astype(np.float32) - 8)
-
-
-def _q4_1(blocks: Bytes) -> Floats:
-    values = _nibbles(blocks[:, 4:]).astype(np.float32)
-    values *= _half(blocks, 0)  # in place: a start of the default model spends most of its time on this
-    values += _half(blocks, 2)
-    return values
-
-
-def _q5_0(blocks: Bytes) -> Floats:
-    values = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return _half(blocks, 0) * (values.astype(np.float32) - 16)
-
-
-def _q5_1(blocks: Bytes) -> Floats:
-    values = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return _half(blocks, 0) * values.astype(np.float32) + _half(blocks, 2)
-
-
-def _q8_0(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
-
-
 def _q4_k_groups(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
     """Eight groups of 32: a 6-bit scale and a 6-bit minimum each, packed into 12 bytes, times two float16 factors.
 
@@ -133,11 +112,6 @@ def _q4_k_groups(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
     return codes, _half(blocks, 0) * scales.astype(np.float32), _half(blocks, 2) * minima.astype(np.float32)
 
 
-def _q4_k(blocks: Bytes) -> Floats:
-    codes, scale, minimum = _q4_k_groups(blocks)
-    return (scale[:, :, None] * codes.astype(np.float32) - minimum[:, :, None]).reshape(-1, 256)
-
-
 def _q6_k(blocks: Bytes) -> Floats:
     """Sixteen groups of 16 with an 8-bit scale each; low 4 and high 2 bits are stored apart, in two halves of 128."""
     low = blocks[:, 0:128].reshape(-1, 2, 1, 64)
@@ -147,14 +121,3 @@ def _q6_k(blocks: Bytes) -> Floats:
     values = (low | high).astype(np.float32) - 32
     scales = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
     return (scales[:, :, None] * values.reshape(-1, 16, 16)).reshape(-1, 256)
-
-
-_DEQUANTIZERS: dict[str, Callable[[Bytes], Floats]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q6_K": _q6_k,
-}

@@ -11,9 +11,14 @@ from torch import Tensor
 from kernels_triton_free.quantized_linear import INT4_GROUP_SIZES
 from minivllm.device.policy import FLOAT8_CAPABILITY, DevicePolicy
 from minivllm.errors import ConfigError
-from minivllm.linear.cpu_methods import Int4Linear, Int8Linear
-from minivllm.linear.cuda_methods import DequantizedGroupLinear, DequantizedInt8Linear, Float8Linear
 from minivllm.linear.layer import LinearMethod
+from minivllm.linear.quantized_methods import (
+    DequantizedGroupLinear,
+    DequantizedInt8Linear,
+    Float8Linear,
+    Int4Linear,
+    Int8Linear,
+)
 from minivllm.linear.stored_weight import Float8Weight, GroupedWeight, StoredWeight
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,8 @@ from kernels_triton_free.sampling.draw import (
     top_candidates,
 )
 from minivllm.messages import PositionLogprobs
-from minivllm.sampling.sampling_state import PositionMask, SamplingState
+from minivllm.sampling.sampling_state import SamplingState
+from minivllm.sampling.token_masks import TokenMaskStage
 
 # How many of the likeliest tokens are sorted, in turn, before the whole vocabulary is.
 _NUM_CANDIDATES = (256, 4096)
@@ -46,7 +47,7 @@ class SampledTokens:
 class Sampler:
     """Samples one token per row of logits."""
 
-    def __init__(self, state: SamplingState, masks: Sequence[PositionMask] = ()) -> None:
+    def __init__(self, state: SamplingState, masks: Sequence[TokenMaskStage] = ()) -> None:
         """masks: come before all other stages."""
         self._state = state
         self._masks = tuple(masks)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels_triton_free.sampling.penalties import apply_penalties
+from kernels_triton_free.sampling.draw import apply_penalties
 from minivllm.messages import EngineRequest
 from minivllm.sampling.custom_processors import ProcessorStage
 from minivllm.sampling.logits_processors import LogitsProcessor
@@ -44,16 +44,6 @@ class LogitsStage(Protocol):
 
     def apply(self, logits: Tensor, slots: np.ndarray) -> None:
         """Edit logits [R, V] float32 in place; slots [R] is the slot of each row, touched or not."""
-
-
-class PositionMask(Protocol):
-    """A stage before all others that sets the logits of forbidden tokens to -inf, for every position in advance."""
-
-    def touches(self, slots: np.ndarray) -> np.ndarray:
-        """slots [R] int -> bool [R]: which rows have a mask."""
-
-    def apply(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Edit logits [R, V] in place; slots [R] int; positions [R] int: tokens before the sampled one."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from minivllm.messages import TokenMasks
 
 
 class TokenMaskStage:
-    """Holds the masks of the current step, of every position that is sampled or verified. Implements PositionMask."""
+    """Holds the masks of the current step, of every position that is sampled or verified."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
@@ -35,9 +35,11 @@ class TokenMaskStage:
         self._bits = torch.from_numpy(bits).to(self._device, non_blocking=True)
 
     def touches(self, slots: np.ndarray) -> np.ndarray:
+        """slots [R] int -> bool [R]: which rows have a mask."""
         return self._has_mask[slots]
 
     def apply(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Edit logits [R, V] in place; slots [R] int; positions [R] int: tokens before the sampled one."""
         rows = np.flatnonzero(self._has_mask[slots])
         places = self._row_of_position_0[slots[rows]] + positions[rows]
         bits = self._bits[torch.from_numpy(places).to(self._device, non_blocking=True)]

@@ -12,48 +12,22 @@ deterministic drafter, q = 1 at d, that is p(d): just the probability that the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minivllm.messages import PositionLogprobs
-
-
-class SampledRows(Protocol):
-    """token_ids [R] int64; logprobs: one entry per row, None where the request asked for none."""
-
-    @property
-    def token_ids(self) -> Tensor: ...
-
-    @property
-    def logprobs(self) -> list[PositionLogprobs | None]: ...
-
-
-class TargetSampler(Protocol):
-    """The sampler of the model that is served, as far as verification needs it."""
-
-    def __call__(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> SampledRows:
-        """Sample one token per row of logits [R, V]."""
-
-    def depends_on_output(self, slots: np.ndarray) -> np.ndarray:
-        """bool [R]: where the next token may depend on earlier ones in other ways than through the logits."""
-
-
-class OutputRecord(Protocol):
-    """Takes note of generated tokens: penalties, bad words, minimum lengths."""
-
-    def append(self, slots: np.ndarray, token_ids: np.ndarray) -> None: ...
-
+from minivllm.sampling.sampler import Sampler
+from minivllm.sampling.sampling_state import SamplingState
 
 Verified = tuple[list[int], list[PositionLogprobs]]
 """New tokens of one row, and their log-probabilities where asked for."""
 
 
 def verify(
-    sampler: TargetSampler,
-    record: OutputRecord,
+    sampler: Sampler,
+    record: SamplingState,
     logits: Tensor,
     slots: np.ndarray,
     positions: np.ndarray,

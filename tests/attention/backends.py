@@ -95,8 +95,8 @@ def listed_attention(
         shown = (key <= query) if window is None else (key <= query) & (key > query - window)
     visible = torch.zeros_like(shown)
     for count, listed, mask in (
-        (lists.partial_count, lists.partial_pages, shown),
-        (lists.full_count, lists.full_pages, torch.ones_like(shown)),
+        (lists.partial_count, lists.partial_blocks, shown),
+        (lists.full_count, lists.full_blocks, torch.ones_like(shown)),
     ):
         if count is None or listed is None:
             continue

@@ -92,10 +92,10 @@ def check_tile(
 
 
 def listed(lists: TileLists, tile: int) -> tuple[list[int], list[int]]:
-    partial = lists.partial_pages[tile, 0, 0, : int(lists.partial_count[tile, 0, 0])].tolist()
-    if lists.full_count is None or lists.full_pages is None:
+    partial = lists.partial_blocks[tile, 0, 0, : int(lists.partial_count[tile, 0, 0])].tolist()
+    if lists.full_count is None or lists.full_blocks is None:
         return partial, []
-    return partial, lists.full_pages[tile, 0, 0, : int(lists.full_count[tile, 0, 0])].tolist()
+    return partial, lists.full_blocks[tile, 0, 0, : int(lists.full_count[tile, 0, 0])].tolist()
 
 
 def check_tiles(steps: Steps, inputs: StepInputs, rows: list[Row], shape: BatchShape, batch: PersistentBatch) -> None:

@@ -26,9 +26,8 @@ from hypothesis import strategies as st
 from minivllm.config import EngineArgs
 from minivllm.engine import wire
 from minivllm.engine_process import connection as connection_module
-from minivllm.engine_process.async_client import AsyncProcessClient
 from minivllm.engine_process.connection import EngineConnection
-from minivllm.engine_process.process_client import ProcessClient
+from minivllm.engine_process.process_clients import AsyncProcessClient, ProcessClient
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, ModelError, RequestError
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason, SchedulerStats
 from minivllm.sampling_params import SamplingParams
@@ -407,7 +406,7 @@ def test_asynchronous_client_tells_of_a_death_once_and_fails_every_call() -> Non
 
 def test_mock_engine_needs_no_torch() -> None:
     """Else these tests would start slowly; and the frontend's half of a process split would carry torch along."""
-    names = ("connection", "async_client", "process_client", "process", "client")
+    names = ("connection", "process_clients", "process", "client")
     modules = ", ".join(f"minivllm.engine_process.{name}" for name in names)
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

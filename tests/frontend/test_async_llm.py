@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from minivllm.config import EngineArgs
-from minivllm.engine_process.async_client import AsyncProcessClient
 from minivllm.engine_process.connection import EngineConnection
+from minivllm.engine_process.process_clients import AsyncProcessClient
 from minivllm.errors import EngineDeadError, RequestError
 from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.messages import SchedulerStats

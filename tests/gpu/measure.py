@@ -135,9 +135,9 @@ def decode_attention(device: torch.device, tiny: bool, save: Save) -> list[dict[
                 # The CPU's template wants lists as wide as the cache, and both kinds of them.
                 wide = torch.zeros(padded, 1, 1, len(case.k_cache), dtype=torch.int32)
                 pages = wide.clone()
-                pages[..., : lists.partial_pages.shape[-1]] = lists.partial_pages
+                pages[..., : lists.partial_blocks.shape[-1]] = lists.partial_blocks
                 lists = lists._replace(
-                    partial_pages=pages, full_count=torch.zeros_like(lists.partial_count), full_pages=wide
+                    partial_blocks=pages, full_count=torch.zeros_like(lists.partial_count), full_blocks=wide
                 )
             q = torch.zeros(padded, kv_heads, group, head_dim, dtype=dtype, device=device)
             q[:requests] = case.q

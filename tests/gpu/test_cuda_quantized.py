@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from minivllm.device.policy import DevicePolicy
-from minivllm.linear.cuda_methods import DequantizedGroupLinear, DequantizedInt8Linear, Float8Linear
 from minivllm.linear.layer import LinearMethod
-from minivllm.linear.rounding import round_to_float8_rows, round_to_groups, round_to_int8_rows
+from minivllm.linear.quantized_methods import DequantizedGroupLinear, DequantizedInt8Linear, Float8Linear
+from minivllm.linear.stored_weight import round_to_float8_rows, round_to_groups, round_to_int8_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16 = torch.bfloat16

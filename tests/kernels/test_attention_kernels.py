@@ -45,7 +45,7 @@ def check_paged(shape: TileShape, seeds: range, full_lists: bool = True) -> None
 
 def gather_arguments(case: AttentionCase, shape: TileShape, num_step_pages: int) -> tuple:
     """Renumber the listed pages as places of step_pages; a few pages nobody reads fill it up to a fixed number."""
-    listed = [case.lists.partial_pages, case.lists.full_pages]
+    listed = [case.lists.partial_blocks, case.lists.full_blocks]
     counts = [case.lists.partial_count, case.lists.full_count]
     used: set[int] = set()
     for pages, count in zip(listed, counts):
@@ -135,7 +135,7 @@ def test_the_sdpa_reference_equals_float64(group: int, window: int | None) -> No
 
 def table_of(case: AttentionCase, shape: TileShape, tile: int, length: int) -> Tensor:
     """The block table of a tile's request; pages outside the window stand for any finite page."""
-    pages = [tile_pages[tile, 0, 0] for tile_pages in (case.lists.partial_pages, case.lists.full_pages)]  # type: ignore[index]
+    pages = [tile_pages[tile, 0, 0] for tile_pages in (case.lists.partial_blocks, case.lists.full_blocks)]  # type: ignore[index]
     counts = [int(count[tile]) for count in (case.lists.partial_count, case.lists.full_count)]  # type: ignore[index]
     listed = pages[0][: counts[0]].tolist() + pages[1][: counts[1]].tolist()
     first_positions = case.kv_position.view(shape.num_pages, shape.page_size)[:, 0]

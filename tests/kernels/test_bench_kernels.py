@@ -25,7 +25,7 @@ from kernels_triton_free.attention import (
 )
 from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
 from kernels_triton_free.norm import add_rms_norm, rms_norm
-from kernels_triton_free.paged_cache import copy_pages, gather_pages, write_kv
+from kernels_triton_free.paged_cache import gather_blocks, write_kv
 from kernels_triton_free.rotary import apply_rotary, default_frequencies, rotary_table
 from minivllm.compilation.compiler import cannot_compile_reason
 
@@ -101,13 +101,8 @@ def test_bench_write_kv(benchmark: Callable, built: Callable, tokens: int) -> No
     measure_and_check(benchmark, built(write_kv), k_cache, v_cache, k, v, slots)
 
 
-def test_bench_copy_pages(benchmark: Callable) -> None:
-    cache = random(NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM)
-    measure_and_check(benchmark, copy_pages, cache, torch.arange(1, 9), torch.arange(9, 17))
-
-
-def test_bench_gather_pages(benchmark: Callable) -> None:
-    measure_and_check(benchmark, gather_pages, random(NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM), torch.arange(1, 9))
+def test_bench_gather_blocks(benchmark: Callable) -> None:
+    measure_and_check(benchmark, gather_blocks, random(NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM), torch.arange(1, 9))
 
 
 @TOKENS

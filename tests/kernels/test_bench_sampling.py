@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels_triton_free.sampling.draw import (
+    apply_penalties,
     draw_from_candidates,
     draw_from_vocabulary,
     scale_by_temperature,
@@ -11,7 +12,6 @@ from kernels_triton_free.sampling.draw import (
     top_candidates,
 )
 from kernels_triton_free.sampling.noise import gumbel_noise
-from kernels_triton_free.sampling.penalties import apply_penalties
 
 ROWS, VOCAB_SIZE = 16, 49_152
 

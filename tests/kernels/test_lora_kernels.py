@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from unittest.mock import patch
 
 import numpy as np
@@ -14,19 +15,18 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import kernels_triton_free.lora as lora
-from kernels_triton_free.inductor import teach_inductor
+from kernels_triton_free.inductor import patch_inductor
 from kernels_triton_free.lora import (
     CHUNK,
     AdapterTiles,
     RowAdapters,
     add_low_rank,
-    add_low_rank_reference,
     chunks_of_rank,
     lane_width,
     plan_groups,
 )
 from minivllm.compilation.compiler import cannot_compile_reason, only_marked_sizes_are_dynamic
-from minivllm.lora.tiles import adapter_tiles, plan_tiles
+from minivllm.lora.manager import adapter_tiles, plan_tiles
 
 needs_compiler = pytest.mark.skipif(
     cannot_compile_reason(torch.device("cpu")) is not None, reason="there is no C++ compiler for torch.compile here"
@@ -36,6 +36,19 @@ IN_FEATURES = 9
 CHUNKS = 6
 MAX_RANK = 40
 Ranges = list[tuple[int, int]]
+
+
+def add_low_rank_reference(
+    out: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Tensor, slots: Tensor, sizes: Sequence[int]
+) -> Tensor:
+    """add_low_rank, row by row and part by part."""
+    result = out.clone()
+    a, b = a.flatten(0, 1), b.transpose(1, 2).reshape(b.shape[0] * b.shape[2], -1)
+    for row, slot in enumerate(slots.tolist()):
+        first, end = columns[slot].tolist()
+        for part, (update, weight) in enumerate(zip(result[row].split(list(sizes)), b.split(list(sizes), dim=1))):
+            update += (a[first:end, part] @ x[row]) @ weight[first:end]
+    return result
 
 
 @st.composite
@@ -192,7 +205,7 @@ def test_exported_code_vectorises_over_outputs_and_gives_the_same(
     def region(out: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Tensor, *tiles: Tensor) -> Tensor:
         return lora._add_tiled(out, x, a, b, columns, AdapterTiles(*tiles), sizes)
 
-    teach_inductor()
+    patch_inductor()
     torch._dynamo.reset()
     arguments = (out, x, a, b, columns, *tiles)
     for tensor in (out, x, *tiles):

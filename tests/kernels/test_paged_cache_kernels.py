@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kernels_triton_free.paged_cache import copy_pages, gather_pages, rounded, write_kv
+from kernels_triton_free.paged_cache import gather_blocks, rounded, write_kv
 
 PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM = 7, 4, 2, 8
 
@@ -60,19 +60,10 @@ def test_padding_writes_all_go_to_the_null_page() -> None:
     assert torch.equal(k_cache[2, 1], ones[0])
 
 
-def test_copy_pages_copies_whole_pages_and_nothing_else() -> None:
+def test_gather_blocks_puts_the_pages_of_a_request_in_order() -> None:
     cache = torch.randn(PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-    before = cache.clone()
-    copy_pages(cache, torch.tensor([1, 4, 1]), torch.tensor([2, 0, 6]))
-    expected = before.clone()
-    expected[2], expected[0], expected[6] = before[1], before[4], before[1]
-    assert torch.equal(cache, expected)
-
-
-def test_gather_pages_puts_the_pages_of_a_request_in_order() -> None:
-    cache = torch.randn(PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-    gathered = gather_pages(cache, torch.tensor([5, 2, 3], dtype=torch.int32))
+    gathered = gather_blocks(cache, torch.tensor([5, 2, 3], dtype=torch.int32))
     assert gathered.is_contiguous() and gathered.shape == (3 * PAGE_SIZE, KV_HEADS, HEAD_DIM)
-    eight_bits = gather_pages(cache.to(torch.float8_e4m3fn), torch.tensor([5, 2, 3], dtype=torch.int32))
+    eight_bits = gather_blocks(cache.to(torch.float8_e4m3fn), torch.tensor([5, 2, 3], dtype=torch.int32))
     assert torch.equal(eight_bits.float(), gathered.to(torch.float8_e4m3fn).float())
     assert torch.equal(gathered, torch.cat([cache[5], cache[2], cache[3]]))

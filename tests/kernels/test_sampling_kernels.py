@@ -16,6 +16,7 @@ from transformers import (
 
 from kernels_triton_free.sampling import noise as sampling_noise
 from kernels_triton_free.sampling.draw import (
+    apply_penalties,
     draw_from_candidates,
     draw_from_vocabulary,
     likeliest,
@@ -25,7 +26,6 @@ from kernels_triton_free.sampling.draw import (
     truncation_threshold,
 )
 from kernels_triton_free.sampling.noise import gumbel_noise, gumbel_noise_at, noise_bits, row_keys
-from kernels_triton_free.sampling.penalties import apply_penalties
 
 WORD = 0xFFFFFFFF
 INT64 = st.integers(-(2**63), 2**63 - 1)

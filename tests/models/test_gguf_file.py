@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
-from minivllm.gguf.gguf_config import llama3_factors
 from minivllm.gguf.gguf_file import GGUFFile, find_gguf, hugging_face_name, unpermute_rotary_rows
 from minivllm.gguf.gguf_quants import BLOCK_LAYOUTS, GROUPED_BITS, dequantize_blocks, group_blocks
+from tests.models.rotary_reference import llama3_factors
 
 TYPES = {layout.name: number for number, layout in BLOCK_LAYOUTS.items()}
 

@@ -9,9 +9,14 @@ from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm.device.policy import DevicePolicy
 from minivllm.errors import ConfigError
 from minivllm.linear.choose import MethodChooser
-from minivllm.linear.cpu_methods import Int4Linear, Int8Linear
-from minivllm.linear.cuda_methods import DequantizedGroupLinear, DequantizedInt8Linear, Float8Linear
 from minivllm.linear.layer import LinearMethod
+from minivllm.linear.quantized_methods import (
+    DequantizedGroupLinear,
+    DequantizedInt8Linear,
+    Float8Linear,
+    Int4Linear,
+    Int8Linear,
+)
 from minivllm.linear.stored_weight import Float8Weight, GroupedWeight, RestoredWeight
 
 BF16 = torch.bfloat16

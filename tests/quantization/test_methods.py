@@ -7,11 +7,23 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.quantized_linear import INT4_MAX_ROWS, can_multiply_int4
-from minivllm.linear.cpu_methods import Int4Linear, Int8Linear
-from minivllm.linear.cuda_methods import DequantizedGroupLinear, DequantizedInt8Linear, Float8Linear
 from minivllm.linear.layer import Linear, LinearMethod, PackedLinear, Shard
-from minivllm.linear.rounding import round_to_float8_rows, round_to_groups, round_to_int8_rows
-from minivllm.linear.stored_weight import Float8Weight, GroupedWeight, RestoredWeight, stack
+from minivllm.linear.quantized_methods import (
+    DequantizedGroupLinear,
+    DequantizedInt8Linear,
+    Float8Linear,
+    Int4Linear,
+    Int8Linear,
+)
+from minivllm.linear.stored_weight import (
+    Float8Weight,
+    GroupedWeight,
+    RestoredWeight,
+    round_to_float8_rows,
+    round_to_groups,
+    round_to_int8_rows,
+    stack,
+)
 
 needs_int4 = pytest.mark.skipif(not can_multiply_int4(), reason="this CPU's order of 4-bit weights is not known")
 BIASES = pytest.mark.parametrize("has_bias", [False, True])

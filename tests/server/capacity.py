@@ -19,8 +19,8 @@ from pathlib import Path
 
 from minivllm.bench.reports.report import read_report
 from minivllm.config import EngineArgs
-from minivllm.engine_process.async_client import AsyncProcessClient
 from minivllm.engine_process.connection import EngineConnection
+from minivllm.engine_process.process_clients import AsyncProcessClient
 from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.tokenizer.tokenizer import load_tokenizer
 from tests.mock_engine import COMMAND, VOCAB_SIZE

@@ -1,4 +1,8 @@
-"""The asynchronous client of an engine process: what ``AsyncLLM`` uses. It lives in one event loop."""
+"""The clients of an engine process: the synchronous one of ``LLM(..., multiprocess=True)``, and that of ``AsyncLLM``.
+
+Silence is counted in ticks and not by the clock, so that an event loop which was blocked, or a machine which slept,
+does not take itself for a hung engine.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,108 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import zmq
 
 from minivllm.engine import wire
-from minivllm.engine_process.connection import DIED_STATUS, LAST_WORDS_SECONDS, EngineConnection
+from minivllm.engine_process.connection import DIED_STATUS, FINAL_MESSAGE_SECONDS, EngineConnection
 from minivllm.errors import EngineDeadError
-from minivllm.messages import EngineOutput, EngineRequest
+from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
-TICK_SECONDS = 0.5
-"""How often the engine is asked for a sign of life. Silence is counted in ticks and not by the clock, so that an event
-loop which was blocked, or a machine which slept, does not take itself for a hung engine."""
+TICK_SECONDS, ASYNC_TICK_SECONDS = 1.0, 0.5
+"""How often a client that waits, and one in an event loop, asks for a sign of life."""
 
 
-class AsyncProcessClient:
+class _Client:
+    """What both clients hold. pid: process id of the engine."""
+
+    def __init__(self, connection: EngineConnection) -> None:
+        self._connection, self.pid = connection, connection.process.pid
+        ready = connection.ready
+        self.config, self.num_blocks = ready.config, ready.num_blocks
+        self.model_vocab_size, self.eos_token_ids = ready.model_vocab_size, ready.eos_token_ids
+
+
+class ProcessClient(_Client):
+    """Like InProcessClient, for a core that steps by itself. Every method raises EngineDeadError once it is dead."""
+
+    def __init__(self, connection: EngineConnection) -> None:
+        super().__init__(connection)
+        self._unfinished: set[str] = set()
+        self._buffered: deque[list[EngineOutput]] = deque()
+        self._poller = zmq.Poller()
+        self._poller.register(connection.pull, zmq.POLLIN)
+        self._poller.register(connection.life_fd, zmq.POLLIN)
+
+    def add_request(self, request: EngineRequest) -> None:
+        self._connection.add_request(request)
+        self._unfinished.add(request.request_id)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._unfinished.difference_update(request_ids)
+        self._connection.abort(request_ids)
+
+    def get_outputs(self) -> list[EngineOutput]:
+        """Wait for the next step's outputs; an empty list if no request is unfinished."""
+        while self._unfinished and not self._buffered:
+            self._receive()
+        outputs = self._buffered.popleft() if self._buffered else []
+        self._unfinished.difference_update(output.request_id for output in outputs if output.finish_reason is not None)
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._unfinished)
+
+    def stats(self) -> SchedulerStats:
+        return msgspec.convert(self.call("stats"), SchedulerStats)
+
+    def reset_prefix_cache(self) -> bool:
+        return bool(self.call("reset_prefix_cache"))
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call one of Administration's methods. Raises RequestError if it refuses."""
+        call_id = self._connection.call(method, args)
+        while True:
+            result = self._receive()
+            if result is not None and result.call_id == call_id:
+                if result.error is not None:
+                    raise result.error.exception()
+                return result.value
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _receive(self) -> wire.Result | None:
+        """Wait for one message. Outputs are buffered, a Result is returned."""
+        connection = self._connection
+        if connection.dead_error is not None:
+            raise connection.dead_error
+        num_silent_ticks = 0
+        while not (events := dict(self._poller.poll(round(TICK_SECONDS * 1000)))):
+            # Through the busy loop and back: a core that hangs in a step does not answer.
+            if num_silent_ticks == 0:
+                connection.call("heartbeat", ())
+            num_silent_ticks += 1
+            if num_silent_ticks * TICK_SECONDS >= connection.args.heartbeat_timeout:
+                raise connection.hung()
+        if connection.pull not in events:
+            raise connection.death()
+        message = connection.decode(connection.pull.recv())
+        if isinstance(message, wire.Died):
+            raise connection.died(message)
+        if isinstance(message, wire.Outputs):
+            self._buffered.append(message.outputs)
+        return message if isinstance(message, wire.Result) else None
+
+
+class AsyncProcessClient(_Client):
     """Sends at once, and hands outputs to a coroutine from a single task.
 
     ``start`` must be called in the event loop before anything is awaited.
     """
 
     def __init__(self, connection: EngineConnection) -> None:
-        self._connection = connection
-        ready = connection.ready
-        self.config, self.num_blocks = ready.config, ready.num_blocks
-        self.model_vocab_size, self.eos_token_ids = ready.model_vocab_size, ready.eos_token_ids
+        super().__init__(connection)
         self._results: dict[int, asyncio.Future[Any]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._on_death: Callable[[EngineDeadError], None] = lambda error: None
@@ -39,11 +122,6 @@ class AsyncProcessClient:
     @property
     def dead_error(self) -> EngineDeadError | None:
         return self._connection.dead_error
-
-    @property
-    def pid(self) -> int:
-        """Process id of the engine."""
-        return self._connection.process.pid
 
     def start(
         self,
@@ -76,7 +154,7 @@ class AsyncProcessClient:
             del self._results[call_id]
 
     async def close(self) -> None:
-        """End the engine process; everybody who waits gets EngineDeadError. Closing twice is fine."""
+        """End the engine process; pending calls raise EngineDeadError. Closing twice is fine."""
         await asyncio.gather(*self._stop_receiving(), return_exceptions=True)
         # No task reads the sockets now, so another thread may wait for the process to end.
         await asyncio.to_thread(self._connection.close)
@@ -130,7 +208,7 @@ class AsyncProcessClient:
                 try:
                     await on_outputs(message.outputs)
                 except Exception as error:
-                    # Going on would leave some streams waiting for ever, nobody knows which.
+                    # Going on would leave some streams waiting for ever, and it is not known which.
                     self._die(self._connection.died(wire.Died(wire.ErrorInfo.of(error))))
                     raise
             elif isinstance(message, wire.Result):
@@ -152,12 +230,12 @@ class AsyncProcessClient:
         """The engine process ends. What it still said is on its way to ``_receive``."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._connection.life_fd)
-        self._tasks.append(loop.create_task(self._bury()))
+        self._tasks.append(loop.create_task(self._report_exit()))
 
-    async def _bury(self) -> None:
+    async def _report_exit(self) -> None:
         status = await asyncio.to_thread(self._connection.exit_status)
         if status == DIED_STATUS:
-            await asyncio.sleep(LAST_WORDS_SECONDS)
+            await asyncio.sleep(FINAL_MESSAGE_SECONDS)
         self._die(self._connection.ended(status))
 
     async def _watch_heartbeat(self) -> None:
@@ -167,10 +245,10 @@ class AsyncProcessClient:
             num_silent_ticks = 0
             try:
                 while not answer.done():
-                    if num_silent_ticks * TICK_SECONDS >= self._connection.args.heartbeat_timeout:
+                    if num_silent_ticks * ASYNC_TICK_SECONDS >= self._connection.args.heartbeat_timeout:
                         self._die(await asyncio.to_thread(self._connection.hung))
                         return
-                    await asyncio.sleep(TICK_SECONDS)
+                    await asyncio.sleep(ASYNC_TICK_SECONDS)
                     num_silent_ticks += 1
             finally:
-                answer.cancel()  # nobody is left to hear it
+                answer.cancel()  # no one waits for it any more

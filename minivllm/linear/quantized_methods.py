@@ -1,0 +1,169 @@
+"""Linear methods over fewer bits: PyTorch's CPU operators, products for GPUs that Inductor fuses, and float8.
+
+None of them rounds a weight that is quantised already. Tensors of a method: its weight and scales, then the bias, if
+there is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels_triton_free.quantized_linear import INT4_LANES, int4_linear, int4_rows, int8_linear, int8_rows, pack_int4
+from minivllm.linear.layer import LinearMethod, LinearTensors
+from minivllm.linear.stored_weight import (
+    FLOAT8_MAX,
+    Float8Weight,
+    GroupedWeight,
+    StoredWeight,
+    round_to_float8_rows,
+    round_to_groups,
+    round_to_int8_rows,
+)
+
+PREPARED_ELEMENTS = 4_194_304
+"""Codes split into two planes at a time."""
+
+
+def _with_bias(tensors: LinearTensors, bias: Tensor | None) -> LinearTensors:
+    return tensors if bias is None else (*tensors, bias)
+
+
+@dataclass(frozen=True)
+class Int8Linear(LinearMethod):
+    """8 bits with one scale per output, through the CPU's operator. dtype: of activations and scales."""
+
+    dtype: torch.dtype
+    gathers_rows: ClassVar[bool] = True
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        assert isinstance(weight, Tensor), "a quantised weight is never rounded again"
+        return _with_bias(round_to_int8_rows(weight, self.dtype), bias)
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        return int8_linear(x, tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
+
+    def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
+        return int8_rows(tensors[0], tensors[1], indices).to(self.dtype)
+
+
+class DequantizedInt8Linear(Int8Linear):
+    """The same for GPUs: the scale is applied to the product."""
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        out = F.linear(x, tensors[0].to(x.dtype)) * tensors[1].view(-1)
+        return out if len(tensors) == 2 else out + tensors[2]
+
+
+def _in_groups(weight: StoredWeight, group_size: int, dtype: torch.dtype) -> GroupedWeight:
+    grouped = round_to_groups(weight, group_size, dtype) if isinstance(weight, Tensor) else weight
+    assert isinstance(grouped, GroupedWeight)
+    return grouped if grouped.group_size == group_size else grouped.in_groups_of(group_size)
+
+
+@dataclass(frozen=True)
+class Int4Linear(LinearMethod):
+    """Groups of inputs with a scale and an offset each, by the CPU's 4-bit operator. Tensors: packed, scales, bias.
+
+    bits 8 takes two planes of 4 bits, the upper with 16 times the scale: side by side along the inputs they are one
+    product, exact where the operator for 8 bits, which knows one scale per output only, would have to round again.
+    dtype: that of activations, to which scales and zeros are rounded once.
+    """
+
+    out_features: int
+    group_size: int
+    bits: int
+    dtype: torch.dtype
+    gathers_rows: ClassVar[bool] = True
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        grouped = _in_groups(weight, self.group_size, self.dtype)
+        scale, zero = grouped.scale, grouped.offset + 8 * grouped.scale
+        if self.bits == 8:
+            # The same rounded scale for both planes: 16 times as much is exact, so values stay multiples of it.
+            scale, zero = torch.cat([16 * scale, scale], 1), torch.cat([grouped.offset + 128 * scale, 8 * scale], 1)
+        rows, inputs = grouped.codes.shape
+        padding = -rows % INT4_LANES
+        packed = torch.empty(rows + padding, scale.shape[1] * self.group_size // 2, dtype=torch.uint8)
+        step = max(INT4_LANES, PREPARED_ELEMENTS // inputs // INT4_LANES * INT4_LANES)
+        for first in range(0, rows, step):
+            codes = grouped.codes[first : first + step]
+            codes = torch.cat([codes >> 4, codes & 15], dim=1) if self.bits == 8 else codes
+            piece = pack_int4(F.pad(codes, (0, 0, 0, -codes.shape[0] % INT4_LANES)))
+            packed[first : first + piece.shape[0]] = piece
+        scale_and_zero = F.pad(torch.stack([scale.T, zero.T], dim=-1).to(self.dtype), (0, 0, 0, padding))
+        return _with_bias((packed, scale_and_zero.contiguous()), None if bias is None else F.pad(bias, (0, padding)))
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        planes = torch.cat([x, x], dim=1) if self.bits == 8 else x
+        out = int4_linear(planes, tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None, self.group_size)
+        return out if self.out_features % INT4_LANES == 0 else out[:, : self.out_features]
+
+    def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
+        rows = int4_rows(tensors[0], tensors[1], indices, self.group_size)
+        if self.bits == 8:
+            upper, lower = rows.chunk(2, dim=1)
+            rows = upper + lower
+        return rows.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class DequantizedGroupLinear(LinearMethod):
+    """Groups of inputs with a scale and an offset each, for GPUs. Tensors: codes, scale, offset, bias.
+
+    bits 4 stores two codes per byte: inputs i and i + in / 2 share byte i, so that unpacking is two contiguous halves.
+    """
+
+    group_size: int
+    bits: int
+    dtype: torch.dtype
+    gathers_rows: ClassVar[bool] = True
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        grouped = _in_groups(weight, self.group_size, self.dtype)
+        codes = grouped.codes
+        if self.bits == 4:
+            first, second = codes.chunk(2, dim=1)
+            codes = second << 4 | first
+        return _with_bias((codes, grouped.scale.to(self.dtype), grouped.offset.to(self.dtype)), bias)
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        weight = self._restore(tensors[0], tensors[1], tensors[2])
+        return F.linear(x, weight, tensors[3] if len(tensors) > 3 else None)
+
+    def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
+        codes, scale, offset = (tensor[indices] for tensor in tensors[:3])
+        return self._restore(codes, scale, offset)
+
+    def _restore(self, codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+        if self.bits == 4:
+            codes = torch.cat([codes & 15, codes >> 4], dim=1)
+        groups = codes.float().unflatten(1, (-1, self.group_size))
+        return (groups * scale.unsqueeze(-1).float() + offset.unsqueeze(-1).float()).flatten(1).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Float8Linear(LinearMethod):
+    """float8_e4m3 weights with a scale per output, and activations with a scale per token, multiplied as float8.
+
+    Tensors: weight [in, out] (a transposed view), scale [1, out], bias.
+    """
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        if isinstance(weight, Float8Weight):
+            values, scale = weight.values, weight.scale
+        else:
+            assert isinstance(weight, Tensor)
+            values, scale = round_to_float8_rows(weight)
+        # The operator wants the second matrix with its columns side by side in memory.
+        return _with_bias((values.contiguous().t(), scale.t().contiguous()), bias)
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        x_scale = x.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / FLOAT8_MAX
+        values = (x.float() / x_scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
+        out = torch._scaled_mm(values, tensors[0], scale_a=x_scale, scale_b=tensors[1], out_dtype=x.dtype)
+        return out if len(tensors) == 2 else out + tensors[2]
