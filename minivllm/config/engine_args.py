@@ -147,7 +147,7 @@ class EngineArgs:
     gpu_memory_utilization: share of the device's memory that engine and cache may use when the cache is not sized
         explicitly; on a CPU it is the share of the memory that is free after loading.
     kv_cache_memory_bytes / num_gpu_blocks_override: explicit cache size [bytes / blocks]; set one at most.
-    block_size: tokens per KV page.
+    block_size: tokens per KV block.
     kv_cache_dtype: element type of the KV cache ("auto": float32 on a CPU, where it is faster, else ``dtype``). Fewer
         bits hold more tokens in the same memory: "bfloat16" on a CPU; on a GPU "fp8_e4m3" (finer, up to 448) and
         "fp8_e5m2" (coarser, up to 57344), rounded without a scale, larger values to the largest.

@@ -10,7 +10,7 @@ from minivllm.config.engine_args import CudaGraphMode, Device, SpeculativeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The KV cache: page size [tokens], explicit size if any, element type, prefix reuse."""
+    """The KV cache: block size [tokens], explicit size if any, element type, prefix reuse."""
 
     block_size: int = 64
     num_blocks: int | None = None

@@ -214,8 +214,8 @@ def resolve_dtype(dtype: str, saved: str, device: Device) -> tuple[str, str]:
 def resolve_cache_dtype(asked: str, dtype: str, device: Device, capability: tuple[int, int]) -> tuple[str, str]:
     """PyTorch's name for the dtype of the KV cache, and why. dtype: of the weights. capability: of a GPU.
 
-    Attention on a GPU reads pages of fewer bits than its queries, converting in registers; on a CPU it reads only its
-    own dtype, and takes that of the pages. Raises ConfigError for what would cost more than it saves.
+    Attention on a GPU reads blocks of fewer bits than its queries, converting in registers; on a CPU it reads only its
+    own dtype, and takes that of the blocks. Raises ConfigError for what would cost more than it saves.
     """
     if asked == "auto":
         if device == "cpu":
@@ -226,7 +226,7 @@ def resolve_cache_dtype(asked: str, dtype: str, device: Device, capability: tupl
     if device == "cpu":
         if bits < 16:
             raise ConfigError(
-                f"kv_cache_dtype is {asked!r}, but a CPU cannot attend to pages of {bits} bits: every step would "
+                f"kv_cache_dtype is {asked!r}, but a CPU cannot attend to blocks of {bits} bits: every step would "
                 "convert all it reads, which takes longer than attention. bfloat16 takes half the memory of float32."
             )
         return name, "as asked for"

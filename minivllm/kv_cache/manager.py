@@ -109,7 +109,7 @@ class KVCacheManager:
             counts = [group.num_new_blocks(request_id, num_slots) for group in self._groups]
             new_block_ids = tuple(group.add_new_blocks(request_id, count) for group, count in zip(self._groups, counts))
         if self.enable_prefix_caching and not delay_caching:
-            # Drafts are not committed: a rejected one must never be found as somebody's prefix.
+            # Drafts are not committed: a rejected one must never be found as the prefix of another request.
             self.cache_blocks(request, min(num_committed, len(request.all_token_ids)))
         return new_block_ids
 

@@ -171,7 +171,7 @@ class BatchAdapters:
             self._names[slot] = name
 
     def remove(self, slot: int) -> None:
-        """The request of the slot has left; its adapter stays where it is until somebody needs the place."""
+        """The request of the slot has left; its adapter stays where it is until another one needs the place."""
         self.lora_slots[slot] = self.ranks[slot] = 0
         self._names.pop(slot, None)
 

@@ -134,8 +134,8 @@ def test_every_device_has_the_dtypes_that_save_something(
 @pytest.mark.parametrize(
     ("asked", "dtype", "device", "capability", "sentence"),
     [
-        ("fp8_e4m3", "bfloat16", "cpu", (0, 0), "a CPU cannot attend to pages of 8 bits.* bfloat16 takes half"),
-        ("fp8_e5m2", "float32", "cpu", (0, 0), "a CPU cannot attend to pages of 8 bits"),
+        ("fp8_e4m3", "bfloat16", "cpu", (0, 0), "a CPU cannot attend to blocks of 8 bits.* bfloat16 takes half"),
+        ("fp8_e5m2", "float32", "cpu", (0, 0), "a CPU cannot attend to blocks of 8 bits"),
         ("float32", "bfloat16", "cuda", (9, 0), "saves nothing .*'bfloat16': use 'auto', or fp8_e4m3 or fp8_e5m2"),
         ("float16", "bfloat16", "cuda", (9, 0), "saves nothing"),
         ("fp8_e4m3", "bfloat16", "cuda", (8, 6), r"compute capability 8\.6.* use fp8_e5m2"),

@@ -91,7 +91,7 @@ def _defaults() -> dict[str, dict[str, str]]:
         "kv_cache_dtype": kv_cache,
         "attention": attention,
         "kv_cache": {"value": f"{limits.memory_utilization:.0%} {share}", "why": "unless it is sized explicitly"},
-        "block_size": {"value": str(DEFAULT_BLOCK_SIZE), "why": "tokens per KV page"},
+        "block_size": {"value": str(DEFAULT_BLOCK_SIZE), "why": "tokens per KV block"},
         "max_num_seqs": {"value": str(limits.max_num_seqs), "why": "requests that run at the same time"},
         "max_num_batched_tokens": {
             "value": str(limits.max_num_batched_tokens),
