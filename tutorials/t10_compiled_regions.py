@@ -62,7 +62,7 @@ def run(decoder: Decoder, num_tokens: int, num_rows: int = 2) -> Tensor:
         return gathered_sdpa_attention(q, *caches[layer], blocks, 0, scale=decoder.config.softmax_scale)
 
     hidden = decoder.forward(positions, tokens, caches, attend)
-    return decoder.logits(hidden, torch.arange(num_tokens - num_rows, num_tokens), tokens)
+    return decoder.logits(hidden, torch.arange(num_tokens - num_rows, num_tokens, dtype=torch.int32), tokens)
 
 
 def graphs_of(num_layers: int, sizes: Sequence[int]) -> int:

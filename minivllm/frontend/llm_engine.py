@@ -23,8 +23,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.tokenizer.detokenizer import TokenDecoder
 
 if TYPE_CHECKING:
-    from minivllm.engine_process.client import EngineClient
-    from minivllm.engine_process.process_clients import AsyncProcessClient
+    from minivllm.engine_process.client import AsyncProcessClient, EngineClient
     from minivllm.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ def new_request(
         seed=0,
         arrival_time=0.0,
     )
-    return NewRequestData(request=request, block_ids=block_ids, num_computed_tokens=num_computed_tokens)
+    return NewRequestData(request=request, block_ids=(block_ids,), num_computed_tokens=num_computed_tokens)
 
 
 @dataclass(frozen=True)

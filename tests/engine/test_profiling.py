@@ -12,6 +12,7 @@ import pytest
 from minivllm import LLM, EngineArgs, SamplingParams
 from minivllm.bench.parts.parts import timed_spans
 from minivllm.compilation.compiler import RegionCompiler
+from minivllm.compilation.regions import Region
 from minivllm.engine_process.client import load_core
 from minivllm.errors import ConfigError
 from minivllm.frontend.llm_engine import LLMEngine
@@ -100,12 +101,12 @@ def test_ranges_stay_when_other_regions_take_over(tiny_model: Callable[..., Path
     replaced: list[str] = []
 
     class Replacing(RegionCompiler):
-        def __call__(self, name: str, function: Callable, *args: Any, **kwargs: Any) -> Callable:
-            def region(*arguments: Any) -> Any:
-                replaced.append(name)
-                return function(*arguments)
+        def __call__(self, region: Region) -> Callable:
+            def run(*arguments: Any) -> Any:
+                replaced.append(region.name)
+                return region.function(*arguments)
 
-            return region
+            return run
 
     names = ("first", "between", "last", "attention", "prepare", "sample")
     args = EngineArgs(model=str(tiny_model("llama")), enforce_eager=True, max_model_len=64, num_gpu_blocks_override=9)
