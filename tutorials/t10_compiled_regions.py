@@ -148,7 +148,7 @@ def for_sizes(compiled: Callable) -> None:
 def for_marked_sizes(compiled: Callable) -> None:
     for size in range(2, 12):
         x = torch.ones(size, 8)
-        torch._dynamo.mark_dynamic(x, 0, min=2)
+        torch._dynamo.mark_dynamic(x, 0, min=2, max=4096)
         compiled(x, torch.ones(8), torch.tensor(1.0))
 
 
@@ -336,7 +336,7 @@ def one_is_special() -> str:
     logging.getLogger("torch._guards").setLevel(logging.CRITICAL)  # the error is expected here
     x = torch.ones(1, 8)
     torch._dynamo.reset()
-    torch._dynamo.mark_dynamic(x, 0, min=2)
+    torch._dynamo.mark_dynamic(x, 0, min=2, max=4096)
     try:
         torch.compile(takes_tensors, backend="eager", fullgraph=True)(x, torch.ones(8), torch.tensor(1.0))
     except Exception as error:
