@@ -32,7 +32,7 @@ THOROUGH_FACTOR = 10
 # Before pytest is configured: then Hypothesis loads the profile of its own option, if it is given.
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
-hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("thorough", deadline=None, derandomize=False, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from minivllm.checkpoints.hf_config import build_decoder_config, read_decoder_config
 from minivllm.errors import ModelError
-from minivllm.gguf.gguf_config import llama3_factors, llama3_parameters
+from minivllm.gguf.gguf_config import llama3_parameters
 from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
 from minivllm.models.registry import FAMILIES as SUPPORTED
 from tests.model_families import FAMILIES
+from tests.models.rotary_reference import llama3_factors
 
 SMALL = {
     "hidden_size": 64,
