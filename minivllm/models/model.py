@@ -1,6 +1,6 @@
 """What a model is to the engine: the protocol that the worker is written against, and the types that it speaks.
 
-A model computes in two moves, so that logits are made for the tokens only that somebody wants them of:
+A model computes in two moves, so that logits are made only for the tokens whose logits are needed:
 
     hidden = model.forward(token_ids, tokens, caches, attend)      layer by layer; attend(layer, q) in between
     logits = model.logits(hidden, rows, tokens)                    of the picked rows
@@ -84,7 +84,7 @@ class Model(Protocol):
     attention's output. attention_specs, cache_specs: how each layer attends, and what it keeps. query_group: query
     heads per KV head. feature_size: values of ``dtype`` that are kept for every token beside keys and values. linears:
     the layers that LoRA adapters may change, by the block they lie in ("model.layers.0.mlp"). tap: hands out hidden
-    states, if somebody wants them; a model without taps never looks at it.
+    states, if they are wanted; a model without taps never looks at it.
     """
 
     tap: HiddenTap | None
