@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 NICENESS = 8
 """Of builds in the background, and of the scheduling groups they open. Each step is a factor of 1.25: beside a process
 that never pauses, a build gets 14 % of every core by the kernel's weights, and ends. Short chat answers decoded at 0.5
-to 0.8 of their uncompiled speed meanwhile. At 19, or with SCHED_IDLE, it got 1 % and less: a chat without pauses on two cores
-had six of nine regions after 240 s."""
+to 0.8 of their uncompiled speed meanwhile. At 19, or with SCHED_IDLE, it got 1 % and less: a chat without pauses on
+two cores had six of nine regions after 240 s."""
 MAX_REPORT_BYTES = 2**15
 """Of a child's log. A pipe holds twice as much without anybody reading it."""
 

@@ -128,7 +128,7 @@ class ModelRunner:
         """Like execute, but the tokens stay on the device, where a next step may be launched on them at once.
 
         Waits for the last step's tokens only if what is sampled now depends on them in other ways than through the
-        model, and for its own only if somebody wants more than tokens (log-probabilities, drafts, vectors).
+        model, and for its own only if more than tokens is wanted (log-probabilities, drafts, vectors).
         """
         pending = self._newest = PendingStep(self.batch, self.sampling_state, self._newest)
         if self.speculation is not None:

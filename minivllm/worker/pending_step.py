@@ -45,7 +45,7 @@ class PendingStep:
             return self.output
         token_ids = self._wait()
         self._wait = None
-        # Who left meanwhile, finished or preempted, has no slot, and the slot may be somebody else's.
+        # Who left meanwhile, finished or preempted, has no slot, and the slot may be another request's.
         stays = np.fromiter((r.slot == slot for r, slot in zip(self._requests, self._slots)), np.bool_, len(token_ids))
         for request, token_id in zip(self._requests, token_ids):
             self._batch.learn_token(request, token_id)
