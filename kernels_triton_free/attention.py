@@ -144,17 +144,22 @@ def gathered_sdpa_attention(
     v_cache: Tensor,
     blocks: Tensor,
     first_position: int,
+    sinks: Tensor | None = None,
     *,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
     visibility: Visibility | None = None,
     score_change: ScoreChange | None = None,
 ) -> Tensor:
     """Reference for one request: gather its blocks and run scaled dot-product attention.
 
     q [queries, kv_heads, G, D] at consecutive positions from first_position; blocks int [n] in order, covering all of
-    them. visibility, score_change: as for paged_flex_attention. Returns a tensor like q. Runs uncompiled, wherever
-    PyTorch does.
+    them. sinks: float32 [kv_heads * G], a logit of each head that joins the softmax's denominator and has no value.
+    chunk: a query sees only keys of its own chunk of positions. soft_cap: scaled scores s become cap * tanh(s / cap).
+    visibility, score_change: as for paged_flex_attention. Returns a tensor like q. Runs uncompiled, wherever PyTorch
+    does.
     """
     queries, kv_heads, group, head_dim = q.shape
     length = first_position + queries
@@ -168,16 +173,24 @@ def gathered_sdpa_attention(
         visible = key <= query
         if window is not None:
             visible &= key > query - window
+        if chunk is not None:
+            visible &= key >= query - query % chunk
     heads = q.reshape(queries, kv_heads * group, head_dim).transpose(0, 1)
-    if score_change is None:
+    if score_change is None and soft_cap is None and sinks is None:
         out = F.scaled_dot_product_attention(
             heads[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=group > 1
         )[0]
     else:
         head = torch.arange(kv_heads * group, device=q.device)[:, None, None]
         scores = heads @ k.repeat_interleave(group, 0).transpose(1, 2) * scale
-        scores = score_change(scores, head, query, key).masked_fill(~visible, -torch.inf)
-        out = scores.softmax(-1) @ v.repeat_interleave(group, 0)
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        if score_change is not None:
+            scores = score_change(scores, head, query, key)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, queries, 1)], dim=-1)
+        out = scores.softmax(-1)[..., :length] @ v.repeat_interleave(group, 0)
     return out.transpose(0, 1).reshape(queries, kv_heads, group, head_dim)
 
 

@@ -94,7 +94,7 @@ def by_definition(token_ids: list[int], weights: Weights) -> Tensor:
     decoder, length = small_decoder(), len(token_ids)
     caches = [LayerCache(*torch.zeros(2, 1, length, 2, 16)) for _ in decoder.layers]
 
-    def attend(layer: int, q: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         k, v = (cache[0, :length].double() for cache in caches[layer])
         out = torch.zeros(q.shape, dtype=torch.float64)
         for query in range(length):

@@ -41,7 +41,7 @@ def next_token(token_ids: list[int]) -> int:
     notes = allocate_caches(decoder, num_blocks=1, block_size=len(token_ids))
     places = torch.arange(len(token_ids), dtype=torch.int32)
 
-    def attend(layer: int, q: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         block = torch.zeros(1, dtype=torch.int64)
         return gathered_sdpa_attention(q, *notes[layer], block, 0, scale=decoder.config.softmax_scale)
 

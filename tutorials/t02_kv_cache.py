@@ -39,7 +39,7 @@ def step(token_ids: list[int], start: int, notes: list[LayerCache]) -> Tensor:
     tokens_computed += len(token_ids) - start
     places = torch.arange(start, len(token_ids), dtype=torch.int32)
 
-    def attend(layer: int, q: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         block = torch.zeros(1, dtype=torch.int64)
         return gathered_sdpa_attention(q, *notes[layer], block, start, scale=decoder.config.softmax_scale)
 

@@ -57,7 +57,7 @@ def run(decoder: Decoder, num_tokens: int, num_rows: int = 2) -> Tensor:
     positions = torch.arange(num_tokens, dtype=torch.int32)
     tokens = TokenInputs(positions, positions + 16)  # block 0 is the null block
 
-    def attend(layer: int, q: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         blocks = torch.arange(1, 2 + num_tokens // 16)
         return gathered_sdpa_attention(q, *caches[layer], blocks, 0, scale=decoder.config.softmax_scale)
 
@@ -187,7 +187,7 @@ def captured(breaks_at_attention: bool) -> tuple[GraphCapture, Tensor]:
     tokens = TokenInputs(positions, positions + 16)
     with GraphCapture(RecordedGraphs()) as capture:
 
-        def attend(layer: int, q: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
             o = torch.empty_like(q)
 
             def compute() -> None:

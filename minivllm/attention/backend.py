@@ -137,11 +137,13 @@ class AttentionBackend(Protocol):
         rows.num_padded is the same.
         """
 
-    def attend(self, metadata: Any, cache: LayerCache, spec: AttentionSpec, q: Tensor) -> Tensor:
+    def attend(
+        self, metadata: Any, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """q [tokens, kv_heads, query_group, head_dim] -> o of the same shape and dtype.
 
-        metadata: of this step. cache: of one layer, and the keys and values of this step are in it already. Rows of o
-        behind the step's tokens must be finite.
+        metadata: of this step. cache: of one layer, and the keys and values of this step are in it already. sinks:
+        float32 [query heads], if spec.has_sinks. Rows of o behind the step's tokens must be finite.
         """
 
 

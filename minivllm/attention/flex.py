@@ -11,6 +11,7 @@ from torch import Tensor
 from minivllm.attention.backend import CAUSAL, AttentionBackend, AttentionContext, AttentionRule, StepRows
 from minivllm.attention.sdpa import SdpaAttention
 from minivllm.attention.tiles import GatheredTiles, QueryTiles, Tiles
+from minivllm.errors import ConfigError
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import LayerCache
 
@@ -42,6 +43,11 @@ class FlexAttention:
     tiles, one for each row, that read the cache in place as those of single tokens do."""
 
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
+        if any(spec.chunk or spec.soft_cap or spec.has_sinks for spec in context.specs):
+            raise ConfigError(
+                "attention_backend 'flex' has no chunked local attention, soft caps or sinks: start with "
+                "enforce_eager=True, or take attention_backend='sdpa'."
+            )
         policy, sequences, tokens = context.policy, context.max_num_seqs, context.max_num_batched_tokens
         self.decode_batches = policy.decode_batches(sequences)
         self._max_decodes = max(2, sequences)
@@ -77,7 +83,9 @@ class FlexAttention:
                 parts.append(TilePart(kind, first, token, kind.prepare(own, first, 2)))
         return FlexMetadata(token, tuple(parts))
 
-    def attend(self, metadata: FlexMetadata, cache: LayerCache, spec: AttentionSpec, q: Tensor) -> Tensor:
+    def attend(
+        self, metadata: FlexMetadata, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         part = metadata.parts[0]
         if len(metadata.parts) == 1 and part.kind is self._single and part.tiles.num_tiles >= len(q):
             return part.kind.attend(part.tiles, cache, spec, q)

@@ -28,7 +28,12 @@ class SdpaAttention:
         return [(table[slot, : -(-(start + count) // size)], start, count) for slot, start, count in spans]
 
     def attend(
-        self, metadata: list[tuple[Tensor, int, int]], cache: LayerCache, spec: AttentionSpec, q: Tensor
+        self,
+        metadata: list[tuple[Tensor, int, int]],
+        cache: LayerCache,
+        spec: AttentionSpec,
+        q: Tensor,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         o = torch.zeros_like(q)
         token = 0
@@ -40,8 +45,11 @@ class SdpaAttention:
                 cache.v,
                 blocks,
                 start,
+                sinks,
                 scale=spec.scale,
                 window=spec.window,
+                chunk=spec.chunk,
+                soft_cap=spec.soft_cap,
                 visibility=self._rule.visibility,
                 score_change=self._rule.score_change,
             )

@@ -112,9 +112,9 @@ class PagedModel:
         """The attention of every layer over this step."""
         caches, specs, attention = self.caches, self.specs, self.attention
 
-        def attend(layer: int, q: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
             with span("attention"):
-                return attention.attend(inputs.attention, caches[layer], specs[layer], q)
+                return attention.attend(inputs.attention, caches[layer], specs[layer], q, sinks)
 
         return attend
 

@@ -168,10 +168,10 @@ class StepGraphs:
         o = self._o[: len(inputs.token_ids)]
         self._inputs = inputs
 
-        def attend(layer: int, q: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
             def run() -> None:
                 assert self._inputs is not None
-                o.copy_(self._model.attend(self._inputs)(layer, q))
+                o.copy_(self._model.attend(self._inputs)(layer, q, sinks))
 
             capture.run_between(run)
             return o

@@ -46,11 +46,19 @@ class StoredQuantization:
 
 
 class AttentionSpec(NamedTuple):
-    """How one layer attends. window: sliding window in tokens, the query's own included, None for full attention.
-    scale: factor of the scores before the softmax."""
+    """How one layer attends.
+
+    window: sliding window in tokens, the query's own included, None for full attention. scale: factor of the scores.
+    chunk: a query sees only keys of its own chunk of so many positions (Llama 4), None for all. soft_cap: scaled scores
+    s become cap * tanh(s / cap) (Gemma 2). has_sinks: a learned logit of each query head joins the softmax's
+    denominator and has no value (gpt-oss); ``attend`` is given it.
+    """
 
     window: int | None
     scale: float
+    chunk: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,13 @@ TOKENS, ROWS = Size("tokens", 13, single=1), Size("rows", 9, single=1)
 Hidden = tuple[Tensor, ...]
 """What a model computed of a step: tensors [tokens, …], whose meaning is its own business."""
 
-Attend = Callable[[int, Tensor], Tensor]
-"""Attention of one layer: (layer, q [tokens, kv_heads, G, D]) -> o of the same shape and dtype."""
+
+class Attend(Protocol):
+    """Attention of one layer over everything that the caches hold."""
+
+    def __call__(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """q [tokens, kv_heads, G, D] -> o of the same shape and dtype. sinks: float32 [query heads], where the layer's
+        spec has them."""
 
 
 class TokenInputs(NamedTuple):

@@ -186,8 +186,15 @@ class GroupedAttention:
     def prepare(self, rows: StepRows) -> dict[AttentionSpec, Any]:
         return {spec: backend.prepare(rows) for spec, backend in self._groups.items()}
 
-    def attend(self, metadata: dict[AttentionSpec, Any], cache: LayerCache, spec: AttentionSpec, q: Tensor) -> Tensor:
-        return self._groups[spec].attend(metadata[spec], cache, spec, q)
+    def attend(
+        self,
+        metadata: dict[AttentionSpec, Any],
+        cache: LayerCache,
+        spec: AttentionSpec,
+        q: Tensor,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self._groups[spec].attend(metadata[spec], cache, spec, q, sinks)
 
 
 @torch.inference_mode()

@@ -113,7 +113,7 @@ def run_chunk(decoder: Decoder, caches: list[LayerCache], token_ids: list[int], 
     slots = (blocks[(positions // BLOCK_SIZE).long()] * BLOCK_SIZE + positions % BLOCK_SIZE).int()
     length = -(-(start + len(token_ids)) // BLOCK_SIZE)
 
-    def attend(layer: int, q: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         config = decoder.config
         return gathered_sdpa_attention(
             q, *caches[layer], blocks[:length], start, scale=config.softmax_scale, window=config.layer_windows[layer]

@@ -167,8 +167,8 @@ class WatchedAttention:
                 )
         return described
 
-    def attend(self, metadata: Any, cache: LayerCache, spec: Any, q: Tensor) -> Tensor:
-        o = self._reference.attend(metadata, cache, spec, q)
+    def attend(self, metadata: Any, cache: LayerCache, spec: Any, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        o = self._reference.attend(metadata, cache, spec, q, sinks)
         if self._record.steps:
             shapes = {"q": q, "K cache of a layer": cache.k, "o": o}
             self._record.steps[-1].shapes |= {name: shape(tensor) for name, tensor in shapes.items()}
