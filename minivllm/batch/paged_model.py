@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from minivllm.attention import AttentionContext
+from minivllm.attention import AttentionBackend, AttentionContext, StepRows
 from minivllm.attention.registry import AttentionFactory
 from minivllm.batch.layer_caches import allocate_caches
 from minivllm.batch.persistent_batch import PersistentBatch
@@ -19,7 +20,8 @@ from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import Size
 from minivllm.device.policy import DevicePolicy
 from minivllm.lora.manager import BatchAdapters
-from minivllm.models.model import Attend, Hidden, LayerCache, Model
+from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.model import Attend, CacheSpec, Hidden, LayerCache, Model
 from minivllm.profiling.spans import span
 
 
@@ -38,7 +40,8 @@ class RunnerLimits:
 class PagedModel:
     """Builds the inputs of steps, and runs the model over them.
 
-    caches: K and V of every layer, which nothing else holds. attention: the backend that goes with the regions in use.
+    caches: K and V of every layer, which nothing else holds. layers: of each layer, what it keeps and how it attends.
+    backends: those that go with the regions in use, one for each shape of queries and caches among the layers.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class PagedModel:
         """adapters, token_offset: see StepInputBuilder. ``use_regions`` comes before the first step."""
         self.model, self._batch, self._limits, self._policy = model, batch, limits, policy
         self._make_attention = make_attention
-        self.specs = model.attention_specs
+        self.layers = list(zip(model.cache_specs, model.attention_specs, strict=True))
         self.caches: list[LayerCache] = []
         self.allocate_caches()
         self._min_rows = 1
@@ -81,12 +84,22 @@ class PagedModel:
         caches = [spec.declare(blocks, limits.block_size, model.device) for spec in model.cache_specs]
         model.build_regions(compiler, self._builder.token_specs, caches)
         self._min_rows = compiler.min_rows
-        (cache,) = set(model.cache_specs)  # one backend serves all layers, so far
-        self.attention = self._make_attention(
+        specs_of_shape: dict[tuple[CacheSpec, int], list[AttentionSpec]] = {}
+        for cache, spec in self.layers:
+            specs_of_shape.setdefault((cache, spec.query_group), []).append(spec)
+        shapes = list(specs_of_shape)
+        self._backend_of = [shapes.index((cache, spec.query_group)) for cache, spec in self.layers]
+        self.backends = [self._new_backend(*shape, specs, compiler) for shape, specs in specs_of_shape.items()]
+
+    def _new_backend(
+        self, cache: CacheSpec, query_group: int, specs: Sequence[AttentionSpec], compiler: RegionCompiler
+    ) -> AttentionBackend:
+        model, limits = self.model, self._limits
+        return self._make_attention(
             AttentionContext(
-                specs=tuple(dict.fromkeys(self.specs)),
+                specs=tuple(dict.fromkeys(specs)),
                 kv_heads=cache.kv_heads,
-                query_group=model.query_group,
+                query_group=query_group,
                 head_dim=cache.head_dim,
                 dtype=model.dtype,
                 query_dtype=model.attention_dtype,
@@ -103,18 +116,28 @@ class PagedModel:
             )
         )
 
+    @property
+    def decode_batches(self) -> list[int]:
+        """Numbers of single-token rows of which each needs a step of its own in the warm-up."""
+        return sorted({batch for backend in self.backends for batch in backend.decode_batches})
+
     def build(self, rows: Sequence[Row], padded: int = 0) -> StepInputs:
         """The inputs of a step with these rows, in any order, valid until the next call. padded: see
         StepInputBuilder."""
-        return self._builder.build(rows, max(padded, self._min_rows), self.attention.prepare)
+        return self._builder.build(rows, max(padded, self._min_rows), self._prepare)
+
+    def _prepare(self, rows: StepRows) -> tuple[Any, ...]:
+        """What each backend wants to know of a step."""
+        return tuple(backend.prepare(rows) for backend in self.backends)
 
     def attend(self, inputs: StepInputs) -> Attend:
         """The attention of every layer over this step."""
-        caches, specs, attention = self.caches, self.specs, self.attention
+        caches, layers, backends, backend_of = self.caches, self.layers, self.backends, self._backend_of
 
         def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
             with span("attention"):
-                return attention.attend(inputs.attention, caches[layer], specs[layer], q, sinks)
+                index, spec = backend_of[layer], layers[layer][1]
+                return backends[index].attend(inputs.attention[index], caches[layer], spec, q, sinks)
 
         return attend
 

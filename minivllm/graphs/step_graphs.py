@@ -92,10 +92,11 @@ class StepGraphs:
         self._full: dict[int, _Captured] = {}
         self._piecewise: dict[int, _Captured] = {}
         self._inputs: StepInputs | None = None
-        own, cache = model.model, model.model.cache_specs[0]
-        shape = max(self.piecewise_buckets, default=0), cache.kv_heads, own.query_group, cache.head_dim
-        # Attention between segments writes where the next segment reads.
-        self._o = torch.zeros(shape, dtype=own.attention_dtype, device=own.device)
+        own = model.model
+        widths = [cache.kv_heads * spec.query_group * cache.head_dim for cache, spec in model.layers]
+        # Attention between segments writes where the next segment reads, whatever the shape of a layer.
+        size = max(self.piecewise_buckets, default=0) * max(widths)
+        self._o = torch.zeros(size, dtype=own.attention_dtype, device=own.device)
         self.num_replays: Counter[GraphChoice] = Counter()
 
     def choose(self, counts: list[int]) -> GraphChoice | None:
@@ -165,10 +166,11 @@ class StepGraphs:
         return StepHidden(hidden, self._model.model.logits(hidden, rows, inputs.tokens))
 
     def _piecewise_step(self, inputs: StepInputs, capture: GraphCapture) -> StepHidden:
-        o = self._o[: len(inputs.token_ids)]
         self._inputs = inputs
 
         def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+            o = self._o[: q.numel()].view_as(q)
+
             def run() -> None:
                 assert self._inputs is not None
                 o.copy_(self._model.attend(self._inputs)(layer, q, sinks))

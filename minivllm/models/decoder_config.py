@@ -49,13 +49,15 @@ class AttentionSpec(NamedTuple):
     """How one layer attends.
 
     window: sliding window in tokens, the query's own included, None for full attention. scale: factor of the scores.
-    chunk: a query sees only keys of its own chunk of so many positions (Llama 4), None for all. soft_cap: scaled scores
-    s become cap * tanh(s / cap) (Gemma 2). has_sinks: a learned logit of each query head joins the softmax's
+    query_group: query heads per KV head (the layer's cache says how many KV heads there are, and of which size).
+    chunk: a query sees only keys of its own chunk of so many positions (Llama 4), None for all. soft_cap: scaled
+    scores s become cap * tanh(s / cap) (Gemma 2). has_sinks: a learned logit of each query head joins the softmax's
     denominator and has no value (gpt-oss); ``attend`` is given it.
     """
 
     window: int | None
     scale: float
+    query_group: int = 1
     chunk: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
@@ -109,4 +111,4 @@ class DecoderConfig:
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """How each layer attends."""
-        return tuple(AttentionSpec(window, self.softmax_scale) for window in self.layer_windows)
+        return tuple(AttentionSpec(window, self.softmax_scale, self.query_group) for window in self.layer_windows)

@@ -86,10 +86,10 @@ class Model(Protocol):
     """A model on one device. The worker runs whatever has these members; nothing else of it is looked at.
 
     vocab_size: tokens that there are logits of. dtype: of weights and activations. attention_dtype: of queries and of
-    attention's output. attention_specs, cache_specs: how each layer attends, and what it keeps. query_group: query
-    heads per KV head. feature_size: values of ``dtype`` that are kept for every token beside keys and values. linears:
-    the layers that LoRA adapters may change, by the block they lie in ("model.layers.0.mlp"). tap: hands out hidden
-    states, if they are wanted; a model without taps never looks at it.
+    attention's output. attention_specs, cache_specs: how each layer attends, and what it keeps. feature_size: values
+    of ``dtype`` that are kept for every token beside keys and values. linears: the layers that LoRA adapters may
+    change, by the block they lie in ("model.layers.0.mlp"). tap: hands out hidden states, if they are wanted; a model
+    without taps never looks at it.
     """
 
     tap: HiddenTap | None
@@ -106,8 +106,6 @@ class Model(Protocol):
     def attention_specs(self) -> Sequence[AttentionSpec]: ...
     @property
     def cache_specs(self) -> Sequence[CacheSpec]: ...
-    @property
-    def query_group(self) -> int: ...
     @property
     def feature_size(self) -> int: ...
     @property

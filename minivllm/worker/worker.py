@@ -203,7 +203,7 @@ class Worker:
         compiler.build()
         run_on_null_block(self.runner, counts)
         run_on_null_block(self.runner, [1])
-        for batch in self.runner.model.attention.decode_batches:
+        for batch in self.runner.model.decode_batches:
             run_on_null_block(self.runner, [1] * batch)
         compiler.freeze()
 

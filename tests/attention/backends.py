@@ -48,7 +48,7 @@ def new_context(
 ) -> AttentionContext:
     """What a backend is made from; ``changes`` replace its fields."""
     fields: dict[str, Any] = {
-        "specs": tuple(AttentionSpec(window, HEAD_DIM**-0.5) for window in windows),
+        "specs": tuple(AttentionSpec(window, HEAD_DIM**-0.5, GROUP) for window in windows),
         "kv_heads": KV_HEADS,
         "query_group": GROUP,
         "head_dim": HEAD_DIM,

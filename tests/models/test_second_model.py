@@ -37,25 +37,28 @@ from minivllm.worker.model_runner import ModelRunner
 from tests.attention.backends import uncompiled
 
 CPU = torch.device("cpu")
-VOCAB, KV_HEADS, GROUP, DIM = 40, 2, 3, 8
-WIDTH = KV_HEADS * GROUP * DIM
+VOCAB, WIDTH = 40, 48
+Shape = tuple[int, int, int]
+"""KV heads, query heads per KV head and head size of a layer; their product is WIDTH."""
+EQUAL: tuple[Shape, ...] = ((2, 3, 8),) * 3
+DIFFERENT: tuple[Shape, ...] = ((2, 3, 8), (3, 1, 16), (1, 6, 8))
 
 
 class AttentionOnly:
     """A learned position is added to each token; three layers of attention follow: no norm, no rotation, no MLP."""
 
-    vocab_size, query_group, feature_size = VOCAB, GROUP, 0
+    vocab_size, feature_size = VOCAB, 0
     dtype = attention_dtype = torch.float32
     device = CPU
     weights_per_token = 1
     linears: Sequence[tuple[str, Linear]] = ()
-    attention_specs = (AttentionSpec(None, 0.5),) * 3
-    cache_specs = (CacheSpec(KV_HEADS, DIM, torch.float32),) * 3
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: tuple[Shape, ...] = EQUAL) -> None:
         self.tap: HiddenTap | None = None
         self.weights: dict[str, Tensor] = {}
-        self.project: Callable
+        self.attention_specs = [AttentionSpec(None, 0.5, group) for _, group, _ in shapes]
+        self.cache_specs = [CacheSpec(kv_heads, dim, torch.float32) for kv_heads, _, dim in shapes]
+        self.project: list[Callable]
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         self.weights = dict(weights)
@@ -68,13 +71,17 @@ class AttentionOnly:
 
     def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
         x = TensorSpec((TOKENS, WIDTH), torch.float32, CPU)
-        inputs = {"x": x, "weight": specs_of(self.weights["0"]), "tokens": tokens, "cache": caches[0]}
-        self.project = compile_region(Region("project", project, inputs))
+        self.project = [
+            compile_region(
+                Region("project", project, {"x": x, "weight": specs_of(weight), "tokens": tokens, "cache": cache})
+            )
+            for weight, cache in zip((self.weights[str(layer)] for layer in range(3)), caches)
+        ]
 
     def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
         x = self.weights["embedding"][token_ids] + self.weights["positions"][tokens.positions]
         for layer, cache in enumerate(caches):
-            x = x + attend(layer, self.project(x, self.weights[str(layer)], tokens, cache)).flatten(1)
+            x = x + attend(layer, self.project[layer](x, self.weights[str(layer)], tokens, cache)).flatten(1)
         return (x,)
 
     def logits(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
@@ -85,36 +92,38 @@ class AttentionOnly:
 
 
 def project(x: Tensor, weight: Tensor, tokens: TokenInputs, cache: LayerCache) -> Tensor:
-    q, k, v = (x @ weight).split([WIDTH, KV_HEADS * DIM, KV_HEADS * DIM], dim=-1)
-    write_kv(cache.k, cache.v, k.unflatten(1, (-1, DIM)), v.unflatten(1, (-1, DIM)), tokens.slot_mapping)
-    return q.reshape(-1, KV_HEADS, GROUP, DIM).contiguous()
+    kv_heads, dim = cache.k.shape[2:]
+    q, k, v = (x @ weight).split([WIDTH, kv_heads * dim, kv_heads * dim], dim=-1)
+    write_kv(cache.k, cache.v, k.unflatten(1, (-1, dim)), v.unflatten(1, (-1, dim)), tokens.slot_mapping)
+    return q.reshape(len(x), kv_heads, -1, dim).contiguous()
 
 
-def random_weights() -> dict[str, Tensor]:
+def random_weights(shapes: tuple[Shape, ...] = EQUAL) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = {"embedding": (VOCAB, WIDTH), "positions": (64, WIDTH)}
-    shapes |= {str(layer): (WIDTH, WIDTH + 2 * KV_HEADS * DIM) for layer in range(3)}
-    return {name: torch.randn(shape, generator=generator) / 4 for name, shape in shapes.items()}
+    sizes = {"embedding": (VOCAB, WIDTH), "positions": (64, WIDTH)}
+    sizes |= {str(layer): (WIDTH, WIDTH + 2 * kv * dim) for layer, (kv, _, dim) in enumerate(shapes)}
+    return {name: torch.randn(size, generator=generator) / 4 for name, size in sizes.items()}
 
 
-def greedy_by_hand(weights: dict[str, Tensor], text: list[int], count: int) -> list[int]:
+def greedy_by_hand(weights: dict[str, Tensor], shapes: tuple[Shape, ...], text: list[int], count: int) -> list[int]:
     """The same without a cache, the whole text anew for every token."""
     for _ in range(count):
         x = weights["embedding"][text] + weights["positions"][: len(text)]
-        for layer in range(3):
-            q, k, v = (x @ weights[str(layer)]).split([WIDTH, KV_HEADS * DIM, KV_HEADS * DIM], dim=-1)
-            q, k, v = (y.unflatten(1, (-1, DIM)).transpose(0, 1) for y in (q, k, v))
-            k, v = (y.repeat_interleave(GROUP, 0) for y in (k, v))
+        for layer, (kv_heads, group, dim) in enumerate(shapes):
+            q, k, v = (x @ weights[str(layer)]).split([WIDTH, kv_heads * dim, kv_heads * dim], dim=-1)
+            q, k, v = (y.unflatten(1, (-1, dim)).transpose(0, 1) for y in (q, k, v))
+            k, v = (y.repeat_interleave(group, 0) for y in (k, v))
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5)
             x = x + o.transpose(0, 1).flatten(1)
         text = [*text, int((x[-1] @ weights["embedding"].T).argmax())]
     return text[-count:]
 
 
+@pytest.mark.parametrize("shapes", [EQUAL, DIFFERENT], ids=["equal layers", "layers of different shapes"])
 @torch.inference_mode()
-def test_a_model_that_is_no_decoder_generates_through_the_runner() -> None:
-    weights = random_weights()
-    model: Model = AttentionOnly()
+def test_a_model_that_is_no_decoder_generates_through_the_runner(shapes: tuple[Shape, ...]) -> None:
+    weights = random_weights(shapes)
+    model: Model = AttentionOnly(shapes)
     model.load_weights(weights.items())
     limits = RunnerLimits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=32, block_size=4, num_blocks=17)
     policy = DevicePolicy.of(CPU)
@@ -143,7 +152,7 @@ def test_a_model_that_is_no_decoder_generates_through_the_runner() -> None:
         counts = dict.fromkeys(prompts, 1)
         for name, sampled in output.sampled_token_ids.items():
             tokens[name] += sampled
-    assert tokens == {name: greedy_by_hand(weights, prompt, 10) for name, prompt in prompts.items()}
+    assert tokens == {name: greedy_by_hand(weights, shapes, prompt, 10) for name, prompt in prompts.items()}
 
 
 def declared(model: Model, limits: RunnerLimits) -> tuple[TokenInputs, list[LayerCache]]:

@@ -419,7 +419,7 @@ def test_an_engine_that_compiles_in_the_background_changes_over_without_changing
     with LLM(model, compile_in_background=True, **settings) as llm:
         engine = llm.llm_engine
         worker = engine.client.core.executor.worker
-        kinds = [type(worker.runner.model.attention)]
+        kinds = [type(worker.runner.model.backends[0])]
         requests = [engine.add_request(str(index), prompt, params) for index, prompt in enumerate(prompts)]
         tokens: dict[str, list[int]] = {}
         steps = 0
@@ -430,7 +430,7 @@ def test_an_engine_that_compiles_in_the_background_changes_over_without_changing
                     time.sleep(0.1)
             for output in engine.step():
                 tokens[output.request_id] = output.outputs[0].token_ids
-            kinds.append(type(worker.runner.model.attention))
+            kinds.append(type(worker.runner.model.backends[0]))
         assert [tokens[request] for request in requests] == expected
         assert kinds[0] is SdpaAttention and kinds[-1] is FlexAttention
         assert worker.num_recompilations == 0

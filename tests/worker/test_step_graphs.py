@@ -150,7 +150,7 @@ def test_tokens_are_the_same_with_graphs_and_every_step_takes_the_graph_it_shoul
 
 def test_lists_of_blocks_that_moved_are_refused(with_graphs: Callable[..., LLM]) -> None:
     with with_graphs("full_decode", max_model_len=64, max_num_seqs=4) as llm:
-        tiles = llm.llm_engine.client.core.executor.worker.runner.model.attention._single
+        tiles = llm.llm_engine.client.core.executor.worker.runner.model.backends[0]._single
         tiles._buffer = StagingBuffer({name: array.shape for name, array in tiles._buffer.host.items()}, CPU)
         with pytest.raises(RuntimeError, match="moved since it was captured"):
             llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0.0, max_tokens=4))
