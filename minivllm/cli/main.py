@@ -5,9 +5,11 @@ The commands are imported inside, so that Ctrl-C is quiet from the first moment 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
+import threading
 from typing import NoReturn
 
 from minivllm.errors import MinivllmError
@@ -46,5 +48,22 @@ def _run(arguments: list[str] | None) -> int:
     return 0
 
 
+def command() -> NoReturn:
+    """``main`` as a process of its own, which ends at once: taking torch apart piece by piece takes 0.4 s."""
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+    if "torch" not in sys.modules:
+        sys.exit(code)
+    # What the interpreter does first at its end: wait for threads, then call what was registered.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
 if __name__ == "__main__":
-    main()
+    command()

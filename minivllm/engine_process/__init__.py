@@ -1,5 +1,5 @@
 """How a frontend reaches an engine core: in its own process, or in another one over sockets.
 
-May import: config, engine, executor, models.
+May import: config, device, engine, executor, models.
 Door: `make_client` in client.py.
 """

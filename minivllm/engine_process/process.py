@@ -24,6 +24,7 @@ from queue import Empty, SimpleQueue
 
 import zmq
 
+from minivllm.device.freed_memory import return_freed_memory
 from minivllm.engine import wire
 from minivllm.engine.administration import Administration
 from minivllm.engine.core import EngineCore
@@ -33,6 +34,8 @@ from minivllm.request import Request
 
 logger = logging.getLogger(__name__)
 
+IDLE_SECONDS = 1.0
+"""Without work, until the memory that the work took goes back."""
 FLUSH_MILLISECONDS = 2000
 """How long the last messages may take to leave a process that ends."""
 
@@ -57,7 +60,7 @@ class EngineProcess:
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.connect(f"ipc://{start.directory}/{name}")
         self._core: EngineCore | None = None
-        self._paused = False
+        self._paused = self._has_worked = False
         self._status = 0
 
     def frontend_has_gone(self) -> None:
@@ -123,15 +126,20 @@ class EngineProcess:
         block = self._paused or not core.has_work()
         while True:
             try:
-                item = self._inputs.get(block=block)
+                item = self._inputs.get(block=block, timeout=IDLE_SECONDS if self._has_worked else None)
             except Empty:
-                return True
+                if not block:
+                    return True
+                self._has_worked = False
+                return_freed_memory()
+                continue
             if item is None:
                 return False
             self._handle(core, item)
             block = False
 
     def _handle(self, core: EngineCore, item: Request | wire.Abort | wire.Call) -> None:
+        self._has_worked = True
         if isinstance(item, Request):
             try:
                 core.admit_request(item)

@@ -10,6 +10,7 @@ import mmap
 import re
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ MAX_NAME_BYTES = 4_096
 MAX_ARRAY_ELEMENTS = 8_388_608
 MAX_ELEMENTS_PER_DIMENSION = 2**40
 MAX_DIMENSIONS = 4
+TENSORS_AHEAD = 2
+"""Tensors that are dequantised side by side before they are asked for."""
 DEQUANTIZE_CHUNK = 131_072  # elements turned into float32 at a time, few enough for a processor's cache
 
 # GGUF metadata value types: number -> struct code; 8 is a string, 9 an array
@@ -377,9 +380,9 @@ class GGUFFile:
         interleaved; empty otherwise. skip: GGUF names that are not weights. treatment: what becomes of each tensor,
         by its Hugging Face name and description.
         """
-        # numpy lets go of the interpreter lock, so one tensor is dequantised while the receiver works on another.
-        with ThreadPoolExecutor(1) as ahead:
-            waiting: tuple[str, Future[StoredWeight]] | None = None
+        # numpy lets go of the interpreter lock, so some tensors are dequantised while the receiver works on another.
+        with ThreadPoolExecutor(TENSORS_AHEAD) as ahead:
+            waiting: deque[tuple[str, Future[StoredWeight]]] = deque()
             for gguf_name, tensor in self.tensors.items():
                 if gguf_name in skip:
                     continue
@@ -387,19 +390,11 @@ class GGUFFile:
                 if name is None:
                     raise ModelError(f"{self.path} holds a tensor {gguf_name!r} that no supported architecture uses.")
                 heads = permuted_heads.get(name.split(".")[-2])
-                ready, waiting = (
-                    waiting,
-                    (
-                        name,
-                        ahead.submit(self._weight, tensor, dtype, heads, treatment(name, tensor)),
-                    ),
-                )
-                if ready is not None:
-                    yield ready[0], ready[1].result()
-                    # Nothing here may hold on to the weight: the receiver has converted it.
-                    ready = None
-            if waiting is not None:
-                yield waiting[0], waiting[1].result()
+                waiting.append((name, ahead.submit(self._weight, tensor, dtype, heads, treatment(name, tensor))))
+                if len(waiting) > TENSORS_AHEAD:
+                    yield _finished(waiting)
+            while waiting:
+                yield _finished(waiting)
 
     def _weight(
         self, tensor: GGUFTensor, dtype: torch.dtype, num_heads: int | None, treatment: Treatment
@@ -412,6 +407,12 @@ class GGUFFile:
             return GroupedWeight(rows(stored.codes), rows(stored.scale), rows(stored.offset), bits=stored.bits)
         values = rows(self.dequantize(tensor.name, dtype))
         return RestoredWeight(values) if treatment == "restore" else values
+
+
+def _finished(waiting: deque[tuple[str, Future[StoredWeight]]]) -> tuple[str, StoredWeight]:
+    """The first weight that was waited for. Nothing else holds on to it: its receiver converts it."""
+    name, weight = waiting.popleft()
+    return name, weight.result()
 
 
 def _bytes_per_row(tensor: GGUFTensor) -> int:

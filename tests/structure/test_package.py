@@ -45,7 +45,7 @@ def test_every_public_name_can_be_imported() -> None:
 
 def test_the_console_script_and_the_version_are_those_of_the_package() -> None:
     [script] = entry_points(group="console_scripts", name="minivllm")
-    assert script.value == "minivllm.cli.main:main"
+    assert script.value == "minivllm.cli.main:command"
     assert callable(script.load())
     assert metadata("minivllm")["Version"] == minivllm.__version__
 

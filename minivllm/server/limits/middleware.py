@@ -25,7 +25,8 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 LARGE_BODY_BYTES = 65536
 """From here on, work on a body leaves the event loop, and waits behind other large bodies instead of small ones."""
 TRIM_SECONDS = 0.5
-"""After a request with a large body, until the memory that it took goes back. Requests in between share that."""
+"""After a request with a large body, or the last one of several, until the memory that they took goes back. Requests in
+between share that."""
 body_bytes: ContextVar[int] = ContextVar("body_bytes", default=0)
 """Length of the body of the request that is being served."""
 _ECHOED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -120,7 +121,7 @@ class BodyLimit:
         self._max_bytes = max_bytes
         self._max_total_bytes = max_total_bytes
         self._bounds = bounds
-        self._num_total_bytes = 0
+        self._num_total_bytes = self._num_requests = 0
         self._is_trim_due = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,6 +130,7 @@ class BodyLimit:
             return
         pieces: list[bytes] = []
         num_bytes = 0
+        self._num_requests += 1
         try:
             self._check_head(scope)
             has_more = True
@@ -154,7 +156,8 @@ class BodyLimit:
             await error_response(error)(scope, receive, send)
         finally:
             self._num_total_bytes -= num_bytes
-            if num_bytes > LARGE_BODY_BYTES:
+            self._num_requests -= 1
+            if num_bytes > LARGE_BODY_BYTES or (num_bytes and not self._num_requests):
                 self._trim_soon()
 
     def _trim_soon(self) -> None:
