@@ -26,16 +26,18 @@ def write_gguf(source: Path, target: Path, architecture: str, types: Mapping[str
     norms stay float32.
     """
     config = read_decoder_config(source)
+    layer = config.layers[0]
+    mixer = layer.mixer
     writer: Any = gguf.GGUFWriter(target, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(layer.mlp.inner)
     writer.add_block_count(config.num_layers)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
+    writer.add_head_count(mixer.heads)
+    writer.add_head_count_kv(mixer.kv_heads)
+    writer.add_key_length(mixer.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rotary.theta)
+    writer.add_rope_freq_base(config.rotary[0].theta)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_layers)
@@ -43,7 +45,7 @@ def write_gguf(source: Path, target: Path, architecture: str, types: Mapping[str
         assert isinstance(tensor, torch.Tensor)
         data = tensor.numpy()
         if architecture in ("llama", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
-            data = permute(data, config.num_heads if "q_proj" in name else config.num_kv_heads)
+            data = permute(data, mixer.heads if "q_proj" in name else mixer.kv_heads)
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         type_name = next((kind for part, kind in (types or {}).items() if part in name and data.ndim == 2), "F32")
         number = gguf.GGMLQuantizationType[type_name]

@@ -100,7 +100,7 @@ def by_definition(token_ids: list[int], weights: Weights) -> Tensor:
         for query in range(length):
             for head in range(4):
                 kv_head, member = divmod(head, 2)
-                scores = k[: query + 1, kv_head] @ q[query, kv_head, member].double() * decoder.config.softmax_scale
+                scores = k[: query + 1, kv_head] @ q[query, kv_head, member].double() * decoder.attention_specs[0].scale
                 out[query, kv_head, member] = weights(scores, head, query) @ v[: query + 1, kv_head]
         return out.to(q.dtype)
 

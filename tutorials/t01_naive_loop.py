@@ -43,7 +43,7 @@ def next_token(token_ids: list[int]) -> int:
 
     def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         block = torch.zeros(1, dtype=torch.int64)
-        return gathered_sdpa_attention(q, *notes[layer], block, 0, scale=decoder.config.softmax_scale)
+        return gathered_sdpa_attention(q, *notes[layer], block, 0, scale=decoder.attention_specs[0].scale)
 
     tokens = TokenInputs(places, places)
     hidden = decoder.forward(torch.tensor(token_ids), tokens, notes, attend)

@@ -41,7 +41,7 @@ def step(token_ids: list[int], start: int, notes: list[LayerCache]) -> Tensor:
 
     def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         block = torch.zeros(1, dtype=torch.int64)
-        return gathered_sdpa_attention(q, *notes[layer], block, start, scale=decoder.config.softmax_scale)
+        return gathered_sdpa_attention(q, *notes[layer], block, start, scale=decoder.attention_specs[0].scale)
 
     tokens = TokenInputs(places, places)
     hidden = decoder.forward(torch.tensor(token_ids[start:]), tokens, notes, attend)
@@ -85,7 +85,8 @@ lesson.check(cached == naive, f"all {N} tokens are the same")
 # %%
 lesson.heading("The price of a token, in bytes")
 config = decoder.config
-per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+mixer = config.layers[0].mixer
+per_token = 2 * config.num_layers * mixer.kv_heads * mixer.head_dim * 4
 lesson.predict("bytes per token", per_token, "2 (K, V) x layers x kv_heads x head_dim x 4 bytes")
 notes = fresh_notes()
 lesson.measure("bytes per token", sum(cache.k.nbytes + cache.v.nbytes for cache in notes) // CAPACITY)
@@ -98,8 +99,7 @@ lesson.check(block_bytes(decoder, CAPACITY) == per_token * CAPACITY, "the engine
 
 # %%
 lesson.heading("When the notes outweigh the model")
-weights = [*(tensor for layer in decoder.layers for tensor in layer.qkv.tensors + layer.o.tensors)]
-weights += [*(tensor for layer in decoder.layers for tensor in layer.gate_up.tensors + layer.down.tensors)]
+weights = [tensor for layer in decoder.layers for linear in layer.linears for tensor in linear.tensors]
 weight_bytes = sum(tensor.nbytes for tensor in weights) + decoder.head.tensors[0].nbytes
 crossing = -(-weight_bytes // per_token)
 lesson.predict("tokens until the cache is larger", crossing, f"{weight_bytes:,} bytes of weights / {per_token} bytes")

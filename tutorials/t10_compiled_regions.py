@@ -59,7 +59,7 @@ def run(decoder: Decoder, num_tokens: int, num_rows: int = 2) -> Tensor:
 
     def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         blocks = torch.arange(1, 2 + num_tokens // 16)
-        return gathered_sdpa_attention(q, *caches[layer], blocks, 0, scale=decoder.config.softmax_scale)
+        return gathered_sdpa_attention(q, *caches[layer], blocks, 0, scale=decoder.attention_specs[0].scale)
 
     hidden = decoder.forward(positions, tokens, caches, attend)
     return decoder.logits(hidden, torch.arange(num_tokens - num_rows, num_tokens, dtype=torch.int32), tokens)
@@ -192,7 +192,7 @@ def captured(breaks_at_attention: bool) -> tuple[GraphCapture, Tensor]:
 
             def compute() -> None:
                 blocks = torch.tensor([1])
-                o.copy_(gathered_sdpa_attention(q, *caches[layer], blocks, 0, scale=decoder.config.softmax_scale))
+                o.copy_(gathered_sdpa_attention(q, *caches[layer], blocks, 0, scale=decoder.attention_specs[0].scale))
 
             if breaks_at_attention:
                 capture.run_between(compute)
@@ -327,7 +327,7 @@ def two_kinds() -> str:
 
     entries = {**SHAPE, "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 8, "no_rope_layer_interval": 4}
     config = build_decoder_config({**entries, "tie_word_embeddings": False}, {}, "this exercise")
-    assert len(set(config.layer_rotary[1:])) == 2
+    assert len({layer.mixer.rotary for layer in config.layers[1:]}) == 2
     return "four: first, last, and a between for each of the two kinds of layer; six more layers would change nothing"
 
 

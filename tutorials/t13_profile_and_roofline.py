@@ -32,8 +32,9 @@ from tutorials.small_model import engine_arguments, small_decoder
 
 lesson = Lesson(__doc__)
 config = small_decoder().config
-HIDDEN, INNER, LAYERS, VOCAB = config.hidden_size, config.intermediate_size, config.num_layers, config.vocab_size
-HEADS, KV_HEADS, DIM = config.num_heads, config.num_kv_heads, config.head_dim
+layer = config.layers[0]
+HIDDEN, INNER, LAYERS, VOCAB = config.hidden_size, layer.mlp.inner, config.num_layers, config.vocab_size
+HEADS, KV_HEADS, DIM = layer.mixer.heads, layer.mixer.kv_heads, layer.mixer.head_dim
 LAYER_WEIGHTS = HIDDEN * (HEADS + 2 * KV_HEADS) * DIM + HEADS * DIM * HIDDEN + 3 * HIDDEN * INNER
 
 

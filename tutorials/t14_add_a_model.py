@@ -36,7 +36,8 @@ from torch import Tensor
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ModelError
 from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.registry import SHARED_DEFAULTS, Family, register_family
+from minivllm.models.families.family import SHARED_DEFAULTS, Family
+from minivllm.models.families.registry import register_family
 from tutorials.lesson import Lesson
 
 lesson = Lesson(__doc__)
@@ -229,7 +230,7 @@ def granite() -> str:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             return tensor * m_residual / m_embedding
         if name.endswith("q_proj.weight"):
-            return tensor * m_attention / config.softmax_scale
+            return tensor * m_attention / config.attention_specs[0].scale
         return tensor / m_logits if name == "model.norm.weight" else tensor
 
     register_family(

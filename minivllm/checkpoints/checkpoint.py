@@ -26,7 +26,8 @@ from minivllm.gguf.gguf_file import ROPE_FACTORS, GGUFFile, GGUFTensor, Treatmen
 from minivllm.gguf.gguf_quants import GROUPED_BITS
 from minivllm.linear.stored_weight import QuantizedWeight, RestoredWeight, StoredWeight
 from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.registry import FAMILIES, find_gguf_family
+from minivllm.models.families.registry import FAMILIES, find_gguf_family
+from minivllm.models.layer_specs import LayerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -43,34 +44,40 @@ Shape = tuple[int, ...]
 
 def expected_shapes(config: DecoderConfig) -> dict[str, Shape]:
     """Name and shape of every weight the decoder needs, in Hugging Face naming and torch order ``[out, in]``."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv_inputs = hidden * config.qkv_inputs
-    projections = {
-        "self_attn.q_proj": (query, qkv_inputs, config.qkv_bias),
-        "self_attn.k_proj": (key_value, qkv_inputs, config.qkv_bias),
-        "self_attn.v_proj": (key_value, qkv_inputs, config.qkv_bias),
-        "self_attn.o_proj": (hidden, query, config.o_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
+    hidden = config.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (hidden,)
-        for name, (rows, columns, has_bias) in projections.items():
+    for index, layer in enumerate(config.layers):
+        prefix = f"model.layers.{index}."
+        for norm in layer.norms.names:
+            shapes[f"{prefix}{norm}.weight"] = (hidden,)
+        for name, (rows, columns, has_bias) in _projections(layer, hidden).items():
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
-        if config.qk_norm:
-            shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
-            shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
-        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        mixer = layer.mixer
+        if mixer.qk_norm is not None:
+            heads, kv_heads = (mixer.heads, mixer.kv_heads) if mixer.qk_norm == "whole width" else (1, 1)
+            shapes[prefix + "self_attn.q_norm.weight"] = (heads * mixer.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (kv_heads * mixer.head_dim,)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
+
+
+def _projections(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, int, bool]]:
+    """Name of each matrix of a layer -> its rows, its columns, and whether it has a bias."""
+    mixer, mlp = layer.mixer, layer.mlp
+    query, key_value, inputs = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim, hidden * mixer.qkv_inputs
+    return {
+        "self_attn.q_proj": (query, inputs, mixer.qkv_bias),
+        "self_attn.k_proj": (key_value, inputs, mixer.qkv_bias),
+        "self_attn.v_proj": (key_value, inputs, mixer.qkv_bias),
+        "self_attn.o_proj": (hidden, query, mixer.o_bias),
+        "mlp.gate_proj": (mlp.inner, hidden, mlp.bias),
+        "mlp.up_proj": (mlp.inner, hidden, mlp.bias),
+        "mlp.down_proj": (hidden, mlp.inner, mlp.bias),
+    }
 
 
 def iterate_weights(
@@ -167,7 +174,8 @@ def _gguf_weights(
             if gguf_name != ROPE_FACTORS:
                 found[name or gguf_name] = tensor.shape
         check_tensors(found, expected, dict.fromkeys(found, path), path)
-        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if family.gguf_permutes_rotary else {}
+        mixer = config.layers[0].mixer
+        heads = {"q_proj": mixer.heads, "k_proj": mixer.kv_heads} if family.gguf_permutes_rotary else {}
         counts: Counter[tuple[str, Treatment]] = Counter()
 
         def treatment(name: str, tensor: GGUFTensor) -> Treatment:

@@ -45,7 +45,7 @@ def resolve_draft_model(
             f"The draft model {config.model} has another tokenizer than the model it guesses for, though as many "
             f"tokens: {advice}."
         )
-    if draft.max_position_embeddings < max_model_len and draft.rotary.type != "dynamic":
+    if draft.max_position_embeddings < max_model_len and not draft.can_be_longer:
         raise ConfigError(
             f"The draft model {config.model} was made for at most {draft.max_position_embeddings} tokens, but "
             f"max_model_len is {max_model_len}: lower it, or {advice}."

@@ -73,7 +73,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
     max_model_len = args.max_model_len or decoder.max_position_embeddings
     if max_model_len < 2:
         raise ConfigError(f"max_model_len is {max_model_len}, but must hold a prompt and an answer: at least 2 tokens.")
-    if max_model_len > decoder.max_position_embeddings and decoder.rotary.type != "dynamic":
+    if max_model_len > decoder.max_position_embeddings and not decoder.can_be_longer:
         raise ConfigError(
             f"max_model_len is {max_model_len}, but {args.model} was made for at most "
             f"{decoder.max_position_embeddings} tokens."

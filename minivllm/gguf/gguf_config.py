@@ -11,7 +11,7 @@ import torch
 from kernels_triton_free.rotary import default_frequencies, llama3_frequencies
 from minivllm.errors import ModelError
 from minivllm.gguf.gguf_file import ROPE_FACTORS, GGUFFile
-from minivllm.models.registry import find_gguf_family
+from minivllm.models.families.registry import find_gguf_family
 
 # config.json entry -> metadata key without the architecture prefix
 _REQUIRED = {
@@ -68,9 +68,9 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         entries["rope_parameters"] = _rope_parameters(file, name, entries)
         key = f"{name}.attention.sliding_window"
         window = _number(metadata.get(key), f"{path}: {key}")
-        if window and family.windows == "never" and window < entries["max_position_embeddings"]:
+        if window and not family.has_windows and window < entries["max_position_embeddings"]:
             entries["architectures"] = ["MistralForCausalLM"]
-        if family.windows != "never" or window:
+        if family.has_windows or window:
             entries["sliding_window"] = window
         entries["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
         ends = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_OF_TURN_KEYS]

@@ -1,5 +1,5 @@
-"""Models: what the worker needs of one, the decoder that is one, and the same arithmetic in plain PyTorch.
+"""Models: what the worker needs of one, layers as data, the decoder made of them, and the same in plain PyTorch.
 
 May import: compilation, kernels_triton_free, linear, profiling.
-Door: `reference_forward` in reference.py, `Model` in model.py, `register_family` in registry.py.
+Door: `reference_forward` in reference.py, `Model` in model.py.
 """

@@ -16,17 +16,14 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels_triton_free.activation import gated_activation
 from kernels_triton_free.lora import RowAdapters
-from kernels_triton_free.norm import add_rms_norm, rms_norm
-from kernels_triton_free.paged_cache import write_kv
+from kernels_triton_free.norm import add_rms_norm
 from kernels_triton_free.rotary import (
-    apply_rotary,
     default_frequencies,
     dynamic_frequencies,
     linear_frequencies,
@@ -39,90 +36,13 @@ from minivllm.errors import ModelError
 from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard, never_quantized
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig, RotaryConfig
+from minivllm.models.layer import AfterAttention, BeforeAttention, DecoderLayer, LinearFactory
 from minivllm.models.model import ROWS, TOKENS, Attend, CacheSpec, Hidden, HiddenTap, LayerCache, TokenInputs
 from minivllm.profiling.spans import span, spanned
 
 
-class BeforeAttention(NamedTuple):
-    """Weights from a layer's input to its queries."""
-
-    norm: Tensor
-    qkv: LinearTensors
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-
-
-class AfterAttention(NamedTuple):
-    """Weights from a layer's attention output to its own output."""
-
-    o: LinearTensors
-    norm: Tensor
-    gate_up: LinearTensors
-    down: LinearTensors
-
-
-class LayerMethods(NamedTuple):
-    """How a layer's products are computed. Layers with equal ones share their regions."""
-
-    qkv: LinearMethod
-    o: LinearMethod
-    gate_up: LinearMethod
-    down: LinearMethod
-
-
-class DecoderLayer:
-    """The weights of one layer."""
-
-    def __init__(
-        self, config: DecoderConfig, shard: Shard, dtype: torch.dtype, device: torch.device, choose: ChooseMethod
-    ) -> None:
-        heads, kv_heads, dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
-
-        def make(parts: dict[str, int], in_features: int, bias: bool, split: Literal["column", "row"]) -> Linear:
-            return Linear(
-                parts, in_features, bias=bias, split=split, shard=shard, dtype=dtype, device=device, choose=choose
-            )
-
-        self.qkv = make(
-            {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim},
-            hidden * config.qkv_inputs,
-            config.qkv_bias,
-            "column",
-        )
-        self.o = make({"o_proj": hidden}, heads * dim, config.o_bias, "row")
-        inner = config.intermediate_size
-        self.gate_up = make({"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias, "column")
-        self.down = make({"down_proj": hidden}, inner, config.mlp_bias, "row")
-        self.norms: dict[str, Tensor] = {}
-        self.linears = (self.qkv, self.o, self.gate_up, self.down)
-        self._linear_of = {part: linear for linear in self.linears for part in linear.sizes}
-
-    def load(self, name: str, tensor: StoredWeight, device: torch.device) -> None:
-        """Take ``self_attn.q_proj.weight``, ``input_layernorm.weight``, … of this layer."""
-        *_, module, kind = name.split(".")
-        if module in self._linear_of:
-            self._linear_of[module].load(module, kind, tensor)
-        else:
-            assert isinstance(tensor, Tensor)
-            self.norms[module] = tensor.to(device)
-
-    @property
-    def methods(self) -> LayerMethods:
-        return LayerMethods(self.qkv.method, self.o.method, self.gate_up.method, self.down.method)
-
-    @property
-    def before(self) -> BeforeAttention:
-        norms = self.norms
-        return BeforeAttention(norms["input_layernorm"], self.qkv.arguments, norms.get("q_norm"), norms.get("k_norm"))
-
-    @property
-    def after(self) -> AfterAttention:
-        norm = self.norms["post_attention_layernorm"]
-        return AfterAttention(self.o.arguments, norm, self.gate_up.arguments, self.down.arguments)
-
-
 class Decoder:
-    """Weights and regions of a pre-norm decoder (Llama, Mistral, SmolLM, Qwen; see registry.py). A ``Model``.
+    """Weights and regions of a decoder whose layers are described by specs (see ``families``). A ``Model``.
 
     What a layer computes stands in ``reference.py``, without regions, caches and fused products.
     """
@@ -148,28 +68,22 @@ class Decoder:
         """
         shard = shard or Shard()
         self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
-        self.cache_dtype = cache_dtype or attention_dtype
-        self.num_kv_heads = max(1, config.num_kv_heads // shard.size)
-        self.num_heads = config.num_heads // shard.size
-        self.layers = [DecoderLayer(config, shard, dtype, device, choose_method) for _ in range(config.num_layers)]
-        self.head = Linear(
-            {"lm_head": config.vocab_size},
-            config.hidden_size,
-            bias=False,
-            split="column",
-            shard=Shard(),
-            dtype=dtype,
-            device=device,
-            choose=choose_method,
-        )
+        self.cache_dtype, self._shard_size = cache_dtype or attention_dtype, shard.size
+        factory = LinearFactory(dtype, device, choose_method, shard)
+        self.layers = [DecoderLayer(spec, config.hidden_size, factory, attention_dtype) for spec in config.layers]
+        whole = LinearFactory(dtype, device, choose_method)
+        self.head = whole.make({"lm_head": config.vocab_size}, config.hidden_size, False, "column")
         # Where the embedding is looked up: a tensor of its own, or what the head's method has made of a tied one.
         self.embedding: LinearTensors = ()
         self.embedding_method: LinearMethod = PlainLinear()
         self.final_norm = torch.empty(0)
-        frequencies = rotary_frequencies(config.rotary, max_model_len)
         # A rounded length, so that compiled code on disk also serves other values of max_model_len.
         positions = 1 << (max_model_len - 1).bit_length()
-        self.cos_sin = rotary_table(frequencies, positions, config.rotary.attention_factor).to(device)
+        tables = [
+            rotary_table(rotary_frequencies(rotary, max_model_len), positions, rotary.attention_factor).to(device)
+            for rotary in config.rotary
+        ]
+        self.cos_sin = [tables[spec.mixer.rotary or 0] for spec in config.layers]
         self.tap: HiddenTap | None = None
         self._first: Callable
         self._between: list[Callable]
@@ -187,26 +101,24 @@ class Decoder:
 
     @property
     def cache_specs(self) -> list[CacheSpec]:
-        return [CacheSpec(self.num_kv_heads, self.config.head_dim, self.cache_dtype)] * len(self.layers)
+        return [CacheSpec(layer.kv_heads, layer.spec.mixer.head_dim, self.cache_dtype) for layer in self.layers]
 
     @property
     def query_group(self) -> int:
-        return self.num_heads // self.num_kv_heads
+        return self.layers[0].query_shape[1]
 
     @property
     def linears(self) -> list[tuple[str, Linear]]:
-        names = ("self_attn", "self_attn", "mlp", "mlp")
         return [
-            (f"model.layers.{index}.{name}", linear)
+            (f"model.layers.{index}.{block}", linear)
             for index, layer in enumerate(self.layers)
-            for name, linear in zip(names, layer.linears)
+            for block, linear in layer.named_linears
         ]
 
     @property
     def weights_per_token(self) -> int:
-        config, layer = self.config, self.layers[0]
-        in_layer = sum(linear.out_features * linear.in_features for linear in layer.linears)
-        return len(self.layers) * in_layer + config.hidden_size * config.vocab_size
+        in_layers = sum(linear.out_features * linear.in_features for _, linear in self.linears)
+        return in_layers + self.config.hidden_size * self.config.vocab_size
 
     def load_weights(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
         """Take tensors under their Hugging Face names. Raises ModelError for a name that has no place."""
@@ -269,57 +181,57 @@ class Decoder:
 
     def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
         """Make the callables of all regions; layers that compute the same thing share one."""
-        self._declared_tokens, cache = tokens, caches[0]
+        self._declared_tokens = tokens
         self._weights = [(layer.before, layer.after) for layer in self.layers]
-        rotary, layers = self.config.layer_rotary, self.layers
-        common, table = self._region_constants, specs_of(self.cos_sin)
+        layers, common = self.layers, self._region_constants
         self._first = compile_region(
             Region(
                 "first",
-                partial(self._first_region, rotary[0], layers[0]),
+                partial(self._first_region, layers[0]),
                 {
                     "token_ids": TensorSpec((TOKENS,), torch.int32, self.device),
                     "tokens": tokens,
-                    "cos_sin": table,
-                    "cache": cache,
+                    "cos_sin": specs_of(self.cos_sin[0]),
+                    "cache": caches[0],
                     "embedding": specs_of(self.embedding),
                     "before": specs_of(layers[0].before),
                 },
-                (common, rotary[0], layers[0].methods.qkv, self.embedding_method),
+                (common, layers[0].spec.ahead, layers[0].methods.qkv, self.embedding_method),
             )
         )
-        # What tells two regions apart: does the next layer rotate, and how are the products of both computed. The first
-        # layers of a kind stand for all of it.
-        kinds = [
-            (rotary[i + 1], layer.methods._replace(qkv=following.methods.qkv))
-            for i, (layer, following) in enumerate(pairwise(layers))
-        ]
-        regions = {}
-        for kind, (layer, following) in zip(kinds, pairwise(layers)):
-            if kind not in regions:
-                function = partial(self._between_region, kind[0], layer, following)
-                inputs = {
-                    **self._attended,
-                    "tokens": tokens,
-                    "cos_sin": table,
-                    "cache": cache,
-                    "after": specs_of(layer.after),
-                    "before": specs_of(following.before),
-                }
-                regions[kind] = compile_region(Region("between", function, inputs, (common, kind)))
-        self._between = [regions[kind] for kind in kinds]
+        # What tells two regions apart: the specs of both layers, how their products are computed, and the inputs. The
+        # first layers of a kind stand for all of it.
+        regions: dict[object, Callable] = {}
+        self._between = []
+        for index, (layer, following) in enumerate(pairwise(layers)):
+            inputs = {
+                **self._attended(layer),
+                "tokens": tokens,
+                "cos_sin": specs_of(self.cos_sin[index + 1]),
+                "cache": caches[index + 1],
+                "after": specs_of(layer.after),
+                "before": specs_of(following.before),
+            }
+            methods = layer.methods._replace(qkv=following.methods.qkv)
+            kind = layer.spec.behind, following.spec.ahead, methods
+            key = kind, tuple(inputs.values())
+            if key not in regions:
+                function = partial(self._between_region, layer, following)
+                regions[key] = compile_region(Region("between", function, inputs, (common, kind)))
+            self._between.append(regions[key])
         self._last = self._compile_last(compile_region)
 
     @property
     def _region_constants(self) -> tuple[object, ...]:
-        return self.config, self.num_heads, self.num_kv_heads, self.dtype, self.attention_dtype
+        """What all regions depend on beside tensors, specs and methods."""
+        config = self.config
+        model_wide = config.rms_norm_eps, config.embedding_scale, config.logits_soft_cap
+        return model_wide, self._shard_size, self.dtype, self.attention_dtype
 
-    @property
-    def _attended(self) -> dict[str, Any]:
-        """Specs of what every region behind attention takes."""
-        heads = (self.num_kv_heads, self.query_group, self.config.head_dim)
+    def _attended(self, layer: DecoderLayer) -> dict[str, Any]:
+        """Specs of what every region behind a layer's attention takes."""
         return {
-            "o": TensorSpec((TOKENS, *heads), self.attention_dtype, self.device),
+            "o": TensorSpec((TOKENS, *layer.query_shape), self.attention_dtype, self.device),
             "residual": TensorSpec((TOKENS, self.config.hidden_size), self.dtype, self.device),
         }
 
@@ -327,7 +239,7 @@ class Decoder:
     def _picked(self) -> dict[str, Any]:
         """Specs of what the regions take that compute the final hidden states of some rows."""
         return {
-            **self._attended,
+            **self._attended(self.layers[-1]),
             "rows": TensorSpec((ROWS,), torch.int32, self.device),
             "adapters": self._declared_tokens.adapters,
             "after": specs_of(self.layers[-1].after),
@@ -337,7 +249,7 @@ class Decoder:
     def _compile_last(self, compile_region: CompileRegion) -> Callable:
         layer = self.layers[-1]
         inputs = {**self._picked, "head": specs_of(self.head.tensors)}
-        constants = (self._region_constants, layer.methods, self.head.method)
+        constants = (self._region_constants, layer.spec.behind, layer.methods, self.head.method)
         return compile_region(Region("last", partial(self._last_region, layer), inputs, constants))
 
     def first_layers(self, count: int, compile_region: CompileRegion) -> Decoder:
@@ -346,7 +258,8 @@ class Decoder:
         shortened = copy.copy(self)
         shortened.layers, shortened._weights = self.layers[:count], self._weights[:count]
         shortened._between = self._between[: count - 1]
-        if shortened.layers[-1].methods != self.layers[-1].methods:
+        own, whole = shortened.layers[-1], self.layers[-1]
+        if (own.spec.behind, own.methods) != (whole.spec.behind, whole.methods):
             shortened._last = shortened._compile_last(compile_region)
         return shortened
 
@@ -354,14 +267,16 @@ class Decoder:
         """Run all layers up to the last attention. Returns (o [tokens, kv_heads, G, D] of the last attention, residual
         stream [tokens, hidden])."""
         with span("first"):
-            q, residual = self._first(token_ids, tokens, self.cos_sin, caches[0], self.embedding, self._weights[0][0])
+            q, residual = self._first(
+                token_ids, tokens, self.cos_sin[0], caches[0], self.embedding, self._weights[0][0]
+            )
         tapped = () if self.tap is None else self.tap.layers
         wanted = [residual] if 0 in tapped else []
         for layer, between in enumerate(self._between):
             o = attend(layer, q)
-            after, before = self._weights[layer][1], self._weights[layer + 1][0]
+            after, before, table = self._weights[layer][1], self._weights[layer + 1][0], self.cos_sin[layer + 1]
             with span("between"):
-                q, residual = between(o, residual, tokens, self.cos_sin, caches[layer + 1], after, before)
+                q, residual = between(o, residual, tokens, table, caches[layer + 1], after, before)
             if layer + 1 in tapped:
                 wanted.append(residual)
         hidden = attend(len(self.layers) - 1, q), residual
@@ -385,7 +300,7 @@ class Decoder:
     def compile_hidden_states(self, compile_region: CompileRegion) -> Callable[[Hidden, Tensor, TokenInputs], Tensor]:
         """``hidden_states`` as a region, for who needs them in every step."""
         layer = self.layers[-1]
-        constants = (self._region_constants, layer.methods)
+        constants = (self._region_constants, layer.spec.behind, layer.methods)
         function = partial(self._final_hidden, layer)
         region = compile_region(Region("hidden states", function, self._picked, constants))
 
@@ -399,7 +314,6 @@ class Decoder:
 
     def _first_region(
         self,
-        rotary: bool,
         layer: DecoderLayer,
         token_ids: Tensor,
         tokens: TokenInputs,
@@ -409,12 +323,13 @@ class Decoder:
         before: BeforeAttention,
     ) -> tuple[Tensor, Tensor]:
         residual = self.embedding_method.rows(token_ids, embedding)
-        x = rms_norm(residual, before.norm, self.config.rms_norm_eps)
-        return self._queries(rotary, layer, x, tokens, cos_sin, cache, before), residual
+        if self.config.embedding_scale != 1.0:
+            residual = residual * self.config.embedding_scale
+        x, residual = layer.enter(None, residual, before.norm)
+        return layer.queries(x, tokens, cos_sin, cache, before), residual
 
     def _between_region(
         self,
-        rotary: bool,
         layer: DecoderLayer,
         following: DecoderLayer,
         o: Tensor,
@@ -425,9 +340,9 @@ class Decoder:
         after: AfterAttention,
         before: BeforeAttention,
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self._attention_output_and_mlp(layer, o, residual, tokens.adapters, after)
-        x, residual = add_rms_norm(x, residual, before.norm, self.config.rms_norm_eps)
-        return self._queries(rotary, following, x, tokens, cos_sin, cache, before), residual
+        x, residual = layer.output(o, residual, tokens.adapters, after)
+        x, residual = following.enter(x, residual, before.norm)
+        return following.queries(x, tokens, cos_sin, cache, before), residual
 
     def _last_region(
         self,
@@ -441,7 +356,8 @@ class Decoder:
         head: LinearTensors,
     ) -> Tensor:
         x = self._final_hidden(layer, o, residual, rows, adapters, after, final_norm)
-        return self.head.method.apply(x, head)
+        logits, cap = self.head.method.apply(x, head), self.config.logits_soft_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _final_hidden(
         self,
@@ -454,41 +370,8 @@ class Decoder:
         final_norm: Tensor,
     ) -> Tensor:
         own = None if adapters is None else adapters.of(rows)
-        x, residual = self._attention_output_and_mlp(layer, o[rows], residual[rows], own, after)
+        x, residual = layer.output(o[rows], residual[rows], own, after)
         return add_rms_norm(x, residual, final_norm, self.config.rms_norm_eps)[0]
-
-    def _queries(
-        self,
-        rotary: bool,
-        layer: DecoderLayer,
-        x: Tensor,
-        tokens: TokenInputs,
-        cos_sin: Tensor,
-        cache: LayerCache,
-        before: BeforeAttention,
-    ) -> Tensor:
-        """Project to q, k, v, rotate, store k and v, and return q [tokens, kv_heads, G, D] in attention_dtype."""
-        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.config.head_dim
-        qkv = layer.qkv.apply(x, before.qkv, tokens.adapters)
-        q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
-        q, k, v = q.view(-1, heads, dim), k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
-        if before.q_norm is not None and before.k_norm is not None:
-            q = rms_norm(q, before.q_norm, self.config.rms_norm_eps)
-            k = rms_norm(k, before.k_norm, self.config.rms_norm_eps)
-        if rotary:
-            table = cos_sin[tokens.positions]
-            q, k = apply_rotary(q, table), apply_rotary(k, table)
-        write_kv(cache.k, cache.v, k, v, tokens.slot_mapping)
-        # FlexAttention wants q as a real four-dimensional buffer.
-        return q.to(self.attention_dtype).reshape(-1, kv_heads, heads // kv_heads, dim).contiguous()
-
-    def _attention_output_and_mlp(
-        self, layer: DecoderLayer, o: Tensor, residual: Tensor, adapters: RowAdapters | None, after: AfterAttention
-    ) -> tuple[Tensor, Tensor]:
-        x = layer.o.apply(o.to(self.dtype).flatten(1), after.o, adapters)
-        x, residual = add_rms_norm(x, residual, after.norm, self.config.rms_norm_eps)
-        x = gated_activation(layer.gate_up.apply(x, after.gate_up, adapters), self.config.hidden_act)
-        return layer.down.apply(x, after.down, adapters), residual
 
 
 def rotary_frequencies(rotary: RotaryConfig, max_model_len: int) -> Tensor:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from minivllm.models.layer_specs import LayerSpec
 
 RotaryType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
@@ -65,50 +68,39 @@ class AttentionSpec(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Shape and options of a pre-norm decoder with rotary grouped-query attention and a gated MLP.
+    """A decoder: what is true of the whole model, and its layers.
 
-    layer_rotary: which layers rotate (SmolLM3 leaves some out). layer_windows: sliding window of each layer in tokens,
-    None for full attention. qkv_bias, o_bias, mlp_bias: which projections carry a bias. qk_norm: RMSNorm over each
-    head of q and k before rotary (Qwen3). qkv_inputs: vectors of hidden_size, side by side, that q, k and v are made of
-    (2 in an EAGLE-3 head). dtype: what the checkpoint was saved in ("float32", "bfloat16", "float16").
-    quantization: how its linear layers are stored, if not in that type.
+    layers: one spec each, see ``layer_specs``. rotary: the rotary tables that they name by index. rms_norm_eps: of the
+    norm behind the last layer. embedding_scale: factor of the embeddings (not of a head that shares their weights).
+    logits_soft_cap: logits become cap * tanh(logits / cap). dtype: what the checkpoint was saved in ("float32",
+    "bfloat16", "float16"). quantization: how its linear layers are stored, if not in that type.
     """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rotary: RotaryConfig
-    layer_rotary: tuple[bool, ...]
-    layer_windows: tuple[int | None, ...]
+    layers: tuple[LayerSpec, ...]
+    rotary: tuple[RotaryConfig, ...]
+    embedding_scale: float = 1.0
+    logits_soft_cap: float | None = None
     tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    qkv_inputs: int = 1
-    hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh"] = "silu"
     dtype: str = "bfloat16"
     quantization: StoredQuantization | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     @property
-    def query_group(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
-    def softmax_scale(self) -> float:
-        return self.head_dim**-0.5
+    def can_be_longer(self) -> bool:
+        """Whether the rotary embedding is made for whatever length is asked for, beyond max_position_embeddings."""
+        return any(rotary.type == "dynamic" for rotary in self.rotary)
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """How each layer attends."""
-        return tuple(AttentionSpec(window, self.softmax_scale, self.query_group) for window in self.layer_windows)
+        return tuple(layer.mixer.attend._replace(query_group=layer.mixer.query_group) for layer in self.layers)

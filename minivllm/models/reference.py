@@ -12,7 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.models.decoder import rotary_frequencies
-from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
+from minivllm.models.layer_specs import Activation, LayerSpec
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines [tokens, rotary dim / 2] of every position."""
 
 
 def reference_forward(
@@ -20,50 +24,72 @@ def reference_forward(
 ) -> Tensor:
     """Logits [tokens, vocab] of a text from its beginning, in the dtype of the weights.
 
-    weights: by their Hugging Face names, as ``iterate_weights`` gives them. max_model_len: what "dynamic" rotary
-    embedding is scaled for; the text's own length if it is None.
+    weights: by their names in the decoder, as ``iterate_weights`` gives them. max_model_len: what rotary embedding is
+    scaled for, where that depends on it; the text's own length if it is None.
     """
-    x = weights["model.embed_tokens.weight"][list(token_ids)]
-    positions = torch.arange(len(x), dtype=torch.float64)
-    angles = torch.outer(positions, rotary_frequencies(config.rotary, max_model_len or len(x)))
-    for layer in range(config.num_layers):
-        x = reference_layer(config, weights, layer, x, angles)
+    x = weights["model.embed_tokens.weight"][list(token_ids)] * config.embedding_scale
+    rotations: list[Rotation] = []
+    for rotary in config.rotary:
+        frequencies = rotary_frequencies(rotary, max_model_len or len(x))
+        angles = torch.outer(torch.arange(len(x), dtype=torch.float64), frequencies)
+        cos, sin = ((f(angles) * rotary.attention_factor).to(x.dtype) for f in (torch.cos, torch.sin))
+        rotations.append((cos, sin))
+    for index, layer in enumerate(config.layers):
+        prefix = f"model.layers.{index}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        x = reference_layer(layer, own, x, None if layer.mixer.rotary is None else rotations[layer.mixer.rotary])
     head = weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
-    return norm(x, weights["model.norm.weight"], config.rms_norm_eps) @ head.T
+    logits, cap = norm(x, weights["model.norm.weight"], config.rms_norm_eps) @ head.T, config.logits_soft_cap
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def reference_layer(
-    config: DecoderConfig, weights: Mapping[str, Tensor], layer: int, x: Tensor, angles: Tensor
-) -> Tensor:
-    """One decoder layer: x [tokens, hidden] -> the same shape. angles float64 [tokens, rotary dim / 2]."""
-    name, eps = f"model.layers.{layer}.", config.rms_norm_eps
+def reference_layer(layer: LayerSpec, weights: Mapping[str, Tensor], x: Tensor, rotation: Rotation | None) -> Tensor:
+    """One decoder layer: x [tokens, hidden] -> the same shape. weights: by their names in the layer."""
+    mixer, norms = layer.mixer, layer.norms
 
     def project(x: Tensor, part: str) -> Tensor:
-        return F.linear(x, weights[f"{name}{part}.weight"], weights.get(f"{name}{part}.bias"))
+        return F.linear(x, weights[f"{part}.weight"], weights.get(f"{part}.bias"))
+
+    def normed(x: Tensor, name: str, eps: float) -> Tensor:
+        """A norm, where the layer has one of this name."""
+        return norm(x, weights[f"{name}.weight"], eps) if f"{name}.weight" in weights else x
 
     # Attention: every token asks those before it, head by head.
-    h = norm(x, weights[f"{name}input_layernorm.weight"], eps)
-    q, k, v = (project(h, f"self_attn.{part}_proj").unflatten(-1, (-1, config.head_dim)) for part in "qkv")
-    if config.qk_norm:
-        q, k = (norm(y, weights[f"{name}self_attn.{part}_norm.weight"], eps) for y, part in ((q, "q"), (k, "k")))
-    if config.layer_rotary[layer]:
-        q, k = (rotate(y, angles, config.rotary.attention_factor) for y in (q, k))
-    k, v = (y.repeat_interleave(config.query_group, dim=1) for y in (k, v))  # a KV head serves several query heads
-    scores = torch.einsum("qhd,khd->hqk", q, k) * config.softmax_scale
-    distance = torch.arange(len(x))[:, None] - torch.arange(len(x))
-    window = config.layer_windows[layer] or len(x)
-    scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
-    o = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-    x = x + project(o.flatten(1), "self_attn.o_proj")
+    h = normed(x, "input_layernorm", norms.eps)
+    q, k, v = (project(h, f"self_attn.{part}_proj") for part in "qkv")
+    if mixer.qk_norm == "whole width":
+        q, k = (normed(y, f"self_attn.{part}_norm", mixer.qk_norm_eps) for y, part in ((q, "q"), (k, "k")))
+    q, k, v = (y.unflatten(-1, (-1, mixer.head_dim)) for y in (q, k, v))
+    if mixer.qk_norm == "per head":
+        q, k = (normed(y, f"self_attn.{part}_norm", mixer.qk_norm_eps) for y, part in ((q, "q"), (k, "k")))
+    if rotation is not None:
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+    if mixer.query_scaling is not None:
+        steps = torch.arange(len(x)) // mixer.query_scaling.interval
+        q = q * (1 + mixer.query_scaling.beta * torch.log1p(steps.to(q.dtype)))[:, None, None]
+    o = attention(q, k, v, mixer.attend)
+    x = x + normed(project(o.flatten(1), "self_attn.o_proj"), "post_self_attn_layernorm", norms.after_eps)
 
     # MLP: every token by itself.
-    h = norm(x, weights[f"{name}post_attention_layernorm.weight"], eps)
-    gate = project(h, "mlp.gate_proj")
-    if config.hidden_act == "silu":
-        gate = F.silu(gate)
-    else:
-        gate = F.gelu(gate, approximate="none" if config.hidden_act == "gelu" else "tanh")
-    return x + project(gate * project(h, "mlp.up_proj"), "mlp.down_proj")
+    h = normed(x, "post_attention_layernorm", norms.eps)
+    inner = activate(project(h, "mlp.gate_proj"), layer.mlp.activation) * project(h, "mlp.up_proj")
+    return x + normed(project(inner, "mlp.down_proj"), "post_mlp_layernorm", norms.after_eps)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim] -> o like q."""
+    k, v = (y.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for y in (k, v))  # a KV head serves several of q
+    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    window = spec.window or len(q)
+    scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="none" if activation == "gelu" else "tanh")
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,9 +97,9 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotate(x: Tensor, angles: Tensor, factor: float) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding (Su et al. 2021) of x [tokens, heads, head_dim]: element i turns with element i + half."""
-    cos, sin = ((f(angles) * factor).to(x.dtype)[:, None] for f in (torch.cos, torch.sin))
-    half = angles.shape[1]
+    half = cos.shape[1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = cos[:, None], sin[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)

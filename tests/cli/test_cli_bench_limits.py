@@ -56,14 +56,15 @@ def test_the_operations_of_a_prefill_are_those_torch_counts(tiny_model: Callable
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         theirs(torch.arange(tokens)[None], logits_to_keep=1)
     config = read_decoder_config(path)
+    mixer = config.layers[0].mixer
     # Eager attention computes the whole square of scores; a causal one needs a little more than half of it.
-    square = 4 * config.num_heads * config.head_dim * tokens**2 * config.num_layers
-    triangle = 4 * config.num_heads * config.head_dim * tokens * (tokens + 1) / 2 * config.num_layers
+    square = 4 * mixer.heads * mixer.head_dim * tokens**2 * config.num_layers
+    triangle = 4 * mixer.heads * mixer.head_dim * tokens * (tokens + 1) / 2 * config.num_layers
     # After the last attention all tokens but one could be dropped, and transformers does not.
     by_module = {name: sum(flops.values()) for name, flops in counter.get_flop_counts().items()}
     last = f"LlamaForCausalLM.model.layers.{config.num_layers - 1}"
     dropped = (by_module[f"{last}.mlp"] + by_module[f"{last}.self_attn.o_proj"]) * (tokens - 1) / tokens
-    rotary = 2 * tokens * config.head_dim / 2  # the angles, as a product of positions and frequencies
+    rotary = 2 * tokens * mixer.head_dim / 2  # the angles, as a product of positions and frequencies
     ours = bounds.prefill_flops(config, tokens)
     assert ours == pytest.approx(counter.get_total_flops() - square + triangle - dropped, abs=rotary)
 
@@ -76,24 +77,26 @@ def test_the_products_of_a_prefill_are_those_the_engine_computes(tiny_model: Cal
     with LLM(**asdict(eager(path))) as llm, FlopCounterMode(display=False) as counter:
         llm.generate({"prompt_token_ids": list(range(2, 2 + tokens))}, params, use_tqdm=False)
     config = read_decoder_config(path)
-    triangle = 4 * config.num_heads * config.head_dim * tokens * (tokens + 1) / 2 * config.num_layers
+    mixer = config.layers[0].mixer
+    triangle = 4 * mixer.heads * mixer.head_dim * tokens * (tokens + 1) / 2 * config.num_layers
     products = {torch.ops.aten.mm, torch.ops.aten.addmm}
     counted = sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if op in products)
-    after_attention = config.num_heads * config.head_dim + 3 * config.intermediate_size
+    after_attention = mixer.heads * mixer.head_dim + 3 * config.layers[0].mlp.inner
     padding_row = 2 * config.hidden_size * (after_attention + config.vocab_size)
     assert counted - (bounds.prefill_flops(config, tokens) - triangle) in (0, padding_row), "one row, or padded to two"
 
 
 def test_a_window_bounds_what_is_read_and_computed(tiny_model: Callable[..., Path]) -> None:
     window = read_decoder_config(tiny_model("mistral-window"))
-    assert window.layer_windows[0] == 24
+    assert window.attention_specs[0].window == 24
     assert bounds.kv_tokens_read(window, 100.0) == 24
     assert bounds.kv_tokens_read(window, 10.0) == 10
     whole = read_decoder_config(tiny_model("mistral"))
     assert bounds.prefill_flops(window, 20) == bounds.prefill_flops(whole, 20)
+    mixer = whole.layers[0].mixer
     keys = 24 * 25 / 2 + 76 * 24
     difference = bounds.prefill_flops(whole, 100) - bounds.prefill_flops(window, 100)
-    per_key = 4 * whole.num_heads * whole.head_dim * whole.num_layers
+    per_key = 4 * mixer.heads * mixer.head_dim * whole.num_layers
     assert difference == pytest.approx(per_key * (100 * 101 / 2 - keys))
 
 

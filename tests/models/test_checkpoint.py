@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -203,7 +204,7 @@ def test_dummy_weights_depend_on_seed_and_name_only(tiny_model: TinyModel) -> No
         return dict(iterate_weights("nowhere", "dummy", config, torch.float32, seed))
 
     first, again, other = dummy(0), dummy(0), dummy(1)
-    fewer_layers = dummy(0, replace(config, num_layers=1, layer_rotary=(True,), layer_windows=(None,)))
+    fewer_layers = dummy(0, replace(config, layers=config.layers[:1]))
     assert {name: tuple(tensor.shape) for name, tensor in first.items()} == expected_shapes(config)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert all(torch.equal(first[name], fewer_layers[name]) for name in fewer_layers)
@@ -238,18 +239,30 @@ def test_a_converted_gguf_file_gives_back_the_original_model(
     path = tmp_path / "model.gguf"
     write_gguf(source, path, architecture)
     wanted, config = read_decoder_config(source), read_decoder_config(path)
-    assert replace(config, rms_norm_eps=wanted.rms_norm_eps) == wanted
     assert config.rms_norm_eps == pytest.approx(wanted.rms_norm_eps)
+    assert with_eps(config, wanted.rms_norm_eps) == wanted
     original, converted = load(source), load(path)
     assert set(original) == set(converted)
     assert all(torch.equal(original[name], converted[name]) for name in original)
+
+
+def with_mixers(config: DecoderConfig, **changes: Any) -> DecoderConfig:
+    layers = (replace(layer, mixer=replace(layer.mixer, **changes)) for layer in config.layers)
+    return replace(config, layers=tuple(layers))
+
+
+def with_eps(config: DecoderConfig, eps: float) -> DecoderConfig:
+    """GGUF keeps epsilons as float32."""
+    config = with_mixers(config, qk_norm_eps=eps)
+    layers = (replace(layer, norms=replace(layer.norms, eps=eps, after_eps=eps)) for layer in config.layers)
+    return replace(config, rms_norm_eps=eps, layers=tuple(layers))
 
 
 def test_a_gguf_file_that_lacks_a_tensor_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(tiny_model("llama"), path, "llama")
     with pytest.raises(ModelError, match=r"lacks tensor 'model\.layers\.0\.self_attn\.q_norm\.weight'"):
-        load(path, replace(read_decoder_config(path), qk_norm=True))
+        load(path, with_mixers(read_decoder_config(path), qk_norm="per head"))
 
 
 @pytest.mark.slow

@@ -11,81 +11,80 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
+from minivllm.checkpoints.checkpoint import expected_shapes
 from minivllm.compilation.regions import CompileRegion, Region
 from minivllm.errors import ModelError
 from minivllm.models.decoder import Decoder
-from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
+from minivllm.models.decoder_config import AttentionSpec, DecoderConfig, RotaryConfig
+from minivllm.models.layer_specs import LayerSpec, MlpSpec, NormSpec, PositionScaling, SelfAttentionSpec
 from minivllm.models.model import LayerCache, TokenInputs, token_specs
 from minivllm.models.reference import reference_forward
 from tests.attention.backends import uncompiled
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, MAX_LENGTH = 4, 12, 32
+FULL = AttentionSpec(None, 8**-0.5)
+LAYER = LayerSpec(
+    mixer=SelfAttentionSpec(heads=6, kv_heads=2, head_dim=8, attend=FULL),
+    mlp=MlpSpec(inner=40),
+    norms=NormSpec(eps=1e-5),
+)
+TABLE = RotaryConfig(dim=8, original_max_position=MAX_LENGTH)
 PLAIN = DecoderConfig(
     architecture="LlamaForCausalLM",
     vocab_size=50,
     hidden_size=24,
-    intermediate_size=40,
-    num_layers=4,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
     max_position_embeddings=MAX_LENGTH,
     rms_norm_eps=1e-5,
-    rotary=RotaryConfig(dim=8, original_max_position=MAX_LENGTH),
-    layer_rotary=(True,) * 4,
-    layer_windows=(None,) * 4,
+    layers=(LAYER,) * 4,
+    rotary=(TABLE,),
 )
+
+
+def mixers(**changes: Any) -> DecoderConfig:
+    """PLAIN with every layer's mixer changed: a list has one value for each layer."""
+    given = [{name: v[i] if isinstance(v, list) else v for name, v in changes.items()} for i in range(4)]
+    return replace(PLAIN, layers=tuple(replace(LAYER, mixer=replace(LAYER.mixer, **own)) for own in given))
+
+
+def with_layers(**changes: Any) -> DecoderConfig:
+    return replace(PLAIN, layers=(replace(LAYER, **changes),) * 4)
+
+
 CONFIGS = {
     "plain": PLAIN,
-    "some layers without rotary": replace(PLAIN, layer_rotary=(True, False, True, False)),
-    "first layer without rotary": replace(PLAIN, layer_rotary=(False, True, True, True)),
-    "part of each head rotates": replace(PLAIN, rotary=RotaryConfig(dim=4, original_max_position=MAX_LENGTH)),
-    "norms of queries and keys": replace(PLAIN, qk_norm=True),
-    "biases": replace(PLAIN, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "some layers without rotary": mixers(rotary=[0, None, 0, None]),
+    "first layer without rotary": mixers(rotary=[None, 0, 0, 0]),
+    "part of each head rotates": replace(PLAIN, rotary=(replace(TABLE, dim=4),)),
+    "two rotary tables": replace(mixers(rotary=[0, 1, 1, 0]), rotary=(TABLE, replace(TABLE, theta=100.0))),
+    "tables of two widths": replace(mixers(rotary=[0, 1, 1, 0]), rotary=(TABLE, replace(TABLE, dim=4))),
+    "norms of queries and keys": mixers(qk_norm="per head"),
+    "norms over all heads": mixers(qk_norm="whole width"),
+    "norms after": with_layers(norms=NormSpec(eps=1e-5, place="after", after_eps=0.1)),
+    "norms before and after": with_layers(norms=NormSpec(eps=1e-5, place="both", after_eps=0.1)),
+    "biases": with_layers(mixer=replace(LAYER.mixer, qkv_bias=True, o_bias=True), mlp=MlpSpec(inner=40, bias=True)),
     "tied head": replace(PLAIN, tie_word_embeddings=True),
-    "windows": replace(PLAIN, layer_windows=(None, 5, 5, 2)),
-    "one layer": replace(PLAIN, num_layers=1, layer_rotary=(True,), layer_windows=(None,)),
-    "one head per kv head": replace(PLAIN, num_kv_heads=6),
-    "gelu": replace(PLAIN, hidden_act="gelu"),
+    "windows": mixers(attend=[FULL, FULL._replace(window=5), FULL._replace(window=5), FULL._replace(window=2)]),
+    "another scale": mixers(attend=FULL._replace(scale=0.9)),
+    "queries scaled by position": mixers(query_scaling=PositionScaling(beta=0.5, interval=3)),
+    "heads of two shapes": mixers(heads=[6, 4, 4, 6], kv_heads=[2, 2, 1, 2], head_dim=[8, 8, 16, 8]),
+    "scaled embedding and capped logits": replace(PLAIN, embedding_scale=4.9, logits_soft_cap=2.0),
+    "one layer": replace(PLAIN, layers=(LAYER,)),
+    "one head per kv head": mixers(kv_heads=6),
+    "gelu": with_layers(mlp=MlpSpec(inner=40, activation="gelu")),
+    "one narrow MLP": replace(PLAIN, layers=(LAYER, replace(LAYER, mlp=MlpSpec(inner=12)), LAYER, LAYER)),
 }
 
 
 def random_weights(config: DecoderConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Every tensor of the model under its Hugging Face name, float32."""
+    """Every tensor of the model under its name, float32."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
-    weights: dict[str, Tensor] = {}
 
-    def add(name: str, *shape: int) -> None:
-        values = torch.randn(*shape, generator=generator)
-        weights[name] = values / shape[-1] ** 0.5 if len(shape) == 2 else 1 + 0.3 * values
+    def values(shape: tuple[int, ...]) -> Tensor:
+        noise = torch.randn(*shape, generator=generator)
+        return noise / shape[-1] ** 0.5 if len(shape) == 2 else 1 + 0.3 * noise
 
-    add("model.embed_tokens.weight", config.vocab_size, hidden)
-    add("model.norm.weight", hidden)
-    if not config.tie_word_embeddings:
-        add("lm_head.weight", config.vocab_size, hidden)
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}."
-        add(layer + "input_layernorm.weight", hidden)
-        add(layer + "post_attention_layernorm.weight", hidden)
-        for name, out, inputs, has_bias in (
-            ("self_attn.q_proj", heads, hidden, config.qkv_bias),
-            ("self_attn.k_proj", kv_heads, hidden, config.qkv_bias),
-            ("self_attn.v_proj", kv_heads, hidden, config.qkv_bias),
-            ("self_attn.o_proj", hidden, heads, config.o_bias),
-            ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-            ("mlp.up_proj", inner, hidden, config.mlp_bias),
-            ("mlp.down_proj", hidden, inner, config.mlp_bias),
-        ):
-            add(f"{layer}{name}.weight", out, inputs)
-            if has_bias:
-                add(f"{layer}{name}.bias", out)
-        if config.qk_norm:
-            add(layer + "self_attn.q_norm.weight", dim)
-            add(layer + "self_attn.k_norm.weight", dim)
-    return weights
+    return {name: values(shape) for name, shape in expected_shapes(config).items()}
 
 
 def new_decoder(config: DecoderConfig, weights: dict[str, Tensor]) -> Decoder:
@@ -102,8 +101,8 @@ def build_regions(decoder: Decoder, compile_region: CompileRegion) -> None:
 
 
 def new_caches(config: DecoderConfig) -> list[LayerCache]:
-    shape = (NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    return [LayerCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
+    shapes = [(NUM_BLOCKS, BLOCK_SIZE, layer.mixer.kv_heads, layer.mixer.head_dim) for layer in config.layers]
+    return [LayerCache(torch.zeros(shape), torch.zeros(shape)) for shape in shapes]
 
 
 def run_chunk(decoder: Decoder, caches: list[LayerCache], token_ids: list[int], start: int, table: list[int]) -> Tensor:
@@ -114,10 +113,8 @@ def run_chunk(decoder: Decoder, caches: list[LayerCache], token_ids: list[int], 
     length = -(-(start + len(token_ids)) // BLOCK_SIZE)
 
     def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        config = decoder.config
-        return gathered_sdpa_attention(
-            q, *caches[layer], blocks[:length], start, scale=config.softmax_scale, window=config.layer_windows[layer]
-        )
+        spec = decoder.attention_specs[layer]
+        return gathered_sdpa_attention(q, *caches[layer], blocks[:length], start, scale=spec.scale, window=spec.window)
 
     tokens = torch.tensor(token_ids, dtype=torch.int32)
     inputs = TokenInputs(positions, slots)
@@ -145,7 +142,7 @@ def region_calls(decoder: Decoder, caches: list[LayerCache]) -> list[tuple]:
     """(region, arguments) of the first, a between and the last region on made-up inputs."""
     generator = torch.Generator().manual_seed(2)
     config, tokens = decoder.config, 5
-    o = torch.randn(tokens, config.num_kv_heads, config.query_group, config.head_dim, generator=generator)
+    o = torch.randn(tokens, *decoder.layers[0].query_shape, generator=generator)
     residual = torch.randn(tokens, config.hidden_size, generator=generator)
     inputs = TokenInputs(
         torch.tensor([3, 4, 5, 0, 0], dtype=torch.int32), torch.tensor([31, 8, 9, 44, 0], dtype=torch.int32)
@@ -153,10 +150,10 @@ def region_calls(decoder: Decoder, caches: list[LayerCache]) -> list[tuple]:
     ids = torch.tensor([4, 8, 15, 16, 23], dtype=torch.int32)
     layers = decoder.layers
     return [
-        (decoder._first, (ids, inputs, decoder.cos_sin, caches[0], decoder.embedding, layers[0].before)),
+        (decoder._first, (ids, inputs, decoder.cos_sin[0], caches[0], decoder.embedding, layers[0].before)),
         (
             decoder._between[0],
-            (o, residual, inputs, decoder.cos_sin, caches[1], layers[0].after, layers[1].before),
+            (o, residual, inputs, decoder.cos_sin[1], caches[1], layers[0].after, layers[1].before),
         ),
         (
             decoder._last,
@@ -210,18 +207,50 @@ def test_a_region_of_one_layer_serves_another_one_by_its_arguments_alone() -> No
     assert q.is_contiguous() and q.shape == (5, 2, 3, 8)
 
 
-def test_layers_that_compute_the_same_share_one_region() -> None:
-    names: list[str] = []
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    {
+        "plain": "aaa",
+        "some layers without rotary": "aba",
+        "windows": "aaa",
+        "two rotary tables": "aaa",
+        "tables of two widths": "aab",
+        "heads of two shapes": "abc",
+        "one narrow MLP": "aba",
+    }.items(),
+)
+def test_layers_that_compute_the_same_share_one_region(name: str, kinds: str) -> None:
+    """kinds: the layers with equal letters share the region behind their attention."""
+    made: list[str] = []
 
     def count(region: Region) -> Callable:
-        names.append(region.name)
+        made.append(region.name)
         return region.function
 
-    config = CONFIGS["some layers without rotary"]
+    config = CONFIGS[name]
     decoder = new_decoder(config, random_weights(config))
     build_regions(decoder, count)
-    assert sorted(names) == ["between", "between", "first", "last"]
-    assert decoder._between[0] is decoder._between[2] is not decoder._between[1]
+    assert sorted(made) == [*["between"] * len(set(kinds)), "first", "last"]
+    letters = {id(region): kind for region, kind in zip(decoder._between, kinds)}
+    assert "".join(letters[id(region)] for region in decoder._between) == kinds and len(letters) == len(set(kinds))
+
+
+def test_every_part_of_a_spec_tells_compiled_code_apart() -> None:
+    """Packages on disk are found by these constants: what is computed differently must not look the same."""
+    seen: dict[str, str] = {}
+    for name, config in CONFIGS.items():
+        decoder, regions = new_decoder(config, random_weights(config)), []
+
+        def note(region: Region, regions: list[Region] = regions) -> Callable:
+            regions.append(region)
+            return region.function
+
+        build_regions(decoder, note)
+        described = repr([(region.name, region.constants, region.inputs) for region in regions])
+        assert " at 0x" not in described
+        if name not in ("windows", "another scale", "two rotary tables", "tied head"):  # not in regions, or inputs
+            assert described not in seen, (name, seen.get(described))
+            seen[described] = name
 
 
 def test_a_tensor_without_a_place_is_refused_by_its_name() -> None:

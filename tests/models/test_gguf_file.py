@@ -180,7 +180,7 @@ def test_names_are_mapped_to_hugging_face_names() -> None:
 
 def test_llama3_rotary_factors_in_a_file_become_llama3_parameters(tmp_path: Path) -> None:
     factors = llama3_factors(16, 10000.0, 8.0, 1.0, 4.0, 1024)
-    rotary = read_decoder_config(write_small(tmp_path / "l3.gguf", factors)).rotary
+    rotary = read_decoder_config(write_small(tmp_path / "l3.gguf", factors)).rotary[0]
     assert (rotary.type, rotary.factor, rotary.original_max_position) == ("llama3", 8.0, 1024)
     with pytest.raises(ModelError, match=r"rope_freqs\.weight"):
         read_decoder_config(write_small(tmp_path / "odd.gguf", [1.0, 7.0, 2.0, 9.0, 1.0, 1.0, 1.0, 3.0]))

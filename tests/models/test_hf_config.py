@@ -16,7 +16,7 @@ from minivllm.checkpoints.hf_config import build_decoder_config, read_decoder_co
 from minivllm.errors import ModelError
 from minivllm.gguf.gguf_config import llama3_parameters
 from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
-from minivllm.models.registry import FAMILIES as SUPPORTED
+from minivllm.models.families.registry import FAMILIES as SUPPORTED
 from tests.model_families import FAMILIES
 from tests.models.rotary_reference import llama3_factors
 
@@ -44,6 +44,21 @@ def transformers_config(architecture: str, **entries: Any) -> Any:
     import transformers
 
     return getattr(transformers, CONFIG_CLASSES[architecture])(**json.loads(json.dumps(entries)))
+
+
+def windows(config: DecoderConfig) -> tuple[int | None, ...]:
+    return tuple(spec.window for spec in config.attention_specs)
+
+
+def rotary(config: DecoderConfig) -> tuple[bool, ...]:
+    """Which layers rotate."""
+    return tuple(layer.mixer.rotary is not None for layer in config.layers)
+
+
+def projections(architecture: str = "LlamaForCausalLM", **entries: Any) -> tuple[bool, bool, bool, str | None]:
+    """Of all layers: biases of q, k and v, of the output, of the MLP; and the norm of q and k."""
+    (layer,) = set(build(architecture, **entries).layers)
+    return layer.mixer.qkv_bias, layer.mixer.o_bias, layer.mlp.bias, layer.mixer.qk_norm
 
 
 def inverse_frequencies(rotary: RotaryConfig) -> torch.Tensor:
@@ -86,23 +101,23 @@ def test_every_small_model_is_described_as_transformers_describes_it(tiny_model:
         ours, theirs = read_decoder_config(path), AutoConfig.from_pretrained(path)
         assert ours.architecture == theirs.architectures[0]
         assert ours.vocab_size == theirs.vocab_size
-        assert ours.intermediate_size == theirs.intermediate_size
+        assert ours.layers[0].mlp.inner == theirs.intermediate_size
         assert ours.num_layers == theirs.num_hidden_layers
-        assert ours.num_kv_heads == theirs.num_key_value_heads
-        assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
+        assert ours.layers[0].mixer.kv_heads == theirs.num_key_value_heads
+        assert ours.layers[0].mixer.head_dim == (getattr(theirs, "head_dim", None) or 16)
         assert ours.rms_norm_eps == theirs.rms_norm_eps
         assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-        assert ours.rotary.type == theirs.rope_parameters["rope_type"]
-        assert ours.rotary.theta == theirs.rope_parameters["rope_theta"]
+        assert ours.rotary[0].type == theirs.rope_parameters["rope_type"]
+        assert ours.rotary[0].theta == theirs.rope_parameters["rope_theta"]
         assert ours.dtype == "float32"
         assert ours.bos_token_id == 0 and ours.eos_token_ids == (1,)
         if family == "mistral-window":
-            assert ours.layer_windows == (24, 24, 24)
+            assert windows(ours) == (24, 24, 24)
         elif family == "qwen2-window":
-            assert ours.layer_windows == (None, 24, 24)
+            assert windows(ours) == (None, 24, 24)
         else:
-            assert set(ours.layer_windows) == {None}
-        assert ours.layer_rotary == ((True, False, True, False, True) if family == "smollm3" else (True,) * 3)
+            assert set(windows(ours)) == {None}
+        assert rotary(ours) == ((True, False, True, False, True) if family == "smollm3" else (True,) * 3)
 
 
 @pytest.mark.parametrize("architecture", list(CONFIG_CLASSES))
@@ -110,22 +125,24 @@ def test_entries_left_out_take_the_defaults_of_transformers(architecture: str) -
     ours, theirs = build(architecture), transformers_config(architecture)
     assert ours.vocab_size == theirs.vocab_size
     assert ours.hidden_size == theirs.hidden_size
-    assert ours.intermediate_size == theirs.intermediate_size
+    assert ours.layers[0].mlp.inner == theirs.intermediate_size
     assert ours.num_layers == theirs.num_hidden_layers
-    assert ours.num_heads == theirs.num_attention_heads
-    assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.layers[0].mixer.heads == theirs.num_attention_heads
+    assert ours.layers[0].mixer.kv_heads == theirs.num_key_value_heads
+    assert ours.layers[0].mixer.head_dim == (
+        getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    )
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.rotary.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rotary[0].theta == theirs.rope_parameters["rope_theta"]
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.bos_token_id == theirs.bos_token_id
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
-    assert ours.hidden_act == theirs.hidden_act
+    assert ours.layers[0].mlp.activation == theirs.hidden_act
     if architecture == "SmolLM3ForCausalLM":
-        assert ours.layer_rotary == tuple(bool(flag) for flag in theirs.no_rope_layers)
+        assert rotary(ours) == tuple(bool(flag) for flag in theirs.no_rope_layers)
     if architecture == "MistralForCausalLM":
-        assert set(ours.layer_windows) == {theirs.sliding_window}
+        assert set(windows(ours)) == {theirs.sliding_window}
 
 
 ROPES: list[dict[str, Any]] = [
@@ -170,40 +187,39 @@ def test_rotary_parameters_mean_what_they_mean_to_transformers(rope: dict[str, A
             scaling["type"] = scaling.pop("rope_type")
         entries.update(rope_theta=5000.0, rope_scaling=None if rope["rope_type"] == "default" else scaling)
     theirs = LlamaRotaryEmbedding(transformers_config("LlamaForCausalLM", **entries))
-    rotary = build(**entries).rotary
+    rotary = build(**entries).rotary[0]
     assert rotary.dim == 2 * theirs.inv_freq.numel()
     assert rotary.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
     torch.testing.assert_close(inverse_frequencies(rotary).float(), theirs.inv_freq, rtol=2e-5, atol=0)
 
 
 def test_partial_rotary_rotates_the_leading_part_of_each_head() -> None:
-    assert build(**SMALL, partial_rotary_factor=0.5).rotary.dim == 8
-    assert build(**SMALL, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25}).rotary.dim == 4
+    assert build(**SMALL, partial_rotary_factor=0.5).rotary[0].dim == 8
+    assert build(**SMALL, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25}).rotary[0].dim == 4
     with pytest.raises(ModelError, match="partial_rotary_factor"):
         build(**SMALL, partial_rotary_factor=0.2)
 
 
 def test_windows_follow_the_family_rules() -> None:
-    assert build("MistralForCausalLM", **SMALL, sliding_window=None).layer_windows == (None,) * 4
+    assert windows(build("MistralForCausalLM", **SMALL, sliding_window=None)) == (None,) * 4
     qwen = build("Qwen2ForCausalLM", **SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=3)
-    assert qwen.layer_windows == (None, None, None, 9)
+    assert windows(qwen) == (None, None, None, 9)
     kinds = ["sliding_attention", "full_attention"] * 2
     typed = build("Qwen3ForCausalLM", **SMALL, use_sliding_window=True, sliding_window=9, layer_types=kinds)
-    assert typed.layer_windows == (9, None, 9, None)
+    assert windows(typed) == (9, None, 9, None)
     smollm3 = build("SmolLM3ForCausalLM", **SMALL, use_sliding_window=True, sliding_window=9, no_rope_layer_interval=2)
-    assert smollm3.layer_windows == (None, 9, None, 9)
-    assert smollm3.layer_rotary == (True, False, True, False)
+    assert windows(smollm3) == (None, 9, None, 9)
+    assert rotary(smollm3) == (True, False, True, False)
     with pytest.raises(ModelError, match="layer_types"):
         build("Qwen2ForCausalLM", **SMALL, layer_types=kinds)
 
 
 def test_biases_and_head_norms_follow_the_family_rules() -> None:
-    qwen2, qwen3, llama = (build(f"{name}ForCausalLM", **SMALL) for name in ("Qwen2", "Qwen3", "Llama"))
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
-    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (False, False, True)
-    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (False, False, False)
-    biased = build(**SMALL, attention_bias=True, mlp_bias=True)
-    assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
+    qwen2, qwen3, llama = (projections(f"{name}ForCausalLM", **SMALL) for name in ("Qwen2", "Qwen3", "Llama"))
+    assert qwen2 == (True, False, False, None)
+    assert qwen3 == (False, False, False, "per head")
+    assert llama == (False, False, False, None)
+    assert projections(**SMALL, attention_bias=True, mlp_bias=True) == (True, True, True, None)
 
 
 def test_both_spellings_of_the_element_type_are_read() -> None:
@@ -331,9 +347,10 @@ def test_any_values_give_a_description_or_a_sentence(
         config = build_decoder_config(entries, generation, "config.json")
     except ModelError:
         return
-    assert len(config.layer_rotary) == len(config.layer_windows) == config.num_layers
-    assert config.num_heads % config.num_kv_heads == 0
-    assert config.rotary.dim % 2 == 0 and 0 < config.rotary.dim <= config.head_dim
+    for mixer in (layer.mixer for layer in config.layers):
+        assert mixer.heads % mixer.kv_heads == 0
+        rotary = config.rotary[mixer.rotary or 0]
+        assert rotary.dim % 2 == 0 and 0 < rotary.dim <= mixer.head_dim
 
 
 def test_files_that_are_no_configuration_are_refused_by_name(tmp_path: Path) -> None:
@@ -352,15 +369,16 @@ def test_overrides_replace_entries(tiny_model: Any) -> None:
     config = read_decoder_config(tiny_model("llama"), "auto", {"max_position_embeddings": 77, "rope_theta": 3.0})
     assert config.max_position_embeddings == 77
     # the model's own rope_parameters win over a top-level rope_theta, as in transformers
-    assert config.rotary.theta == 10000.0
+    assert config.rotary[0].theta == 10000.0
 
 
 def test_the_default_model_is_described_by_its_metadata(smollm2_path: Path) -> None:
     config = read_decoder_config(smollm2_path)
     assert config.architecture == "LlamaForCausalLM"
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
+    (layer,) = set(config.layers)
+    assert (config.num_layers, layer.mixer.heads, layer.mixer.kv_heads, layer.mixer.head_dim) == (30, 9, 3, 64)
     assert (config.vocab_size, config.max_position_embeddings) == (49152, 8192)
-    assert config.rotary == RotaryConfig(theta=100000.0, dim=64, original_max_position=8192)
+    assert config.rotary == (RotaryConfig(theta=100000.0, dim=64, original_max_position=8192),)
     assert config.tie_word_embeddings and config.dtype == "bfloat16"
     assert config.bos_token_id == 1 and config.eos_token_ids == (2,)
 

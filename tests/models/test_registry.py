@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minivllm.models.registry import FAMILIES, register_family
+from minivllm.models.families.registry import FAMILIES, register_family
 
 
 def test_a_family_of_the_table_cannot_be_replaced() -> None:

@@ -101,7 +101,8 @@ def kv_bytes_per_token(decoder: Decoder) -> int:
 
 def kv_tokens_read(config: DecoderConfig, context: float) -> float:
     """Tokens of KV that one decoding request reads per layer, on average over layers: windows cut them."""
-    seen = [context if window is None else min(context, window) for window in config.layer_windows]
+    windows = [spec.window for spec in config.attention_specs]
+    seen = [context if window is None else min(context, window) for window in windows]
     return sum(seen) / len(seen)
 
 
@@ -110,16 +111,14 @@ def prefill_flops(config: DecoderConfig, tokens: int) -> float:
 
     After the attention of the last layer only the last token is still needed.
     """
-    heads, kv_heads, dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
-    before_attention = hidden * (heads + 2 * kv_heads) * dim
-    after_attention = heads * dim * hidden + 3 * hidden * config.intermediate_size
-    tokens_after = tokens * (config.num_layers - 1) + 1
-    products = 2.0 * tokens * config.num_layers * before_attention
-    products += 2.0 * tokens_after * after_attention + 2.0 * hidden * config.vocab_size
-    attention = 0.0
-    for window in config.layer_windows:
-        reach = tokens if window is None else min(window, tokens)
+    hidden, flops = config.hidden_size, 2.0 * config.hidden_size * config.vocab_size
+    for index, layer in enumerate(config.layers):
+        mixer, is_last = layer.mixer, index == config.num_layers - 1
+        before_attention = hidden * (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim
+        after_attention = mixer.heads * mixer.head_dim * hidden + 3 * hidden * layer.mlp.inner
+        flops += 2.0 * tokens * before_attention + 2.0 * (1 if is_last else tokens) * after_attention
+        reach = tokens if mixer.attend.window is None else min(mixer.attend.window, tokens)
         # Query i sees min(i, reach) keys; each costs a product with K and one with V.
         keys = reach * (reach + 1) / 2 + (tokens - reach) * reach
-        attention += 4.0 * heads * dim * keys
-    return products + attention
+        flops += 4.0 * mixer.heads * mixer.head_dim * keys
+    return flops

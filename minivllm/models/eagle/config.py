@@ -95,12 +95,18 @@ def read_eagle_config(directory: str | Path, version: EagleVersion, target: Deco
         raise ModelError(f"{source}: norm_before_residual is {norm_before_residual!r}, but must be true or false.")
     return EagleConfig(
         version=version,
-        layer=replace(layer, qkv_inputs=2),
+        layer=_reads_two_vectors(layer),
         target_hidden_size=target_hidden_size,
         draft_vocab_size=draft_vocab_size,
         fused_layers=_fused_layers(entries, target, source),
         norm_before_residual=norm_before_residual,
     )
+
+
+def _reads_two_vectors(model: DecoderConfig) -> DecoderConfig:
+    """The same with attention on two vectors, side by side: that of the token and that of the feature."""
+    (layer,) = model.layers
+    return replace(model, layers=(replace(layer, mixer=replace(layer.mixer, qkv_inputs=2)),))
 
 
 def _family_names(entries: Mapping[str, Any]) -> list[str]:

@@ -26,9 +26,10 @@ from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, spec
 from minivllm.errors import ModelError
 from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard
 from minivllm.linear.stored_weight import StoredWeight
-from minivllm.models.decoder import AfterAttention, BeforeAttention, Decoder, DecoderLayer
+from minivllm.models.decoder import Decoder
 from minivllm.models.eagle.checkpoint import EagleTensors
 from minivllm.models.eagle.config import NUM_FUSED_LAYERS, EagleConfig
+from minivllm.models.layer import AfterAttention, BeforeAttention, DecoderLayer
 from minivllm.models.model import ROWS, TOKENS, Hidden, LayerCache, TokenInputs
 
 
@@ -212,7 +213,7 @@ class EagleHead(Decoder):
         inputs = {
             "token_ids": TensorSpec((TOKENS,), torch.int32, self.device),
             "tokens": tokens,
-            "cos_sin": specs_of(self.cos_sin),
+            "cos_sin": specs_of(self.cos_sin[0]),
             "cache": cache,
             "features": TensorSpec((*cache.k.shape[:2], self.feature_size), self.dtype, self.device),
             "embedding": specs_of(embedding),
@@ -221,7 +222,7 @@ class EagleHead(Decoder):
         function = partial(self._input_region, layer, embedding_method)
         self._input = compile_region(Region(f"{version} input", function, inputs, constants))
         inputs = {
-            **self._attended,
+            **self._attended(layer),
             "rows": TensorSpec((ROWS,), torch.int32, self.device),
             "weights": specs_of(self._output_weights),
         }
@@ -253,7 +254,7 @@ class EagleHead(Decoder):
         stream [tokens, hidden]).
         """
         embedding = self._embedding_and_method[0]
-        q, residual = self._input(token_ids, tokens, self.cos_sin, cache, features, embedding, self._input_weights)
+        q, residual = self._input(token_ids, tokens, self.cos_sin[0], cache, features, embedding, self._input_weights)
         return q, residual
 
     def guess(self, o: Tensor, residual: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,14 +284,13 @@ class EagleHead(Decoder):
         embedded = embedding_method.rows(token_ids, embedding)
         feature = features.view(features.shape[0] * features.shape[1], features.shape[2])[tokens.slot_mapping]
         eps = self.config.rms_norm_eps
-        if weights.hidden_norm is None:
+        if weights.hidden_norm is None or weights.before.norm is None:
             x = residual = self.fc.method.apply(torch.cat((embedded, feature), dim=-1), weights.fc)
         else:
             normed = rms_norm(feature, weights.hidden_norm, eps)
             residual = normed if self.eagle.norm_before_residual else feature
             x = torch.cat((rms_norm(embedded, weights.before.norm, eps), normed), dim=-1)
-        rotary = self.config.layer_rotary[0]
-        return self._queries(rotary, layer, x, tokens, cos_sin, cache, weights.before), residual
+        return layer.queries(x, tokens, cos_sin, cache, weights.before), residual
 
     def _output_region(
         self,
@@ -301,7 +301,7 @@ class EagleHead(Decoder):
         rows: Tensor,
         weights: _OutputWeights,
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self._attention_output_and_mlp(layer, o[rows], residual[rows], None, weights.after)
+        x, residual = layer.output(o[rows], residual[rows], None, weights.after)
         feature = residual + x
         hidden = feature if weights.norm is None else rms_norm(feature, weights.norm, self.config.rms_norm_eps)
         logits = head_method.apply(hidden, weights.head)

@@ -1,0 +1,74 @@
+"""What a family is: a function from entries to layer specs, and what becomes of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from minivllm.models.families.dense import Description, dense
+from minivllm.models.families.entries import Entries
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minivllm.models.decoder_config import DecoderConfig
+
+SHARED_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+)
+
+
+def defaults(**values: Any) -> Mapping[str, Any]:
+    """SHARED_DEFAULTS with what is different in a family."""
+    return MappingProxyType({**SHARED_DEFAULTS, **values})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One row of the table.
+
+    architecture, model_type: the family's names in config.json. gguf_architecture: its name in GGUF files.
+    defaults: what an entry that config.json leaves out stands for (the values transformers assumes).
+    describe: the entries, checked -> the layers and what else is true of the model.
+    has_windows: some layers may attend within a sliding window; their size is then an entry, also of GGUF files.
+    gguf_permutes_rotary: GGUF files store the q and k rows of this family interleaved (see ``gguf_file``).
+    rewrite_config: config.json's entries -> the same under the names and in the values that ``describe`` understands.
+    renamed: module in the checkpoint -> its name in the decoder, where they differ.
+    fused: module in the checkpoint -> the decoder's modules whose rows it holds, one below the other.
+    rewrite_weight: (name in the decoder, tensor, configuration) -> the tensor this decoder needs in its place;
+        constants of a family that can be multiplied into its weights cost nothing when the model runs.
+    """
+
+    architecture: str
+    model_type: str
+    gguf_architecture: str | None
+    defaults: Mapping[str, Any]
+    describe: Callable[[Entries], Description] = dense
+    has_windows: bool = False
+    gguf_permutes_rotary: bool = False
+    rewrite_config: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rewrite_weight: Callable[[str, Tensor, DecoderConfig], Tensor] | None = None
+
+    def own_names(self, stored: str) -> tuple[str, ...]:
+        """Names in the decoder of a checkpoint's tensor: several where it holds several matrices."""
+        *path, module, kind = stored.split(".") if "." in stored else ("", stored)
+        module = self.renamed.get(module, module)
+        return tuple(".".join((*path, part, kind)).lstrip(".") for part in self.fused.get(module, (module,)))

@@ -1,0 +1,99 @@
+"""Llama and those that hardly differ from it: Mistral, SmolLM3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from minivllm.models.families.dense import dense
+from minivllm.models.families.entries import MAX_LAYERS, MAX_POSITIONS, Entries
+from minivllm.models.families.family import Family, defaults
+
+
+def window_in_every_layer(entries: Entries) -> Sequence[int | None]:
+    return (entries.optional_whole("sliding_window", 1, MAX_POSITIONS),) * entries.num_layers
+
+
+def _smollm3_rotates(entries: Entries) -> Sequence[bool]:
+    """Every fourth layer, or as listed, has no rotary embedding."""
+    num_layers, listed = entries.num_layers, entries.get("no_rope_layers")
+    if listed is None:
+        interval = entries.whole("no_rope_layer_interval", 1, MAX_LAYERS)
+        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+    if not isinstance(listed, list) or len(listed) < num_layers or not all(flag in (0, 1) for flag in listed):
+        raise entries.refuse("no_rope_layers", listed, f"must list 0 or 1 for each of the {num_layers} layers")
+    return tuple(bool(flag) for flag in listed[:num_layers])
+
+
+def _smollm3_windows(entries: Entries) -> Sequence[int | None]:
+    window = entries.optional_whole("sliding_window", 1, MAX_POSITIONS)
+    enabled, types, rotates = entries.flag("use_sliding_window"), entries.layer_types(), _smollm3_rotates(entries)
+    if types is not None:
+        return entries.windows_by_type(types, window)
+    return tuple(None if rotated or not enabled else window for rotated in rotates)
+
+
+FAMILIES = (
+    Family(
+        architecture="LlamaForCausalLM",  # Llama 2, Llama 3.x, SmolLM2
+        model_type="llama",
+        gguf_architecture="llama",
+        defaults=defaults(
+            vocab_size=32000,
+            intermediate_size=11008,
+            max_position_embeddings=2048,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        describe=partial(dense, qkv_bias="attention_bias", o_bias="attention_bias", reads_mlp_bias=True),
+        gguf_permutes_rotary=True,
+    ),
+    Family(
+        architecture="MistralForCausalLM",
+        model_type="mistral",
+        gguf_architecture=None,  # published as "llama"
+        defaults=defaults(
+            vocab_size=32000,
+            intermediate_size=14336,
+            num_key_value_heads=8,
+            max_position_embeddings=131072,
+            sliding_window=4096,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        describe=partial(dense, windows=window_in_every_layer),
+        has_windows=True,
+    ),
+    Family(
+        architecture="SmolLM3ForCausalLM",
+        model_type="smollm3",
+        gguf_architecture="smollm3",
+        defaults=defaults(
+            vocab_size=128256,
+            hidden_size=2048,
+            intermediate_size=11008,
+            num_hidden_layers=36,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            max_position_embeddings=32768,
+            rope_theta=2000000.0,
+            tie_word_embeddings=True,
+            use_sliding_window=False,
+            sliding_window=None,
+            no_rope_layers=None,
+            no_rope_layer_interval=4,
+            bos_token_id=128000,
+            eos_token_id=128001,
+        ),
+        describe=partial(
+            dense,
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            reads_mlp_bias=True,
+            windows=_smollm3_windows,
+            rotates=_smollm3_rotates,
+        ),
+        has_windows=True,
+        gguf_permutes_rotary=True,
+    ),
+)

@@ -1,0 +1,115 @@
+"""What a layer is, as data: a family is a list of these, and the code in ``decoder.py`` knows no family.
+
+    x = x + after(mixer(before(x)))          after and before: norms, or nothing
+    x = x + after(mlp(before(x)))
+
+Every spec is frozen and has a repr that tells it from all others: compiled code on disk is found by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from minivllm.models.decoder_config import AttentionSpec
+
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
+QueryKeyNorm = Literal["per head", "whole width"]
+NormPlace = Literal["before", "after", "both"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionScaling:
+    """Queries grow with their position: times 1 + beta * log(1 + floor(position / interval)) (Llama 4, Ministral 3)."""
+
+    beta: float
+    interval: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfAttentionSpec:
+    """Grouped-query attention with its projections.
+
+    heads, kv_heads, head_dim: of q, and of k and v. attend: what is computed between the projections.
+    rotary: index of the rotary table in ``DecoderConfig.rotary``; None leaves q and k as they are.
+    qk_norm: RMSNorm of q and k before rotary, over each head (Qwen3) or over all heads together (OLMo 2).
+    qk_norm_eps: its epsilon. qkv_bias, o_bias: which projections carry a bias.
+    qkv_inputs: vectors of hidden_size, side by side, that q, k and v are made of (2 in an EAGLE-3 head).
+    query_scaling: a factor of the queries that grows with the position, after rotary.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    attend: AttentionSpec
+    rotary: int | None = 0
+    qk_norm: QueryKeyNorm | None = None
+    qk_norm_eps: float = 1e-6
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qkv_inputs: int = 1
+    query_scaling: PositionScaling | None = None
+
+    @property
+    def query_group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpSpec:
+    """down(activation(gate(x)) * up(x)), with ``inner`` values between. bias: all three projections carry one."""
+
+    inner: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """RMSNorm around each of the two sublayers.
+
+    place: of what a sublayer reads ("before": Llama), of what it adds to the residual stream ("after": OLMo 2), or both
+    (Gemma 2). eps: of those before. after_eps: of those after; it differs from eps where a factor of the residual
+    stream was folded into eps. Weights that a family stores less 1 get it back when they are loaded.
+    """
+
+    eps: float
+    place: NormPlace = "before"
+    after_eps: float = 1e-6
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the norms in a layer's weights: around attention, then around the MLP."""
+        before = ("input_layernorm", "post_attention_layernorm") if self.place != "after" else ()
+        after = ("post_self_attn_layernorm", "post_mlp_layernorm") if self.place != "before" else ()
+        return (*before, *after)
+
+
+MixerSpec = SelfAttentionSpec
+"""How tokens learn of one another."""
+
+FeedForwardSpec = MlpSpec
+"""What is computed for every token by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One layer of a decoder."""
+
+    mixer: MixerSpec
+    mlp: FeedForwardSpec
+    norms: NormSpec
+
+    @property
+    def ahead(self) -> tuple[object, ...]:
+        """All that the code in front of attention depends on: not on which table it rotates by, nor on how it attends,
+        since tables are inputs and attention is computed elsewhere."""
+        rotary = None if self.mixer.rotary is None else 0
+        return replace(self.mixer, attend=AttentionSpec(None, 1.0), rotary=rotary, o_bias=False), self.norms
+
+    @property
+    def behind(self) -> tuple[object, ...]:
+        """All that the code behind attention depends on."""
+        mixer = self.mixer
+        return mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.o_bias, self.mlp, self.norms
