@@ -87,9 +87,10 @@ class _PoolingRun:
         request = self._request
         return self._service.engine.prepare(
             f"{self._id}-{number}",
-            as_prompt(given, request.cache_salt),
+            as_prompt(given),
             SamplingParams(temperature=0.0, max_tokens=1, output_kind=OutputKind.FINAL_ONLY),
             priority=request.priority or 0,
+            cache_salt=request.cache_salt,
             lora=self._served.lora,
             pooling=self._pooling,
         )

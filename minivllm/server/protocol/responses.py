@@ -60,7 +60,7 @@ class InputImage(Body):
 
 
 InputPart = Annotated[InputText | OutputText | InputImage, Field(discriminator="type")]
-OutputPart = Annotated[InputText | InputImage, Field(discriminator="type")]
+ResultPart = Annotated[InputText | InputImage, Field(discriminator="type")]
 
 
 class MessageItem(Body):
@@ -93,7 +93,7 @@ class FunctionCallOutputItem(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Annotated[list[OutputPart], Field(min_length=1, max_length=MAX_PARTS)]
+    output: str | Annotated[list[ResultPart], Field(min_length=1, max_length=MAX_PARTS)]
     name: Label | None = None
     namespace: None = None
     caller: None = None
@@ -225,15 +225,12 @@ class ResponseRequest(SamplingFields, CallerFields, NeutralFields):
     access_programs: None = None
 
 
-class OutputTextPart(TypedDict):
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any]
+class OutputPart(TypedDict):
+    """Text, or of an item of reasoning what the model thought."""
 
-
-class ReasoningTextPart(TypedDict):
-    type: Literal["reasoning_text"]
+    type: Literal["output_text", "reasoning_text"]
     text: str
+    annotations: NotRequired[list[Any]]
 
 
 class OutputItem(TypedDict):
@@ -243,7 +240,7 @@ class OutputItem(TypedDict):
     type: Literal["message", "function_call", "reasoning"]
     status: Status
     role: NotRequired[Literal["assistant"]]
-    content: NotRequired[list[OutputTextPart | ReasoningTextPart]]
+    content: NotRequired[list[OutputPart]]
     summary: NotRequired[list[Any]]
     call_id: NotRequired[str]
     name: NotRequired[str]

@@ -71,8 +71,8 @@ class Service:
 
     async def run(
         self, num_completions: int, prepare: Callable[[], Sequence[PreparedRequest]]
-    ) -> AsyncGenerator[tuple[PreparedRequest, int, RequestOutput], None]:
-        """Admit, prepare (in the text thread), run; (request, its number, output) as outputs come.
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Admit, prepare (in the text thread), run; (number of the request, its output) as outputs come.
 
         num_completions: places the request takes; more than those do not run beside one another.
         Close the iterator to abort what still runs. Raises ApiError, RequestError or EngineDeadError.
@@ -105,7 +105,7 @@ class Service:
                         recorders[number].record(output)
                         trace(number, output)
                         self._check(output, deadline)
-                        yield prepared[number], number, output
+                        yield number, output
 
     async def run_in_turn(
         self,

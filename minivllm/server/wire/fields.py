@@ -256,7 +256,6 @@ def prompt_list(prompts: Prompts) -> list[str | list[int]]:
     return list(prompts)
 
 
-def as_prompt(given: str | list[int], cache_salt: str | None) -> dict[str, object]:
+def as_prompt(given: str | list[int]) -> str | dict[str, Any]:
     """One of them as the engine takes it."""
-    prompt: dict[str, object] = {"prompt" if isinstance(given, str) else "prompt_token_ids": given}
-    return prompt if cache_salt is None else {**prompt, "cache_salt": cache_salt}
+    return given if isinstance(given, str) else {"prompt_token_ids": given}
