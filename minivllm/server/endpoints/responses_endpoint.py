@@ -213,7 +213,7 @@ class ResponseRun:
         self._items.close(status)
         response = self._object(status)
         if status == "incomplete":
-            response["incomplete_details"] = protocol.IncompleteDetails(reason="max_output_tokens")
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = await self._usage()
         return response
 
@@ -238,7 +238,7 @@ class ResponseRun:
             input_tokens=used["prompt_tokens"],
             input_tokens_details=used["prompt_tokens_details"],
             output_tokens=used["completion_tokens"],
-            output_tokens_details=protocol.OutputTokensDetails(reasoning_tokens=num_reasoning_tokens),
+            output_tokens_details={"reasoning_tokens": num_reasoning_tokens},
             total_tokens=used["total_tokens"],
         )
 

@@ -111,7 +111,7 @@ class Service:
         self,
         num_requests: int,
         prepare: Callable[[int], PreparedRequest],
-        finish: Callable[[int, PreparedRequest, RequestOutput], None],
+        finish: Callable[[int, RequestOutput], None],
     ) -> None:
         """Run many requests of one client, of which few are in the engine at a time.
 
@@ -141,7 +141,7 @@ class Service:
                                 recorder.record(output)
                                 trace(0, output)
                                 self._check(output, deadline)
-                    finish(number, prepared, output)
+                    finish(number, output)
                     ticket.remove_prompt_tokens(num_tokens)
                     ticket.request_ids.remove(prepared.request_id)
 
