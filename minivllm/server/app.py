@@ -1,7 +1,5 @@
 """The application: every endpoint, in front of one engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Log-probabilities in the forms of the two completion endpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

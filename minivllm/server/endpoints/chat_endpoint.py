@@ -1,7 +1,5 @@
 """``POST /v1/chat/completions``: the request, and its answers as they grow."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any

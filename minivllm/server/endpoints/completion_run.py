@@ -1,7 +1,5 @@
 """What completions of texts and of conversations share: an answer in one piece, or chunk by chunk."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence

@@ -1,7 +1,5 @@
 """``POST /v1/completions``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``POST /v1/embeddings`` and ``POST /v1/score``: pooling requests, many of which make one answer."""
 
-from __future__ import annotations
-
 import base64
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What ``/v1/models`` says of a model, ``/tokenize`` and ``/detokenize``."""
 
-from __future__ import annotations
-
 from minivllm.server.answers.chat_messages import template_messages
 from minivllm.server.protocol import models as protocol
 from minivllm.server.service.models import ServedModel

@@ -1,7 +1,5 @@
 """``POST /v1/responses``: a request rewritten as the chat completion it stands for, told as items and typed events."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import AsyncGenerator, Callable

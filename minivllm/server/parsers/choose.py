@@ -1,7 +1,5 @@
 """Which parser an answer needs: told by a flag, read off the chat template, or by the form that a grammar forced."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """``/v1/chat/completions``: the body, the answer and the chunks of a stream."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field, StringConstraints

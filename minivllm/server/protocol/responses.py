@@ -1,7 +1,5 @@
 """``/v1/responses``: the body, the answer, its items. Stateless: nothing is stored, so nothing can be referred to."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Discriminator, Field, Tag

@@ -1,7 +1,5 @@
 """What all endpoints share: the engine, who gets in, the thread for text work, running prepared requests."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

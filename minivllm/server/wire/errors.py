@@ -4,8 +4,6 @@ What the caller can fix is told in a sentence. What happened inside is told to t
 was not their fault.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any

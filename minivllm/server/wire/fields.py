@@ -5,8 +5,6 @@ change nothing are accepted. A label (``safety_identifier``) is for the caller's
 field could ask for is refused by name.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 from typing import Annotated, Any, Literal
 

@@ -4,8 +4,6 @@ Parsing, checking and reporting cost many times what sending costs: 4 MB of ``[-
 scan looks at bytes only, 64 KiB at a time, and lets go of the interpreter lock in between.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -22,8 +22,6 @@ What is other than the name may suggest, always towards fewer texts:
 - multipleOf counts the decimals that are written, as 0.3 is a multiple of 0.1 there, but not in floats.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
