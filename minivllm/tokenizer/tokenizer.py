@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as TokenizersBackend
 
 from minivllm.errors import ModelError, RequestError
@@ -256,8 +256,6 @@ def max_characters_per_token(backend: TokenizersBackend) -> int | None:
 
     Byte-pair encoding down to bytes keeps every character, so a token has no more of them than its entry's letters.
     """
-    from tokenizers import models
-
     vocabulary = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder().values()
     state = json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer is not None else {}
