@@ -34,7 +34,7 @@ from minivllm.compilation.compiler import (
 )
 from minivllm.compilation.package_builds import Child, PackageBuilds, can_fork
 from minivllm.compilation.regions import MAX_SIZE, Region, TensorSpec, filled, flatten
-from minivllm.hub.file_lock import exclusive
+from minivllm.hub.fetch import exclusive
 
 logger = logging.getLogger(__name__)
 

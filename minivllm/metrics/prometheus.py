@@ -50,9 +50,6 @@ class ServerMetrics:
             registry=self.registry,
         )
 
-    def recorder(self) -> RequestRecorder:
-        return RequestRecorder(self)
-
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, TracerProvider
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,7 @@ PROPAGATED = (b"traceparent", b"tracestate")
 PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 MISSING = "traces need the OpenTelemetry SDK and its OTLP exporter: pip install 'minivllm[otel]'."
 
-Record = Callable[[int, RequestOutput], None]
-"""``record(number of the request, its output)``"""
+Record = Callable[[RequestOutput], None]
 
 
 class Tracing:
@@ -44,12 +44,12 @@ class Tracing:
         return app
 
     @contextmanager
-    def following(self, prepared: Sequence[PreparedRequest], model: str) -> Iterator[Record]:
-        """Follow requests while the context lasts; an exception that ends it is told of those that are unfinished.
+    def following(self, request: PreparedRequest, model: str) -> Iterator[Record]:
+        """Follow a request while the context lasts; an exception that ends it is told of one that is unfinished.
 
         model: the name of what is served without an adapter.
         """
-        yield lambda number, output: None
+        yield lambda output: None
 
     def close(self) -> None:
         """Send what has not been sent yet."""
@@ -81,17 +81,16 @@ class OpenTelemetryTracing(Tracing):
         return traced
 
     @contextmanager
-    def following(self, prepared: Sequence[PreparedRequest], model: str) -> Iterator[Record]:
-        spans = [self._begin(request, model) for request in prepared]
-        last: dict[int, RequestOutput] = {}
-        reasons: dict[int, dict[int, str]] = {number: {} for number in range(len(spans))}
+    def following(self, request: PreparedRequest, model: str) -> Iterator[Record]:
+        span = self._begin(request, model)
+        last: RequestOutput | None = None
+        reasons: dict[int, str] = {}
         error: BaseException | None = None
 
-        def record(number: int, output: RequestOutput) -> None:
-            last[number] = output
-            for one in output.outputs:
-                if one.finish_reason is not None:
-                    reasons[number][one.index] = one.finish_reason
+        def record(output: RequestOutput) -> None:
+            nonlocal last
+            last = output
+            reasons.update({one.index: one.finish_reason for one in output.outputs if one.finish_reason is not None})
 
         try:
             yield record
@@ -99,13 +98,10 @@ class OpenTelemetryTracing(Tracing):
             error = caught
             raise
         finally:
-            for number, span in enumerate(spans):
-                self._end(span, last.get(number), [reasons[number][index] for index in sorted(reasons[number])], error)
+            self._end(span, last, [reasons[index] for index in sorted(reasons)], error)
 
     def close(self) -> None:
-        shutdown = getattr(self._provider, "shutdown", None)
-        if shutdown is not None:
-            shutdown()
+        self._provider.shutdown()
 
     def _begin(self, request: PreparedRequest, model: str) -> Span:
         from opentelemetry.trace import SpanKind

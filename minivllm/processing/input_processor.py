@@ -36,14 +36,7 @@ ids and text the ids count and the text is only echoed."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 GENERATION_CONFIG = "generation_config.json"
-_NAME_IN_GENERATION_CONFIG = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_tokens": "max_new_tokens",
-}
+_IN_GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 MAX_STOP_STRING_LENGTH = 1024
 MAX_BAD_WORD_LENGTH = 1024
 MAX_ADAPTER_TEXT_LENGTH = 4096
@@ -402,7 +395,8 @@ def default_sampling_params(model_path: str) -> SamplingParams:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ModelError(f"{path} holds a {type(values).__name__}, but must hold a JSON object.")
-        given = {name: values.get(theirs) for name, theirs in _NAME_IN_GENERATION_CONFIG.items()}
+        given = {name: values.get(name) for name in _IN_GENERATION_CONFIG}
+        given["max_tokens"] = given.pop("max_new_tokens")
         if values.get("do_sample") is False:
             given["temperature"] = 0.0
         return SamplingParams.from_dict({name: value for name, value in given.items() if value is not None})

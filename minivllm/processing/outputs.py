@@ -1,7 +1,5 @@
 """What the user gets back: completions, log-probabilities and timings of a request, in vLLM's shape."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 

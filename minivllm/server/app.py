@@ -1,7 +1,5 @@
 """The application: every endpoint, in front of one engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -11,19 +9,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from minivllm import __version__
-from minivllm.errors import EngineDeadError
 from minivllm.server.answers.streaming import ClientLeft, event_stream, while_connected
 from minivllm.server.endpoints.chat_endpoint import ChatRun
-from minivllm.server.endpoints.completions_endpoint import CompletionRun
+from minivllm.server.endpoints.completion_run import CompletionRun
+from minivllm.server.endpoints.completions_endpoint import TextRun
 from minivllm.server.endpoints.embeddings_endpoint import embed, score
-from minivllm.server.endpoints.models_endpoint import (
-    detokenize,
-    load_adapter,
-    model_card,
-    model_list,
-    tokenize,
-    unload_adapter,
-)
+from minivllm.server.endpoints.models_endpoint import detokenize, model_card, tokenize
 from minivllm.server.endpoints.page import add_page
 from minivllm.server.endpoints.responses_endpoint import ResponseRun
 from minivllm.server.limits.middleware import OPEN_PATHS, AccessLog, BodyLimit, RequireKey
@@ -32,7 +23,7 @@ from minivllm.server.protocol import completions as texts
 from minivllm.server.protocol import models as small
 from minivllm.server.protocol import responses as items
 from minivllm.server.service.service import Service
-from minivllm.server.wire.errors import documented, engine_dead, error_response, install_error_handlers, shutting_down
+from minivllm.server.wire.errors import documented, install_error_handlers, shutting_down
 from minivllm.server.wire.json_bounds import JsonBounds
 
 MAX_TOTAL_BODY_BYTES = 64 * 2**20
@@ -52,7 +43,7 @@ def json_response(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-async def generated(request: Request, run: ChatRun | CompletionRun | ResponseRun, stream: bool | None) -> Response:
+async def generated(request: Request, run: CompletionRun | ResponseRun, stream: bool | None) -> Response:
     """What a run makes, in one piece or as it comes."""
     if stream:
         return await event_stream(request, run.stream(), run.error_frames)
@@ -107,7 +98,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses={**_streamable(texts.Completion), **GENERATING}, tags=["generation"])
     async def completions(body: texts.CompletionRequest, request: Request) -> Response:
         """Continue texts."""
-        return await generated(request, CompletionRun(service, body), body.stream)
+        return await generated(request, TextRun(service, body), body.stream)
 
     @app.post("/v1/responses", responses={**_streamable(items.ResponseObject), **GENERATING}, tags=["generation"])
     async def responses(body: items.ResponseRequest, request: Request) -> Response:
@@ -145,7 +136,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", responses={200: {"model": small.ModelList}, **documented(401)}, tags=["models"])
     async def models() -> Response:
         """The names this server answers to."""
-        return json_response(model_list(service))
+        cards = [model_card(service, one) for one in service.models.all]
+        return json_response(small.ModelList(object="list", data=cards))
 
     @app.get(
         "/v1/models/{name:path}", responses={200: {"model": small.ModelCard}, **documented(401, 404)}, tags=["models"]
@@ -160,33 +152,28 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.post("/v1/load_lora_adapter", responses={200: {"model": small.ModelCard}, **changing}, tags=["models"])
     async def load(body: small.LoadAdapterRequest) -> Response:
         """Serve an adapter from the server's directory for adapters under a name of its own."""
-        return json_response(await load_adapter(service, body))
+        return json_response(model_card(service, await service.models.load(body.lora_name, body.lora_path)))
 
     @app.post("/v1/unload_lora_adapter", responses=unloading, tags=["models"])
     async def unload(body: small.UnloadAdapterRequest) -> Response:
         """Forget an adapter that no request uses."""
-        return json_response(await unload_adapter(service, body))
+        await service.models.unload(body.lora_name)
+        return json_response(small.DeletedModel(id=body.lora_name, object="model", deleted=True))
 
 
 def _add_operation(app: FastAPI, service: Service) -> None:
-    async def is_alive() -> bool:
-        try:
-            await service.engine.check_health()
-        except EngineDeadError:
-            return False
-        return not service.engine.is_dead
-
     @app.get("/health", responses={200: {"model": small.Health}, **documented(503)}, tags=["operation"])
     async def health() -> Response:
         """200 while the engine core's loop answers."""
-        return json_response(small.Health(status="ok")) if await is_alive() else error_response(engine_dead())
+        await service.engine.check_health()
+        return json_response(small.Health(status="ok"))
 
     @app.get("/ready", responses={200: {"model": small.Health}, **documented(503)}, tags=["operation"])
     async def ready() -> Response:
         """200 while new requests are taken in: healthy, and not shutting down."""
         if service.admission.is_draining:
-            return error_response(shutting_down())
-        return json_response(small.Health(status="ok")) if await is_alive() else error_response(engine_dead())
+            raise shutting_down()
+        return await health()
 
     @app.get("/version", responses={200: {"model": small.Version}, **documented(401)}, tags=["operation"])
     async def version() -> Response:

@@ -4,8 +4,6 @@ SIGTERM or SIGINT: no new requests, running ones get ``drain_timeout`` seconds, 
 at once. When the engine dies, running requests get an error, ``/health`` says 503 for a moment, and the exit code is 1.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -8,8 +8,6 @@ text ends in a match. If several end at the same character, the longest counts (
 not depend on how tokens cut the text or on the order in which the conditions were given.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from minivllm.request import RequestStatus, Stop
 
 if TYPE_CHECKING:
-    import numpy as np
     from llguidance import LLMatcher, LLTokenizer
 
 ALL_TOKENS = -1

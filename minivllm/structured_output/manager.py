@@ -3,8 +3,6 @@
 The scheduler knows nothing of it: it keeps BLOCKED requests waiting, and asks every request's own stop conditions.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -4,8 +4,6 @@ A template comes with a model's files, so it is nobody's trusted code: it runs i
 values only. https://huggingface.co/docs/transformers/chat_templating
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

@@ -11,8 +11,6 @@ What a stream emits, plus what it flushes at the end, equals decoding all its id
 on some sequences, so it cannot promise the same text as decoding at once.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

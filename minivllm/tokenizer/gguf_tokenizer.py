@@ -4,8 +4,6 @@ Two models exist in the supported families: ``gpt2`` (byte-level BPE with merges
 ``tokenizer.ggml.pre`` names) and ``llama`` (SentencePiece BPE, whose merges follow from the token scores).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -15,14 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from minivllm.errors import ModelError
 from minivllm.gguf.gguf_file import SETTLED_NANOSECONDS, GGUFFile
 from minivllm.hub.fetch import model_cache
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 # token types of GGUF
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
@@ -109,8 +106,6 @@ def cache_path(path: Path) -> Path | None:
 
 def _read_cached(cached: Path) -> GGUFTokenizer | None:
     """None if it is not there, or not what was written."""
-    from tokenizers import Tokenizer
-
     try:
         digest, _, text = cached.read_text(encoding="utf-8").partition("\n")
         if digest != hashlib.sha256(text.encode()).hexdigest():
@@ -220,8 +215,6 @@ def _pre_tokenizer(vocabulary: _Vocabulary) -> str:
 
 
 def _byte_level_bpe(vocabulary: _Vocabulary) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-
     split = _pre_tokenizer(vocabulary)
     add_prefix_space = vocabulary.flag("add_space_prefix", False)
     backend = Tokenizer(
@@ -247,8 +240,6 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _sentencepiece_bpe(vocabulary: _Vocabulary) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
     add_prefix = vocabulary.flag("add_space_prefix", True)
     unknown = next((token for token, kind in zip(vocabulary.tokens, vocabulary.types) if kind == UNKNOWN), None)
     backend = Tokenizer(
@@ -292,7 +283,6 @@ def merges_from_scores(tokens: list[str], types: list[int], scores: list[float])
 def _add_special_tokens(backend: Tokenizer, vocabulary: _Vocabulary, named: Iterable[str]) -> None:
     """Control tokens, and those with a role of their own, are matched whole and hidden when decoding; user-defined ones
     are matched whole and shown."""
-    from tokenizers import AddedToken
 
     def added(wanted: int, special: bool) -> list[AddedToken]:
         return [
@@ -307,8 +297,6 @@ def _add_special_tokens(backend: Tokenizer, vocabulary: _Vocabulary, named: Iter
 
 
 def _add_begin_and_end(backend: Tokenizer, vocabulary: _Vocabulary, begin_by_default: bool) -> None:
-    from tokenizers import processors
-
     begin, end = vocabulary.token("bos_token_id"), vocabulary.token("eos_token_id")
     before = [begin] if begin is not None and vocabulary.flag("add_bos_token", begin_by_default) else []
     behind = [end] if end is not None and vocabulary.flag("add_eos_token", False) else []

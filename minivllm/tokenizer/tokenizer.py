@@ -6,12 +6,12 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as TokenizersBackend
 
 from minivllm.errors import ModelError, RequestError
@@ -41,56 +41,53 @@ class SpecialTexts:
         added = sorted(backend.get_added_tokens_decoder().items())
         self._added = [entry for _, entry in added]
         self._special = [(token_id, entry) for token_id, entry in added if entry.special and entry.content]
-        self.contents = [entry.content for _, entry in self._special]
-        longest_first = sorted(self.contents, key=len, reverse=True)
+        contents = [entry.content for _, entry in self._special]
+        longest_first = sorted(contents, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._beginnings = {content[:end] for content in self.contents for end in range(1, len(content))}
-        self._longest = max(map(len, self.contents), default=0)
+        self._beginnings = {content[:end] for content in contents for end in range(1, len(content))}
+        self._longest = max(map(len, contents), default=0)
 
     def encode_plain(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of ``text``, in which special tokens are text."""
-        twin, _ = self._twin
-        return self._ids(twin, text, add_special_tokens)
-
-    def encode_template(self, text: str, hidden: HiddenTexts) -> list[int]:
-        """Token ids of what a template wrote: special tokens count, except those that ``hidden`` took out before."""
-        twin, aliases = self._twin
-        return self._ids(twin, hidden.restored(self._pattern.sub(lambda found: aliases[found[0]], text)), False)
-
-    def _ids(self, twin: TokenizersBackend, text: str, add_special_tokens: bool) -> list[int]:
-        original = {twin.token_to_id(alias): token_id for alias, token_id in self._id_of_alias.items()}
+        twin, _, original = self._twin
         ids = twin.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return [original.get(token_id, token_id) for token_id in ids]
 
-    @cached_property
-    def _id_of_alias(self) -> dict[str, int]:
-        secret = secrets.token_hex(16)
-        return {f"\ue000{secret}{token_id}\ue001": token_id for token_id, _ in self._special}
+    def encode_template(self, text: str, hidden: HiddenTexts) -> list[int]:
+        """Token ids of what a template wrote: special tokens count, except those that ``hidden`` took out before."""
+        aliases = self._twin[1]
+        return self.encode_plain(hidden.restored(self._pattern.sub(lambda found: aliases[found[0]], text)), False)
 
     @cached_property
-    def _twin(self) -> tuple[TokenizersBackend, dict[str, str]]:
-        """The twin, which shares the model and its vocabulary, and the secret name of every special token."""
-        backend = self._backend
+    def _twin(self) -> tuple[TokenizersBackend, dict[str, str], dict[int | None, int]]:
+        """The twin, which shares the model and its vocabulary, the secret name of every special token, and the token
+        behind the twin's id of that name."""
+        backend, secret = self._backend, secrets.token_hex(16)
         twin = TokenizersBackend(backend.model)
         for name in ("normalizer", "pre_tokenizer", "post_processor"):
             if (part := getattr(backend, name)) is not None:
                 setattr(twin, name, part)
         twin.add_tokens(self._added)  # in the order of their ids, which stay the same
+        aliases = {one.content: f"\ue000{secret}{token_id}\ue001" for token_id, one in self._special}
         twin.add_tokens(
             [
                 AddedToken(alias, lstrip=one.lstrip, rstrip=one.rstrip, single_word=one.single_word, normalized=False)
-                for alias, (_, one) in zip(self._id_of_alias, self._special)
+                for alias, (_, one) in zip(aliases.values(), self._special)
             ]
         )
         twin.encode_special_tokens = True
-        return twin, dict(zip(self.contents, self._id_of_alias))
+        return (
+            twin,
+            aliases,
+            {twin.token_to_id(alias): token_id for alias, (token_id, _) in zip(aliases.values(), self._special)},
+        )
 
-    def replace(self, text: str, number_of: Mapping[str, str]) -> str:
+    def replace(self, text: str, number_of: Callable[[str], str]) -> str:
         """``text`` with every special token replaced, and the beginning of one at its end, which other text may end."""
-        text = self._pattern.sub(lambda found: number_of[found[0]], text)
+        text = self._pattern.sub(lambda found: number_of(found[0]), text)
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             if text[-length:] in self._beginnings:
-                return text[:-length] + number_of[text[-length:]]
+                return text[:-length] + number_of(text[-length:])
         return text
 
 
@@ -100,17 +97,20 @@ class HiddenTexts:
     def __init__(self, special: SpecialTexts) -> None:
         self._special = special
         self._secret = "".join(secrets.choice("123456789") for _ in range(_SECRET_DIGITS))
-        self._texts: list[str] = []
-        self._numbers = _Numbers(self._secret, self._texts)
+        self._numbers: dict[str, str] = {}  # digits pass through every filter of a template unchanged
 
     @property
     def is_empty(self) -> bool:
-        return not self._texts
+        return not self._numbers
+
+    def _number(self, text: str) -> str:
+        """The secret number that stands for a text."""
+        return self._numbers.setdefault(text, f"{self._secret}{len(self._numbers):0{_NUMBER_DIGITS}}")
 
     def hide(self, value: Any) -> Any:
         """A copy of ``value``, which is JSON-like, whose strings have no special tokens."""
         if isinstance(value, str):
-            return self._special.replace(value, self._numbers)
+            return self._special.replace(value, self._number)
         if isinstance(value, Mapping):
             return {self.hide(key): self.hide(inner) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
@@ -119,23 +119,9 @@ class HiddenTexts:
 
     def restored(self, text: str) -> str:
         """``text``, which the template made, with everything hidden in its place again."""
-        if not self._texts:
-            return text
+        texts = list(self._numbers)
         pattern = rf"{self._secret}([0-9]{{{_NUMBER_DIGITS}}})"
-        return re.sub(pattern, lambda found: self._texts[int(found[1])], text)
-
-
-class _Numbers(dict[str, str]):
-    """Text -> the secret number that stands for it. Digits pass through every filter of a template unchanged."""
-
-    def __init__(self, secret: str, texts: list[str]) -> None:
-        super().__init__()
-        self._secret, self._texts = secret, texts
-
-    def __missing__(self, text: str) -> str:
-        self[text] = number = f"{self._secret}{len(self._texts):0{_NUMBER_DIGITS}}"
-        self._texts.append(text)
-        return number
+        return re.sub(pattern, lambda found: texts[int(found[1])], text)
 
 
 # One text is encoded at a time, in the calling thread; a pool of threads beside it would only wait.
@@ -270,8 +256,6 @@ def max_characters_per_token(backend: TokenizersBackend) -> int | None:
 
     Byte-pair encoding down to bytes keeps every character, so a token has no more of them than its entry's letters.
     """
-    from tokenizers import models
-
     vocabulary = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder().values()
     state = json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer is not None else {}

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from minivllm.messages import SchedulerStats
-from minivllm.metrics.prometheus import MAX_DRAFT_POSITIONS, ServerMetrics, StatusLine
+from minivllm.metrics.prometheus import MAX_DRAFT_POSITIONS, RequestRecorder, ServerMetrics, StatusLine
 from minivllm.processing.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 
@@ -28,7 +28,7 @@ def record_stream(metrics: ServerMetrics) -> None:
     """A request of 5 prompt tokens with two completions: arrival 10, scheduled 11, tokens at 12, 12.5, 13.5."""
     timings = RequestMetrics(arrival_time=10.0, num_prompt_tokens=5, num_sequences=2)
     timings.queued_time, timings.first_scheduled_time = 10.5, 11.0
-    recorder = metrics.recorder()
+    recorder = RequestRecorder(metrics)
 
     def step(now: float, outputs: list[CompletionOutput], finished: bool = False) -> None:
         timings.record_tokens(sum(len(output.token_ids) for output in outputs), now)

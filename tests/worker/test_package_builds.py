@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from minivllm.compilation.package_builds import NICENESS, Child, PackageBuilds
-from minivllm.hub.file_lock import exclusive
+from minivllm.hub.fetch import exclusive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="builds are child processes on Linux only")
 

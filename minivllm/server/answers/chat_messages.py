@@ -1,7 +1,5 @@
 """Conversations as chat templates read them: roles checked, content parts joined, tool calls with parsed arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

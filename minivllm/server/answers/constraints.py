@@ -1,7 +1,5 @@
 """What forces the form of an answer: response_format, structured_outputs and tool_choice, for the engine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

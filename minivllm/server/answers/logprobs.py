@@ -1,7 +1,5 @@
 """Log-probabilities in the forms of the two completion endpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,16 +14,14 @@ LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot write."""
 
 
-def chat_logprobs(
-    positions: Sequence[PositionLogprobMap], num_top: int, decoder: TokenDecoder | None
-) -> ChoiceLogprobs:
+def chat_logprobs(positions: Sequence[PositionLogprobMap], num_top: int, decoder: TokenDecoder | None) -> msgspec.Raw:
     content: list[TokenLogprob] = []
     for position in positions:
         token_id, chosen = next(iter(position.items()))
         top = [_entry(other, value, decoder) for other, value in position.items() if value.rank <= num_top]
         top.sort(key=lambda entry: -entry["logprob"])
         content.append(TokenLogprob(**_entry(token_id, chosen, decoder), top_logprobs=top))
-    return ChoiceLogprobs(content=content, refusal=None)
+    return _written(ChoiceLogprobs(content=content, refusal=None))
 
 
 def completion_logprobs(
@@ -33,7 +29,7 @@ def completion_logprobs(
     positions: Sequence[PositionLogprobMap | None],
     text_offset: int,
     decoder: TokenDecoder | None,
-) -> CompletionLogprobs:
+) -> msgspec.Raw:
     """text_offset: characters before the first of these tokens. None stands where there are none (the first token)."""
     result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token_id, position in zip(token_ids, positions):
@@ -43,10 +39,10 @@ def completion_logprobs(
         result["top_logprobs"].append(None if position is None else _by_text(position, decoder))
         result["text_offset"].append(text_offset)
         text_offset += len(text)
-    return result
+    return _written(result)
 
 
-def written(logprobs: Mapping[str, Any]) -> msgspec.Raw:
+def _written(logprobs: Mapping[str, Any]) -> msgspec.Raw:
     """Log-probabilities as JSON, written entry by entry: in one piece, those of a long answer hold up every thread."""
     fields = (
         msgspec.json.encode(name)

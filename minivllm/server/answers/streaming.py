@@ -1,7 +1,5 @@
 """Server-sent events, and noticing that the client has left, streaming or not."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """``POST /v1/embeddings`` and ``POST /v1/score``: pooling requests, many of which make one answer."""
 
-from __future__ import annotations
-
 import base64
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from minivllm.messages import LoRARequest
 from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import RequestOutput
 from minivllm.sampling_params import OutputKind, PoolingParams, SamplingParams
@@ -27,15 +26,14 @@ async def embed(service: Service, request: protocol.EmbeddingRequest) -> protoco
         raise unsupported(
             "dimensions", "cannot be chosen: vectors are as long as the model's hidden states. Leave it out."
         )
-    inputs = prompt_list(request.input)
-    run = _PoolingRun(service, request, PoolingParams(pooling=request.pooling, normalize=request.normalize))
     # Each vector is written when it comes: all at the end would take the event loop's time in one piece.
     write: Callable[[list[float]], Any] = _base64_of if request.encoding_format == "base64" else _json_of
-    written = await run.vectors(inputs, write)
+    served, inputs = service.models.find(request.model), prompt_list(request.input)
+    written, usage = await _vectors(service, request, served.lora, inputs, write, normalize=request.normalize)
     data = [
         protocol.Embedding(object="embedding", index=index, embedding=vector) for index, vector in enumerate(written)
     ]
-    return protocol.EmbeddingList(object="list", data=data, model=run.model, usage=run.usage())
+    return protocol.EmbeddingList(object="list", data=data, model=served.name, usage=usage)
 
 
 async def score(service: Service, request: protocol.ScoreRequest) -> protocol.ScoreList:
@@ -44,8 +42,8 @@ async def score(service: Service, request: protocol.ScoreRequest) -> protocol.Sc
     if len(left) not in (1, len(right)):
         why = f"has {len(left)} texts and text_2 has {len(right)}: give one text_1, or as many as text_2 has."
         raise invalid("text_1", why)
-    run = _PoolingRun(service, request, PoolingParams(pooling=request.pooling))
-    vectors = await run.vectors([*left, *right], np.asarray)
+    served = service.models.find(request.model)
+    vectors, usage = await _vectors(service, request, served.lora, [*left, *right], np.asarray)
     compared = vectors[len(left) :]
     pairs = zip(vectors[: len(left)] * (len(compared) // len(left)), compared)
     data = [
@@ -53,46 +51,43 @@ async def score(service: Service, request: protocol.ScoreRequest) -> protocol.Sc
         for index, (one, other) in enumerate(pairs)
     ]
     return protocol.ScoreList(
-        id=new_id("score"), object="list", created=int(time.time()), model=run.model, data=data, usage=run.usage()
+        id=new_id("score"), object="list", created=int(time.time()), model=served.name, data=data, usage=usage
     )
 
 
-class _PoolingRun:
-    """Texts as vectors, a few at a time."""
+async def _vectors(
+    service: Service,
+    request: protocol.PoolingFields,
+    lora: LoRARequest | None,
+    inputs: Sequence[str | list[int]],
+    convert: Callable[[list[float]], T],
+    *,
+    normalize: bool = True,
+) -> tuple[list[T], protocol.EmbeddingUsage]:
+    """One vector per input, in their order, each as ``convert`` makes it, and how many tokens they took."""
+    answer_id = new_id("embd")
+    vectors: dict[int, T] = {}
+    num_tokens = 0
 
-    def __init__(self, service: Service, request: protocol.PoolingFields, pooling: PoolingParams) -> None:
-        self._service = service
-        self._request = request
-        self._pooling = pooling
-        self._served = service.models.find(request.model)
-        self._id = new_id("embd")
-        self._num_prompt_tokens = 0
-        self.model = self._served.name
-
-    async def vectors(self, inputs: Sequence[str | list[int]], convert: Callable[[list[float]], T]) -> list[T]:
-        """One vector per input, in their order, each as ``convert`` makes it."""
-        vectors: dict[int, T] = {}
-
-        def finish(number: int, prepared: PreparedRequest, output: RequestOutput) -> None:
-            vectors[number] = convert(output.embedding or [])
-            self._num_prompt_tokens += len(prepared.prompt_token_ids)
-
-        await self._service.run_in_turn(len(inputs), lambda number: self._prepare(number, inputs[number]), finish)
-        return [vectors[number] for number in range(len(inputs))]
-
-    def usage(self) -> protocol.EmbeddingUsage:
-        return protocol.EmbeddingUsage(prompt_tokens=self._num_prompt_tokens, total_tokens=self._num_prompt_tokens)
-
-    def _prepare(self, number: int, given: str | list[int]) -> PreparedRequest:
-        request = self._request
-        return self._service.engine.prepare(
-            f"{self._id}-{number}",
-            as_prompt(given, request.cache_salt),
+    def prepare(number: int) -> PreparedRequest:
+        return service.engine.prepare(
+            f"{answer_id}-{number}",
+            as_prompt(inputs[number]),
             SamplingParams(temperature=0.0, max_tokens=1, output_kind=OutputKind.FINAL_ONLY),
             priority=request.priority or 0,
-            lora=self._served.lora,
-            pooling=self._pooling,
+            cache_salt=request.cache_salt,
+            lora=lora,
+            pooling=PoolingParams(pooling=request.pooling, normalize=normalize),
         )
+
+    def finish(number: int, output: RequestOutput) -> None:
+        nonlocal num_tokens
+        vectors[number] = convert(output.embedding or [])
+        num_tokens += len(output.prompt_token_ids)
+
+    await service.run_in_turn(len(inputs), prepare, finish)
+    usage = protocol.EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    return [vectors[number] for number in range(len(inputs))], usage
 
 
 def _json_of(vector: Sequence[float]) -> msgspec.Raw:

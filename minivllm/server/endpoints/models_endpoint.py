@@ -1,6 +1,4 @@
-"""``/v1/models``, loading and unloading adapters while others stream, ``/tokenize`` and ``/detokenize``."""
-
-from __future__ import annotations
+"""What ``/v1/models`` says of a model, ``/tokenize`` and ``/detokenize``."""
 
 from minivllm.server.answers.chat_messages import template_messages
 from minivllm.server.protocol import models as protocol
@@ -23,21 +21,6 @@ def model_card(service: Service, model: ServedModel) -> protocol.ModelCard:
         max_model_len=service.max_model_len,
         default_sampling_params={name: getattr(defaults, name) for name in SHOWN_DEFAULTS},
     )
-
-
-def model_list(service: Service) -> protocol.ModelList:
-    return protocol.ModelList(object="list", data=[model_card(service, model) for model in service.models.all])
-
-
-async def load_adapter(service: Service, request: protocol.LoadAdapterRequest) -> protocol.ModelCard:
-    """Raises ApiError, see ``ServedModels.load``."""
-    return model_card(service, await service.models.load(request.lora_name, request.lora_path))
-
-
-async def unload_adapter(service: Service, request: protocol.UnloadAdapterRequest) -> protocol.DeletedModel:
-    """Raises ApiError, see ``ServedModels.unload``."""
-    await service.models.unload(request.lora_name)
-    return protocol.DeletedModel(id=request.lora_name, object="model", deleted=True)
 
 
 ASSUMED_CHARACTERS_PER_TOKEN = 64

@@ -5,8 +5,6 @@ no data and needs no key; whatever it shows, it asks for with a key. Its Content
 own script and style, so nothing else can run. What a model writes becomes text nodes only, see page_markdown.js.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

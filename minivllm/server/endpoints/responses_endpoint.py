@@ -1,7 +1,5 @@
 """``POST /v1/responses``: a request rewritten as the chat completion it stands for, told as items and typed events."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -14,7 +12,7 @@ from minivllm.server.answers.chat_messages import text_of
 from minivllm.server.answers.streaming import event_frame
 from minivllm.server.endpoints.chat_endpoint import ChatRun
 from minivllm.server.protocol import responses as protocol
-from minivllm.server.protocol.chat import ChatCompletionRequest, Delta, ToolCallDelta
+from minivllm.server.protocol.chat import ChatCompletionRequest, Delta
 from minivllm.server.service.service import Service, new_id
 from minivllm.server.wire.errors import ApiError, validation_error
 from minivllm.server.wire.fields import SamplingFields
@@ -96,6 +94,12 @@ def _add_item(path: str, item: protocol.InputItem, messages: list[dict[str, Any]
 Tell = Callable[..., None]
 """``tell(event type, **fields)``"""
 
+_TEXTS: dict[str, tuple[str, dict[str, Any], protocol.OutputPart, dict[str, Any]]] = {
+    "message": ("msg", {"role": "assistant"}, {"type": "output_text", "text": "", "annotations": []}, {"logprobs": []}),
+    "reasoning": ("rs", {"summary": []}, {"type": "reasoning_text", "text": ""}, {}),
+}
+"""Kind of an item with text -> prefix of its id, fields of its own, its part, further fields of events of the text."""
+
 
 class ResponseItems:
     """The answer's items as they grow out of chat deltas; every change is told as an event."""
@@ -105,10 +109,8 @@ class ResponseItems:
         self._tell = tell
 
     def add(self, delta: Delta) -> None:
-        if delta.get("reasoning_content"):
-            self._add_text("reasoning", delta["reasoning_content"])
-        if delta.get("content"):
-            self._add_text("message", delta["content"] or "")
+        self._add_text("reasoning", delta.get("reasoning_content"))
+        self._add_text("message", delta.get("content"))
         for call in delta.get("tool_calls", ()):
             self._add_call(call)
 
@@ -122,10 +124,8 @@ class ResponseItems:
             self._tell_of_item("function_call_arguments.done", arguments=item["arguments"], name=item["name"])
         else:
             part = item["content"][0]
-            if item["type"] == "message":
-                self._tell_of_item("output_text.done", content_index=0, text=part["text"], logprobs=[])
-            else:
-                self._tell_of_item("reasoning_text.done", content_index=0, text=part["text"])
+            fields = _TEXTS[item["type"]][3]
+            self._tell_of_item(f"{part['type']}.done", content_index=0, text=part["text"], **fields)
             self._tell_of_item("content_part.done", content_index=0, part=part)
         self._tell("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
@@ -135,40 +135,28 @@ class ResponseItems:
     def _tell_of_item(self, kind: str, **fields: Any) -> None:
         self._tell(f"response.{kind}", item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
 
-    def _begin(self, item: protocol.OutputItem) -> None:
+    def _begin(self, kind: str, id_prefix: str, **fields: Any) -> None:
         self.close("completed")
+        item: Any = {"id": new_id(id_prefix), "type": kind, "status": "in_progress", **fields}
         self.items.append(item)
         self._tell("response.output_item.added", output_index=len(self.items) - 1, item=item)
 
-    def _add_text(self, kind: str, text: str) -> None:
+    def _add_text(self, kind: str, text: str | None) -> None:
+        if not text:
+            return
+        id_prefix, own_fields, empty_part, event_fields = _TEXTS[kind]
         if not self._is_open() or self.items[-1]["type"] != kind:
-            self._begin_text(kind)
-        self.items[-1]["content"][0]["text"] += text
-        if kind == "message":
-            self._tell_of_item("output_text.delta", content_index=0, delta=text, logprobs=[])
-        else:
-            self._tell_of_item("reasoning_text.delta", content_index=0, delta=text)
+            self._begin(kind, id_prefix, content=[], **own_fields)
+            self.items[-1]["content"].append(empty_part.copy())
+            self._tell_of_item("content_part.added", content_index=0, part=empty_part)
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        self._tell_of_item(f"{part['type']}.delta", content_index=0, delta=text, **event_fields)
 
-    def _begin_text(self, kind: str) -> None:
-        part: protocol.OutputTextPart | protocol.ReasoningTextPart
-        if kind == "message":
-            item = protocol.OutputItem(id=new_id("msg"), type="message", status="in_progress", content=[])
-            item["role"] = "assistant"
-            part = protocol.OutputTextPart(type="output_text", text="", annotations=[])
-        else:
-            item = protocol.OutputItem(id=new_id("rs"), type="reasoning", status="in_progress", content=[])
-            item["summary"] = []
-            part = protocol.ReasoningTextPart(type="reasoning_text", text="")
-        self._begin(item)
-        item["content"].append(part)
-        self._tell_of_item("content_part.added", content_index=0, part=part)
-
-    def _add_call(self, call: ToolCallDelta) -> None:
+    def _add_call(self, call: dict[str, Any]) -> None:
         function = call["function"]
         if "name" in function:
-            item = protocol.OutputItem(id=new_id("fc"), type="function_call", status="in_progress", arguments="")
-            item["call_id"], item["name"] = call["id"], function["name"]
-            self._begin(item)
+            self._begin("function_call", "fc", arguments="", call_id=call["id"], name=function["name"])
         if function["arguments"]:
             self.items[-1]["arguments"] += function["arguments"]
             self._tell_of_item("function_call_arguments.delta", delta=function["arguments"])
@@ -193,14 +181,14 @@ class ResponseRun:
     async def complete(self) -> protocol.ResponseObject:
         """The whole response at once."""
         async with aclosing(self._chat.deltas()) as deltas:
-            async for _, delta in deltas:
+            async for delta in deltas:
                 self._items.add(delta)
         return await self._end()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Frames of typed events: created, in_progress, the items' own, completed or incomplete."""
         async with aclosing(self._chat.deltas()) as deltas:
-            async for _, delta in deltas:
+            async for delta in deltas:
                 if self._num_events == 0:
                     self._tell("response.created", response=self._object("in_progress"))
                     self._tell("response.in_progress", response=self._object("in_progress"))
@@ -218,11 +206,12 @@ class ResponseRun:
         return self._take_frames()
 
     async def _end(self) -> protocol.ResponseObject:
-        status: protocol.Status = "incomplete" if self._chat.answer(0).finish_reason == "length" else "completed"
+        is_cut = (self._chat.answer(0).ending or {}).get("finish_reason") == "length"
+        status: protocol.Status = "incomplete" if is_cut else "completed"
         self._items.close(status)
         response = self._object(status)
         if status == "incomplete":
-            response["incomplete_details"] = protocol.IncompleteDetails(reason="max_output_tokens")
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = await self._usage()
         return response
 
@@ -247,7 +236,7 @@ class ResponseRun:
             input_tokens=used["prompt_tokens"],
             input_tokens_details=used["prompt_tokens_details"],
             output_tokens=used["completion_tokens"],
-            output_tokens_details=protocol.OutputTokensDetails(reasoning_tokens=num_reasoning_tokens),
+            output_tokens_details={"reasoning_tokens": num_reasoning_tokens},
             total_tokens=used["total_tokens"],
         )
 

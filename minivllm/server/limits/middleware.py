@@ -1,7 +1,5 @@
 """What happens to every HTTP request before and after its endpoint: id, access log, size limit, key."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import logging

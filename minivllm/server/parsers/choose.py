@@ -1,7 +1,6 @@
 """Which parser an answer needs: told by a flag, read off the chat template, or by the form that a grammar forced."""
 
-from __future__ import annotations
-
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -81,18 +80,17 @@ class CallsOrAnswer:
 
     def __init__(self, make_calls_parser: Callable[[], Parser], begins: Sequence[str]) -> None:
         self._make_calls_parser = make_calls_parser
-        self._begins = [_Compact(begin).text for begin in begins]
-        self._seen = _Compact()
+        self._begins = list(map(_compact, begins))
         self._buffer = ""
         self._parser: Parser | None = None
 
     def feed(self, text: str) -> list[Event]:
         if self._parser is None:
             self._buffer += text
-            self._seen.add(text)
-            if any(self._seen.text.startswith(begin) for begin in self._begins):
+            seen = _compact(self._buffer)
+            if any(seen.startswith(begin) for begin in self._begins):
                 self._parser = self._make_calls_parser()
-            elif not any(begin.startswith(self._seen.text) for begin in self._begins):
+            elif not any(begin.startswith(seen) for begin in self._begins):
                 self._parser = PlainText()
             else:
                 return []
@@ -105,17 +103,7 @@ class CallsOrAnswer:
         return [Content(self._buffer)] if self._buffer else []
 
 
-class _Compact:
-    """JSON as it grows, without the whitespace outside of its strings."""
-
-    def __init__(self, text: str = "") -> None:
-        self.text = ""
-        self._in_string = False
-        self.add(text)
-
-    def add(self, text: str) -> None:
-        for char in text:
-            if char == '"':  # no call begins with a string that has an escaped one
-                self._in_string = not self._in_string
-            if self._in_string or char not in WHITESPACE:
-                self.text += char
+def _compact(text: str) -> str:
+    """The beginning of a JSON text without the whitespace outside of its strings, none of which has an escaped quote:
+    no call begins with such a string."""
+    return re.sub(rf'("[^"]*"?)|[{WHITESPACE}]', r"\1", text)

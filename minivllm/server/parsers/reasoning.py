@@ -1,7 +1,5 @@
 """Reasoning between ``<think>`` and ``</think>`` (DeepSeek-R1's form, also Qwen3's and SmolLM3's)."""
 
-from __future__ import annotations
-
 from enum import Enum, auto
 
 from minivllm.server.parsers.events import Event, Parser, Reasoning, split_at_tag

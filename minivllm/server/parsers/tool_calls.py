@@ -4,8 +4,6 @@ A call's arguments are passed on as the model writes them, before the object is 
 model may leave them invalid. Only the object around them is understood, character by character.
 """
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """``/v1/chat/completions``: the body, the answer and the chunks of a stream."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field, StringConstraints
@@ -254,16 +252,13 @@ class AnswerMessage(TypedDict):
     tool_calls: NotRequired[list[ToolCallOut]]
 
 
-ChatFinishReason = Literal["stop", "length", "tool_calls"]
-
-
 class ChatChoice(TypedDict):
     """stop_reason: the stop string, stop expression or token id that ended it."""
 
     index: int
     message: AnswerMessage
     logprobs: ChoiceLogprobs | None
-    finish_reason: ChatFinishReason
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: NotRequired[int | str]
 
 
@@ -276,42 +271,12 @@ class ChatCompletion(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    system_fingerprint: NotRequired[str]
-
-
-class FunctionCallDelta(TypedDict):
-    name: NotRequired[str]
-    arguments: str
-
-
-class ToolCallDelta(TypedDict):
-    index: int
-    id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
-    function: FunctionCallDelta
 
 
 class Delta(TypedDict):
+    """tool_calls: the place of the call as ``index``, and what is new of it."""
+
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str | None]
     reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[ToolCallDelta]]
-
-
-class ChunkChoice(TypedDict):
-    index: int
-    delta: Delta
-    logprobs: ChoiceLogprobs | None
-    finish_reason: ChatFinishReason | None
-    stop_reason: NotRequired[int | str]
-
-
-class ChatCompletionChunk(TypedDict):
-    """usage: null on every chunk but the last one, if it was asked for."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: NotRequired[Usage | None]
+    tool_calls: NotRequired[list[dict[str, Any]]]

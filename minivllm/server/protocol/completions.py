@@ -1,7 +1,5 @@
 """``/v1/completions``, ``/v1/embeddings``, ``/v1/score``: bodies and answers about texts, and counts of tokens."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, NotRequired
 
 from pydantic import Field

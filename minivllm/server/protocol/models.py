@@ -1,7 +1,5 @@
 """Models and adapters by name, ``/tokenize``, ``/detokenize``, ``/version``, ``/health``: small bodies and answers."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints

@@ -1,7 +1,5 @@
 """``/v1/responses``: the body, the answer, its items. Stateless: nothing is stored, so nothing can be referred to."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Discriminator, Field, Tag
@@ -60,45 +58,46 @@ class InputImage(Body):
 
 
 InputPart = Annotated[InputText | OutputText | InputImage, Field(discriminator="type")]
-OutputPart = Annotated[InputText | InputImage, Field(discriminator="type")]
+ResultPart = Annotated[InputText | InputImage, Field(discriminator="type")]
 
 
-class MessageItem(Body):
+class Item(Body):
+    """id, status: as the answer had them."""
+
+    id: Label | None = None
+    status: Status | None = None
+
+
+class FunctionItem(Item):
+    call_id: str
+    namespace: None = None
+    caller: None = None
+
+
+class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[InputPart], Field(min_length=1, max_length=MAX_PARTS)]
     phase: None = None
-    id: Label | None = None
-    status: Status | None = None
 
 
-class FunctionCallItem(Body):
+class FunctionCallItem(FunctionItem):
     """arguments: JSON as the model wrote it, cut where the call is incomplete. parsed_arguments: the same again, from
     helpers of clients."""
 
     type: Literal["function_call"]
-    call_id: str
     name: str
     arguments: str
     parsed_arguments: Any = None
-    namespace: None = None
-    caller: None = None
     async_: Annotated[Literal[False] | None, Field(alias="async")] = None
-    id: Label | None = None
-    status: Status | None = None
 
 
-class FunctionCallOutputItem(Body):
+class FunctionCallOutputItem(FunctionItem):
     """name: of the function, which call_id says already."""
 
     type: Literal["function_call_output"]
-    call_id: str
-    output: str | Annotated[list[OutputPart], Field(min_length=1, max_length=MAX_PARTS)]
+    output: str | Annotated[list[ResultPart], Field(min_length=1, max_length=MAX_PARTS)]
     name: Label | None = None
-    namespace: None = None
-    caller: None = None
-    id: Label | None = None
-    status: Status | None = None
 
 
 class ReasoningText(Body):
@@ -106,15 +105,13 @@ class ReasoningText(Body):
     text: str
 
 
-class ReasoningItem(Body):
+class ReasoningItem(Item):
     """Reasoning of an earlier answer, sent back; it goes to the chat template with the message that follows."""
 
     type: Literal["reasoning"]
     summary: Nothing
     content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS)] | None = None
     encrypted_content: None = None
-    id: Label | None = None
-    status: Status | None = None
 
 
 def _kind_of_item(item: Any) -> str:
@@ -225,15 +222,12 @@ class ResponseRequest(SamplingFields, CallerFields, NeutralFields):
     access_programs: None = None
 
 
-class OutputTextPart(TypedDict):
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any]
+class OutputPart(TypedDict):
+    """Text, or of an item of reasoning what the model thought."""
 
-
-class ReasoningTextPart(TypedDict):
-    type: Literal["reasoning_text"]
+    type: Literal["output_text", "reasoning_text"]
     text: str
+    annotations: NotRequired[list[Any]]
 
 
 class OutputItem(TypedDict):
@@ -243,27 +237,21 @@ class OutputItem(TypedDict):
     type: Literal["message", "function_call", "reasoning"]
     status: Status
     role: NotRequired[Literal["assistant"]]
-    content: NotRequired[list[OutputTextPart | ReasoningTextPart]]
+    content: NotRequired[list[OutputPart]]
     summary: NotRequired[list[Any]]
     call_id: NotRequired[str]
     name: NotRequired[str]
     arguments: NotRequired[str]
 
 
-class OutputTokensDetails(TypedDict):
-    reasoning_tokens: int
-
-
 class ResponseUsage(TypedDict):
+    """output_tokens_details: reasoning_tokens."""
+
     input_tokens: int
     input_tokens_details: PromptTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: dict[Literal["reasoning_tokens"], int]
     total_tokens: int
-
-
-class IncompleteDetails(TypedDict):
-    reason: Literal["max_output_tokens"]
 
 
 class ResponseObject(TypedDict):
@@ -274,7 +262,7 @@ class ResponseObject(TypedDict):
     created_at: int
     status: Status
     error: None
-    incomplete_details: IncompleteDetails | None
+    incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]

@@ -1,7 +1,5 @@
 """The names a server answers to: those of its model, and those of adapters, which may come and go while it serves."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What all endpoints share: the engine, who gets in, the thread for text work, running prepared requests."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets
@@ -14,7 +12,7 @@ from typing import Any, TypeVar
 from minivllm.errors import EngineDeadError, RequestError
 from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.messages import FinishReason
-from minivllm.metrics.prometheus import ServerMetrics
+from minivllm.metrics.prometheus import RequestRecorder, ServerMetrics
 from minivllm.metrics.tracing import make_tracing
 from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import RequestOutput
@@ -71,8 +69,8 @@ class Service:
 
     async def run(
         self, num_completions: int, prepare: Callable[[], Sequence[PreparedRequest]]
-    ) -> AsyncGenerator[tuple[PreparedRequest, int, RequestOutput], None]:
-        """Admit, prepare (in the text thread), run; (request, its number, output) as outputs come.
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Admit, prepare (in the text thread), run; (number of the request, its output) as outputs come.
 
         num_completions: places the request takes; more than those do not run beside one another.
         Close the iterator to abort what still runs. Raises ApiError, RequestError or EngineDeadError.
@@ -89,29 +87,17 @@ class Service:
             if self.admission.is_draining:
                 raise shutting_down()
             ticket.request_ids = [one.request_id for one in prepared]
-            recorders = [self.metrics.recorder() for _ in prepared]
             async with aclosing(self._merged(prepared, num_completions, deadline)) as outputs:
-                with self.tracing.following(prepared, self.models.base_name) as trace:
-                    while True:
-                        try:
-                            async with asyncio.timeout_at(deadline):
-                                number, output = await anext(outputs)
-                        except StopAsyncIteration:
-                            return
-                        except TimeoutError:
-                            raise timed_out(limit) from None
-                        if output.outputs and output.metrics.first_token_time is not None:
-                            ticket.started()
-                        recorders[number].record(output)
-                        trace(number, output)
-                        self._check(output, deadline)
-                        yield prepared[number], number, output
+                async for number, output in outputs:
+                    if output.outputs and output.metrics.first_token_time is not None:
+                        ticket.started()
+                    yield number, output
 
     async def run_in_turn(
         self,
         num_requests: int,
         prepare: Callable[[int], PreparedRequest],
-        finish: Callable[[int, PreparedRequest, RequestOutput], None],
+        finish: Callable[[int, RequestOutput], None],
     ) -> None:
         """Run many requests of one client, of which few are in the engine at a time.
 
@@ -134,14 +120,10 @@ class Service:
                         await asyncio.sleep(QUEUE_POLL_SECONDS)
                     ticket.add_prompt_tokens(num_tokens)
                     ticket.request_ids.append(prepared.request_id)
-                    recorder = self.metrics.recorder()
-                    with self.tracing.following([prepared], self.models.base_name) as trace:
-                        async with aclosing(self._generate(prepared, deadline)) as outputs:
-                            async for output in outputs:
-                                recorder.record(output)
-                                trace(0, output)
-                                self._check(output, deadline)
-                    finish(number, prepared, output)
+                    async with aclosing(self._followed(prepared, deadline)) as outputs:
+                        async for output in outputs:
+                            if output.finished:
+                                finish(number, output)
                     ticket.remove_prompt_tokens(num_tokens)
                     ticket.request_ids.remove(prepared.request_id)
 
@@ -155,26 +137,32 @@ class Service:
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
 
-    def _generate(self, request: PreparedRequest, deadline: float | None) -> AsyncGenerator[RequestOutput, None]:
-        """deadline: by the event loop's clock; the engine ends what still runs then, also when nobody reads it."""
-        left = None if deadline is None else max(0.0, deadline - asyncio.get_running_loop().time())
-        return self.engine.generate(request, deadline=left)
+    async def _followed(self, request: PreparedRequest, deadline: float | None) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request, counted and traced. Raises for one that the engine gave up on.
 
-    def _check(self, output: RequestOutput, deadline: float | None) -> None:
-        """Raise for a request that the engine gave up on."""
-        if output.error is not None:
-            if deadline is not None and asyncio.get_running_loop().time() >= deadline:
-                raise timed_out(self.settings.request_timeout)
-            raise RequestError(output.error)
-        if any(completion.finish_reason == FinishReason.ABORT for completion in output.outputs):
-            raise shutting_down()
+        deadline: by the event loop's clock; the engine ends what still runs then, also when nobody reads it.
+        """
+        now, recorder = asyncio.get_running_loop().time, RequestRecorder(self.metrics)
+        left = None if deadline is None else max(0.0, deadline - now())
+        with self.tracing.following(request, self.models.base_name) as trace:
+            async with aclosing(self.engine.generate(request, deadline=left)) as outputs:
+                async for output in outputs:
+                    recorder.record(output)
+                    trace(output)
+                    if output.error is not None and deadline is not None and now() >= deadline:
+                        raise timed_out(self.settings.request_timeout)
+                    if output.error is not None:
+                        raise RequestError(output.error)
+                    if any(completion.finish_reason == FinishReason.ABORT for completion in output.outputs):
+                        raise shutting_down()
+                    yield output
 
     async def _merged(
         self, prepared: Sequence[PreparedRequest], places: int, deadline: float | None
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Outputs of several requests that run beside one another, at most ``places`` of them, as they come."""
         if len(prepared) == 1:
-            async with aclosing(self._generate(prepared[0], deadline)) as outputs:
+            async with aclosing(self._followed(prepared[0], deadline)) as outputs:
                 async for output in outputs:
                     yield 0, output
             return
@@ -183,7 +171,7 @@ class Service:
 
         async def pump(number: int, request: PreparedRequest) -> None:
             try:
-                async with free_places, aclosing(self._generate(request, deadline)) as outputs:
+                async with free_places, aclosing(self._followed(request, deadline)) as outputs:
                     async for output in outputs:
                         await queue.put((number, output))
             except Exception as error:

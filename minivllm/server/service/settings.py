@@ -1,7 +1,5 @@
 """What the operator decides about a server, checked once."""
 
-from __future__ import annotations
-
 import ipaddress
 import math
 from dataclasses import dataclass, fields

@@ -4,9 +4,6 @@ What the caller can fix is told in a sentence. What happened inside is told to t
 was not their fault.
 """
 
-from __future__ import annotations
-
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +15,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict
 
-from minivllm.errors import ContextLengthError, EngineDeadError, MinivllmError, RequestError
+from minivllm.errors import ContextLengthError, EngineDeadError, MinivllmError
 from minivllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -68,44 +65,30 @@ class ApiError(Exception):
     @property
     def error_class(self) -> str:
         """One of a fixed set of names, fit to label a metric."""
-        return _CLASS_OF_STATUS.get(self.status, "other")
+        return _STATUSES.get(self.status, ("other", ""))[0]
 
 
-_DOCUMENTED = {
-    400: "The request cannot be served; the error names the field.",
-    401: "The API key is missing or wrong.",
-    403: "The operator does not allow it.",
-    404: "There is no such model.",
-    409: "The name is taken, or the adapter is in use.",
-    413: "The body is too large.",
-    429: "The queue is full; Retry-After says when to come back.",
-    500: "The server failed.",
-    503: "The engine is dead, or the server is shutting down.",
-    504: "The request took longer than the server allows.",
+_STATUSES = {
+    400: ("bad_request", "The request cannot be served; the error names the field."),
+    401: ("unauthorized", "The API key is missing or wrong."),
+    403: ("forbidden", "The operator does not allow it."),
+    404: ("not_found", "There is no such model."),
+    405: ("method_not_allowed", ""),
+    408: ("too_slow", ""),
+    409: ("conflict", "The name is taken, or the adapter is in use."),
+    413: ("too_large", "The body is too large."),
+    429: ("overloaded", "The queue is full; Retry-After says when to come back."),
+    499: ("client_left", ""),
+    500: ("internal", "The server failed."),
+    503: ("unavailable", "The engine is dead, or the server is shutting down."),
+    504: ("timeout", "The request took longer than the server allows."),
 }
+"""Class for metrics, and what the schema says of those that an endpoint documents."""
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The failures that an endpoint documents, besides those every path has."""
-    return {status: {"model": ErrorBody, "description": _DOCUMENTED[status]} for status in statuses}
-
-
-_CLASS_OF_STATUS = {
-    400: "bad_request",
-    401: "unauthorized",
-    403: "forbidden",
-    404: "not_found",
-    405: "method_not_allowed",
-    408: "too_slow",
-    409: "conflict",
-    413: "too_large",
-    429: "overloaded",
-    499: "client_left",
-    500: "internal",
-    503: "unavailable",
-    504: "timeout",
-}
-ERROR_CLASSES = (*_CLASS_OF_STATUS.values(), "other")
+    return {status: {"model": ErrorBody, "description": _STATUSES[status][1]} for status in statuses}
 
 
 def unsupported(param: str, why: str) -> ApiError:
@@ -139,10 +122,6 @@ def timed_out(seconds: float | None) -> ApiError:
     )
 
 
-def internal_error() -> ApiError:
-    return ApiError(500, "The server failed to answer this request.", type="server_error", code="internal_error")
-
-
 def to_api_error(error: BaseException) -> ApiError:
     """Any exception as an answer; unexpected ones are logged with their traceback."""
     if isinstance(error, ApiError):
@@ -151,13 +130,13 @@ def to_api_error(error: BaseException) -> ApiError:
         return engine_dead()
     if isinstance(error, ContextLengthError):
         return ApiError(400, str(error), param="prompt", code="context_length_exceeded")
-    if isinstance(error, (RequestError, MinivllmError)):
+    if isinstance(error, MinivllmError):
         message = str(error)
         return ApiError(400, message, param=_named_parameter(message), code="invalid_value")
-    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+    if isinstance(error, TimeoutError):
         return timed_out(None)
     logger.error("A request failed.", exc_info=error)
-    return internal_error()
+    return ApiError(500, "The server failed to answer this request.", type="server_error", code="internal_error")
 
 
 def _named_parameter(message: str) -> str | None:

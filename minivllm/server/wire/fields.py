@@ -5,8 +5,6 @@ change nothing are accepted. A label (``safety_identifier``) is for the caller's
 field could ask for is refused by name.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -256,7 +254,6 @@ def prompt_list(prompts: Prompts) -> list[str | list[int]]:
     return list(prompts)
 
 
-def as_prompt(given: str | list[int], cache_salt: str | None) -> dict[str, object]:
+def as_prompt(given: str | list[int]) -> str | dict[str, Any]:
     """One of them as the engine takes it."""
-    prompt: dict[str, object] = {"prompt" if isinstance(given, str) else "prompt_token_ids": given}
-    return prompt if cache_salt is None else {**prompt, "cache_salt": cache_salt}
+    return given if isinstance(given, str) else {"prompt_token_ids": given}

@@ -22,13 +22,13 @@ What is other than the name may suggest, always towards fewer texts:
 - multipleOf counts the decimals that are written, as 0.3 is a multiple of 0.1 there, but not in floats.
 """
 
-from __future__ import annotations
-
 import json
 import math
+import re
 from collections.abc import Iterator
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
+from graphlib import CycleError, TopologicalSorter
 from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
@@ -235,22 +235,24 @@ class _Rewriter:
                 break
             if "$ref" not in schema:
                 return schema
-            schema = self._target(schema["$ref"])
+            way = self._way(schema["$ref"])
+            schema = way[-1] if way else None
         return {}
 
-    def _target(self, reference: Any) -> Any:
-        """What a reference within the schema leads to; None if there is nothing."""
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            return None
-        target: Any = self._root
-        for step in _steps(reference) if reference != "#" else ():
-            if isinstance(target, dict) and step in target:
-                target = target[step]
-            elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
-                target = target[int(step)]
+    def _way(self, reference: Any) -> list[Any]:
+        """What a reference leads through from the top of the schema, its target last; empty if there is none."""
+        if not _is_local(reference):
+            return []
+        way: list[Any] = [self._root]
+        for step in reference.split("/")[1:]:
+            here, key = way[-1], unquote(step).replace("~1", "/").replace("~0", "~")
+            if isinstance(here, dict) and key in here:
+                way.append(here[key])
+            elif isinstance(here, list) and key.isdecimal() and int(key) < len(here):
+                way.append(here[int(key)])
             else:
-                return None
-        return target
+                return []
+        return way
 
     def _map(self, keyword: str, value: Any, path: str, depth: int) -> Schema:
         if not isinstance(value, dict):
@@ -282,7 +284,7 @@ class _Rewriter:
         return {"items": self._schema(value, path, depth=depth + 1)}
 
     def _reference(self, value: Any, path: str, in_place: bool) -> str:
-        if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
+        if not _is_local(value):
             raise RequestError(
                 f"The JSON schema refers to {_shown(value)} at {path}, but only references within the schema, such as "
                 "'#/$defs/name', are followed: copy that schema into this one."
@@ -292,22 +294,16 @@ class _Rewriter:
         if value == "#":
             return value
         if value not in self._names:
-            target = self._root
-            steps = _steps(value)
-            for step in steps:
-                if isinstance(target, dict) and step in target:
-                    target = target[step]
-                elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
-                    target = target[int(step)]
-                else:
-                    raise _refusal(path, f"refers to {_shown(value)}", "there is nothing in the schema")
-                if isinstance(target, dict) and _renames(target):
-                    raise _refusal(
-                        path, f"refers to {_shown(value)}, which has an '$id'", "leave '$id' out inside of the schema"
-                    )
-            stem = "".join(character for character in steps[-1] if character.isalnum() and character.isascii())
+            way = self._way(value)
+            if not way:
+                raise _refusal(path, f"refers to {_shown(value)}", "there is nothing in the schema")
+            if any(isinstance(one, dict) and _renames(one) for one in way[1:]):
+                raise _refusal(
+                    path, f"refers to {_shown(value)}, which has an '$id'", "leave '$id' out inside of the schema"
+                )
+            stem = re.sub("[^0-9A-Za-z]", "", value.rpartition("/")[2])
             self._names[value] = f"{stem}_{len(self._names)}"
-            self._waiting.append((value, target, value))
+            self._waiting.append((value, way[-1], value))
         return f"#/$defs/{self._names[value]}"
 
     def _multiple(self, value: Any, path: str) -> float:
@@ -329,22 +325,12 @@ class _Rewriter:
 
     def _check_loops(self) -> None:
         """No schema stands for itself."""
-        done: set[str] = set()
-        for start in self._in_place:
-            waiting: list[tuple[str, str | None]] = [(start, None)]
-            entered: dict[str, bool] = {}
-            while waiting:
-                name = waiting[-1][0]
-                if name in done or entered.get(name):
-                    waiting.pop()
-                    done.add(name)
-                    continue
-                entered[name] = True
-                for following, place in self._in_place.get(name, ()):
-                    if following in entered and following not in done:
-                        raise _refusal(place, f"refers to {_shown(following)}, and so to itself without end", "end it")
-                    if following not in done:
-                        waiting.append((following, place))
+        try:
+            TopologicalSorter({name: dict(references) for name, references in self._in_place.items()}).prepare()
+        except CycleError as error:
+            following, name = error.args[1][:2]
+            place = dict(self._in_place[name])[following]
+            raise _refusal(place, f"refers to {_shown(following)}, and so to itself without end", "end it") from None
 
 
 def _check_end(root: Schema, definitions: dict[str, Any]) -> None:
@@ -387,9 +373,8 @@ def _has_end(schema: Any, ends: set[str]) -> bool:
     return False
 
 
-def _steps(reference: str) -> list[str]:
-    """Keys and places on the way from the top of the schema."""
-    return [unquote(step).replace("~1", "/").replace("~0", "~") for step in reference[2:].split("/")]
+def _is_local(reference: Any) -> bool:
+    return isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
 
 
 def _renames(schema: Schema) -> bool:

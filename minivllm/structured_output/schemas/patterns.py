@@ -4,8 +4,6 @@ The two, and Python's, agree on most of it. What only one of them knows is refus
 written out, so that a string that matches here matches in both.
 """
 
-from __future__ import annotations
-
 import re
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"

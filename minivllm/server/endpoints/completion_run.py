@@ -1,0 +1,128 @@
+"""What completions of texts and of conversations share: an answer in one piece, or chunk by chunk."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any, ClassVar
+
+from minivllm.processing.input_processor import PreparedRequest, Prompt
+from minivllm.processing.outputs import CompletionOutput, RequestOutput
+from minivllm.sampling_params import SamplingParams
+from minivllm.server.answers.streaming import DONE, data_frame, error_frames
+from minivllm.server.protocol.completions import Usage
+from minivllm.server.protocol.completions import usage as count_usage
+from minivllm.server.service.service import Service, new_id
+from minivllm.server.wire.errors import unsupported
+from minivllm.server.wire.fields import RequestFields
+
+
+class CompletionRun(ABC):
+    """One request, checked; then either ``complete`` or ``stream``. Raises ApiError 400 or 404.
+
+    id_prefix: of the answer's id. hides_answer: what is generated is not shown and not counted.
+    """
+
+    id_prefix: ClassVar[str]
+    error_frames = staticmethod(error_frames)
+    params: SamplingParams
+    hides_answer = False
+    _object_name: str
+    _num_completions: int
+
+    def __init__(self, service: Service, request: RequestFields) -> None:
+        self._service = service
+        self._fields = request
+        self._served = service.models.find(request.model)
+        self.model = self._served.name
+        self._id = new_id(self.id_prefix)
+        self._created = int(time.time())
+        self._last_outputs: dict[int, RequestOutput] = {}
+        if request.stream_options is not None and not request.stream:
+            raise unsupported("stream_options", "is only allowed together with stream: true.")
+
+    async def complete(self) -> dict[str, Any]:
+        """The whole answer at once, its choices in the order of their indices."""
+        choices: dict[int, dict[str, Any]] = {}
+        async with aclosing(self._completions()) as completions:
+            async for place in completions:
+                has_logprobs = place[2].logprobs is not None
+                choice = (
+                    await self._service.in_text_thread(self._choice, *place) if has_logprobs else self._choice(*place)
+                )
+                choices[choice["index"]] = choice
+        return {**self._object([choices[index] for index in sorted(choices)]), "usage": self.usage()}
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Frames: chunks as text comes, a finish reason per choice, usage if asked for, [DONE]."""
+        async with aclosing(self._completions()) as completions:
+            async for place in completions:
+                for choice in self._chunk_choices(*place):
+                    yield data_frame(self._object([choice]))
+        if self._fields.wants_usage_chunk:
+            yield data_frame({**self._object([]), "usage": self.usage()})
+        yield DONE
+
+    def usage(self) -> Usage:
+        outputs = self._last_outputs.values()
+        return count_usage(
+            sum(len(output.prompt_token_ids) for output in outputs),
+            0 if self.hides_answer else sum(output.metrics.num_generation_tokens for output in outputs),
+            sum(output.num_cached_tokens for output in outputs),
+        )
+
+    @abstractmethod
+    def _prepare(self) -> Sequence[PreparedRequest]:
+        """One request per prompt. Runs in the text thread."""
+
+    @abstractmethod
+    def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        """A completion of the prompt of this number. With logprobs it is made in the text thread."""
+
+    @abstractmethod
+    def _chunk_choices(
+        self, number: int, output: RequestOutput, completion: CompletionOutput
+    ) -> Iterable[dict[str, Any]]:
+        """What is new of one, each to be sent in a chunk of its own."""
+
+    def _is_over(self) -> bool:
+        """True if what the model has written is the whole answer, though it writes on."""
+        return False
+
+    async def _completions(self) -> AsyncGenerator[tuple[int, RequestOutput, CompletionOutput], None]:
+        """(number of the prompt, its output, what is new of one completion) as they come."""
+        async with aclosing(self._service.run(self._num_completions, self._prepare)) as outputs:
+            async for number, output in outputs:
+                self._last_outputs[number] = output
+                for completion in output.outputs:
+                    yield number, output, completion
+                if self._is_over():
+                    return
+
+    def _prepared(self, request_id: str, prompt: Prompt) -> PreparedRequest:
+        fields = self._fields
+        return self._service.engine.prepare(
+            request_id,
+            prompt,
+            self.params,
+            priority=fields.priority or 0,
+            cache_salt=fields.cache_salt,
+            lora=self._served.lora,
+        )
+
+    def _object(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": self._object_name,
+            "created": self._created,
+            "model": self.model,
+            "choices": choices,
+            **({"usage": None} if self._fields.wants_usage_chunk else {}),
+        }
+
+
+def ending(completion: CompletionOutput) -> dict[str, Any]:
+    """The fields of a choice that say whether it has ended, and why."""
+    reason = completion.finish_reason
+    ended = {"finish_reason": reason if reason in (None, "length") else "stop"}
+    return ended if completion.stop_reason is None else {**ended, "stop_reason": completion.stop_reason}
