@@ -126,5 +126,5 @@ def assert_pool_unused(llm: LLM) -> None:
     scheduler = llm.llm_engine.client.core.scheduler  # type: ignore[attr-defined]
     scheduler.check_integrity()
     assert not scheduler.requests
-    assert scheduler.kv_cache_manager.pool.num_free_blocks == scheduler.kv_cache_manager.pool.num_blocks - 1
+    assert scheduler.kv_cache_manager.pools[0].num_free_blocks == scheduler.kv_cache_manager.pools[0].num_blocks - 1
     assert llm.get_metrics().kv_cache_usage == 0.0

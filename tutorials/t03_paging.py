@@ -20,6 +20,7 @@ import torch
 from kernels_triton_free.attention import gathered_sdpa_attention
 from kernels_triton_free.paged_cache import write_kv
 from minivllm.attention.tile_lists import blocks_read, new_lists, write_lists
+from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import EngineRequest
 from minivllm.request import Request
@@ -60,7 +61,7 @@ paged = max(k for k in range(101) if sum(needed[:k]) <= NUM_BLOCKS - 1)
 lesson.say(f"  reserving {MAX_LEN} tokens for each: {slots} / {MAX_LEN} = {contiguous} users")
 lesson.predict("users with paging", paged, "as long as the sum of ceil(length / 16) is at most 256")
 
-manager = KVCacheManager(NUM_BLOCKS, BLOCK, MAX_LEN)
+manager = KVCacheManager([FullAttentionManager(NUM_BLOCKS, BLOCK)], MAX_LEN)
 served: list[Request] = []
 for index, length in enumerate(lengths):
     newcomer = request(f"R{index}", length)
@@ -94,7 +95,7 @@ lesson.bars(
 
 # %%
 lesson.heading("Memory after some coming and going")
-manager = KVCacheManager(25, 4, 64)
+manager = KVCacheManager([FullAttentionManager(25, 4)], 64)
 names = {}
 for index in range(6):
     names[f"R{index}"] = request(f"R{index}", 12 + index % 3 * 2)
@@ -200,10 +201,10 @@ def block_sizes() -> str:
 
 @lesson.exercise("What does allocate_slots do when there is no room? Check that it leaves no trace.")
 def no_trace() -> str:
-    before = manager.pool.num_free_blocks
+    before = manager.pools[0].num_free_blocks
     newcomer = request("large", 60)
     assert manager.allocate_slots(newcomer, 60, 0, manager.get_computed_blocks(newcomer)[0]) is None
-    assert manager.pool.num_free_blocks == before
+    assert manager.pools[0].num_free_blocks == before
     manager.check_integrity(names.values())
     return f"it returns None, {before} blocks stay free, and the integrity check passes: the scheduler can retry"
 

@@ -17,6 +17,7 @@ import heapq
 import random
 
 from minivllm.config import SchedulerConfig
+from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.scheduler.scheduler import Scheduler
 from tutorials.lesson import Cell, Lesson
@@ -30,7 +31,7 @@ answers = [draw.randint(2, 20) for _ in range(16)]
 
 def scheduler() -> Scheduler:
     config = SchedulerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=512, max_model_len=512)
-    return Scheduler(config, KVCacheManager(num_blocks=129, block_size=16, max_model_len=512))
+    return Scheduler(config, KVCacheManager([FullAttentionManager(num_blocks=129, block_size=16)], max_model_len=512))
 
 
 def arrivals(lengths: list[int], first: int = 0) -> list[Arrival]:

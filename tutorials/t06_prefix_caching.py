@@ -111,7 +111,7 @@ class HeadFirst(FullAttentionManager):
 
 def hits_per_round(kind: type[SingleGroupManager], usable_blocks: int, users: int = 4) -> int:
     """Tokens found in the cache when every user has asked again, after a few rounds."""
-    manager = KVCacheManager(usable_blocks + 1, BLOCK, max_model_len=64, group_types=(kind,))
+    manager = KVCacheManager([kind(usable_blocks + 1, BLOCK)], max_model_len=64)
     scheduler = Scheduler(SchedulerConfig(max_model_len=64), manager)
     for turn in range(5):
         before = manager.prefix_cache_hit_tokens
@@ -147,11 +147,11 @@ lesson.say(
 
 # %%
 lesson.heading("The free queue after one request")
-manager = KVCacheManager(9, BLOCK, max_model_len=64)
+manager = KVCacheManager([FullAttentionManager(9, BLOCK)], max_model_len=64)
 scheduler = Scheduler(SchedulerConfig(max_model_len=64), manager)
 lesson.predict("order of reuse", [5, 6, 7, 8, 4, 3, 2, 1], "unnamed, then never used, then the tail of the prefix")
 run(scheduler, [Arrival("R1", [7] * 16 + [99], max_tokens=1)])
-queue = list(manager.pool.free_queue)
+queue = list(manager.pools[0].free_queue)
 lesson.measure("order of reuse", [block.block_id for block in queue])
 cells: list[Cell] = [(str(block.block_id), "cached" if block.block_hash else "idle") for block in queue]
 lesson.cells("t06_queue", "Front: reused next", {"block": cells}, legend={"idle": "no name", "cached": "can be found"})
@@ -178,7 +178,7 @@ def tenants() -> str:
 
 @lesson.exercise("Why is a prompt that is entirely in the cache not entirely taken from it? Measure a repeated prompt.")
 def whole_prompt() -> str:
-    manager = KVCacheManager(33, BLOCK, max_model_len=64)
+    manager = KVCacheManager([FullAttentionManager(33, BLOCK)], max_model_len=64)
     scheduler = Scheduler(SchedulerConfig(max_model_len=64), manager)
     run(scheduler, [Arrival("first", [5] * 16, max_tokens=1)])
     [step] = run(scheduler, [Arrival("again", [5] * 16, max_tokens=1)])

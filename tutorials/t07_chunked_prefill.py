@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import SchedulerConfig
+from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.scheduler.scheduler import Scheduler
 from tutorials.lesson import Cell, Lesson
@@ -34,7 +35,9 @@ def price(step: Step) -> int:
 def serve(budget: int) -> list[Step]:
     """Four readers with answers of 200 tokens; the book comes before step 5 and wants an answer of 8."""
     config = SchedulerConfig(max_num_batched_tokens=budget, max_model_len=512)
-    scheduler = Scheduler(config, KVCacheManager(num_blocks=257, block_size=16, max_model_len=512))
+    scheduler = Scheduler(
+        config, KVCacheManager([FullAttentionManager(num_blocks=257, block_size=16)], max_model_len=512)
+    )
     readers = [Arrival(f"R{number}", 4, 200) for number in range(1, READERS + 1)]
     return run(scheduler, [*readers, Arrival("book", BOOK, 8, step=5)])
 
@@ -152,7 +155,9 @@ def starvation() -> str:
 )
 def cap() -> str:
     config = SchedulerConfig(max_num_batched_tokens=512, max_model_len=512, long_prefill_token_threshold=60)
-    scheduler = Scheduler(config, KVCacheManager(num_blocks=257, block_size=16, max_model_len=512))
+    scheduler = Scheduler(
+        config, KVCacheManager([FullAttentionManager(num_blocks=257, block_size=16)], max_model_len=512)
+    )
     steps = run(scheduler, [Arrival("R1", 4, 40), Arrival("book", BOOK, 8, step=5)])
     chunks = sum(step.scheduled.get("book", 0) == 60 for step in steps)
     assert (longest_gap(steps, "R1"), chunks) == (WEIGHTS + 1 + 60, 8)

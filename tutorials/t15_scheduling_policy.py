@@ -18,6 +18,7 @@ from itertools import pairwise
 
 from minivllm import LLM, SamplingParams, SchedulingPolicy, SortedQueue, register_policy
 from minivllm.config import SchedulerConfig
+from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.scheduler.policy import Turns
 from minivllm.scheduler.scheduler import Scheduler
@@ -53,7 +54,7 @@ WEIGHTS, READERS, RUSH, PROMPT = 32, 4, 10, 100
 
 def serve(policy: str, num_blocks: int = 513) -> list[Step]:
     config = SchedulerConfig(max_num_batched_tokens=512, max_model_len=512, policy=policy)
-    scheduler = Scheduler(config, KVCacheManager(num_blocks, block_size=16, max_model_len=512))
+    scheduler = Scheduler(config, KVCacheManager([FullAttentionManager(num_blocks, 16)], max_model_len=512))
     readers = [Arrival(f"R{number}", 4, 60) for number in range(READERS)]
     newcomers = [Arrival(f"N{number}", PROMPT, 20, step=5 + number) for number in range(RUSH)]
     return run(scheduler, [*readers, *newcomers])
@@ -194,7 +195,7 @@ def shortest_first() -> str:
 
     register_policy("shortest_first", ShortestFirst)
     config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=512, max_model_len=512, policy="shortest_first")
-    scheduler = Scheduler(config, KVCacheManager(513, block_size=16, max_model_len=512))
+    scheduler = Scheduler(config, KVCacheManager([FullAttentionManager(513, 16)], max_model_len=512))
     steps = run(scheduler, [Arrival("long", 100, 2), Arrival("short", 3, 2), Arrival("middle", 50, 2)])
     order = list(dict.fromkeys(name for step in steps for name in step.scheduled))
     assert order == ["short", "middle", "long"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from minivllm.config import EngineConfig
 from minivllm.engine.batch_queue import BatchQueue
 from minivllm.errors import RequestError
+from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.hashing import extend_block_hashes
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.lora.registry import AdapterAdmission, AdapterRegistry
@@ -35,8 +36,7 @@ class EngineCore:
         self.config = config
         self.executor = executor
         kv_cache = KVCacheManager(
-            num_blocks=executor.num_blocks,
-            block_size=config.cache.block_size,
+            [FullAttentionManager(executor.num_blocks, config.cache.block_size)],
             max_model_len=config.scheduler.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
         )

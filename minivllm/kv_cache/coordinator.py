@@ -1,48 +1,58 @@
-"""Several KV cache groups over one pool: a request is served only if every group can serve it."""
+"""Several KV groups, each over a pool of its own: a request is served only if every group can serve it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd, lcm
 
-from minivllm.kv_cache.block_pool import BlockPool, KVCacheBlock
+from minivllm.kv_cache.block_pool import KVCacheBlock
 from minivllm.kv_cache.group_manager import SingleGroupManager
 
 BlocksPerGroup = tuple[list[KVCacheBlock], ...]
 
 
 class KVCacheCoordinator:
-    """Asks all groups and makes their answers agree. All groups share the block size and the pool of ids."""
+    """Asks all groups and makes their answers agree.
 
-    def __init__(self, group_types: Sequence[type[SingleGroupManager]], block_size: int, pool: BlockPool) -> None:
-        self.pool = pool
-        self.block_size = block_size
-        self.groups = [group_type(index, block_size, pool) for index, group_type in enumerate(group_types)]
+    Block sizes may differ: tokens are hashed in pieces of hash_block_size, which divides all of them, and hits end
+    where blocks end in all groups.
+    """
 
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_num_blocks: int) -> BlocksPerGroup:
-        """The longest prefix that every group can reuse.
+    def __init__(self, groups: Sequence[SingleGroupManager]) -> None:
+        self.groups = list(groups)
+        sizes = [group.block_size for group in groups]
+        self.hash_block_size, self._alignment = gcd(*sizes), lcm(*sizes)
+        for group in groups:
+            group.hashes_per_block = group.block_size // self.hash_block_size
+
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> tuple[BlocksPerGroup, int]:
+        """The longest prefix that every group can reuse: (its blocks, tokens in them).
 
         A shorter length may change what another group can offer (a window needs only the end of the prefix), so the
         groups are asked again until the length no longer shrinks.
         """
-        length = max_num_blocks
+        length = max_num_tokens // self._alignment * self._alignment
         while True:
             start_length = length
             hits = []
             for group in self.groups:
-                found = group.find_longest_cache_hit(block_hashes, length)
-                length = len(found)
+                found = group.find_longest_cache_hit(block_hashes, length // group.block_size)
+                length = len(found) * group.block_size // self._alignment * self._alignment
                 hits.append(found)
-            if length == start_length or length == 0 or len(self.groups) == 1:
-                return tuple(found[:length] for found in hits)
+            if length == start_length or len(self.groups) == 1:
+                return tuple(hits), length
+            if length == 0:
+                return tuple([] for _ in hits), 0
 
-    def num_blocks_to_take(self, request_id: str, num_tokens: int, hits: BlocksPerGroup | None) -> int:
-        """Free blocks that serving ``num_tokens`` tokens uses up: new ones, and hits that nobody uses now."""
-        needed = 0
-        if hits is None:  # every request of every step comes this way
-            for group in self.groups:
-                needed += group.num_new_blocks(request_id, num_tokens)
-            return needed
+    def num_blocks_to_admit(self, request_id: str, num_slots: int, num_tokens: int, hits: BlocksPerGroup) -> list[int]:
+        """Free blocks of each pool that a waiting request needs: for its first step, with room for ``num_slots``
+        tokens, for the most that it holds until ``num_tokens`` tokens are computed, and for hits that nobody uses."""
+        needed = []
         for group, found in zip(self.groups, hits):
-            needed += group.num_new_blocks(request_id, num_tokens, len(found))
-            needed += sum(block.ref_count == 0 and block is not self.pool.null_block for block in found)
+            count = max(
+                group.num_new_blocks(request_id, num_slots, len(found)),
+                group.num_missing_blocks(request_id, num_tokens, found),
+            )
+            null_block = group.pool.null_block
+            needed.append(count + sum(block.ref_count == 0 and block is not null_block for block in found))
         return needed

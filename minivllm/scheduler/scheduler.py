@@ -339,7 +339,7 @@ class Scheduler:
         waiting, manager = self.waiting, self.kv_cache_manager
         threshold = self.config.long_prefill_token_threshold
         set_aside: list[Request] = []
-        num_promised: int | None = None
+        promised: list[int] | None = None
         self._admission.begin_step()
         while waiting and plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = waiting.peek()
@@ -355,11 +355,11 @@ class Scheduler:
             num_new = min(request.num_tokens - num_computed, plan.budget)
             if 0 < threshold < num_new:
                 num_new = threshold
-            if num_promised is None:
-                num_promised = self._num_promised_blocks(plan)
-            if manager.allocate_slots(request, num_new, num_computed, hits, num_reserved_blocks=num_promised) is None:
+            if promised is None:
+                promised = self._num_promised_blocks(plan)
+            if manager.allocate_slots(request, num_new, num_computed, hits, num_reserved_blocks=promised) is None:
                 break
-            num_promised += manager.num_missing_blocks(request)
+            promised = [sum(counts) for counts in zip(promised, manager.num_missing_blocks(request))]
             waiting.pop()
             block_ids = manager.get_block_ids(request.request_id)
             if num_computed > num_hit_tokens:
@@ -369,13 +369,14 @@ class Scheduler:
         for request in reversed(set_aside):
             waiting.prepend(request)
 
-    def _num_promised_blocks(self, plan: StepPlan) -> int:
-        """Blocks that the prompts under way will take beyond this step."""
-        return sum(
+    def _num_promised_blocks(self, plan: StepPlan) -> list[int]:
+        """Blocks of each KV group that the prompts under way will take beyond this step."""
+        promised = [
             self.kv_cache_manager.num_missing_blocks(request)
             for request in self.running
             if request.num_computed_tokens + plan.num_scheduled_tokens.get(request.request_id, 0) < request.num_tokens
-        )
+        ]
+        return [sum(counts) for counts in zip([0] * len(self.kv_cache_manager.pools), *promised)]
 
     def _admit(self, request: Request, num_computed_tokens: int, block_ids: BlockIds, plan: StepPlan) -> None:
         """Make a waiting request run, and tell the workers all they need."""
@@ -512,9 +513,8 @@ class Scheduler:
                 "of them is for the answer: shorten the prompt."
             )
         num_tokens = min(request.num_prompt_tokens + request.max_tokens, longest)
-        if not self.kv_cache_manager.fits_alone(num_tokens - 1):
-            manager = self.kv_cache_manager
-            room = (manager.pool.num_blocks - 1) * manager.block_size
+        room = self.kv_cache_manager.room
+        if num_tokens - 1 > room:
             return (
                 f"The request may grow to {num_tokens} tokens, but the KV cache has room for {room + 1}: shorten the "
                 "prompt, ask for fewer tokens, or give the cache more memory."

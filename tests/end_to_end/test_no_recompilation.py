@@ -92,5 +92,5 @@ def test_after_random_requests_and_aborts_the_pool_is_as_at_the_start(tiny_model
         scheduler = llm.llm_engine.client.core.scheduler  # type: ignore[attr-defined]
         assert not scheduler.running and not scheduler.waiting
         assert llm.reset_prefix_cache()
-        pool = scheduler.kv_cache_manager.pool
+        pool = scheduler.kv_cache_manager.pools[0]
         assert pool.num_cached_hashes == 0

@@ -73,7 +73,7 @@ def test_the_prompt_is_stored_once(tiny_model: TinyModel) -> None:
     """Six sequences of seven blocks each hold 4 shared blocks and 3 of their own, instead of 42."""
     with tiny_llm(tiny_model("llama")) as llm:
         engine = llm.llm_engine
-        pool = engine.client.core.scheduler.kv_cache_manager.pool  # type: ignore[attr-defined]
+        pool = engine.client.core.scheduler.kv_cache_manager.pools[0]  # type: ignore[attr-defined]
         engine.add_request(None, {"prompt_token_ids": PROMPT}, SHARED)
         most_in_use = 0
         while engine.has_unfinished_requests():

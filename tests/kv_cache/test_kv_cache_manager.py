@@ -40,8 +40,8 @@ def admit(manager: KVCacheManager, request: Request, num_tokens: int | None = No
 def snapshot(manager: KVCacheManager) -> tuple:
     """Everything that allocate_slots could change."""
     return (
-        [(block.ref_count, block.block_hash) for block in manager.pool.blocks],
-        [block.block_id for block in manager.pool.free_queue],
+        [(block.ref_count, block.block_hash) for block in manager.pools[0].blocks],
+        [block.block_id for block in manager.pools[0].free_queue],
         {request_id: manager.get_block_ids(request_id) for request_id in manager._groups[0].tables},
         manager.prefix_cache_queried_tokens,
         manager.prefix_cache_hit_tokens,
@@ -59,7 +59,7 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 def test_a_hit_is_the_longest_prefix_of_whole_blocks_that_was_computed(
     arrivals: list[tuple[list[int], str | None, bool]], block_size: int
 ) -> None:
-    manager = KVCacheManager(500, block_size, 100)  # nothing is evicted
+    manager = KVCacheManager([FullAttentionManager(500, block_size)], 100)  # nothing is evicted
     computed: dict[tuple, bool] = {}
     live = []
     for index, (tokens, salt, stays) in enumerate(arrivals):
@@ -84,7 +84,7 @@ def test_a_hit_is_the_longest_prefix_of_whole_blocks_that_was_computed(
 def test_hits_in_a_tiny_pool_hold_what_they_promise_and_failures_change_nothing(
     arrivals: list[tuple[list[int], bool]], block_size: int, num_blocks: int
 ) -> None:
-    manager = KVCacheManager(num_blocks, block_size, 100)
+    manager = KVCacheManager([FullAttentionManager(num_blocks, block_size)], 100)
     contents: dict[int, tuple[int, ...]] = {}  # block id -> all tokens up to its end
     live: list[Request] = []
     for index, (tokens, stays) in enumerate(arrivals):
@@ -95,7 +95,7 @@ def test_hits_in_a_tiny_pool_hold_what_they_promise_and_failures_change_nothing(
         before = snapshot(manager)
         idle_hits = sum(block.ref_count == 0 for block in hits[0])
         needed = -(-len(tokens) // block_size) - len(hits[0]) + idle_hits
-        fits = needed <= manager.pool.num_free_blocks
+        fits = needed <= manager.pools[0].num_free_blocks
         new = manager.allocate_slots(request, len(tokens) - num_hit, num_hit, hits)
         assert (new is not None) == fits
         if new is None:
@@ -119,7 +119,7 @@ def test_hits_in_a_tiny_pool_hold_what_they_promise_and_failures_change_nothing(
 
 
 def test_at_least_one_token_is_left_to_compute() -> None:
-    manager = KVCacheManager(10, 4, 100)
+    manager = KVCacheManager([FullAttentionManager(10, 4)], 100)
     assert admit(manager, make_request("a", list(range(8)))) == 0
     assert admit(manager, make_request("b", list(range(8)))) == 4
     assert admit(manager, make_request("c", list(range(9)))) == 8
@@ -127,7 +127,7 @@ def test_at_least_one_token_is_left_to_compute() -> None:
 
 
 def test_a_request_with_prompt_logprobs_reads_nothing_from_the_cache_but_fills_it() -> None:
-    manager = KVCacheManager(10, 4, 100)
+    manager = KVCacheManager([FullAttentionManager(10, 4)], 100)
     assert admit(manager, make_request("a", list(range(8)), prompt_logprobs=0)) == 0
     assert admit(manager, make_request("b", list(range(8)), prompt_logprobs=0)) == 0
     assert admit(manager, make_request("c", list(range(8)))) == 4
@@ -135,14 +135,14 @@ def test_a_request_with_prompt_logprobs_reads_nothing_from_the_cache_but_fills_i
 
 
 def test_without_prefix_caching_nothing_is_hashed_or_found() -> None:
-    manager = KVCacheManager(10, 4, 100, enable_prefix_caching=False)
+    manager = KVCacheManager([FullAttentionManager(10, 4)], 100, enable_prefix_caching=False)
     first, second = make_request("a", list(range(8))), make_request("b", list(range(8)))
     assert admit(manager, first) == 0 and admit(manager, second) == 0
-    assert first.block_hashes == [] and manager.pool.num_cached_hashes == 0
+    assert first.block_hashes == [] and manager.pools[0].num_cached_hashes == 0
 
 
 def test_blocks_are_taken_only_when_the_last_one_is_full() -> None:
-    manager = KVCacheManager(10, 4, 100)
+    manager = KVCacheManager([FullAttentionManager(10, 4)], 100)
     request = make_request("a", [1, 2, 3])
     admit(manager, request)
     request.append_output_token(4)
@@ -154,40 +154,40 @@ def test_blocks_are_taken_only_when_the_last_one_is_full() -> None:
 
 
 def test_drafts_are_never_hashed() -> None:
-    manager = KVCacheManager(10, 2, 100)
+    manager = KVCacheManager([FullAttentionManager(10, 2)], 100)
     request = make_request("a", [1, 2, 3])
     admit(manager, request)
     request.append_output_token(4)
     request.draft_token_ids = [5, 6]
     manager.allocate_slots(request, 3)
-    assert len(request.block_hashes) == 2 and manager.pool.num_cached_hashes == 2
+    assert len(request.block_hashes) == 2 and manager.pools[0].num_cached_hashes == 2
 
 
 def test_what_was_planned_but_never_computed_is_withdrawn_and_the_rest_stays() -> None:
-    manager = KVCacheManager(10, 2, 100)
+    manager = KVCacheManager([FullAttentionManager(10, 2)], 100)
     request = make_request("a", list(range(8)))
     admit(manager, request, num_tokens=4)
     assert manager.allocate_slots(request, 4) is not None
-    assert manager.pool.num_cached_hashes == 4
+    assert manager.pools[0].num_cached_hashes == 4
     manager.free(request)  # the step with the second half was never sent
     manager.check_integrity([])
-    assert manager.pool.num_cached_hashes == 2
+    assert manager.pools[0].num_cached_hashes == 2
     assert admit(manager, make_request("b", list(range(8)))) == 4
 
 
 def test_a_withdrawal_leaves_the_twin_of_another_request_alone() -> None:
-    manager = KVCacheManager(12, 2, 100, enable_prefix_caching=True)
+    manager = KVCacheManager([FullAttentionManager(12, 2)], 100, enable_prefix_caching=True)
     first, second = make_request("a", list(range(4)), prompt_logprobs=0), make_request("b", list(range(4)))
     admit(manager, first)
     hits = manager.no_block_ids
     assert manager.allocate_slots(second, 4, 0, tuple([] for _ in hits)) is not None
     manager.free(second)
     manager.check_integrity([first])
-    assert manager.pool.num_cached_hashes == 2
+    assert manager.pools[0].num_cached_hashes == 2
 
 
 def test_delayed_contents_are_found_only_once_they_are_announced() -> None:
-    manager = KVCacheManager(10, 2, 100)
+    manager = KVCacheManager([FullAttentionManager(10, 2)], 100)
     request = make_request("a", list(range(4)))
     hits, num_hit = manager.get_computed_blocks(request)
     manager.allocate_slots(request, 4, num_hit, hits, delay_caching=True)
@@ -198,7 +198,7 @@ def test_delayed_contents_are_found_only_once_they_are_announced() -> None:
 
 
 def test_lookahead_reserves_room_up_to_the_longest_request() -> None:
-    manager = KVCacheManager(10, 2, max_model_len=6)
+    manager = KVCacheManager([FullAttentionManager(10, 2)], max_model_len=6)
     request = make_request("a", [1, 2])
     new = manager.allocate_slots(request, 2, 0, ([],), num_lookahead_tokens=3)
     assert new is not None and len(new[0]) == 3
@@ -208,7 +208,7 @@ def test_lookahead_reserves_room_up_to_the_longest_request() -> None:
 
 
 def test_the_cache_is_reset_only_when_nobody_uses_it() -> None:
-    manager = KVCacheManager(10, 2, 100)
+    manager = KVCacheManager([FullAttentionManager(10, 2)], 100)
     request = make_request("a", list(range(4)))
     admit(manager, request)
     assert not manager.reset_prefix_cache()
@@ -218,7 +218,7 @@ def test_the_cache_is_reset_only_when_nobody_uses_it() -> None:
 
 
 def test_the_integrity_check_finds_a_leaked_request() -> None:
-    manager = KVCacheManager(10, 2, 100)
+    manager = KVCacheManager([FullAttentionManager(10, 2)], 100)
     request = make_request("a", list(range(4)))
     admit(manager, request)
     with pytest.raises(RuntimeError, match="block tables and running requests differ in"):
@@ -226,12 +226,12 @@ def test_the_integrity_check_finds_a_leaked_request() -> None:
 
 
 def test_groups_have_their_own_blocks_and_hit_together() -> None:
-    manager = KVCacheManager(20, 2, 100, group_types=(FullAttentionManager, FullAttentionManager))
+    manager = KVCacheManager([FullAttentionManager(20, 2), FullAttentionManager(20, 2)], 100)
     request = make_request("a", list(range(6)))
     admit(manager, request)
     first, second = manager.get_block_ids("a")
-    assert len(first) == len(second) == 3 and not set(first) & set(second)
-    manager.pool.forget(manager.pool.blocks[second[1]])  # the second group lost the middle block
+    assert len(first) == len(second) == 3
+    manager.pools[1].forget(manager.pools[1].blocks[second[1]])  # the second group lost the middle block
     assert admit(manager, make_request("b", list(range(6)))) == 2
     manager.free(request)
     assert manager.usage > 0
@@ -256,7 +256,7 @@ class TripleHits(FullAttentionManager):
 @pytest.mark.parametrize("kinds", [(EvenHits, TripleHits), (TripleHits, EvenHits)])
 def test_hits_of_different_kinds_are_intersected_to_a_fixed_point(kinds: tuple) -> None:
     for num_tokens, expected in ((11, 6), (9, 6), (6, 0), (14, 12)):
-        manager = KVCacheManager(80, 1, 100, group_types=kinds)
+        manager = KVCacheManager([*(kind(80, 1) for kind in kinds)], 100)
         admit(manager, make_request("a", list(range(num_tokens))))
         assert manager.get_computed_blocks(make_request("b", list(range(num_tokens))))[1] == expected
     assert isinstance(manager._coordinator, KVCacheCoordinator)
@@ -264,4 +264,4 @@ def test_hits_of_different_kinds_are_intersected_to_a_fixed_point(kinds: tuple) 
 
 def test_a_block_size_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="block_size is 0"):
-        KVCacheManager(10, 0, 100)
+        KVCacheManager([FullAttentionManager(10, 0)], 100)

@@ -6,8 +6,16 @@ make attention read something else is found. The "model" is a function of the to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
+from minivllm.kv_cache.group_manager import (
+    ChunkedAttentionManager,
+    FullAttentionManager,
+    SingleGroupManager,
+    SlidingWindowManager,
+)
 from minivllm.messages import EngineRequest, FinishReason, ModelRunnerOutput, PositionLogprobs, SchedulerOutput
 from minivllm.sampling_params import SamplingParams
 
@@ -36,53 +44,78 @@ def reference_generation(request: EngineRequest, max_model_len: int) -> tuple[li
             return output, FinishReason.LENGTH, None
 
 
+class Layers(NamedTuple):
+    """A KV group as a worker knows it: which positions a token reads, by definition, and in blocks of which size."""
+
+    block_size: int
+    kind: Literal["full", "window", "chunk"] = "full"
+    reach: int = 0
+
+    def first_visible(self, position: int) -> int:
+        if self.kind == "window":
+            return min(other for other in range(position + 1) if position - other < self.reach)
+        if self.kind == "chunk":
+            return min(other for other in range(position + 1) if other // self.reach == position // self.reach)
+        return 0
+
+    def manager(self, num_blocks: int, longest_chunk: int) -> SingleGroupManager:
+        if self.kind == "full":
+            return FullAttentionManager(num_blocks, self.block_size)
+        kind = SlidingWindowManager if self.kind == "window" else ChunkedAttentionManager
+        return kind(num_blocks, self.block_size, self.reach, longest_chunk)
+
+
 @dataclass
 class KnownRequest:
-    """One request as the worker sees it; ``table`` is None while it is preempted."""
+    """One request as the worker sees it; ``tables``, one for each KV group, is None while it is preempted."""
 
     data: EngineRequest
     token_ids: list[int]
     num_computed_tokens: int
-    table: list[int] | None
+    tables: list[list[int]] | None
     entered_at: int = 0
     sampled: list[int] = field(default_factory=list)
 
 
 class SimulatedWorker:
-    """Executes steps. ``block_size`` and ``max_num_seqs`` are those of the engine."""
+    """Executes steps. ``block_size`` and ``max_num_seqs`` are those of the engine, ``groups`` its KV groups: one of
+    full attention unless they are given."""
 
-    def __init__(self, block_size: int, max_num_seqs: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, max_num_seqs: int, groups: Sequence[Layers] = ()) -> None:
+        self.groups = list(groups) or [Layers(block_size)]
         self.max_num_seqs = max_num_seqs
         self.requests: dict[str, KnownRequest] = {}
         self.finished: list[str] = []
-        self.slots: dict[int, int] = {}
+        self.slots: list[dict[int, int]] = [{} for _ in self.groups]
         self.num_steps = 0
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self.num_steps += 1
         self._apply(step)
         spans = {}
-        written: dict[int, str] = {}
+        written: list[dict[int, str]] = [{} for _ in self.groups]
         for request_id, count in step.num_scheduled_tokens.items():
             request = self.requests[request_id]
             drafts = step.draft_token_ids.get(request_id, [])
             token_ids = request.token_ids + drafts
             start, end = request.num_computed_tokens, request.num_computed_tokens + count
             assert count > 0 and end <= len(token_ids)
-            assert request.table is not None and end <= len(request.table) * self.block_size
             assert not drafts or end == len(token_ids), "drafts are verified together with the last known token"
             spans[request_id] = (token_ids, start, end)
-            for position in range(start, end):
-                slot = self._slot(request, position)
-                assert slot not in written, f"{request_id} and {written[slot]} write the same slot"
-                assert slot >= self.block_size, "only padding writes to the null block"
-                written[slot] = request_id
-                self.slots[slot] = hash(tuple(token_ids[: position + 1]))
-        self._check_sharing(written)
+            for group, layers in enumerate(self.groups):
+                assert request.tables is not None and end <= len(request.tables[group]) * layers.block_size
+                for position in range(start, end):
+                    slot = self._slot(request, group, position)
+                    assert slot not in written[group], f"{request_id} and {written[group][slot]} write the same slot"
+                    assert slot >= layers.block_size, "only padding writes to the null block"
+                    written[group][slot] = request_id
+                    self.slots[group][slot] = hash(tuple(token_ids[: position + 1]))
         results = ModelRunnerOutput()
+        for group in range(len(self.groups)):
+            self._check_sharing(group, written[group])
+            for request_id, (token_ids, start, end) in spans.items():
+                self._check_reads(group, request_id, token_ids, start, end)
         for request_id, (token_ids, start, end) in spans.items():
-            self._check_reads(request_id, token_ids, end)
             self._sample(request_id, token_ids, start, end, results)
         return results
 
@@ -92,53 +125,64 @@ class SimulatedWorker:
             self.finished.append(request_id)
             self.requests.pop(request_id, None)
         for request_id in step.preempted_request_ids:
-            assert self.requests[request_id].table is not None
-            self.requests[request_id].table = None
+            assert self.requests[request_id].tables is not None
+            self.requests[request_id].tables = None
         entered = [(new.request.request_id, new.num_computed_tokens) for new in step.new_requests]
         entered += [(entry.request_id, entry.num_computed_tokens) for entry in step.cached_requests if entry.resumed]
         assert not (step.preempted_request_ids and entered), "a preemption admits nobody in the same step"
         for new in step.new_requests:
             data = new.request
             assert data.request_id not in self.requests and data.request_id not in self.finished
+            tables = [list(block_ids) for block_ids in new.block_ids]
             self.requests[data.request_id] = KnownRequest(
-                data, list(data.prompt_token_ids), new.num_computed_tokens, list(new.block_ids[0]), self.num_steps
+                data, list(data.prompt_token_ids), new.num_computed_tokens, tables, self.num_steps
             )
         for difference in step.cached_requests:
             request = self.requests[difference.request_id]
             assert difference.request_id in step.num_scheduled_tokens
             if difference.resumed:
-                assert request.table is None
-                request.table = list(difference.new_block_ids[0])
+                assert request.tables is None
+                request.tables = [list(block_ids) for block_ids in difference.new_block_ids]
                 request.entered_at = self.num_steps
             else:
-                assert request.table is not None
-                request.table += difference.new_block_ids[0]
+                assert request.tables is not None
+                for table, block_ids in zip(request.tables, difference.new_block_ids, strict=True):
+                    table += block_ids
             request.num_computed_tokens = difference.num_computed_tokens
         for request_id, num_computed_tokens in entered:
             assert num_computed_tokens <= len(self.requests[request_id].token_ids) - 1
-        assert sum(request.table is not None for request in self.requests.values()) <= self.max_num_seqs
+        assert sum(request.tables is not None for request in self.requests.values()) <= self.max_num_seqs
 
-    def _slot(self, request: KnownRequest, position: int) -> int:
-        assert request.table is not None
-        return request.table[position // self.block_size] * self.block_size + position % self.block_size
+    def visible_blocks(self, request: KnownRequest, group: int) -> list[int]:
+        """Blocks that the next token of a request reads; those before may be anybody's by now."""
+        assert request.tables is not None
+        layers = self.groups[group]
+        return request.tables[group][layers.first_visible(request.num_computed_tokens) // layers.block_size :]
 
-    def _check_sharing(self, written: dict[int, str]) -> None:
+    def _slot(self, request: KnownRequest, group: int, position: int) -> int:
+        assert request.tables is not None
+        size = self.groups[group].block_size
+        return request.tables[group][position // size] * size + position % size
+
+    def _check_sharing(self, group: int, written: dict[int, str]) -> None:
         """A block is written by one request, and read only by it and by those that hit it in this very step."""
         writers: dict[int, set[str]] = {}
         for slot, request_id in written.items():
-            writers.setdefault(slot // self.block_size, set()).add(request_id)
+            writers.setdefault(slot // self.groups[group].block_size, set()).add(request_id)
         for block_id, ids in writers.items():
             assert len(ids) == 1, f"{sorted(ids)} write to block {block_id} in one step"
             for request_id, request in self.requests.items():
-                if request.table is not None and block_id in request.table and request_id not in ids:
+                if request_id in ids or request.tables is None:
+                    continue
+                if block_id in self.visible_blocks(request, group):
                     assert request.entered_at == self.num_steps, (
                         f"block {block_id} is written while {request_id} has it"
                     )
 
-    def _check_reads(self, request_id: str, token_ids: list[int], end: int) -> None:
-        for position in range(end):
+    def _check_reads(self, group: int, request_id: str, token_ids: list[int], start: int, end: int) -> None:
+        for position in range(self.groups[group].first_visible(start), end):
             expected = hash(tuple(token_ids[: position + 1]))
-            found = self.slots.get(self._slot(self.requests[request_id], position))
+            found = self.slots[group].get(self._slot(self.requests[request_id], group, position))
             assert found == expected, f"{request_id} reads something else at position {position}"
 
     def _sample(self, request_id: str, token_ids: list[int], start: int, end: int, results: ModelRunnerOutput) -> None:

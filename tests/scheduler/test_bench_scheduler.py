@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from minivllm.config import SchedulerConfig
+from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput
 from minivllm.request import Request
@@ -16,7 +17,7 @@ from tests.scheduler.simulated_worker import make_engine_request
 @pytest.mark.parametrize("caching", [True, False])
 def test_bench_one_step_of_decoding_requests(benchmark: Any, num_running: int, caching: bool) -> None:
     config = SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=2**20, max_model_len=2**20)
-    manager = KVCacheManager(2**17, 64, config.max_model_len, enable_prefix_caching=caching)
+    manager = KVCacheManager([FullAttentionManager(2**17, 64)], config.max_model_len, enable_prefix_caching=caching)
     scheduler = Scheduler(config, manager)
     for number in range(num_running):
         prompt = [number] * (100 + number)

@@ -280,7 +280,7 @@ def test_any_life_of_many_requests_gives_every_one_what_it_would_get_alone(
             continue
         assert_answer(request, outputs)
         assert outputs[-1].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-    pool = core.scheduler.kv_cache_manager.pool
+    pool = core.scheduler.kv_cache_manager.pools[0]
     assert pool.num_free_blocks == pool.num_blocks - 1
     assert executor.worker.requests == {}
     assert sorted(executor.worker.finished) == sorted(given_requests)

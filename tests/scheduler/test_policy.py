@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from minivllm import EngineArgs, SchedulingPolicy, SortedQueue, register_policy
 from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
+from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.plugins import POLICIES
 from minivllm.request import Request
@@ -71,7 +72,7 @@ def test_every_policy_serves_every_request_what_it_would_get_alone(
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN, policy=policy
     )
-    scheduler = Scheduler(config, KVCacheManager(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN))
+    scheduler = Scheduler(config, KVCacheManager([FullAttentionManager(num_blocks, BLOCK_SIZE)], MAX_MODEL_LEN))
     worker = SimulatedWorker(BLOCK_SIZE, max_num_seqs)
     sent = [
         make_engine_request(f"r{n}", [n] * length, max_tokens, priority=priority, arrival_time=float(step))

@@ -6,6 +6,7 @@ import pytest
 
 from minivllm.config import SchedulerConfig
 from minivllm.errors import RequestError
+from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import (
     BlockIds,
@@ -27,7 +28,7 @@ class Engine:
     def __init__(self, num_blocks: int = 100, block_size: int = 4, **limits: object) -> None:
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64, **limits}
         self.config = SchedulerConfig(**options)
-        self.manager = KVCacheManager(num_blocks, block_size, self.config.max_model_len)
+        self.manager = KVCacheManager([FullAttentionManager(num_blocks, block_size)], self.config.max_model_len)
         self.scheduler = Scheduler(self.config, self.manager)
         self.worker = SimulatedWorker(block_size, self.config.max_num_seqs)
 

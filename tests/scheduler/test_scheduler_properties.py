@@ -16,12 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from minivllm.cli.trace.command import Workload, simulated_steps
 from minivllm.config import SchedulerConfig
+from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import EngineOutput, EngineRequest, EventType, FinishReason, ModelRunnerOutput, SchedulerOutput
 from minivllm.request import Request, RequestStatus
 from minivllm.scheduler.scheduler import Scheduler
 from tests.scheduler.simulated_worker import (
     VOCAB_SIZE,
+    Layers,
     SimulatedWorker,
     make_engine_request,
     next_token,
@@ -31,6 +33,16 @@ from tests.scheduler.simulated_worker import (
 MAX_MODEL_LEN = 16
 
 
+KV_GROUPS = st.lists(
+    st.tuples(
+        st.builds(Layers, st.integers(1, 4), st.sampled_from(["full", "window", "chunk"]), st.integers(1, 9)),
+        st.integers(4, 14),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Arrivals, aborts, blocked requests, drafts, and up to three steps in flight."""
 
@@ -38,8 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         budget=st.integers(1, 12),
         max_num_seqs=st.integers(1, 5),
-        block_size=st.integers(1, 4),
-        num_blocks=st.integers(4, 14),
+        groups=KV_GROUPS,
         threshold=st.integers(0, 3),
         caching=st.booleans(),
         depth=st.integers(1, 3),
@@ -50,13 +61,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         budget: int,
         max_num_seqs: int,
-        block_size: int,
-        num_blocks: int,
+        groups: list[tuple[Layers, int]],
         threshold: int,
         caching: bool,
         depth: int,
         is_async: bool,
     ) -> None:
+        """groups: with the number of blocks in the pool of each."""
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -64,15 +75,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             policy=policy,
         )
-        self.manager = KVCacheManager(num_blocks, block_size, MAX_MODEL_LEN, enable_prefix_caching=caching)
+        managers = [layers.manager(num_blocks, budget) for layers, num_blocks in groups]
+        self.manager = KVCacheManager(managers, MAX_MODEL_LEN, enable_prefix_caching=caching)
         self.scheduler = Scheduler(self.config, self.manager, async_scheduling=is_async)
-        self.worker = SimulatedWorker(block_size, max_num_seqs)
+        self.worker = SimulatedWorker(1, max_num_seqs, [layers for layers, _ in groups])
         self.depth = depth
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.given: dict[str, EngineRequest] = {}
         self.received: dict[str, list[EngineOutput]] = {}
         self.aborted: set[str] = set()
-        self.tables: dict[str, list[int]] = {}
+        self.tables: dict[str, list[list[int]]] = {}
         self.contents: dict[bytes, int] = {}
 
     @rule(
@@ -145,8 +157,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         ready = any(request.status is not RequestStatus.BLOCKED for request in self.scheduler.requests.values())
         step = self.scheduler.schedule()
         if step.new_requests or any(entry.resumed for entry in step.cached_requests):
-            missing = sum(self.manager.num_missing_blocks(request) for request in self.scheduler.running)
-            assert missing <= self.manager.pool.num_free_blocks, "somebody was admitted whose prompt has no room"
+            missing = zip(*(self.manager.num_missing_blocks(request) for request in self.scheduler.running))
+            for counts, pool in zip(missing, self.manager.pools):
+                assert sum(counts) <= pool.num_free_blocks, "somebody was admitted whose prompt has no room"
         assert step.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
         assert step.num_scheduled_tokens or not (idle and ready), "a step made no progress"
         if self.config.long_prefill_token_threshold:
@@ -196,27 +209,32 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert stats.num_running + stats.num_waiting == len(self.scheduler.requests)
 
     def _check_tables(self, step: SchedulerOutput) -> None:
-        """The worker's tables are the manager's; they only grew, except for requests that resumed."""
+        """The worker's tables are the manager's where something is read; they only grew, except for requests that
+        resumed."""
         replaced = {entry.request_id for entry in step.cached_requests if entry.resumed}
         tables = {
-            request_id: list(request.table)
+            request_id: [list(table) for table in request.tables]
             for request_id, request in self.worker.requests.items()
-            if request.table is not None
+            if request.tables is not None
         }
         assert tables.keys() == {request.request_id for request in self.scheduler.running}
-        for request_id, table in tables.items():
-            assert table == self.manager.get_block_ids(request_id)[0]
-            if request_id in self.tables and request_id not in replaced:
-                assert table[: len(self.tables[request_id])] == self.tables[request_id]
+        for request_id, own in tables.items():
+            for group, (table, block_ids) in enumerate(zip(own, self.manager.get_block_ids(request_id), strict=True)):
+                assert len(table) == len(block_ids)
+                assert all(theirs in (mine, NULL_BLOCK_ID) for mine, theirs in zip(table, block_ids))
+                assert NULL_BLOCK_ID not in self.worker.visible_blocks(self.worker.requests[request_id], group)
+                if request_id in self.tables and request_id not in replaced:
+                    before = self.tables[request_id][group]
+                    assert table[: len(before)] == before
         self.tables = tables
 
     def _check_cached_contents(self) -> None:
         """Whatever can be found was computed, and the same hash always means the same tokens."""
-        size = self.manager.block_size
-        for block in self.manager.pool.blocks:
-            if block.block_hash is not None:
-                content = self.worker.slots[block.block_id * size + size - 1]
-                assert self.contents.setdefault(block.block_hash, content) == content
+        for layers, pool, slots in zip(self.worker.groups, self.manager.pools, self.worker.slots):
+            for block in pool.blocks:
+                if block.block_hash is not None:
+                    content = slots[(block.block_id + 1) * layers.block_size - 1]
+                    assert self.contents.setdefault(block.block_hash, content) == content
 
     def _check_answer(self, request_id: str) -> None:
         given, outputs = self.given[request_id], self.received[request_id]
@@ -225,9 +243,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         times = [event.timestamp for output in outputs for event in output.events]
         assert times == sorted(times)
         assert events[0] is EventType.QUEUED and events[-1] is EventType.FINISHED
-        room = (self.manager.pool.num_blocks - 1) * self.manager.block_size
         length = min(len(given.prompt_token_ids) + given.max_tokens, MAX_MODEL_LEN)
-        if length - 1 > room or len(given.prompt_token_ids) >= MAX_MODEL_LEN:
+        if length - 1 > self.manager.room or len(given.prompt_token_ids) >= MAX_MODEL_LEN:
             assert last.finish_reason is FinishReason.ERROR and last.error and len(outputs) == 1
             return
         expected = reference_generation(given, MAX_MODEL_LEN)
@@ -266,7 +283,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request_id in self.aborted or outputs[-1].finish_reason is not None
         self.scheduler.check_integrity()
         assert self.manager.usage == 0.0 and self.manager.reset_prefix_cache()
-        assert {block.block_id for block in self.manager.pool.free_queue} == set(range(1, self.manager.pool.num_blocks))
+        for pool in self.manager.pools:
+            assert {block.block_id for block in pool.free_queue} == set(range(1, pool.num_blocks))
 
 
 class LongSchedulerMachine(SchedulerMachine):
@@ -287,6 +305,17 @@ TestSchedulerLivesLong.settings = settings(
 )
 
 
+def random_groups(random: Random) -> list[tuple[Layers, int]]:
+    """One group of full attention, or several of any kind."""
+    kinds = [Layers(random.randint(1, 3))]
+    if random.random() < 0.7:
+        kinds = [
+            Layers(random.choice([1, 2, 3, 4, 6]), random.choice(["full", "window", "chunk"]), random.randint(1, 9))
+            for _ in range(random.randint(1, 3))
+        ]
+    return [(layers, random.randint(6, 14)) for layers in kinds]
+
+
 def busy_life(seed: int, num_actions: int) -> SchedulerMachine:
     """The same machine under load: short of blocks, many arrivals, so that preemptions are the rule."""
     random = Random(seed)
@@ -295,8 +324,7 @@ def busy_life(seed: int, num_actions: int) -> SchedulerMachine:
         policy=random.choice(["fcfs", "priority", "priority"]),
         budget=random.randint(2, 12),
         max_num_seqs=random.randint(2, 5),
-        block_size=random.randint(1, 3),
-        num_blocks=random.randint(6, 14),
+        groups=random_groups(random),
         threshold=random.choice([0, 0, 0, 3]),
         caching=random.random() < 0.8,
         depth=random.choice([1, 1, 2, 3]),

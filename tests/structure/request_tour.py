@@ -218,7 +218,7 @@ def core(engine: LLMEngine) -> Any:
 
 
 def free_blocks(engine: LLMEngine) -> list[int]:
-    return [block.block_id for block in core(engine).scheduler.kv_cache_manager.pool.free_queue]
+    return [block.block_id for block in core(engine).scheduler.kv_cache_manager.pools[0].free_queue]
 
 
 def note_request(engine: LLMEngine, record: Record, prepared: PreparedRequest) -> None:

@@ -139,6 +139,7 @@ def simulate(**workload: Any) -> Iterator[dict[str, Any]]:
 
 def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
     """Decisions of every step until all requests are done."""
+    from minivllm.kv_cache.group_manager import FullAttentionManager
     from minivllm.kv_cache.manager import KVCacheManager
     from minivllm.messages import EngineRequest, ModelRunnerOutput
     from minivllm.request import Request
@@ -152,7 +153,8 @@ def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
         long_prefill_token_threshold=workload.threshold,
         policy=workload.policy,
     )
-    scheduler = Scheduler(config, KVCacheManager(workload.blocks(), workload.block_size, config.max_model_len))
+    blocks = FullAttentionManager(workload.blocks(), workload.block_size)
+    scheduler = Scheduler(config, KVCacheManager([blocks], config.max_model_len))
     arrivals = workload.arrivals or [0] * len(workload.prompt_lens)
     coming = sorted(range(len(arrivals)), key=lambda index: (arrivals[index], index), reverse=True)
     caught_up: set[str] = set()
