@@ -18,6 +18,7 @@ __all__ = [
     "DraftTask",
     "Drafter",
     "EngineArgs",
+    "Family",
     "LoRARequest",
     "LogitsProcessor",
     "OutputKind",
@@ -31,6 +32,7 @@ __all__ = [
     "__version__",
     "register_attention",
     "register_drafter",
+    "register_family",
     "register_policy",
 ]
 
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from minivllm.frontend.async_llm import AsyncLLM
     from minivllm.frontend.llm import LLM
     from minivllm.messages import LoRARequest
+    from minivllm.models.families.family import Family
+    from minivllm.models.families.registry import register_family
     from minivllm.plugins import register_attention, register_drafter, register_policy
     from minivllm.processing.outputs import CompletionOutput, RequestOutput
     from minivllm.sampling.logits_processors import BatchUpdate, LogitsProcessor
@@ -65,6 +69,7 @@ _HOMES = {
     "DraftTask": "minivllm.spec_decode.drafter",
     "Drafter": "minivllm.spec_decode.drafter",
     "EngineArgs": "minivllm.config",
+    "Family": "minivllm.models.families.family",
     "LoRARequest": "minivllm.messages",
     "LogitsProcessor": "minivllm.sampling.logits_processors",
     "OutputKind": "minivllm.sampling_params",
@@ -76,6 +81,7 @@ _HOMES = {
     "StructuredOutputs": "minivllm.sampling_params",
     "register_attention": "minivllm.plugins",
     "register_drafter": "minivllm.plugins",
+    "register_family": "minivllm.models.families.registry",
     "register_policy": "minivllm.plugins",
 }
 

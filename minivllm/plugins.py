@@ -6,7 +6,9 @@ What was registered counts in its own process: an engine in another process is g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 from minivllm.errors import ConfigError
@@ -16,7 +18,7 @@ def import_object(what: str, path: str) -> Any:
     """The object that "package.module:Name" stands for. what: how the error names it. Raises ConfigError."""
     module, separator, qualified = path.partition(":")
     if not separator or not module or not qualified:
-        raise ConfigError(f"{what} is {path!r}, but must name a class as 'package.module:Class'.")
+        raise ConfigError(f"{what} is {path!r}, but must name a class or an object as 'package.module:Class'.")
     try:
         found: Any = import_module(module)
         for part in qualified.split("."):
@@ -37,17 +39,14 @@ def import_path(found: Any) -> str | None:
 class Plugins:
     """The implementations of one seam.
 
-    setting: the name of the engine argument. ours: name -> import path, so that names can be checked without importing
-    what they stand for.
+    setting: the name of the engine argument. ours: name -> the implementation, or its import path, so that names can be
+    checked without importing what they stand for. known: a view of those and what was registered.
     """
 
-    def __init__(self, setting: str, ours: dict[str, str]) -> None:
+    def __init__(self, setting: str, ours: Mapping[str, Any]) -> None:
         self._setting, self._ours = setting, ours
-        self._known: dict[str, Any] = dict(ours)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._known)
+        self._known = dict(ours)
+        self.known: Mapping[str, Any] = MappingProxyType(self._known)
 
     def register(self, name: str, implementation: Any) -> None:
         """Let the setting take ``name`` for ``implementation``, a class or a factory of the same signature.

@@ -33,11 +33,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, Family, SamplingParams, register_family
 from minivllm.errors import ModelError
 from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.families.family import SHARED_DEFAULTS, Family
-from minivllm.models.families.registry import register_family
+from minivllm.models.families.family import SHARED_DEFAULTS
 from tutorials.lesson import Lesson
 
 lesson = Lesson(__doc__)
@@ -164,6 +163,9 @@ lesson.check(worst < 1e-4, f"the largest difference to transformers in float32 i
 lesson.heading("One piece left out at a time")
 
 
+NAMES = {"1 + w": "GemmaWithoutOne", "1 / s": "GemmaWithoutScale", "GELU": "GemmaWithoutGelu"}
+
+
 def without(piece: str) -> Family:
     def weight(name: str, tensor: Tensor, config: DecoderConfig) -> Tensor:
         skipped = (piece == "1 + w" and name.endswith("norm.weight")) or (piece == "1 / s" and "_proj" in name)
@@ -173,7 +175,7 @@ def without(piece: str) -> Family:
         return {**gemma_config(given), **({"hidden_act": "silu"} if piece == "GELU" else {})}
 
     return Family(
-        architecture=f"Gemma without {piece}",
+        architecture=NAMES[piece],
         model_type="gemma",
         gguf_architecture=None,
         defaults=GEMMA.defaults,
@@ -184,7 +186,7 @@ def without(piece: str) -> Family:
 
 def difference_with(family: Family) -> float:
     register_family(family)
-    variant = Path(folder.name) / family.architecture.replace(" ", "-").replace("/", "by")
+    variant = Path(folder.name) / family.architecture
     variant.mkdir()
     (variant / "model.safetensors").symlink_to(path / "model.safetensors")
     text = (path / "config.json").read_text().replace("GemmaForCausalLM", family.architecture)
@@ -192,7 +194,7 @@ def difference_with(family: Family) -> float:
     return worst_difference(variant, model)[0]
 
 
-pieces = ["1 + w", "1 / s", "GELU"]
+pieces = list(NAMES)
 lesson.predict("pieces that are noticed", pieces, "each changes the logits")
 lesson.measure("pieces that are noticed", [piece for piece in pieces if difference_with(without(piece)) > 1e-2])
 chapter = Path(__file__).read_text(encoding="utf-8")

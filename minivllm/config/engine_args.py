@@ -157,6 +157,9 @@ class EngineArgs:
     attention_backend: "flex" (compiled FlexAttention; its reference where nothing is compiled), "sdpa" (the reference),
         a name given to minivllm.register_attention, or "package.module:factory", which is what an engine in a process
         of its own needs.
+    family: what the model's files are read as: the architecture of a family in the table or given to
+        minivllm.register_family, or "package.module:FAMILY" of a minivllm.Family, which is what an engine in a process
+        of its own needs. None: as config.json names it.
     enforce_eager: run the same code uncompiled.
     compile_in_background: on a CPU, start to answer uncompiled, and change over when everything is compiled. The
         tokens are the same but for rounding: float32 gives the same ones. None means that only ``minivllm chat`` does.
@@ -203,6 +206,7 @@ class EngineArgs:
     quantization: str | None = None
     enable_prefix_caching: bool = True
     attention_backend: str = "flex"
+    family: str | None = None
     enforce_eager: bool = False
     compile_in_background: bool | None = None
     cudagraph_mode: str | None = None

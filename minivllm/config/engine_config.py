@@ -64,7 +64,6 @@ class EngineConfig:
     scheduler: SchedulerConfig
     tokenizer: str | None = None
     quantization: str | None = None
-    hf_overrides: dict[str, Any] | None = None
     speculative: SpeculativeConfig | None = None
     profile: str | None = None
     lora: LoRAConfig | None = None

@@ -25,6 +25,7 @@ from minivllm.engine.draft_model import resolve_draft_model
 from minivllm.errors import ConfigError
 from minivllm.hub.fetch import resolve_model
 from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.families.registry import load_family
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.scheduler.policy import make_policy
 
@@ -64,7 +65,10 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
     """
     device = resolve_device(args.device)
     path = resolve_model(args.model, args.revision, weights=args.load_format != "dummy")
-    decoder = read_decoder_config(path, args.load_format, args.hf_overrides)
+    overrides = args.hf_overrides or {}
+    if args.family is not None:
+        overrides = {**overrides, "architectures": [load_family(args.family).architecture]}
+    decoder = read_decoder_config(path, args.load_format, overrides)
     dtype, dtype_reason = resolve_dtype(args.dtype, decoder.dtype, device)
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
     cache_dtype, cache_reason = resolve_cache_dtype(args.kv_cache_dtype, dtype, device, capability)
@@ -112,7 +116,6 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
         ),
         tokenizer=args.tokenizer,
         quantization=args.quantization,
-        hf_overrides=args.hf_overrides,
         speculative=speculative,
         profile=args.profile,
         async_scheduling=resolve_async_scheduling(args, device),

@@ -157,8 +157,13 @@ def test_llama_cpp_wants_a_gguf_file(tiny_model: Callable[..., Path]) -> None:
     side = SideSpec("llama.cpp", "llama.cpp")
     with pytest.raises(ConfigError, match=r"GGUF files only"):
         complete(side, str(tiny_model("llama")), "auto", Room(10, 1, 10))
-    with pytest.raises(ConfigError, match=r"float32 cannot hold for llama\.cpp"):
-        complete(side, str(tiny_model("llama")), "float32", Room(10, 1, 10))
+
+
+def test_a_dtype_that_llama_cpp_cannot_have_is_refused_before_anything_is_looked_for() -> None:
+    flags = ["no/such/model", "--dtype", "float32", "--vs", "openvino,llama.cpp"]
+    result = CliRunner().invoke(bench_app, ["model", *flags])
+    assert isinstance(result.exception, ConfigError)
+    assert "float32 cannot hold for llama.cpp" in str(result.exception)
 
 
 def test_wrong_usage_exits_2_with_a_sentence() -> None:

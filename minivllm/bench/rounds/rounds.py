@@ -18,6 +18,7 @@ from minivllm.bench.reports.report import TOLERANCE, Comparison, Measurement, co
 from minivllm.bench.rounds.side_processes import (
     Side,
     SideSpec,
+    check_dtype,
     check_installed,
     complete,
     parse_peer_pythons,
@@ -65,6 +66,7 @@ class SideOptions:
     def specs(self) -> list[SideSpec]:
         """The sides, all of them installed. Raises ConfigError."""
         specs = parse_sides([self.engine, *(self.vs or [])], parse_peer_pythons(self.peer_python or []))
+        check_dtype(specs, self.dtype)
         for spec in specs:
             check_installed(spec)
         return specs

@@ -180,6 +180,12 @@ def _side(engine: str, pairs: list[str], pythons: Mapping[str, str]) -> SideSpec
     return SideSpec(",".join([engine, *pairs]), engine, arguments, pythons.get(engine, sys.executable))
 
 
+def check_dtype(sides: Sequence[SideSpec], dtype: str) -> None:
+    """Raises ConfigError if one of them cannot compute in this dtype."""
+    if dtype != "auto" and any(side.engine == "llama.cpp" for side in sides):
+        raise ConfigError(f"--dtype {dtype} cannot hold for llama.cpp, which computes as its GGUF file is quantised.")
+
+
 def check_installed(side: SideSpec) -> None:
     """Raises ConfigError with the remedy if the engine is not there."""
     module, package = _PACKAGES[side.engine]
@@ -203,16 +209,11 @@ def check_installed(side: SideSpec) -> None:
 
 def complete(side: SideSpec, model: str, dtype: str, room: Room) -> SideSpec:
     """The side with what this benchmark needs filled in where the user said nothing. Raises ConfigError, ModelError."""
-    from minivllm.bench.rounds.side_processes import gguf_path, hf_directory, openvino_directory
     from minivllm.config import EngineArgs
     from minivllm.engine.resolve import resolve
 
     given, sizes = side.arguments, {"longest": room.longest, "running": room.running}
     if side.engine == "llama.cpp":
-        if dtype != "auto":
-            raise ConfigError(
-                f"--dtype {dtype} cannot hold for llama.cpp, which computes as its GGUF file is quantised."
-            )
         default: dict[str, Any] = {"path": gguf_path(model), "threads": _num_threads(), "gpu_layers": _gpu_layers()}
         return replace(side, arguments=default | given | sizes)
     if side.engine in ("vllm", "openvino"):

@@ -6,24 +6,34 @@ One decoder, made of specs, runs all of them. A family is a row of this table, n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
-from minivllm.errors import ModelError
+from minivllm.errors import ConfigError, ModelError
 from minivllm.models.families import llama, qwen
 from minivllm.models.families.family import Family
+from minivllm.plugins import Plugins
 
-_FAMILIES = {family.architecture: family for family in (*llama.FAMILIES, *qwen.FAMILIES)}
-FAMILIES: Mapping[str, Family] = MappingProxyType(_FAMILIES)
+_PLUGINS = Plugins("family", {family.architecture: family for family in (*llama.FAMILIES, *qwen.FAMILIES)})
+FAMILIES: Mapping[str, Family] = _PLUGINS.known
 
 
 def register_family(family: Family) -> None:
-    """Add a row to the table from outside, before a model of the family is loaded. Raises ValueError for a known one.
+    """Add a row to the table from outside, before a model of the family is loaded: config.json finds it by its
+    architecture, which is an identifier. Tutorial 14 adds one.
 
-    Tutorial 14 adds one.
+    The same architecture again replaces what was registered. Raises ConfigError for one of this table.
     """
-    if family.architecture in _FAMILIES:
-        raise ValueError(f"The architecture {family.architecture} is in the table already.")
-    _FAMILIES[family.architecture] = family
+    if not isinstance(family, Family):
+        raise ConfigError(f"The family {family!r} must be a minivllm.Family.")
+    _PLUGINS.register(family.architecture, family)
+
+
+def load_family(name: str) -> Family:
+    """The row that the engine argument ``family`` names: an architecture, or "package.module:FAMILY", which is
+    registered. Raises ConfigError."""
+    family = _PLUGINS.load(name)
+    if FAMILIES.get(getattr(family, "architecture", "")) is not family:
+        register_family(family)
+    return family
 
 
 def find_family(architectures: Sequence[str], model_type: str | None, source: str) -> Family:
@@ -35,19 +45,22 @@ def find_family(architectures: Sequence[str], model_type: str | None, source: st
         if name in FAMILIES:
             return FAMILIES[name]
     if not architectures:
-        for family in _FAMILIES.values():
+        for family in FAMILIES.values():
             if family.model_type == model_type:
                 return family
     given = ", ".join(architectures) or (f"model_type {model_type!r}" if model_type else "none")
-    raise ModelError(f"{source} names the architecture {given}, but supported are: {', '.join(FAMILIES)}.")
+    raise ModelError(
+        f"{source} names the architecture {given}, but supported are: {', '.join(FAMILIES)}; "
+        "family='package.module:FAMILY' names your own."
+    )
 
 
 def find_gguf_family(gguf_architecture: str, source: str) -> Family:
     """The family behind ``general.architecture`` of a GGUF file; ModelError lists the supported names."""
-    for family in _FAMILIES.values():
+    for family in FAMILIES.values():
         if family.gguf_architecture == gguf_architecture:
             return family
-    known = ", ".join(family.gguf_architecture for family in _FAMILIES.values() if family.gguf_architecture)
+    known = ", ".join(family.gguf_architecture for family in FAMILIES.values() if family.gguf_architecture)
     raise ModelError(
         f"{source} holds a model of the GGUF architecture {gguf_architecture!r}, but supported are: {known}."
     )
