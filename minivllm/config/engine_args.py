@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 from minivllm.errors import ConfigError
 from minivllm.plugins import ATTENTION, DRAFTERS, POLICIES, import_path
@@ -132,96 +132,104 @@ class SpeculativeConfig:
 class EngineArgs:
     """Engine arguments under vLLM's names; ``None`` (or ``"auto"``) lets the engine choose and log why.
 
-    model: a short name (``smollm2``), a Hugging Face id, a local directory or a ``.gguf`` file.
-    tokenizer: where the tokenizer comes from; None takes it from the model.
-    revision: branch, tag or commit of a Hugging Face id.
-    dtype: weights and activations.
-    seed: seeds dummy weights and requests that bring no seed of their own.
-    max_model_len: prompt plus output tokens of one request [tokens].
-    max_num_seqs: requests that may run at the same time.
-    max_num_batched_tokens: token budget of one step. None follows performance_mode.
-    performance_mode: what the budget is chosen for. "throughput": whole prompts in few steps. "interactivity": short
-        steps, so that prompts which arrive hardly delay the answers that are being written. None means interactivity
-        for AsyncLLM and the server, throughput otherwise.
-    long_prefill_token_threshold: cap on the tokens one request gets per step; 0 is no cap.
-    gpu_memory_utilization: share of the device's memory that engine and cache may use when the cache is not sized
-        explicitly; on a CPU it is the share of the memory that is free after loading.
-    kv_cache_memory_bytes / num_gpu_blocks_override: explicit cache size [bytes / blocks]; set one at most.
-    block_size: tokens per KV block.
-    kv_cache_dtype: element type of the KV cache ("auto": float32 on a CPU, where it is faster, else ``dtype``). Fewer
-        bits hold more tokens in the same memory: "bfloat16" on a CPU; on a GPU "fp8_e4m3" (finer, up to 448) and
-        "fp8_e5m2" (coarser, up to 57344), rounded without a scale, larger values to the largest.
-    quantization: store the weights of linear layers in fewer bits: "int8", "int4" or "fp8" (a recent GPU). Blocks of a
-        GGUF file are kept where they have those bits already. None multiplies AWQ, GPTQ and fp8 checkpoints as they
-        are, and a GGUF file dequantised to ``dtype``.
-    attention_backend: "flex" (compiled FlexAttention; its reference where nothing is compiled), "sdpa" (the reference),
-        a name given to minivllm.register_attention, or "package.module:factory", which is what an engine in a process
-        of its own needs.
-    family: what the model's files are read as: the architecture of a family in the table or given to
-        minivllm.register_family, or "package.module:FAMILY" of a minivllm.Family, which is what an engine in a process
-        of its own needs. None: as config.json names it.
-    enforce_eager: run the same code uncompiled.
-    compile_in_background: on a CPU, start to answer uncompiled, and change over when everything is compiled. The
-        tokens are the same but for rounding: float32 gives the same ones. None means that only ``minivllm chat`` does.
-    cudagraph_mode: which steps replay CUDA graphs: "none", "piecewise" (all steps up to a few hundred tokens, attention
-        between the graphs), "full_decode" (steps of decodes alone, in one graph) or "full_and_piecewise"; None takes
-        the last on a GPU.
-    scheduling_policy: who comes first: "fcfs", "priority", a name given to minivllm.register_policy, or
-        "package.module:Class" of a minivllm.SchedulingPolicy.
-    hf_overrides: values that replace entries of the model's config.json.
-    profile: directory that gets a trace of the first steps, with named ranges (see minivllm/profiling).
-    multiprocess: run the engine core in a process of its own. In one process, which is the default, a debugger steps
-        from a prompt into a kernel; AsyncLLM and the server always use two.
-    heartbeat_timeout: seconds after which an engine process that does not finish its step is taken for hung and killed.
-    speculative_config: guess several tokens per step and verify them; see SpeculativeConfig. The tokens of a request
-        are the same with and without it.
-    async_scheduling: schedule the next step while the last one runs, before its tokens are known. The tokens of a
-        request are the same with and without it; one that stops may have been computed once more for nothing. None:
-        on a GPU, which would else idle meanwhile; not on a CPU, where model and scheduler share the cores, and not with
-        speculative_config, whose drafts begin with the last token.
-    enable_lora: serve LoRA adapters. max_loras: adapters used by the requests that run at the same time.
-    max_lora_rank: the largest rank there is room for; together they decide what memory adapters take, not their speed.
-    max_cpu_loras: adapters kept in host memory (None: as many as max_loras); more only while requests use more.
-    logits_processors: custom ones, in order: subclasses of minivllm.LogitsProcessor, or "package.module:Class", which
-        is what an engine in a process of its own needs.
+    The text beside a field is the help of its command line flag too.
     """
 
-    model: str = "smollm2"
-    tokenizer: str | None = None
-    revision: str | None = None
-    dtype: str = "auto"
-    seed: int = 0
-    load_format: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    performance_mode: str | None = None
-    long_prefill_token_threshold: int = 0
-    gpu_memory_utilization: float | None = None
-    kv_cache_memory_bytes: int | None = None
-    num_gpu_blocks_override: int | None = None
-    block_size: int | None = None
-    kv_cache_dtype: str = "auto"
-    quantization: str | None = None
-    enable_prefix_caching: bool = True
-    attention_backend: str = "flex"
-    family: str | None = None
-    enforce_eager: bool = False
-    compile_in_background: bool | None = None
-    cudagraph_mode: str | None = None
-    scheduling_policy: str = "fcfs"
-    hf_overrides: dict[str, Any] | None = None
-    profile: str | None = None
-    multiprocess: bool = False
-    heartbeat_timeout: float = 300.0
-    speculative_config: dict[str, Any] | None = None
-    async_scheduling: bool | None = None
-    enable_lora: bool = False
-    max_loras: int = 1
-    max_lora_rank: int = 16
-    max_cpu_loras: int | None = None
-    logits_processors: list[Any] | None = None
+    model: Annotated[str, "A short name (smollm2), a Hugging Face id, a local directory or a .gguf file."] = "smollm2"
+    tokenizer: Annotated[str | None, "Where the tokenizer comes from, if not from the model."] = None
+    revision: Annotated[str | None, "Branch, tag or commit of a Hugging Face id."] = None
+    dtype: Annotated[str, f"Weights and activations: {', '.join(DTYPES)}."] = "auto"
+    seed: Annotated[int, "Seeds dummy weights, and requests that bring no seed of their own."] = 0
+    load_format: Annotated[str, f"{', '.join(LOAD_FORMATS)}; dummy is random weights."] = "auto"
+    device: Annotated[str, f"{', '.join(DEVICES)}."] = "auto"
+    max_model_len: Annotated[int | None, "Prompt plus answer of one request [tokens]."] = None
+    max_num_seqs: Annotated[int | None, "Requests that may run at the same time."] = None
+    max_num_batched_tokens: Annotated[int | None, "Token budget of one step, if performance_mode does not suit."] = None
+    performance_mode: Annotated[
+        str | None,
+        "throughput: whole prompts in few steps. interactivity: short steps, so that prompts which arrive hardly delay "
+        "the answers that are being written; AsyncLLM and serve take that.",
+    ] = None
+    long_prefill_token_threshold: Annotated[int, "Most tokens one request gets in a step; 0 is no such limit."] = 0
+    gpu_memory_utilization: Annotated[
+        float | None,
+        "Share of the memory that engine and KV cache may use (on a CPU: of what is free after loading), where the "
+        "cache has no size of its own.",
+    ] = None
+    kv_cache_memory_bytes: Annotated[int | None, "Size of the KV cache [bytes]."] = None
+    num_gpu_blocks_override: Annotated[int | None, "Size of the KV cache [blocks]."] = None
+    block_size: Annotated[int | None, "Tokens per block of the KV cache: 8, 16, 32, 64, 128 or 256."] = None
+    kv_cache_dtype: Annotated[
+        str,
+        f"Elements of the KV cache: {', '.join(KV_CACHE_DTYPES)}. auto is float32 on a CPU, where it is faster, else "
+        "dtype. Fewer bits hold more tokens: bfloat16 on a CPU; on a GPU fp8_e4m3 (finer, up to 448) and fp8_e5m2 "
+        "(coarser, up to 57344), rounded without a scale, larger values to the largest.",
+    ] = "auto"
+    quantization: Annotated[
+        str | None,
+        f"Fewer bits for linear layers: {', '.join(QUANTIZATIONS)} (fp8: a recent GPU). A GGUF file keeps its own "
+        "blocks where they fit. Without it AWQ, GPTQ and fp8 checkpoints are multiplied as they are, a GGUF file "
+        "dequantised to dtype.",
+    ] = None
+    enable_prefix_caching: Annotated[bool, "Reuse the KV cache of equal prompt beginnings."] = True
+    attention_backend: Annotated[
+        str,
+        "flex (compiled FlexAttention; its reference where nothing is compiled), sdpa (the reference), a name given to "
+        "register_attention, or your own, as package.module:factory.",
+    ] = "flex"
+    family: Annotated[
+        str | None,
+        "What the model's files are read as, in place of what config.json says: an architecture of the table of "
+        "families or given to register_family, or your own, as package.module:FAMILY.",
+    ] = None
+    enforce_eager: Annotated[bool, "Run the same code uncompiled: starts sooner, answers more slowly."] = False
+    compile_in_background: Annotated[
+        bool | None,
+        "On a CPU, answer uncompiled until everything is compiled; the tokens are the same but for rounding, and in "
+        "float32 the very same. chat does.",
+    ] = None
+    cudagraph_mode: Annotated[
+        str | None,
+        "Steps that replay CUDA graphs: none; piecewise (up to a few hundred tokens, attention between the graphs); "
+        "full_decode (decodes alone, in one graph); full_and_piecewise, which is the default on a GPU.",
+    ] = None
+    scheduling_policy: Annotated[
+        str,
+        f"Who comes first: {', '.join(POLICIES.known)}, a name given to register_policy, or your own, as "
+        "package.module:Class.",
+    ] = "fcfs"
+    hf_overrides: Annotated[
+        dict[str, Any] | None, "JSON object whose entries replace those of the model's config.json."
+    ] = None
+    profile: Annotated[str | None, "Write a Perfetto trace of the first steps into this directory."] = None
+    multiprocess: Annotated[
+        bool,
+        "Run the engine core in a process of its own, as AsyncLLM and serve always do; what is plugged in then needs "
+        "an import path. In one process a debugger steps from a prompt into a kernel.",
+    ] = False
+    heartbeat_timeout: Annotated[
+        float, "Seconds after which an engine process that does not finish its step is taken for hung and killed."
+    ] = 300.0
+    speculative_config: Annotated[
+        dict[str, Any] | None,
+        f"Guess tokens ahead and verify them, which leaves the answers as they are: JSON object with a method "
+        f"({', '.join(SPECULATIVE_METHODS)}) and its settings; see SpeculativeConfig.",
+    ] = None
+    async_scheduling: Annotated[
+        bool | None,
+        "Schedule the next step while the last one runs, before its tokens are known; the answers are the same. The "
+        "default is to do so on a GPU, which would else idle meanwhile, and not with speculative_config, whose drafts "
+        "begin with the last token.",
+    ] = None
+    enable_lora: Annotated[bool, "Serve LoRA adapters."] = False
+    max_loras: Annotated[int, "LoRA adapters of the requests that run at the same time."] = 1
+    max_lora_rank: Annotated[int, "Largest rank of a LoRA adapter; max_loras of it are the memory they take."] = 16
+    max_cpu_loras: Annotated[
+        int | None, "LoRA adapters kept in host memory, more only while requests use more. [default: max_loras]"
+    ] = None
+    logits_processors: Annotated[
+        list[Any] | None, "Custom logits processor, as package.module:Class (may be repeated), in order."
+    ] = None
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)

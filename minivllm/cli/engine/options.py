@@ -11,19 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from minivllm.config import (
-    CUDA_GRAPH_MODES,
-    DEVICES,
-    DTYPES,
-    KV_CACHE_DTYPES,
-    LOAD_FORMATS,
-    PERFORMANCE_MODES,
-    QUANTIZATIONS,
-    SPECULATIVE_METHODS,
-    EngineArgs,
-)
+from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError
-from minivllm.plugins import POLICIES
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,49 +27,6 @@ ModelArgument = Annotated[
     ),
 ]
 ModelOption = Annotated[str | None, typer.Option("--model", help="The same as MODEL.", metavar="MODEL")]
-
-ENGINE_HELP = {
-    "tokenizer": "Where the tokenizer comes from, if not from the model.",
-    "revision": "Branch, tag or commit of a Hugging Face id.",
-    "dtype": f"Weights and activations: {', '.join(DTYPES)}.",
-    "seed": "Seeds dummy weights and every request; same seed, same answers.",
-    "load_format": f"{', '.join(LOAD_FORMATS)}; dummy is random weights.",
-    "device": f"{', '.join(DEVICES)}.",
-    "max_model_len": "Prompt plus answer of one request, in tokens.",
-    "max_num_seqs": "Requests that may run at the same time.",
-    "max_num_batched_tokens": "Token budget of one step, if performance-mode does not suit.",
-    "performance_mode": f"{' or '.join(PERFORMANCE_MODES)}: whole prompts in few steps, or short steps that keep "
-    "answers flowing while prompts arrive. serve takes the latter.",
-    "long_prefill_token_threshold": "Most tokens one request gets in a step; 0 is no such limit.",
-    "gpu_memory_utilization": "Share of the memory that engine and KV cache may use (on a CPU: of what is free after "
-    "loading).",
-    "kv_cache_memory_bytes": "Size of the KV cache in bytes.",
-    "num_gpu_blocks_override": "Size of the KV cache in blocks.",
-    "block_size": "Tokens per block of the KV cache: 8, 16, 32, 64, 128 or 256.",
-    "kv_cache_dtype": f"Elements of the KV cache: {', '.join(KV_CACHE_DTYPES)} (fp8: a GPU).",
-    "quantization": f"Fewer bits for linear layers: {', '.join(QUANTIZATIONS)} (fp8: a recent GPU). A GGUF file keeps "
-    "its own blocks where they fit.",
-    "enable_prefix_caching": "Reuse the KV cache of equal prompt beginnings.",
-    "attention_backend": "flex (compiled), sdpa (its reference), or your own, as package.module:factory.",
-    "enforce_eager": "Run uncompiled: starts sooner, answers more slowly.",
-    "compile_in_background": "Answer uncompiled until the model is compiled, on a CPU. chat does.",
-    "family": "What the model is read as: an architecture, or your own, as package.module:FAMILY.",
-    "cudagraph_mode": f"Steps that replay CUDA graphs: {', '.join(CUDA_GRAPH_MODES)}. On a GPU the last one.",
-    "scheduling_policy": f"{', '.join(POLICIES.known)} or package.module:Class.",
-    "hf_overrides": "JSON object whose entries replace those of the model's config.json.",
-    "profile": "Write a Perfetto trace of the first steps into this directory.",
-    "multiprocess": "Run the engine core in a process of its own.",
-    "heartbeat_timeout": "Seconds after which an engine process that does not finish its step is killed.",
-    "speculative_config": "Guess tokens ahead and verify them: JSON object with a method "
-    f"({', '.join(SPECULATIVE_METHODS)}) and its settings.",
-    "async_scheduling": "Schedule the next step while the last one runs (default: on a GPU).",
-    "enable_lora": "Serve LoRA adapters.",
-    "max_loras": "LoRA adapters that may be in use at the same time.",
-    "max_lora_rank": "Largest rank of a LoRA adapter.",
-    "max_cpu_loras": "LoRA adapters kept in host memory.",
-    "logits_processors": "Custom logits processor, as package.module:Class (may be repeated).",
-}
-"""Engine argument -> what its flag says. Name, type and default are those of ``EngineArgs``."""
 
 _WRITTEN: dict[str, tuple[Any, str]] = {
     "hf_overrides": (str | None, "JSON"),
@@ -135,9 +81,9 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
     """The parameters that a group's fields stand for, in order."""
     hints = get_type_hints(group, include_extras=True)
     if group is EngineArgs:
-        for name, text in ENGINE_HELP.items():
-            kind, metavar = _WRITTEN.get(name, (hints[name], None))
-            hints[name] = Annotated[kind, typer.Option(help=text, metavar=metavar)]
+        for name, hint in hints.items():
+            kind, metavar = _WRITTEN.get(name, (hint.__origin__, None))
+            hints[name] = Annotated[kind, typer.Option(help=hint.__metadata__[0], metavar=metavar)]
         hints["model"] = ModelArgument
     keyword = inspect.Parameter.KEYWORD_ONLY
     return [
@@ -166,8 +112,8 @@ def _json_object(name: str, text: str | None, example: str) -> dict[str, Any] | 
 def engine_flags(args: EngineArgs) -> list[str]:
     """The flags that give these arguments to another command; the model is not among them."""
     flags = []
-    for name in ENGINE_HELP:
-        value, flag = getattr(args, name), name.replace("_", "-")
+    for name, value in (asdict(args) | {"model": None}).items():
+        flag = name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, list):
