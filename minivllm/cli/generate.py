@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from minivllm.cli.engine.engine_start import Generation, engine_log, running_engine
+from minivllm.cli.engine.engine_start import EngineHost, Generation, engine_log
 from minivllm.cli.engine.options import (
     FALLBACK,
     SamplingOptions,
@@ -55,13 +55,19 @@ def generate(
     if not prompt and sys.stdin.isatty():
         raise RequestError('There is no prompt: give one with -p "…", or pipe it in.')
     texts = [prompt_text(text) for text in prompt] if prompt else [read_standard_input()]
-    with engine_log(verbose) as log, running_engine(args, log) as running:
-        defaults = {"max_tokens": MAX_TOKENS, **model_defaults(running)}
-        params = msgspec.structs.replace(sampling.params(defaults), output_kind=OutputKind.DELTA)
+
+    def params(engine: LLMEngine) -> SamplingParams:
+        return sampling.params({"max_tokens": MAX_TOKENS, **model_defaults(engine)})
+
+    with engine_log(verbose) as log, EngineHost(args, log, params) as host:
+        running = host.engine
         if as_chat and not running.tokenizer.has_chat_template:
             raise RequestError(f"{args.model} has no chat template, so --chat cannot work; leave it out.")
         batch = Batch(running, texts, as_chat, as_json)
-        batch.submit(params, may_shorten=sampling.max_tokens is None)
+        batch.submit(
+            msgspec.structs.replace(host.params(), output_kind=OutputKind.DELTA),
+            may_shorten=sampling.max_tokens is None,
+        )
         with ExitStack() as until_first_print:
             until_first_print.enter_context(log.status(f"Completing {counted(len(texts), 'prompt')}"))
             batch.run(until_first_print.close)

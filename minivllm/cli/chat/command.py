@@ -429,7 +429,6 @@ def _converse(session: ChatSession, question: str | None, raw: bool, as_json: bo
 
 def _talk(session: ChatSession, raw: bool, log: ProgressHandler) -> None:
     from minivllm import __version__
-    from minivllm.cli.chat.command import ChatTerminal, notice
     from minivllm.cli.engine.env import default_history_path
 
     notice(
@@ -442,8 +441,6 @@ def _talk(session: ChatSession, raw: bool, log: ProgressHandler) -> None:
 
 def _answer_once(session: ChatSession, question: str, raw: bool, as_json: bool, log: ProgressHandler) -> None:
     """Answer ``question`` on stdout, statistics on stderr. Ctrl-C exits with 130 after what was said so far."""
-    from minivllm.cli.chat.command import InterruptFlag, notice, stream_answer
-
     _mention_missing_template(session)
     if as_json:
         with InterruptFlag() as interrupt, log.status("Answering"):
@@ -467,7 +464,5 @@ def _answer_once(session: ChatSession, question: str, raw: bool, as_json: bool, 
 
 
 def _mention_missing_template(session: ChatSession) -> None:
-    from minivllm.cli.chat.command import notice
-
     if not session.has_chat_template:
         notice(f"{session.model} has no chat template: it continues your text instead of answering it.")

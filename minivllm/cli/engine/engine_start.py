@@ -101,18 +101,6 @@ def fetch_model(args: EngineArgs) -> None:
     resolve_model(args.model, args.revision, weights=args.load_format != "dummy")
 
 
-@contextmanager
-def running_engine(args: EngineArgs, log: ProgressHandler) -> Iterator[LLMEngine]:
-    """Fetch the model, start the engine, close it at the end of the block. Raises MinivllmError."""
-    fetch_model(args)
-    with log.status(f"Loading {args.model}"):
-        engine = create_engine(args)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
 class EngineHost:
     """An engine whose model can be replaced. As a context it starts the first one and closes the last one."""
 

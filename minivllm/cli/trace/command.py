@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from minivllm.cli.engine.options import with_options
 from minivllm.cli.terminal.terminal_text import counted
 from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
@@ -55,28 +56,36 @@ class TraceStep:
         return line
 
 
+def _numbers(help_text: str) -> Any:
+    """A flag whose value is ``3,5,12``; an empty text is an empty list."""
+    return typer.Option(parser=lambda given: given, metavar="N,N,…", help=help_text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """Requests R1, R2, … that share no prefix, and the limits they run under. Raises ConfigError for impossible ones.
 
-    budget: tokens per step. prompt_lens, max_tokens: prompt length of each request, tokens each one generates.
-    num_blocks: KV cache blocks, the null block included; None is enough for everyone. priorities: lower goes first,
-    all 0 if empty. arrivals: step before which each request arrives, all 0 if empty. threshold: most tokens of one
-    request per step, 0 is no cap.
+    priorities, arrivals: all 0 if empty.
     """
 
-    budget: int
-    prompt_lens: Sequence[int]
-    max_tokens: int
-    max_num_seqs: int = 64
-    block_size: int = 16
-    num_blocks: int | None = None
-    policy: str = "fcfs"
-    priorities: Sequence[int] = ()
-    arrivals: Sequence[int] = ()
-    threshold: int = 0
+    budget: Annotated[int, typer.Option(help="Tokens per step (max_num_batched_tokens).")] = 10
+    prompt_lens: Annotated[Sequence[int], _numbers("Prompt length of each request.")] = (3, 5, 12)
+    max_tokens: Annotated[int, typer.Option(help="Tokens that each request generates.")] = 3
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that may run at the same time.")] = 64
+    block_size: Annotated[int, typer.Option(help="Tokens per KV cache block.")] = 16
+    num_blocks: Annotated[
+        int | None, typer.Option(help="KV cache blocks, the null block included; few of them show preemption.")
+    ] = None
+    policy: Annotated[str, typer.Option(help="fcfs, priority, or your own: package.module:Class.")] = "fcfs"
+    priorities: Annotated[Sequence[int], _numbers("Priority of each request; low first.")] = ()
+    arrivals: Annotated[Sequence[int], _numbers("Step before which each request arrives.")] = ()
+    threshold: Annotated[
+        int, typer.Option(help="Most tokens of one request per step (long_prefill_token_threshold); 0 is no cap.")
+    ] = 0
 
     def __post_init__(self) -> None:
+        for name in ("prompt_lens", "priorities", "arrivals"):
+            object.__setattr__(self, name, _read_numbers(name, getattr(self, name)))
         if not self.prompt_lens:
             raise ConfigError("prompt-lens is empty, but must hold at least one length.")
         lows = {"budget": 1, "max_tokens": 1, "max_num_seqs": 1, "block_size": 1, "threshold": 0}
@@ -112,6 +121,15 @@ class Workload:
 
     def _num_blocks_of(self, prompt_len: int) -> int:
         return -(-(prompt_len + self.max_tokens - 1) // self.block_size)
+
+
+def _read_numbers(name: str, given: str | Sequence[int]) -> Sequence[int]:
+    try:
+        return [int(part) for part in given.split(",") if given.strip()] if isinstance(given, str) else given
+    except ValueError:
+        raise ConfigError(
+            f"{name.replace('_', '-')} is {given!r}, but must be whole numbers with commas between, such as 3,5,12."
+        ) from None
 
 
 def simulate(**workload: Any) -> Iterator[dict[str, Any]]:
@@ -287,24 +305,12 @@ def perfetto_trace(steps: Sequence[TraceStep]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
+@with_options
 def trace(
-    budget: Annotated[int, typer.Option(help="Tokens per step (max_num_batched_tokens).")] = 10,
-    prompt_lens: Annotated[str, typer.Option(help="Prompt length of each request, with commas between.")] = "3,5,12",
-    max_tokens: Annotated[int, typer.Option(help="Tokens that each request generates.")] = 3,
+    workload: Workload,
     plot: Annotated[
         bool, typer.Option("--plot", help="Draw a heat strip instead of JSON lines; what repeats is left out.")
     ] = False,
-    max_num_seqs: Annotated[int, typer.Option(help="Requests that may run at the same time.")] = 64,
-    block_size: Annotated[int, typer.Option(help="Tokens per KV cache block.")] = 16,
-    num_blocks: Annotated[
-        int | None, typer.Option(help="KV cache blocks, the null block included; few of them show preemption.")
-    ] = None,
-    policy: Annotated[str, typer.Option(help="fcfs, priority, or your own: package.module:Class.")] = "fcfs",
-    priorities: Annotated[str, typer.Option(help="Priority of each request, with commas between; low first.")] = "",
-    arrivals: Annotated[str, typer.Option(help="Step at which each request arrives, with commas between.")] = "",
-    threshold: Annotated[
-        int, typer.Option(help="Most tokens of one request per step (long_prefill_token_threshold); 0 is no cap.")
-    ] = 0,
     perfetto: Annotated[Path | None, typer.Option(help="Also write a file for ui.perfetto.dev.")] = None,
     save: Annotated[Path | None, typer.Option(help="Also save the heat strip as a PNG.")] = None,
 ) -> None:
@@ -312,24 +318,10 @@ def trace(
 
     Example: minivllm trace --budget 10 --prompt-lens 3,5,12 --max-tokens 3 --plot
     """
-    workload = Workload(
-        budget=budget,
-        prompt_lens=_numbers("prompt-lens", prompt_lens),
-        max_tokens=max_tokens,
-        max_num_seqs=max_num_seqs,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        policy=policy,
-        priorities=_numbers("priorities", priorities),
-        arrivals=_numbers("arrivals", arrivals),
-        threshold=threshold,
-    )
     steps = list(simulated_steps(workload))
     if perfetto is not None:
         _write("--perfetto", perfetto, json.dumps(perfetto_trace(steps)).encode())
     if save is not None:
-        from minivllm.cli.trace.command import draw_heat_strip
-
         _write("--save", save, draw_heat_strip(folded(steps), len(workload.prompt_lens)))
     if plot:
         from rich.console import Console
@@ -348,16 +340,6 @@ def _write(option: str, path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be written ({error.strerror}); name a file.") from None
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    """``3,5,12`` as a list; an empty text is an empty list."""
-    try:
-        return [int(part) for part in text.split(",")] if text.strip() else []
-    except ValueError:
-        raise ConfigError(
-            f"{name} is {text!r}, but must be whole numbers with commas between, such as 3,5,12."
-        ) from None
 
 
 def draw_heat_strip(steps: Sequence[TraceStep], num_requests: int) -> bytes:
