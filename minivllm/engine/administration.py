@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import ModelError, RequestError
-from minivllm.executor.remote_calls import WORKER_METHODS, check_arguments
+from minivllm.executor.protocol import WORKER_METHODS, check_arguments
 from minivllm.messages import LoRARequest, RecentStep, SchedulerStats
 
 if TYPE_CHECKING:

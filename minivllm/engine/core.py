@@ -5,10 +5,10 @@ Everything else is where the parts live and how they are reached; what operators
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from minivllm.config import EngineConfig
-from minivllm.engine.batch_queue import BatchQueue
 from minivllm.errors import RequestError
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.hashing import extend_block_hashes
@@ -23,13 +23,19 @@ from minivllm.scheduler.scheduler import Scheduler
 from minivllm.structured_output.manager import StructuredOutputManager
 
 if TYPE_CHECKING:
-    from minivllm.executor.protocol import Executor
+    from minivllm.executor.protocol import Executor, PendingOutput
 
 
 class EngineCore:
     """Owns the scheduler and the executor. One thread drives it.
 
     is_asleep: the workers have no memory for requests (see Administration.sleep). adapters: None without LoRA.
+
+    The steps in flight are handed to the workers, their results not consumed yet: one makes a synchronous engine, two
+    make async scheduling. (The batch queue of vLLM V1.) Results are consumed in the order of their schedules; that, and
+    workers that run their steps in order, is all that makes blocks safe to reuse. A request may end while a later step
+    that computes it once more is on its way; its blocks are free at once, and whoever gets them does so in a step after
+    that one, so that its own keys and values are written over whatever the late step left behind.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
@@ -45,7 +51,8 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler, kv_cache, async_scheduling=config.async_scheduling, admission=admission
         )
-        self._in_flight = BatchQueue(depth=2 if config.async_scheduling else 1)
+        self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
+        self._max_in_flight = 2 if config.async_scheduling else 1
         self.is_asleep = False
         self._trace = None if config.profile is None else TraceRecorder(config.profile, self)
         self.structured_output = StructuredOutputManager(config, executor.vocab_size)
@@ -58,7 +65,7 @@ class EngineCore:
         """
         outputs: list[EngineOutput] = []
         self._release_blocked_requests()
-        while self._in_flight.has_room and self.scheduler.has_requests():
+        while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
             with span("schedule"):
                 step = self.scheduler.schedule()
             if step.is_empty:  # everybody waits: for a token in flight, for a grammar
@@ -66,11 +73,12 @@ class EngineCore:
                 break
             token_masks = self.structured_output.start_masks(step, self.scheduler.requests)
             with span("dispatch", step):
-                self._in_flight.put(step, self.executor.execute_model(step, token_masks))
+                self._in_flight.append((step, self.executor.execute_model(step, token_masks)))
         if self._in_flight:
             with span("wait"):
-                finished = self._in_flight.take()
-            outputs += self._update(*finished)
+                step, pending = self._in_flight.popleft()
+                output = pending.result()
+            outputs += self._update(step, output)
         self.scheduler.set_draft_token_ids(self.structured_output.jump_ahead(self.scheduler.running))
         return outputs
 

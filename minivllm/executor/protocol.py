@@ -1,10 +1,14 @@
-"""What the engine core asks of its workers, wherever they are."""
+"""What the engine core asks of its workers, wherever they are, and what frontends may ask of them by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
+from minivllm.errors import RequestError
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 
@@ -40,3 +44,18 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Release the workers and their memory."""
+
+
+WORKER_METHODS = frozenset({"adapter_shapes", "memory_bytes", "weight_checksums"})
+"""Methods of a Worker that ``collective_rpc`` of a frontend may call: they only look."""
+
+
+def check_arguments(function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    """The arguments, plain values turned into the annotated types. Raises RequestError that says what does not fit."""
+    name, signature = function.__name__, inspect.signature(function, eval_str=True)
+    try:
+        bound = signature.bind(*args)
+        return [msgspec.convert(value, signature.parameters[key].annotation) for key, value in bound.arguments.items()]
+    except (TypeError, msgspec.ValidationError) as error:
+        parameters = signature.replace(return_annotation=inspect.Signature.empty)
+        raise RequestError(f"{name} cannot be called so: {error}. Its parameters are {parameters}.") from None

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from minivllm.config import EngineConfig
-from minivllm.executor.protocol import PendingOutput
-from minivllm.executor.remote_calls import check_arguments
+from minivllm.executor.protocol import PendingOutput, check_arguments
 from minivllm.messages import SchedulerOutput, TokenMasks
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.worker.worker import Worker

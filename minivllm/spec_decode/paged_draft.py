@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from minivllm.batch.paged_model import PagedModel
@@ -164,3 +165,28 @@ class CachedDraft(PagedDraft):
         """Fingerprints of what the first ``count`` places are computed from: the text up to the token of each."""
         offset = self._token_offset
         return self._fingerprints(self._batch.token_ids.host[request.slot, : count + offset])[offset:]
+
+
+class DraftDecoder(CachedDraft):
+    """Guesses with a second, smaller model (Leviathan et al. 2023). Its attention reads everything before a token, so
+    it computes from the first place on that is missing."""
+
+    def _missing(self, row: Row) -> list[Row]:
+        places = self._places(row.request.slot, np.arange(row.start))
+        is_computed = self._computed[places] == self._texts(row.request, row.start)
+        start = row.start if is_computed.all() else int(np.argmin(is_computed))
+        return [Row(row.request, start, row.start - start)] if start < row.start else []
+
+    def _compute(self, rows: list[Row]) -> Any:
+        inputs = self._paged.build(rows)
+        hidden = self._paged.forward(inputs)
+        for row in rows:
+            end = row.start + row.count
+            places = self._places(row.request.slot, np.arange(row.start, end))
+            self._computed[places] = self._texts(row.request, end)[row.start :]
+        return inputs, hidden
+
+    def _logits(self, rows: list[Row]) -> Tensor:
+        inputs, hidden = self._compute(rows)
+        index = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=self.model.device)
+        return self.model.logits(hidden, index, inputs.tokens)

@@ -10,12 +10,11 @@ from minivllm.errors import ConfigError
 from minivllm.models.eagle.head import EagleHead
 from minivllm.plugins import DRAFTERS
 from minivllm.spec_decode.adaptive import DraftLengths, StepCost
-from minivllm.spec_decode.draft_model import DraftDecoder
 from minivllm.spec_decode.drafter import DraftContext, Drafter, DraftTask, GuessingModel
 from minivllm.spec_decode.eagle import EagleDraft
 from minivllm.spec_decode.early_exit import EarlyExit
-from minivllm.spec_decode.ngram import NgramDrafter
-from minivllm.spec_decode.suffix import SuffixDrafter
+from minivllm.spec_decode.lookup import NgramDrafter, SuffixDrafter
+from minivllm.spec_decode.paged_draft import DraftDecoder
 
 logger = logging.getLogger(__name__)
 

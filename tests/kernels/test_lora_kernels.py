@@ -26,7 +26,7 @@ from kernels_triton_free.lora import (
     plan_groups,
 )
 from minivllm.compilation.compiler import cannot_compile_reason, only_marked_sizes_are_dynamic
-from minivllm.lora.tiles import adapter_tiles, plan_tiles
+from minivllm.lora.manager import adapter_tiles, plan_tiles
 
 needs_compiler = pytest.mark.skipif(
     cannot_compile_reason(torch.device("cpu")) is not None, reason="there is no C++ compiler for torch.compile here"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.spec_decode.drafter import DraftTask
-from minivllm.spec_decode.ngram import NgramDrafter, longest_suffix_match
+from minivllm.spec_decode.lookup import NgramDrafter, longest_suffix_match
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 

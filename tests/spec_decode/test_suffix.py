@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.spec_decode.drafter import DraftTask
-from minivllm.spec_decode.suffix import SuffixAutomaton, SuffixDrafter
+from minivllm.spec_decode.lookup import SuffixAutomaton, SuffixDrafter
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 
