@@ -9,10 +9,19 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from minivllm.errors import ModelError
-from minivllm.models.families import llama, qwen
+from minivllm.models.families import gemma, glm, granite, llama, olmo, phi, qwen
 from minivllm.models.families.family import Family
 
-_FAMILIES = {family.architecture: family for family in (*llama.FAMILIES, *qwen.FAMILIES)}
+_ALL = (
+    *llama.FAMILIES,
+    *qwen.FAMILIES,
+    *gemma.FAMILIES,
+    *phi.FAMILIES,
+    *olmo.FAMILIES,
+    *glm.FAMILIES,
+    *granite.FAMILIES,
+)
+_FAMILIES = {family.architecture: family for family in _ALL}
 FAMILIES: Mapping[str, Family] = MappingProxyType(_FAMILIES)
 
 
