@@ -69,7 +69,9 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
                 )
             # Half an element more, so that rounding down gives the very number again.
             entries["partial_rotary_factor"] = (rotated + 0.5) / head_dim
-        entries["rope_parameters"] = _rope_parameters(file, name, entries)
+        entries["rope_parameters"] = rope = _rope_parameters(file, name, entries)
+        if rope["rope_type"] == "longrope" and "original_max_position_embeddings" in rope:
+            entries["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
         key = f"{name}.attention.sliding_window"
         window = _number(metadata.get(key), f"{path}: {key}")
         if window and window < entries["max_position_embeddings"] and family.windowed is not None:
