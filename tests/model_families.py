@@ -21,6 +21,21 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0],
+}
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 0.4,
+}
+
 # family -> (transformers config class, transformers model class, what differs from SHAPE)
 FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
@@ -81,6 +96,112 @@ FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 32}),
     "qwen3-tied": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**GEMMA, "sliding_window": 24, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+    ),
+    "gemma2-no-caps": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**GEMMA, "sliding_window": 9, "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 32},
+    ),
+    "gemma2-biases": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            **GEMMA,
+            "attention_bias": True,
+            "sliding_window": 17,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "attn_logit_softcapping": 2.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {**GEMMA, "num_hidden_layers": 5, "sliding_window": 16, "layer_types": ALTERNATING},
+    ),
+    "gemma3-far": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            **GEMMA,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "final_logit_softcapping": 4.0,
+            "query_pre_attn_scalar": 7,
+        },
+    ),
+    "gemma3-mqa": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {**GEMMA, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 33, "attention_bias": True},
+    ),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {"sliding_window": None}),
+    "phi3-partial": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {"sliding_window": 24, "partial_rotary_factor": 0.75, "num_key_value_heads": 4},
+    ),
+    "phi3-short": ("Phi3Config", "Phi3ForCausalLM", {"rope_parameters": LONGROPE}),
+    "phi3-long": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {
+            "original_max_position_embeddings": 1,
+            "tie_word_embeddings": True,
+            "rope_parameters": {**LONGROPE, "attention_factor": 1.3},
+        },
+    ),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "olmo2-biases": ("Olmo2Config", "Olmo2ForCausalLM", {"attention_bias": True, "num_key_value_heads": 4}),
+    "olmo2-tied": ("Olmo2Config", "Olmo2ForCausalLM", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {"num_hidden_layers": 5, "sliding_window": 16}),
+    "olmo3-yarn": (
+        "Olmo3Config",
+        "Olmo3ForCausalLM",
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "olmo3-mha": ("Olmo3Config", "Olmo3ForCausalLM", {"num_key_value_heads": 4, "sliding_window": 24}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {"head_dim": 16}),
+    "glm4-whole-heads": (
+        "Glm4Config",
+        "Glm4ForCausalLM",
+        {"head_dim": 32, "partial_rotary_factor": 1.0, "attention_bias": False, "num_key_value_heads": 1},
+    ),
+    "glm4-quarter": (
+        "Glm4Config",
+        "Glm4ForCausalLM",
+        {"head_dim": 16, "partial_rotary_factor": 0.25, "num_key_value_heads": 4, "rms_norm_eps": 1e-2},
+    ),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", GRANITE),
+    "granite-biases": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {**GRANITE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "granite-mqa": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {**GRANITE, "num_key_value_heads": 1, "residual_multiplier": 2.0, "rms_norm_eps": 1e-2},
+    ),
 }
 
 FAMILIES: list[str] = list(FAMILY_SETTINGS)

@@ -22,11 +22,12 @@ from safetensors import SafetensorError, safe_open
 from minivllm.checkpoints.hf_config import read_json_object
 from minivllm.checkpoints.packed_weights import PackedWeights
 from minivllm.errors import ModelError
-from minivllm.gguf.gguf_file import ROPE_FACTORS, GGUFFile, GGUFTensor, Treatment, find_gguf, hugging_face_name
+from minivllm.gguf.gguf_file import ROPE_TENSORS, GGUFFile, GGUFTensor, Treatment, find_gguf, hugging_face_name
 from minivllm.gguf.gguf_quants import GROUPED_BITS
 from minivllm.linear.stored_weight import QuantizedWeight, RestoredWeight, StoredWeight
 from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.families.registry import FAMILIES, find_gguf_family
+from minivllm.models.families.family import Family
+from minivllm.models.families.registry import FAMILIES
 from minivllm.models.layer_specs import LayerSpec
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ def expected_shapes(config: DecoderConfig) -> dict[str, Shape]:
             if has_bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
         mixer = layer.mixer
+        if mixer.attend.has_sinks:
+            shapes[prefix + "self_attn.sinks"] = (mixer.heads,)
         if mixer.qk_norm is not None:
             heads, kv_heads = (mixer.heads, mixer.kv_heads) if mixer.qk_norm == "whole width" else (1, 1)
             shapes[prefix + "self_attn.q_norm.weight"] = (heads * mixer.head_dim,)
@@ -96,7 +99,7 @@ def iterate_weights(
     ``RestoredWeight``, since rounding those to 4 bits would spoil what the file holds. Raises ModelError, naming file
     and tensor, for a missing or broken file, a missing, unexpected or misshapen tensor, before anything is yielded.
     """
-    expected = expected_shapes(decoder_config)
+    expected, family = expected_shapes(decoder_config), FAMILIES[decoder_config.architecture]
     if load_format == "dummy":
         return _dummy_weights(expected, dtype, seed)
     gguf_path = find_gguf(model_path, load_format)
@@ -106,15 +109,17 @@ def iterate_weights(
         )
     else:
         packed = None if decoder_config.quantization is None else PackedWeights(decoder_config.quantization)
-        weights = _safetensors_weights(Path(model_path), expected, dtype, packed)
-    rewrite = FAMILIES[decoder_config.architecture].rewrite_weight
+        weights = _safetensors_weights(Path(model_path), family, expected, dtype, packed)
+    rewrite = family.rewrite_weight
     if rewrite is None:
         return weights
 
     def rewritten(name: str, weight: StoredWeight) -> StoredWeight:
         """A quantised weight is rewritten by its values, which need not be such that its format could hold them."""
         if isinstance(weight, QuantizedWeight):
-            return RestoredWeight(rewrite(name, weight.restore(dtype), decoder_config))
+            values = weight.restore(dtype)
+            changed = rewrite(name, values, decoder_config)
+            return weight if changed is values else RestoredWeight(changed)
         return rewrite(name, weight, decoder_config)
 
     return ((name, rewritten(name, weight)) for name, weight in weights)
@@ -167,13 +172,13 @@ def _gguf_weights(
     kept_bits: frozenset[int],
 ) -> Iterator[tuple[str, StoredWeight]]:
     with GGUFFile(path) as file:
-        family = find_gguf_family(str(file.metadata.get("general.architecture")), str(path))
+        family = FAMILIES[config.architecture]
         found: dict[str, Shape] = {}
         for gguf_name, tensor in file.tensors.items():
-            name = hugging_face_name(gguf_name)
-            if gguf_name != ROPE_FACTORS:
+            name = hugging_face_name(gguf_name, family.fused)
+            if gguf_name not in ROPE_TENSORS:
                 found[name or gguf_name] = tensor.shape
-        check_tensors(found, expected, dict.fromkeys(found, path), path)
+        check_tensors(*_unfused(found, expected, dict.fromkeys(found, path), family), path)
         mixer = config.layers[0].mixer
         heads = {"q_proj": mixer.heads, "k_proj": mixer.kv_heads} if family.gguf_permutes_rotary else {}
         counts: Counter[tuple[str, Treatment]] = Counter()
@@ -186,7 +191,8 @@ def _gguf_weights(
             counts[tensor.type_name, chosen] += 1
             return chosen
 
-        yield from file.weights(dtype, heads, treatment=treatment)
+        for name, weight in file.weights(dtype, heads, family.fused, treatment=treatment):
+            yield from _parts(name, weight, expected, family)
         for (type_name, chosen), count in counts.items():
             logger.info("%s: %d matrices of type %s %s.", path.name, count, type_name, _TREATMENTS[chosen])
 
@@ -214,16 +220,25 @@ class _StoredTensor:
 
 
 def _safetensors_weights(
-    directory: Path, expected: Mapping[str, Shape], dtype: torch.dtype, packed: PackedWeights | None
+    directory: Path, family: Family, expected: Mapping[str, Shape], dtype: torch.dtype, packed: PackedWeights | None
 ) -> Iterator[tuple[str, StoredWeight]]:
     files, listed = safetensors_files(directory)
     stored_in: dict[str, Path] = {}
     # weight -> its parts; a tensor that is a weight by itself is the part without a name
     parts_of: dict[str, dict[str, _StoredTensor]] = {}
+
+    def is_unused(stored: str, name: str) -> bool:
+        left_out = stored.startswith(family.left_out) or (packed is not None and packed.is_unused(name))
+        return left_out or _is_ignored(name, expected)
+
     for path in files:
         for stored, shape in _read_header(path, packed).items():
-            name = _full_name(stored)
-            if _is_ignored(name, expected) or (packed is not None and packed.is_unused(name)):
+            name = family.own_name(_full_name(stored))
+            if (
+                stored.startswith(family.left_out)
+                or _is_ignored(name, expected)
+                or (packed is not None and packed.is_unused(name))
+            ):
                 continue
             if name in stored_in:
                 raise ModelError(f"{path}: tensor {name!r} is also in {stored_in[name]}.")
@@ -231,8 +246,12 @@ def _safetensors_weights(
             weight, part = (packed.place(name) if packed is not None else None) or (name, "")
             parts_of.setdefault(weight, {})[part] = _StoredTensor(stored, path, shape)
     for stored, path in listed.items():
-        name = _full_name(stored)
-        unused = _is_ignored(name, expected) or (packed is not None and packed.is_unused(name))
+        name = family.own_name(_full_name(stored))
+        unused = (
+            stored.startswith(family.left_out)
+            or _is_ignored(name, expected)
+            or (packed is not None and packed.is_unused(name))
+        )
         if not unused and stored_in.get(name) != path:
             raise ModelError(
                 f"{directory / INDEX_NAME} places tensor {stored!r} in {path.name}, which does not hold it."
@@ -255,14 +274,51 @@ def _safetensors_weights(
                 del parts_of[weight]
             else:
                 found[weight] = parts[""].shape
-        check_tensors(
-            found, expected, {name: next(iter(parts.values())).path for name, parts in parts_of.items()}, directory
-        )
+        file_of = {name: next(iter(parts.values())).path for name, parts in parts_of.items()}
+        check_tensors(*_unfused(found, expected, file_of, family), directory)
         for weight, parts in parts_of.items():
             if packed is not None and "" not in parts:
-                yield weight, packed.assemble({part: read(tensor) for part, tensor in parts.items()}, dtype)
+                value = packed.assemble({part: read(tensor) for part, tensor in parts.items()}, dtype)
             else:
-                yield weight, read(parts[""]).to(dtype)
+                value = read(parts[""])
+                if family.norm_offset and weight.endswith("norm.weight"):
+                    value = value.float() + family.norm_offset
+                value = value.to(dtype)
+            yield from _parts(weight, value, expected, family)
+
+
+def _unfused(
+    found: Mapping[str, Shape], expected: Mapping[str, Shape], file_of: Mapping[str, Path], family: Family
+) -> tuple[dict[str, Shape], Mapping[str, Shape], dict[str, Path]]:
+    """What check_tensors compares, with the parts in the place of every tensor that holds several. Raises ModelError if
+    its shape is not that of its parts, one below the other."""
+    shapes: dict[str, Shape] = {}
+    files: dict[str, Path] = {}
+    for name, shape in found.items():
+        parts = family.parts(name)
+        if len(parts) > 1 and all(part in expected for part in parts):
+            whole = sum(expected[part][0] for part in parts), *expected[parts[0]][1:]
+            if shape != whole:
+                raise ModelError(
+                    f"{file_of[name]}: tensor {name!r} has shape {list(shape)}, but the configuration calls for "
+                    f"{list(whole)}."
+                )
+            shapes.update({part: expected[part] for part in parts})
+        else:
+            parts = (name,)
+            shapes[name] = shape
+        files.update(dict.fromkeys(parts, file_of[name]))
+    return shapes, expected, files
+
+
+def _parts(
+    name: str, weight: StoredWeight, expected: Mapping[str, Shape], family: Family
+) -> Iterator[tuple[str, StoredWeight]]:
+    """The matrices that a tensor holds, under their own names."""
+    first = 0
+    for part in family.parts(name):
+        rows = slice(first, first := first + expected[part][0])
+        yield part, weight.part(rows, slice(None)) if isinstance(weight, QuantizedWeight) else weight[rows]
 
 
 def _full_name(stored: str) -> str:

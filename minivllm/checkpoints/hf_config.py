@@ -86,6 +86,7 @@ def build_decoder_config(entries: Mapping[str, Any], generation: Mapping[str, An
         layers=described.layers,
         rotary=described.rotary,
         embedding_scale=described.embedding_scale,
+        logits_scale=described.logits_scale,
         logits_soft_cap=described.logits_soft_cap,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         dtype=_dtype(entries, source),
@@ -121,7 +122,8 @@ def _token_ids(name: str, fields: Entries, sources: list[Mapping[str, Any]], voc
     given = [entries[name] for entries in sources if name in entries]
     if not given:
         default = fields.defaults.get(name)
-        return () if default is None or default >= vocab_size else (default,)
+        known = default if isinstance(default, list) else [] if default is None else [default]
+        return tuple(token for token in known if token < vocab_size)
     ids: dict[int, None] = {}
     for value in given:
         for token in value if isinstance(value, list) else [] if value is None else [value]:

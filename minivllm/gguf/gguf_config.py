@@ -10,8 +10,8 @@ import torch
 
 from kernels_triton_free.rotary import default_frequencies, llama3_frequencies
 from minivllm.errors import ModelError
-from minivllm.gguf.gguf_file import ROPE_FACTORS, GGUFFile
-from minivllm.models.families.registry import find_gguf_family
+from minivllm.gguf.gguf_file import LONGROPE_FACTORS, ROPE_FACTORS, GGUFFile
+from minivllm.models.families.registry import FAMILIES, find_gguf_family
 
 # config.json entry -> metadata key without the architecture prefix
 _REQUIRED = {
@@ -60,18 +60,29 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         hidden_size, num_heads = entries["hidden_size"], entries["num_attention_heads"]
         if "head_dim" not in entries and isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
             entries["head_dim"] = hidden_size // num_heads
-        if rotated is not None and rotated != entries.get("head_dim"):
-            raise ModelError(
-                f"{path}: {name}.rope.dimension_count is {rotated!r}, but only whole heads of "
-                f"{entries.get('head_dim')} elements can be rotated."
-            )
-        entries["rope_parameters"] = _rope_parameters(file, name, entries)
+        head_dim = entries.get("head_dim")
+        if rotated is not None and rotated != head_dim:
+            if not isinstance(rotated, int) or not isinstance(head_dim, int) or not 0 < rotated < head_dim:
+                raise ModelError(
+                    f"{path}: {name}.rope.dimension_count is {rotated!r}, but must be at most the {head_dim} elements "
+                    "of a head."
+                )
+            # Half an element more, so that rounding down gives the very number again.
+            entries["partial_rotary_factor"] = (rotated + 0.5) / head_dim
+        entries["rope_parameters"] = rope = _rope_parameters(file, name, entries)
+        if rope["rope_type"] == "longrope" and "original_max_position_embeddings" in rope:
+            entries["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
         key = f"{name}.attention.sliding_window"
         window = _number(metadata.get(key), f"{path}: {key}")
-        if window and not family.has_windows and window < entries["max_position_embeddings"]:
-            entries["architectures"] = ["MistralForCausalLM"]
-        if family.has_windows or window:
-            entries["sliding_window"] = window
+        if window and window < entries["max_position_embeddings"] and family.windowed is not None:
+            family = FAMILIES[family.windowed]
+            entries["architectures"] = [family.architecture]
+        if family.has_windows:
+            entries["sliding_window"] = window or None
+        if family.from_gguf is not None:
+            prefix = f"{name}."
+            own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+            entries.update(family.from_gguf(own, entries))
         entries["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
         ends = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_OF_TURN_KEYS]
         entries["eos_token_id"] = [token for token in ends if token is not None]
@@ -107,6 +118,8 @@ def _rope_parameters(file: GGUFFile, name: str, entries: dict[str, Any]) -> dict
         factors = file.dequantize(ROPE_FACTORS, torch.float64).flatten().tolist()
         rope.update(llama3_parameters(factors, theta, str(file.path)))
         return rope
+    if any(stored in file.tensors for stored in LONGROPE_FACTORS.values()):
+        return {**rope, **_longrope_parameters(file, name)}
     kind = metadata.get(f"{name}.rope.scaling.type", "none")
     key = f"{name}.rope.scaling.factor"
     factor = _number(metadata.get(key), f"{file.path}: {key}")
@@ -123,6 +136,23 @@ def _rope_parameters(file: GGUFFile, name: str, entries: dict[str, Any]) -> dict
         if share is not None and factor > 1:  # llama.cpp multiplies its own default by this
             rope["attention_factor"] = share * (1.0 + 0.1 * math.log(factor))
     return rope
+
+
+def _longrope_parameters(file: GGUFFile, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"rope_type": "longrope"}
+    for entry, stored in LONGROPE_FACTORS.items():
+        if stored not in file.tensors or math.prod(file.tensors[stored].shape) > MAX_ROTARY_FACTORS:
+            raise ModelError(f"{file.path} holds longrope factors, but {stored} is missing or too long.")
+        found[entry] = file.dequantize(stored, torch.float64).flatten().tolist()
+    for entry, suffix in (
+        ("original_max_position_embeddings", "original_context_length"),
+        ("attention_factor", "attn_factor"),
+    ):
+        key = f"{name}.rope.scaling.{suffix}"
+        value = _number(file.metadata.get(key), f"{file.path}: {key}")
+        if value is not None:
+            found[entry] = value
+    return found
 
 
 def llama3_parameters(factors: list[float], theta: float, source: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import re
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,15 +48,20 @@ _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
+    "post_attention_norm": "post_self_attn_layernorm",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_mlp_layernorm",
 }
 ROPE_FACTORS = "rope_freqs.weight"
+LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+ROPE_TENSORS = frozenset({ROPE_FACTORS, *LONGROPE_FACTORS.values()})
 
 Treatment = Literal["keep", "restore", "dequantize"]
 """Keep a tensor's blocks; dequantise it and mark the values as quantised before; or dequantise it and forget that."""
@@ -114,14 +119,18 @@ def find_gguf(model_path: str | Path, load_format: str = "auto") -> Path | None:
     return None
 
 
-def hugging_face_name(gguf_name: str) -> str | None:
-    """Map ``blk.0.attn_q.weight`` to ``model.layers.0.self_attn.q_proj.weight``; None for an unknown name."""
+def hugging_face_name(gguf_name: str, fused: Collection[str] = ()) -> str | None:
+    """Map ``blk.0.attn_q.weight`` to ``model.layers.0.self_attn.q_proj.weight``; None for an unknown name.
+
+    fused: modules that hold several matrices in this family; ``ffn_up`` is one of them where there is no ``ffn_gate``.
+    """
     if gguf_name in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[gguf_name]
     match = re.fullmatch(r"blk\.(\d{1,6})\.([a-z_]+)\.(weight|bias)", gguf_name)
     if match is None or match[2] not in _LAYER_NAMES:
         return None
-    return f"model.layers.{int(match[1])}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    module = "mlp.gate_up_proj" if match[2] == "ffn_up" and "gate_up_proj" in fused else _LAYER_NAMES[match[2]]
+    return f"model.layers.{int(match[1])}.{module}.{match[3]}"
 
 
 def unpermute_rotary_rows(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -371,14 +380,15 @@ class GGUFFile:
         self,
         dtype: torch.dtype,
         permuted_heads: dict[str, int],
-        skip: frozenset[str] = frozenset({ROPE_FACTORS}),
+        fused: Collection[str] = (),
+        skip: frozenset[str] = ROPE_TENSORS,
         treatment: Callable[[str, GGUFTensor], Treatment] = lambda name, tensor: "dequantize",
     ) -> Iterator[tuple[str, StoredWeight]]:
         """Yield (Hugging Face name, tensor) one at a time, dequantised to ``dtype``.
 
         permuted_heads: Hugging Face suffix (``"q_proj"``, ``"k_proj"``) -> heads, for files whose rotary rows are
-        interleaved; empty otherwise. skip: GGUF names that are not weights. treatment: what becomes of each tensor,
-        by its Hugging Face name and description.
+        interleaved; empty otherwise. fused: see hugging_face_name. skip: GGUF names that are not weights. treatment:
+        what becomes of each tensor, by its Hugging Face name and description.
         """
         # numpy lets go of the interpreter lock, so some tensors are dequantised while the receiver works on another.
         with ThreadPoolExecutor(TENSORS_AHEAD) as ahead:
@@ -386,7 +396,7 @@ class GGUFFile:
             for gguf_name, tensor in self.tensors.items():
                 if gguf_name in skip:
                     continue
-                name = hugging_face_name(gguf_name)
+                name = hugging_face_name(gguf_name, fused)
                 if name is None:
                     raise ModelError(f"{self.path} holds a tensor {gguf_name!r} that no supported architecture uses.")
                 heads = permuted_heads.get(name.split(".")[-2])

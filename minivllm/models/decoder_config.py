@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from minivllm.models.layer_specs import LayerSpec
 
-RotaryType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RotaryType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,8 @@ class RotaryConfig:
     dim: how many leading elements of each head are rotated (less than head_dim: partial rotary).
     factor: context extension of linear, dynamic, llama3 and yarn. original_max_position: context before extension.
     low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, truncate: yarn. attention_factor: cos and sin are
-    multiplied by it (yarn; already resolved from mscale and mscale_all_dim).
+    multiplied by it (yarn, already resolved from mscale and mscale_all_dim; longrope). short_factors, long_factors:
+    what longrope divides each frequency by, in contexts up to original_max_position and in longer ones.
     """
 
     type: RotaryType = "default"
@@ -32,6 +33,8 @@ class RotaryConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +75,9 @@ class DecoderConfig:
 
     layers: one spec each, see ``layer_specs``. rotary: the rotary tables that they name by index. rms_norm_eps: of the
     norm behind the last layer. embedding_scale: factor of the embeddings (not of a head that shares their weights).
-    logits_soft_cap: logits become cap * tanh(logits / cap). dtype: what the checkpoint was saved in ("float32",
-    "bfloat16", "float16"). quantization: how its linear layers are stored, if not in that type.
+    logits_scale: factor of the logits. logits_soft_cap: scaled logits become cap * tanh(logits / cap). dtype: what the
+    checkpoint was saved in ("float32", "bfloat16", "float16"). quantization: how its linear layers are stored, if not
+    in that type.
     """
 
     architecture: str
@@ -84,6 +88,7 @@ class DecoderConfig:
     layers: tuple[LayerSpec, ...]
     rotary: tuple[RotaryConfig, ...]
     embedding_scale: float = 1.0
+    logits_scale: float = 1.0
     logits_soft_cap: float | None = None
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.models.decoder import rotary_frequencies
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
 from minivllm.models.layer_specs import Activation, LayerSpec
+from minivllm.models.rotary import rotary_frequencies
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [tokens, rotary dim / 2] of every position."""
@@ -39,7 +39,8 @@ def reference_forward(
         own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
         x = reference_layer(layer, own, x, None if layer.mixer.rotary is None else rotations[layer.mixer.rotary])
     head = weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
-    logits, cap = norm(x, weights["model.norm.weight"], config.rms_norm_eps) @ head.T, config.logits_soft_cap
+    logits = norm(x, weights["model.norm.weight"], config.rms_norm_eps) @ head.T * config.logits_scale
+    cap = config.logits_soft_cap
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
@@ -67,7 +68,7 @@ def reference_layer(layer: LayerSpec, weights: Mapping[str, Tensor], x: Tensor, 
     if mixer.query_scaling is not None:
         steps = torch.arange(len(x)) // mixer.query_scaling.interval
         q = q * (1 + mixer.query_scaling.beta * torch.log1p(steps.to(q.dtype)))[:, None, None]
-    o = attention(q, k, v, mixer.attend)
+    o = attention(q, k, v, mixer.attend, weights.get("self_attn.sinks"))
     x = x + normed(project(o.flatten(1), "self_attn.o_proj"), "post_self_attn_layernorm", norms.after_eps)
 
     # MLP: every token by itself.
@@ -76,14 +77,20 @@ def reference_layer(layer: LayerSpec, weights: Mapping[str, Tensor], x: Tensor, 
     return x + normed(project(inner, "mlp.down_proj"), "post_mlp_layernorm", norms.after_eps)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim] -> o like q."""
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+    """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim] -> o like q. sinks [heads]: logits of keys that
+    every query sees and that have no value."""
     k, v = (y.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for y in (k, v))  # a KV head serves several of q
     scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
-    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
-    window = spec.window or len(q)
-    scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    if spec.soft_cap is not None:
+        scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
+    query, key = torch.arange(len(q))[:, None], torch.arange(len(q))
+    window, chunk = spec.window or len(q), spec.chunk or len(q)
+    is_seen = (key <= query) & (key > query - window) & (key // chunk == query // chunk)
+    scores = scores.masked_fill(~is_seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(-1, len(q), 1)], dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(q)], v)
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:

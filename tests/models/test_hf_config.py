@@ -33,6 +33,13 @@ CONFIG_CLASSES = {
     "SmolLM3ForCausalLM": "SmolLM3Config",
     "Qwen2ForCausalLM": "Qwen2Config",
     "Qwen3ForCausalLM": "Qwen3Config",
+    "Gemma2ForCausalLM": "Gemma2Config",
+    "Gemma3ForCausalLM": "Gemma3TextConfig",
+    "Phi3ForCausalLM": "Phi3Config",
+    "Olmo2ForCausalLM": "Olmo2Config",
+    "Olmo3ForCausalLM": "Olmo3Config",
+    "Glm4ForCausalLM": "Glm4Config",
+    "GraniteForCausalLM": "GraniteConfig",
 }
 
 
@@ -93,56 +100,52 @@ def inverse_frequencies(rotary: RotaryConfig) -> torch.Tensor:
     return plain
 
 
-def test_every_small_model_is_described_as_transformers_describes_it(tiny_model: Any) -> None:
+def assert_described_alike(ours: DecoderConfig, theirs: Any) -> None:
+    """Everything that transformers' configuration says in one form or another."""
+    mixer, mlp = ours.layers[0].mixer, ours.layers[0].mlp
+    assert (ours.vocab_size, ours.hidden_size) == (theirs.vocab_size, theirs.hidden_size)
+    assert (mixer.heads, mixer.kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert mixer.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert (mlp.inner, ours.num_layers) == (theirs.intermediate_size, theirs.num_hidden_layers)
+    assert mlp.activation == (getattr(theirs, "hidden_act", None) or theirs.hidden_activation)
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    residual = getattr(theirs, "residual_multiplier", 1.0)  # the decoder divides the residual stream by it
+    assert ours.rms_norm_eps == pytest.approx(theirs.rms_norm_eps / residual**2, rel=1e-12)
+    assert ours.logits_soft_cap == getattr(theirs, "final_logit_softcapping", None)
+    assert ours.bos_token_id == theirs.bos_token_id
+    ends = theirs.eos_token_id
+    assert ours.eos_token_ids == tuple(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    window, types = getattr(theirs, "sliding_window", None), getattr(theirs, "layer_types", None)
+    rope = theirs.rope_parameters
+    for index, layer in enumerate(ours.layers):
+        is_windowed = types[index] == "sliding_attention" if types else theirs.model_type in ("mistral", "phi3")
+        assert layer.mixer.attend.window == (window if is_windowed else None)
+        own = rope[types[index]] if types and types[index] in rope else rope
+        if layer.mixer.rotary is not None:
+            table = ours.rotary[layer.mixer.rotary]
+            assert (table.type, table.theta) == (own["rope_type"], own["rope_theta"])
+            assert table.dim == int(layer.mixer.head_dim * own.get("partial_rotary_factor", 1.0))
+    if theirs.model_type == "smollm3":
+        assert rotary(ours) == tuple(bool(flag) for flag in theirs.no_rope_layers)
+    else:
+        assert all(rotary(ours))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_small_model_is_described_as_transformers_describes_it(tiny_model: Any, family: str) -> None:
     from transformers import AutoConfig
 
-    for family in FAMILIES:
-        path = tiny_model(family)
-        ours, theirs = read_decoder_config(path), AutoConfig.from_pretrained(path)
-        assert ours.architecture == theirs.architectures[0]
-        assert ours.vocab_size == theirs.vocab_size
-        assert ours.layers[0].mlp.inner == theirs.intermediate_size
-        assert ours.num_layers == theirs.num_hidden_layers
-        assert ours.layers[0].mixer.kv_heads == theirs.num_key_value_heads
-        assert ours.layers[0].mixer.head_dim == (getattr(theirs, "head_dim", None) or 16)
-        assert ours.rms_norm_eps == theirs.rms_norm_eps
-        assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-        assert ours.rotary[0].type == theirs.rope_parameters["rope_type"]
-        assert ours.rotary[0].theta == theirs.rope_parameters["rope_theta"]
-        assert ours.dtype == "float32"
-        assert ours.bos_token_id == 0 and ours.eos_token_ids == (1,)
-        if family == "mistral-window":
-            assert windows(ours) == (24, 24, 24)
-        elif family == "qwen2-window":
-            assert windows(ours) == (None, 24, 24)
-        else:
-            assert set(windows(ours)) == {None}
-        assert rotary(ours) == ((True, False, True, False, True) if family == "smollm3" else (True,) * 3)
+    path = tiny_model(family)
+    ours, theirs = read_decoder_config(path), AutoConfig.from_pretrained(path)
+    assert ours.architecture == theirs.architectures[0]
+    assert ours.dtype == "float32"
+    assert_described_alike(ours, theirs)
 
 
 @pytest.mark.parametrize("architecture", list(CONFIG_CLASSES))
 def test_entries_left_out_take_the_defaults_of_transformers(architecture: str) -> None:
-    ours, theirs = build(architecture), transformers_config(architecture)
-    assert ours.vocab_size == theirs.vocab_size
-    assert ours.hidden_size == theirs.hidden_size
-    assert ours.layers[0].mlp.inner == theirs.intermediate_size
-    assert ours.num_layers == theirs.num_hidden_layers
-    assert ours.layers[0].mixer.heads == theirs.num_attention_heads
-    assert ours.layers[0].mixer.kv_heads == theirs.num_key_value_heads
-    assert ours.layers[0].mixer.head_dim == (
-        getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    )
-    assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.rotary[0].theta == theirs.rope_parameters["rope_theta"]
-    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    assert ours.bos_token_id == theirs.bos_token_id
-    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
-    assert ours.layers[0].mlp.activation == theirs.hidden_act
-    if architecture == "SmolLM3ForCausalLM":
-        assert rotary(ours) == tuple(bool(flag) for flag in theirs.no_rope_layers)
-    if architecture == "MistralForCausalLM":
-        assert set(windows(ours)) == {theirs.sliding_window}
+    assert_described_alike(build(architecture), transformers_config(architecture))
 
 
 ROPES: list[dict[str, Any]] = [

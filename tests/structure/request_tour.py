@@ -31,8 +31,9 @@ from minivllm.attention import AttentionBackend, AttentionContext, FlexAttention
 from minivllm.batch.step_inputs import StepInputBuilder, StepInputs
 from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
-from minivllm.models import decoder as decoder_module
-from minivllm.models.decoder import Decoder, LayerCache
+from minivllm.models.decoder import Decoder
+from minivllm.models.decoder import layer as layer_module
+from minivllm.models.model import LayerCache
 from minivllm.processing.input_processor import PreparedRequest
 
 TOUR = Path(__file__).parents[2] / "minivllm" / "README.md"
@@ -295,7 +296,7 @@ def watch(engine: LLMEngine, record: Record, watching: ExitStack) -> None:
         (StepInputBuilder, "build", building),
         (Decoder, "forward", running),
         (Decoder, "logits", heading),
-        (decoder_module, "write_kv", storing),
+        (layer_module, "write_kv", storing),
     ):
         watching.enter_context(patch.object(owner, name, wrapped(getattr(owner, name))))
 

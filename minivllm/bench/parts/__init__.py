@@ -1,4 +1,4 @@
 """One engine taken apart: parts of a step and of a start, and what the hardware bounds.
 
-May import: batch, bench.reports, cli.engine, config, engine, frontend, models, profiling.
+May import: batch, bench.reports, cli.engine, config, engine, frontend, models, models.decoder, profiling.
 """

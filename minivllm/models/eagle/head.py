@@ -27,9 +27,9 @@ from minivllm.errors import ModelError
 from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard
 from minivllm.linear.stored_weight import StoredWeight
 from minivllm.models.decoder import Decoder
+from minivllm.models.decoder.layer import AfterAttention, BeforeAttention, DecoderLayer
 from minivllm.models.eagle.checkpoint import EagleTensors
 from minivllm.models.eagle.config import NUM_FUSED_LAYERS, EagleConfig
-from minivllm.models.layer import AfterAttention, BeforeAttention, DecoderLayer
 from minivllm.models.model import ROWS, TOKENS, Hidden, LayerCache, TokenInputs
 
 
@@ -152,7 +152,7 @@ class EagleHead(Decoder):
         layer = self.layers[0]
         for linear in (*layer.linears, self.fc, self.head):
             linear.tensors = tuple(map(change, linear.tensors))
-        layer.norms = {name: change(tensor) for name, tensor in layer.norms.items()}
+        layer.vectors = {name: change(tensor) for name, tensor in layer.vectors.items()}
         self.embedding = tuple(map(change, self.embedding))
         self.final_norm = change(self.final_norm)
         self.token_map = None if self.token_map is None else change(self.token_map)
@@ -164,7 +164,7 @@ class EagleHead(Decoder):
         layer, others = self.layers[0], other.layers[0]
         for linear, theirs in zip((*layer.linears, self.fc, self.head), (*others.linears, other.fc, other.head)):
             linear.tensors = theirs.tensors
-        layer.norms, self.final_norm = others.norms, other.final_norm
+        layer.vectors, self.final_norm = others.vectors, other.final_norm
         self.embedding, self.token_map = other.embedding, other.token_map
 
     @property
@@ -191,7 +191,7 @@ class EagleHead(Decoder):
 
     @property
     def _input_weights(self) -> _InputWeights:
-        layer, norms = self.layers[0], self.layers[0].norms
+        layer, norms = self.layers[0], self.layers[0].vectors
         norm = norms.get("input_layernorm", norms["post_attention_layernorm"])  # read by EAGLE-3 only
         before = BeforeAttention(norm, layer.qkv.arguments, norms.get("q_norm"), norms.get("k_norm"))
         fc = self.fc.tensors if self.eagle.version == "eagle" else ()

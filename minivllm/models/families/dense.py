@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minivllm.models.decoder_config import AttentionSpec, RotaryConfig
 from minivllm.models.families.entries import MAX_WIDTH, BiasRule, Entries
@@ -12,6 +12,10 @@ from minivllm.models.layer_specs import LayerSpec, MlpSpec, NormPlace, NormSpec,
 
 WindowRule = Callable[[Entries], Sequence[int | None]]
 """The sliding window of each layer, None for full attention."""
+TableRule = Callable[[Entries], Sequence[int | None]]
+"""The rotary table of each layer, None for layers that do not rotate."""
+RotaryReader = Callable[[Entries, int], tuple[RotaryConfig, ...]]
+"""(entries, head_dim) -> the rotary tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,38 +26,53 @@ class Description:
     rotary: tuple[RotaryConfig, ...]
     norm_eps: float
     embedding_scale: float = 1.0
+    logits_scale: float = 1.0
     logits_soft_cap: float | None = None
+
+    def attending(self, *, scale: float, soft_cap: float | None = None) -> Description:
+        """The same with another scale of all scores, and with a cap."""
+
+        def changed(mixer: SelfAttentionSpec) -> SelfAttentionSpec:
+            return replace(mixer, attend=mixer.attend._replace(scale=scale, soft_cap=soft_cap))
+
+        return replace(self, layers=tuple(replace(layer, mixer=changed(layer.mixer)) for layer in self.layers))
 
 
 def no_windows(entries: Entries) -> Sequence[int | None]:
     return (None,) * entries.num_layers
 
 
-def all_rotate(entries: Entries) -> Sequence[bool]:
-    return (True,) * entries.num_layers
+def one_table(entries: Entries, head_dim: int) -> tuple[RotaryConfig, ...]:
+    return (read_rotary(entries, head_dim),)
+
+
+def first_table(entries: Entries) -> Sequence[int | None]:
+    return (0,) * entries.num_layers
 
 
 def dense(
     entries: Entries,
     *,
+    activation: str = "hidden_act",
     qkv_bias: BiasRule = "never",
     o_bias: BiasRule = "never",
     reads_mlp_bias: bool = False,
     qk_norm: QueryKeyNorm | None = None,
     norms: NormPlace = "before",
     windows: WindowRule = no_windows,
-    rotates: Callable[[Entries], Sequence[bool]] = all_rotate,
+    rotary: RotaryReader = one_table,
+    tables: TableRule = first_table,
 ) -> Description:
-    """A model of equal layers, but for windows and for layers that do not rotate.
+    """A model of equal layers, but for windows and for rotary tables.
 
-    qkv_bias, o_bias: when the attention projections carry a bias. reads_mlp_bias: whether ``mlp_bias`` is looked at.
-    Raises ModelError naming file, field and value where an entry cannot be used.
+    activation: name of the entry. qkv_bias, o_bias: when the attention projections carry a bias. reads_mlp_bias:
+    whether ``mlp_bias`` is looked at. Raises ModelError naming file, field and value where an entry cannot be used.
     """
     heads, kv_heads, head_dim = entries.heads()
     eps = entries.norm_eps
     mlp = MlpSpec(
         inner=entries.whole("intermediate_size", 1, MAX_WIDTH),
-        activation=entries.activation("hidden_act"),
+        activation=entries.activation(activation),
         bias=reads_mlp_bias and entries.flag("mlp_bias"),
     )
     layers = tuple(
@@ -63,7 +82,7 @@ def dense(
                 kv_heads=kv_heads,
                 head_dim=head_dim,
                 attend=AttentionSpec(window, head_dim**-0.5),
-                rotary=0 if is_rotated else None,
+                rotary=table,
                 qk_norm=qk_norm,
                 qk_norm_eps=eps,
                 qkv_bias=entries.bias(qkv_bias),
@@ -72,6 +91,6 @@ def dense(
             mlp=mlp,
             norms=NormSpec(place=norms, eps=eps, after_eps=eps),
         )
-        for window, is_rotated in zip(windows(entries), rotates(entries), strict=True)
+        for window, table in zip(windows(entries), tables(entries), strict=True)
     )
-    return Description(layers=layers, rotary=(read_rotary(entries, head_dim),), norm_eps=eps)
+    return Description(layers=layers, rotary=rotary(entries, head_dim), norm_eps=eps)

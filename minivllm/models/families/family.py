@@ -34,6 +34,10 @@ SHARED_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 
 
+FUSED_MLP: Mapping[str, tuple[str, ...]] = MappingProxyType({"gate_up_proj": ("gate_proj", "up_proj")})
+"""Gate and up in one matrix, as several families store them."""
+
+
 def defaults(**values: Any) -> Mapping[str, Any]:
     """SHARED_DEFAULTS with what is different in a family."""
     return MappingProxyType({**SHARED_DEFAULTS, **values})
@@ -46,11 +50,16 @@ class Family:
     architecture, model_type: the family's names in config.json. gguf_architecture: its name in GGUF files.
     defaults: what an entry that config.json leaves out stands for (the values transformers assumes).
     describe: the entries, checked -> the layers and what else is true of the model.
-    has_windows: some layers may attend within a sliding window; their size is then an entry, also of GGUF files.
-    gguf_permutes_rotary: GGUF files store the q and k rows of this family interleaved (see ``gguf_file``).
-    rewrite_config: config.json's entries -> the same under the names and in the values that ``describe`` understands.
-    renamed: module in the checkpoint -> its name in the decoder, where they differ.
+    windowed: architecture that GGUF files of this one mean if they name a window. has_windows: some layers may attend
+    within a sliding window; their size is then an entry, also of GGUF files. gguf_permutes_rotary: GGUF files store the
+    q and k rows of this family interleaved (see ``gguf_file``). rewrite_config: config.json's entries -> the same under
+    the names and in the values that ``describe`` understands. renamed: module in the checkpoint -> its name in the
+    decoder, where they differ.
     fused: module in the checkpoint -> the decoder's modules whose rows it holds, one below the other.
+    norm_offset: norms are stored less this (1 where a family multiplies by 1 + w). GGUF files hold them whole.
+    prefixes: beginnings of names in the checkpoint -> what the decoder has in their place.
+    left_out: beginnings of the names of tensors that are not needed (those of an image encoder).
+    from_gguf: (metadata without the architecture's name, entries found so far) -> more entries of config.json.
     rewrite_weight: (name in the decoder, tensor, configuration) -> the tensor this decoder needs in its place;
         constants of a family that can be multiplied into its weights cost nothing when the model runs.
     """
@@ -61,14 +70,26 @@ class Family:
     defaults: Mapping[str, Any]
     describe: Callable[[Entries], Description] = dense
     has_windows: bool = False
+    windowed: str | None = None
     gguf_permutes_rotary: bool = False
     rewrite_config: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    norm_offset: float = 0.0
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    from_gguf: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] | None = None
     rewrite_weight: Callable[[str, Tensor, DecoderConfig], Tensor] | None = None
 
-    def own_names(self, stored: str) -> tuple[str, ...]:
-        """Names in the decoder of a checkpoint's tensor: several where it holds several matrices."""
-        *path, module, kind = stored.split(".") if "." in stored else ("", stored)
-        module = self.renamed.get(module, module)
-        return tuple(".".join((*path, part, kind)).lstrip(".") for part in self.fused.get(module, (module,)))
+    def own_name(self, stored: str) -> str:
+        """The name, in the decoder, of a tensor of a safetensors file; fused ones keep the name of their module."""
+        for prefix, own in self.prefixes.items():
+            if stored.startswith(prefix):
+                stored = own + stored.removeprefix(prefix)
+        return ".".join(self.renamed.get(part, part) for part in stored.split("."))
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the decoder's tensors that one of this name holds, one below the other."""
+        path, _, kind = name.rpartition(".")
+        path, _, module = path.rpartition(".")
+        return tuple(f"{path}.{part}.{kind}" for part in self.fused[module]) if module in self.fused else (name,)

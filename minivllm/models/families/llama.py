@@ -14,23 +14,23 @@ def window_in_every_layer(entries: Entries) -> Sequence[int | None]:
     return (entries.optional_whole("sliding_window", 1, MAX_POSITIONS),) * entries.num_layers
 
 
-def _smollm3_rotates(entries: Entries) -> Sequence[bool]:
+def _smollm3_tables(entries: Entries) -> Sequence[int | None]:
     """Every fourth layer, or as listed, has no rotary embedding."""
     num_layers, listed = entries.num_layers, entries.get("no_rope_layers")
     if listed is None:
         interval = entries.whole("no_rope_layer_interval", 1, MAX_LAYERS)
-        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+        return tuple(0 if (layer + 1) % interval else None for layer in range(num_layers))
     if not isinstance(listed, list) or len(listed) < num_layers or not all(flag in (0, 1) for flag in listed):
         raise entries.refuse("no_rope_layers", listed, f"must list 0 or 1 for each of the {num_layers} layers")
-    return tuple(bool(flag) for flag in listed[:num_layers])
+    return tuple(0 if flag else None for flag in listed[:num_layers])
 
 
 def _smollm3_windows(entries: Entries) -> Sequence[int | None]:
     window = entries.optional_whole("sliding_window", 1, MAX_POSITIONS)
-    enabled, types, rotates = entries.flag("use_sliding_window"), entries.layer_types(), _smollm3_rotates(entries)
+    enabled, types = entries.flag("use_sliding_window"), entries.layer_types()
     if types is not None:
         return entries.windows_by_type(types, window)
-    return tuple(None if rotated or not enabled else window for rotated in rotates)
+    return tuple(window if enabled and table is None else None for table in _smollm3_tables(entries))
 
 
 FAMILIES = (
@@ -47,6 +47,7 @@ FAMILIES = (
         ),
         describe=partial(dense, qkv_bias="attention_bias", o_bias="attention_bias", reads_mlp_bias=True),
         gguf_permutes_rotary=True,
+        windowed="MistralForCausalLM",
     ),
     Family(
         architecture="MistralForCausalLM",
@@ -91,7 +92,7 @@ FAMILIES = (
             o_bias="attention_bias",
             reads_mlp_bias=True,
             windows=_smollm3_windows,
-            rotates=_smollm3_rotates,
+            tables=_smollm3_tables,
         ),
         has_windows=True,
         gguf_permutes_rotary=True,

@@ -9,7 +9,7 @@ from typing import Any, cast
 from minivllm.models.decoder_config import RotaryConfig, RotaryType
 from minivllm.models.families.entries import MAX_POSITIONS, Entries
 
-ROTARY_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROTARY_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def read_rotary(fields: Entries, head_dim: int) -> RotaryConfig:
@@ -22,6 +22,18 @@ def read_rotary(fields: Entries, head_dim: int) -> RotaryConfig:
             "rope_parameters", given, "must be one set of values: this family has no sets per layer type"
         )
     return read_rotary_set(fields, given, fields.get("rope_theta"), head_dim)
+
+
+def read_rotary_by_type(fields: Entries, kind: str, theta_entry: str, head_dim: int) -> RotaryConfig:
+    """Of the layers of one type, in a family that has a set for each: ``rope_parameters`` by type, or, as transformers
+    4 wrote it, ``rope_scaling`` for full attention. theta_entry: where the base stands otherwise."""
+    given = fields.entries.get("rope_parameters") or {}
+    if not isinstance(given, dict) or not all(isinstance(value, dict | None) for value in given.values()):
+        raise fields.refuse("rope_parameters", given, "must hold one set of values for each type of layer")
+    scaling = fields.entries.get("rope_scaling") if kind == "full_attention" else None
+    if scaling is not None and not isinstance(scaling, dict):
+        raise fields.refuse("rope_scaling", scaling, "must be an object or null")
+    return read_rotary_set(fields, {**(given.get(kind) or {}), **(scaling or {})}, fields.get(theta_entry), head_dim)
 
 
 def read_rotary_set(fields: Entries, given: Mapping[str, Any], theta: Any, head_dim: int) -> RotaryConfig:
@@ -50,7 +62,7 @@ def read_rotary_set(fields: Entries, given: Mapping[str, Any], theta: Any, head_
         raise rope.refuse("rope_type", rope_type, "must not be dynamic when only two elements of a head are rotated")
     if rope_type in ("linear", "dynamic", "llama3"):
         values["factor"] = rope.number("factor", 0.0, 1e6)
-    if rope_type in ("llama3", "yarn"):
+    if rope_type in ("llama3", "yarn", "longrope"):
         original = fields.optional_whole("original_max_position_embeddings", 1, MAX_POSITIONS)
         original = original or rope.optional_whole("original_max_position_embeddings", 1, MAX_POSITIONS)
         values["original_max_position"] = original or max_positions
@@ -63,7 +75,27 @@ def read_rotary_set(fields: Entries, given: Mapping[str, Any], theta: Any, head_
         values.update(_yarn(rope, max_positions / values["original_max_position"]))
         if theta == 1.0:
             raise rope.refuse("rope_theta", theta, "must not be 1 with yarn")
+    if rope_type == "longrope":
+        values.update(_longrope(rope, dim, max_positions, values["original_max_position"]))
     return RotaryConfig(type=cast(RotaryType, rope_type), theta=theta, dim=dim, **values)
+
+
+def _longrope(rope: Entries, dim: int, max_positions: int, original: int) -> dict[str, Any]:
+    """LongRoPE's divisors of each frequency (Ding et al. 2024), for texts up to the original context and for longer."""
+    values: dict[str, Any] = {}
+    for name in ("short_factor", "long_factor"):
+        given = rope.get(name)
+        is_list = isinstance(given, list) and len(given) == dim // 2
+        if not is_list or not all(isinstance(x, int | float) and 0 < x < math.inf for x in given):
+            raise rope.refuse(name, given, f"must list {dim // 2} numbers above 0, one for each pair of elements")
+        values[f"{name}s"] = tuple(float(x) for x in given)
+    factor = rope.optional_number("factor") or max_positions / original
+    attention_factor = rope.optional_number("attention_factor")
+    if attention_factor is None and factor > 1 and original == 1:
+        raise rope.refuse("attention_factor", None, "must be set where original_max_position_embeddings is 1")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return {**values, "attention_factor": attention_factor}
 
 
 def _yarn(rope: Entries, implied_factor: float) -> dict[str, Any]:

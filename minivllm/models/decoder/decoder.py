@@ -23,21 +23,15 @@ from torch import Tensor
 
 from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.norm import add_rms_norm
-from kernels_triton_free.rotary import (
-    default_frequencies,
-    dynamic_frequencies,
-    linear_frequencies,
-    llama3_frequencies,
-    rotary_table,
-    yarn_frequencies,
-)
+from kernels_triton_free.rotary import rotary_table
 from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, specs_of
 from minivllm.errors import ModelError
 from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard, never_quantized
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
-from minivllm.models.decoder_config import AttentionSpec, DecoderConfig, RotaryConfig
-from minivllm.models.layer import AfterAttention, BeforeAttention, DecoderLayer, LinearFactory
+from minivllm.models.decoder.layer import AfterAttention, BeforeAttention, DecoderLayer, LinearFactory
+from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
 from minivllm.models.model import ROWS, TOKENS, Attend, CacheSpec, Hidden, HiddenTap, LayerCache, TokenInputs
+from minivllm.models.rotary import rotary_frequencies
 from minivllm.profiling.spans import span, spanned
 
 
@@ -104,10 +98,6 @@ class Decoder:
         return [CacheSpec(layer.kv_heads, layer.spec.mixer.head_dim, self.cache_dtype) for layer in self.layers]
 
     @property
-    def query_group(self) -> int:
-        return self.layers[0].query_shape[1]
-
-    @property
     def linears(self) -> list[tuple[str, Linear]]:
         return [
             (f"model.layers.{index}.{block}", linear)
@@ -154,7 +144,7 @@ class Decoder:
         for layer in self.layers:
             for linear in layer.linears:
                 linear.tensors = tuple(map(change, linear.tensors))
-            layer.norms = {name: change(tensor) for name, tensor in layer.norms.items()}
+            layer.vectors = {name: change(tensor) for name, tensor in layer.vectors.items()}
         self.head.tensors = tuple(map(change, self.head.tensors))
         self.embedding = self.head.tensors if is_tied else tuple(map(change, self.embedding))
         self.final_norm = change(self.final_norm)
@@ -170,7 +160,7 @@ class Decoder:
                 "The weights are quantised otherwise than those they replace: start a new engine with them."
             )
         for layer, others in zip(self.layers, other.layers):
-            layer.norms = others.norms
+            layer.vectors = others.vectors
             for linear, theirs in zip(layer.linears, others.linears):
                 linear.tensors = theirs.tensors
         self.head.tensors, self.embedding, self.final_norm = other.head.tensors, other.embedding, other.final_norm
@@ -225,7 +215,7 @@ class Decoder:
     def _region_constants(self) -> tuple[object, ...]:
         """What all regions depend on beside tensors, specs and methods."""
         config = self.config
-        model_wide = config.rms_norm_eps, config.embedding_scale, config.logits_soft_cap
+        model_wide = config.rms_norm_eps, config.embedding_scale, config.logits_scale, config.logits_soft_cap
         return model_wide, self._shard_size, self.dtype, self.attention_dtype
 
     def _attended(self, layer: DecoderLayer) -> dict[str, Any]:
@@ -273,13 +263,13 @@ class Decoder:
         tapped = () if self.tap is None else self.tap.layers
         wanted = [residual] if 0 in tapped else []
         for layer, between in enumerate(self._between):
-            o = attend(layer, q)
+            o = attend(layer, q, self.layers[layer].sinks)
             after, before, table = self._weights[layer][1], self._weights[layer + 1][0], self.cos_sin[layer + 1]
             with span("between"):
                 q, residual = between(o, residual, tokens, table, caches[layer + 1], after, before)
             if layer + 1 in tapped:
                 wanted.append(residual)
-        hidden = attend(len(self.layers) - 1, q), residual
+        hidden = attend(len(self.layers) - 1, q, self.layers[-1].sinks), residual
         if self.tap is not None:
             self.tap.take(wanted, hidden, tokens)
         return hidden
@@ -356,7 +346,8 @@ class Decoder:
         head: LinearTensors,
     ) -> Tensor:
         x = self._final_hidden(layer, o, residual, rows, adapters, after, final_norm)
-        logits, cap = self.head.method.apply(x, head), self.config.logits_soft_cap
+        logits, scale, cap = self.head.method.apply(x, head), self.config.logits_scale, self.config.logits_soft_cap
+        logits = logits if scale == 1.0 else logits * scale
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _final_hidden(
@@ -372,17 +363,3 @@ class Decoder:
         own = None if adapters is None else adapters.of(rows)
         x, residual = layer.output(o[rows], residual[rows], own, after)
         return add_rms_norm(x, residual, final_norm, self.config.rms_norm_eps)[0]
-
-
-def rotary_frequencies(rotary: RotaryConfig, max_model_len: int) -> Tensor:
-    """float64 [dim / 2]. "dynamic" is scaled once, for max_model_len, so that chunks and cached blocks agree."""
-    dim, theta, factor, original = rotary.dim, rotary.theta, rotary.factor, rotary.original_max_position
-    if rotary.type == "default":
-        return default_frequencies(dim, theta)
-    if rotary.type == "linear":
-        return linear_frequencies(dim, theta, factor)
-    if rotary.type == "dynamic":
-        return dynamic_frequencies(dim, theta, factor, original, max_model_len)
-    if rotary.type == "llama3":
-        return llama3_frequencies(dim, theta, factor, rotary.low_freq_factor, rotary.high_freq_factor, original)
-    return yarn_frequencies(dim, theta, factor, rotary.beta_fast, rotary.beta_slow, original, rotary.truncate)

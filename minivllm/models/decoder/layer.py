@@ -124,7 +124,7 @@ class DecoderLayer:
         )
         self.o = factory.make({"o_proj": hidden_size}, mixer.heads * mixer.head_dim, mixer.o_bias, "row")
         self.mlp = make_feed_forward(spec.mlp, hidden_size, factory)
-        self.norms: dict[str, Tensor] = {}
+        self.vectors: dict[str, Tensor] = {}  # norms and sinks
         self.linears = (self.qkv, self.o, *self.mlp.linears)
         self._linear_of = {part: linear for linear in self.linears for part in linear.sizes}
 
@@ -135,7 +135,10 @@ class DecoderLayer:
             self._linear_of[module].load(module, kind, tensor)
         else:
             assert isinstance(tensor, Tensor)
-            self.norms[module] = tensor.to(device)
+            if kind == "sinks":
+                self.vectors[kind] = tensor.to(device, torch.float32)
+            else:
+                self.vectors[module] = tensor.to(device)
 
     @property
     def named_linears(self) -> list[tuple[str, Linear]]:
@@ -152,13 +155,18 @@ class DecoderLayer:
         return self.kv_heads, self.heads // self.kv_heads, self.spec.mixer.head_dim
 
     @property
+    def sinks(self) -> Tensor | None:
+        """float32 [heads]: a logit of each head that has no value, where the layer has some."""
+        return self.vectors.get("sinks")
+
+    @property
     def before(self) -> BeforeAttention:
-        norms = self.norms.get
+        norms = self.vectors.get
         return BeforeAttention(norms("input_layernorm"), self.qkv.arguments, norms("q_norm"), norms("k_norm"))
 
     @property
     def after(self) -> AfterAttention:
-        norms = self.norms.get
+        norms = self.vectors.get
         return AfterAttention(
             self.o.arguments,
             norms("post_self_attn_layernorm"),

@@ -1,0 +1,9 @@
+"""The decoder: weights and regions of every model whose layers are described by specs.
+
+May import: compilation, kernels_triton_free, linear, models, profiling.
+Door: `Decoder` in decoder.py.
+"""
+
+from minivllm.models.decoder.decoder import Decoder
+
+__all__ = ["Decoder"]
