@@ -111,9 +111,9 @@ def listed_attention(
             continue
         is_used = torch.arange(listed.shape[-1]) < count[:, :, 0]
         is_listed = torch.zeros(tiles, blocks, dtype=torch.int32).scatter_add(1, listed[:, 0, 0].long(), is_used.int())
-        assert bool((is_listed < 2).all()), "a block that is listed twice counts twice"
+        assert bool((is_listed[:, 1:] < 2).all()), "a block that is listed twice counts twice"
         if sinks is not None:
-            is_null = is_listed[:, 0] == 1
+            is_null = is_listed[:, 0] > 0  # more than once where made-up requests own nothing else
             assert torch.equal(is_null, (count[:, 0, 0] > 0) & (count is lists.partial_count))
             assert not v_cache[0, -1].any(), "a sink has no value"
             is_listed[:, 0] = 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,9 @@ from torch import Tensor
 
 import kernels_triton_free.attention
 import minivllm.attention.tiles
-from minivllm.attention import AttentionBackend, FlexAttention, SdpaAttention, StepRows
+from minivllm.attention import AttentionBackend, AttentionContext, FlexAttention, SdpaAttention, StepRows
+from minivllm.compilation.compiler import cannot_compile_reason
+from minivllm.compilation.region_packages import PackagedRegionCompiler
 from minivllm.compilation.regions import Region
 from minivllm.device.buffers import MirroredTable, rounded_capacity
 from minivllm.errors import ConfigError
@@ -255,3 +259,19 @@ def test_sinks_in_blocks_of_one_token_are_refused() -> None:
     case.tables.block_size = 1
     with pytest.raises(ConfigError, match="block_size is 1, but attention sinks need blocks of 2 tokens at least"):
         case.backend(FlexAttention)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cannot_compile_reason(CPU) is not None, reason="there is no C++ compiler for torch.compile here")
+@torch.inference_mode()
+def test_packages_on_disk_compute_all_that_a_spec_says(tmp_path: Path) -> None:
+    compiler = PackagedRegionCompiler(tmp_path)
+    for spans in (SPANS, [(39, 1)], [(20, 2), (9, 3), (31, 1), (1, 1)]):
+        case = Case(list(spans), EVERYTHING, tile_size=8)
+        backend = case.backend(partial(make_flex, compiler))
+        compiler.build()
+        torch.testing.assert_close(case.attend(backend).double(), case.by_definition(), rtol=0, atol=2e-5)
+
+
+def make_flex(compiler: PackagedRegionCompiler, context: AttentionContext) -> AttentionBackend:
+    return FlexAttention(replace(context, compile_region=compiler))
