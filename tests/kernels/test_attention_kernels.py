@@ -89,7 +89,8 @@ ALL_FEATURES = {"window": 20, "chunk": 27, "soft_cap": 0.7, "has_sinks": True}
 @needs_compiler
 @pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
 def test_what_a_spec_adds_equals_float64(feature: dict[str, Any]) -> None:
-    shape = TileShape(group=3, tile_size=4, max_length=40, num_pages=50)
+    """In heads of a size that is no power of two."""
+    shape = TileShape(group=3, tile_size=4, max_length=40, num_pages=50, head_dim=24)
     check_paged(replace(shape, **feature), range(8))
 
 
