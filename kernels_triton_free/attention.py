@@ -30,6 +30,18 @@ ScoreChange = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(scaled score, query head, position of the query, position of the key) -> score."""
 
 
+def sees(query: Tensor, key: Tensor, window: int | None, chunk: int | None, visibility: Visibility | None) -> Tensor:
+    """Whether queries see keys, by their positions (int, of shapes that broadcast; -1 sees nothing)."""
+    if visibility is not None:
+        return visibility(query, key)
+    seen = key <= query
+    if window is not None:
+        seen = seen & (key > query - window)
+    if chunk is not None:
+        seen = seen & (key // chunk == query // chunk)
+    return seen
+
+
 class TileLists(NamedTuple):
     """Which blocks each tile reads, as FlexAttention wants it. All int32; entries past the counts are ignored.
 
@@ -52,9 +64,12 @@ def paged_flex_attention(
     lists: TileLists,
     q_position: Tensor,
     kv_position: Tensor,
+    sinks: Tensor | None = None,
     *,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
     visibility: Visibility | None = None,
     score_change: ScoreChange | None = None,
     kernel_options: FlexKernelOptions | None = None,
@@ -65,9 +80,13 @@ def paged_flex_attention(
     k_cache, v_cache [blocks, block_size, kv_heads, D] in q's dtype.
     q_position int32 [capacity, QT]: position of each query in its sequence, -1 for padding; capacity >= tiles is fixed.
     kv_position int32 [>= blocks * block_size]: position in its sequence of what each cache slot holds.
-    window: how many positions back a query sees, itself included; None for all.
-    visibility: replaces "no key after its query", and window; blocks it does not show whole must be listed as partial.
-    score_change: a change of the scores before the softmax, such as a bias by distance.
+    sinks: float32 [kv_heads * G], a logit of each head that joins the softmax's denominator and has no value (Xiao et
+    al. 2024; learned in gpt-oss). The last slot of block 0 stands for it: block 0 is listed as partial in every tile,
+    nothing else of it is visible, and V is zero there.
+    window: how many positions back a query sees, itself included; None for all. chunk: a query sees only keys of its
+    own chunk of so many positions; None for all. soft_cap: scaled scores s become cap * tanh(s / cap).
+    visibility: replaces "no key after its query", window and chunk; blocks it does not show whole must be listed as
+    partial. score_change: a change of the (capped) scores before the softmax, such as a bias by distance.
     Returns a tensor like q; padding rows hold arbitrary finite values.
     """
     blocks, block_size, kv_heads, head_dim = k_cache.shape
@@ -75,17 +94,16 @@ def paged_flex_attention(
     group = rows // q_position.shape[1]
 
     def visible(tile: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
-        query = q_position[tile, row // group]
-        key = kv_position[slot]
-        if visibility is not None:
-            return visibility(query, key)
-        if window is None:
-            return key <= query
-        return (key <= query) & (key > query - window)
+        seen = sees(q_position[tile, row // group], kv_position[slot], window, chunk, visibility)
+        return seen if sinks is None else (seen & (slot >= block_size)) | (slot == block_size - 1)
 
     def changed(score: Tensor, tile: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
-        assert score_change is not None
-        return score_change(score, head * group + row % group, q_position[tile, row // group], kv_position[slot])
+        query_head = head * group + row % group
+        if soft_cap is not None:
+            score = soft_cap * torch.tanh(score / soft_cap)
+        if score_change is not None:
+            score = score_change(score, query_head, q_position[tile, row // group], kv_position[slot])
+        return score if sinks is None else torch.where(slot == block_size - 1, sinks[query_head], score)
 
     block_mask = BlockMask(
         seq_lengths=(rows, blocks * block_size),
@@ -102,7 +120,7 @@ def paged_flex_attention(
     )
     k = k_cache.view(1, blocks * block_size, kv_heads, head_dim).transpose(1, 2)
     v = v_cache.view(1, blocks * block_size, kv_heads, head_dim).transpose(1, 2)
-    score_mod = None if score_change is None else changed
+    score_mod = None if score_change is None and soft_cap is None and sinks is None else changed
     return flex_attention(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, kernel_options=kernel_options
     )
@@ -113,6 +131,8 @@ class FlexOptions(TypedDict, total=False):
 
     scale: Required[float]
     window: int | None
+    chunk: int | None
+    soft_cap: float | None
     visibility: Visibility | None
     score_change: ScoreChange | None
     kernel_options: FlexKernelOptions | None
@@ -126,16 +146,18 @@ def gathered_flex_attention(
     lists: TileLists,
     q_position: Tensor,
     kv_position: Tensor,
+    sinks: Tensor | None = None,
     **options: Unpack[FlexOptions],
 ) -> Tensor:
     """As paged_flex_attention over a copy, in q's dtype, of only the blocks this step reads.
 
-    step_blocks int32 [n]: physical blocks; ``lists`` and kv_position count in places of step_blocks.
+    step_blocks int32 [n]: physical blocks, beginning with block 0 where there are sinks; ``lists`` and kv_position
+    count in places of step_blocks.
     On a CPU FlexAttention repacks all of K and V for bfloat16 tiles of 64 rows and more: repacking a few blocks instead
     of the cache makes the fast bfloat16 products pay for prefill.
     """
     k, v = k_cache[step_blocks].to(q.dtype), v_cache[step_blocks].to(q.dtype)
-    return paged_flex_attention(q, k, v, lists, q_position, kv_position, **options)
+    return paged_flex_attention(q, k, v, lists, q_position, kv_position, sinks, **options)
 
 
 def gathered_sdpa_attention(
@@ -156,10 +178,8 @@ def gathered_sdpa_attention(
     """Reference for one request: gather its blocks and run scaled dot-product attention.
 
     q [queries, kv_heads, G, D] at consecutive positions from first_position; blocks int [n] in order, covering all of
-    them. sinks: float32 [kv_heads * G], a logit of each head that joins the softmax's denominator and has no value.
-    chunk: a query sees only keys of its own chunk of positions. soft_cap: scaled scores s become cap * tanh(s / cap).
-    visibility, score_change: as for paged_flex_attention. Returns a tensor like q. Runs uncompiled, wherever PyTorch
-    does.
+    them. sinks, window, chunk, soft_cap, visibility, score_change: as for paged_flex_attention, but nothing stands for
+    the sinks. Returns a tensor like q. Runs uncompiled, wherever PyTorch does.
     """
     queries, kv_heads, group, head_dim = q.shape
     length = first_position + queries
@@ -167,14 +187,7 @@ def gathered_sdpa_attention(
     v = gather_blocks(v_cache, blocks)[:length].to(q.dtype).transpose(0, 1)
     query = torch.arange(first_position, length, device=q.device)[:, None]
     key = torch.arange(length, device=q.device)[None, :]
-    if visibility is not None:
-        visible = visibility(query, key)
-    else:
-        visible = key <= query
-        if window is not None:
-            visible &= key > query - window
-        if chunk is not None:
-            visible &= key >= query - query % chunk
+    visible = sees(query, key, window, chunk, visibility)
     heads = q.reshape(queries, kv_heads * group, head_dim).transpose(0, 1)
     if score_change is None and soft_cap is None and sinks is None:
         out = F.scaled_dot_product_attention(

@@ -23,6 +23,7 @@ from minivllm.attention.tile_lists import blocks_read, new_lists, write_lists
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import EngineRequest
+from minivllm.models.decoder_config import Reach
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams
 from tutorials.lesson import Cell, Lesson
@@ -154,9 +155,9 @@ table = np.zeros((2, 16), dtype=np.int32)  # R1 has batch slot 0, R6 has batch s
 table[0, : len(tables["R1"])], table[1, : len(tables["R6"])] = tables["R1"], tables["R6"]
 first_queries, last_queries = np.array([8, 16]), np.array([15, 23])
 lists = new_lists(tiles=2, width=16)
-write_lists(lists, blocks_read(first_queries, last_queries, None, block_size=4), table, np.array([1, 1]))
+write_lists(lists, blocks_read(first_queries, last_queries, Reach(), block_size=4), table, np.array([1, 1]))
 decode = new_lists(tiles=1, width=16)
-ranges = blocks_read(np.array([decode_at]), np.array([decode_at]), None, block_size=4, tells_full=False)  # as on a GPU
+ranges = blocks_read(np.array([decode_at]), np.array([decode_at]), Reach(), block_size=4, tells_full=False)  # on a GPU
 write_lists(decode, ranges, table, np.array([0]))
 picture: dict[str, list[Cell]] = {"block": [(str(block), "") for block in range(25)]}
 seen: list[tuple[int, int]] = []

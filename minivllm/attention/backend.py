@@ -23,7 +23,7 @@ from kernels_triton_free.attention import ScoreChange, Visibility
 from minivllm.compilation.regions import CompileRegion
 from minivllm.device.buffers import MirroredTable
 from minivllm.device.policy import DevicePolicy
-from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.decoder_config import AttentionSpec, Reach
 from minivllm.models.model import LayerCache
 
 
@@ -116,9 +116,9 @@ class AttentionContext:
     device: torch.device
 
     @property
-    def windows(self) -> list[int | None]:
-        """The different sliding windows."""
-        return list(dict.fromkeys(spec.window for spec in self.specs))
+    def reaches(self) -> list[Reach]:
+        """The different ones of the specs."""
+        return list(dict.fromkeys(spec.reach for spec in self.specs))
 
 
 class AttentionBackend(Protocol):
@@ -149,11 +149,11 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """How an attention variant differs from causal attention within a layer's sliding window.
+    """How an attention variant differs from what the specs of the layers say.
 
-    visibility: which keys a query sees, in place of all those up to its own position within the window; no key behind
-    the query may be among them. score_change: a change of the scores before the softmax. Both are functions of int32
-    scalars of a kernel, which PyTorch compiles.
+    visibility: which keys a query sees, in place of all those up to its own position within window and chunk; no key
+    behind the query may be among them. score_change: a change of the scores before the softmax. Both are functions of
+    int32 scalars of a kernel, which PyTorch compiles.
     """
 
     visibility: Visibility | None = None

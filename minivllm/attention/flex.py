@@ -43,11 +43,8 @@ class FlexAttention:
     tiles, one for each row, that read the cache in place as those of single tokens do."""
 
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
-        if any(spec.chunk or spec.soft_cap or spec.has_sinks for spec in context.specs):
-            raise ConfigError(
-                "attention_backend 'flex' has no chunked local attention, soft caps or sinks: start with "
-                "enforce_eager=True, or take attention_backend='sdpa'."
-            )
+        if context.tables.block_size < 2 and any(spec.has_sinks for spec in context.specs):
+            raise ConfigError("block_size is 1, but attention sinks need blocks of 2 tokens at least.")
         policy, sequences, tokens = context.policy, context.max_num_seqs, context.max_num_batched_tokens
         self.decode_batches = policy.decode_batches(sequences)
         self._max_decodes = max(2, sequences)
@@ -88,10 +85,10 @@ class FlexAttention:
     ) -> Tensor:
         part = metadata.parts[0]
         if len(metadata.parts) == 1 and part.kind is self._single and part.tiles.num_tiles >= len(q):
-            return part.kind.attend(part.tiles, cache, spec, q)
+            return part.kind.attend(part.tiles, cache, spec, q, sinks)
         o = torch.empty_like(q)
         for kind, begin, end, tiles in metadata.parts:
-            o[begin:end] = kind.attend(tiles, cache, spec, q)[: end - begin]
+            o[begin:end] = kind.attend(tiles, cache, spec, q, sinks)[: end - begin]
         # Padding tokens write to the null block, which must stay finite: 0 * NaN is NaN where a kernel only masks it.
         o[metadata.num_tokens :] = 0
         return o

@@ -14,7 +14,7 @@ position:
 A tile needs the blocks up to that of its last query, ``last // 4 + 1`` of them. Those that end at or before its first
 query, ``(first + 1) // 4`` of them, are full:
 
->>> ranges = blocks_read(first, last, window=None, block_size=4)
+>>> ranges = blocks_read(first, last, Reach(), block_size=4)
 >>> lists = new_lists(tiles=4, width=4)
 >>> write_lists(lists, ranges, table, slots)
 >>> for tile in range(4):
@@ -29,9 +29,17 @@ slot 2, queries 7-9: full [9 4], partial [6]
 
 With a sliding window of 4 tokens, blocks in front of it are not read at all, and the one that it begins in is partial:
 
->>> write_lists(lists, blocks_read(first, last, window=4, block_size=4), table, slots)
+>>> write_lists(lists, blocks_read(first, last, Reach(window=4), block_size=4), table, slots)
 >>> [lists.partial[tile, : lists.partial_count[tile]].tolist() for tile in range(4)], lists.full_count.tolist()
 ([[2, 7], [5, 1, 3], [9, 4], [4, 6]], [0, 0, 0, 0])
+
+In chunks of 8 positions a query sees no key before position 8 from there on. Sinks list the null block, block 0:
+
+>>> write_lists(lists, blocks_read(first, last, Reach(chunk=8, has_sinks=True), block_size=4), table, slots)
+>>> [lists.partial[tile, : lists.partial_count[tile]].tolist() for tile in range(4)]
+[[7, 0], [5, 1, 3, 0], [4, 0], [9, 4, 6, 0]]
+>>> [lists.full[tile, : lists.full_count[tile]].tolist() for tile in range(4)]
+[[], [], [9], []]
 """
 
 from __future__ import annotations
@@ -40,15 +48,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minivllm.models.decoder_config import Reach
+
 
 class BlockRanges(NamedTuple):
     """Blocks of its request that each tile reads, int64 [tiles]: from ``begin`` up to ``end``, those from
-    ``full_begin`` up to ``full_end`` as full ones."""
+    ``full_begin`` up to ``full_end`` as full ones. with_null: and the null block as a partial one."""
 
     begin: np.ndarray
     full_begin: np.ndarray
     full_end: np.ndarray
     end: np.ndarray
+    with_null: bool = False
 
 
 class BlockLists(NamedTuple):
@@ -67,8 +78,14 @@ def new_lists(tiles: int, width: int) -> BlockLists:
     return BlockLists(*(np.zeros(shape, dtype=np.int32) for shape in (count, blocks, count, blocks)))
 
 
+def first_seen(query: np.ndarray, reach: Reach) -> np.ndarray:
+    """The first position that queries at these positions see, both int64 [n]."""
+    begin = np.zeros_like(query) if reach.window is None else np.maximum(query - reach.window + 1, 0)
+    return begin if reach.chunk is None else np.maximum(begin, query - query % reach.chunk)
+
+
 def blocks_read(
-    first: np.ndarray, last: np.ndarray, window: int | None, block_size: int, *, tells_full: bool = True
+    first: np.ndarray, last: np.ndarray, reach: Reach, block_size: int, *, tells_full: bool = True
 ) -> BlockRanges:
     """Blocks that tiles with queries at the positions ``first`` to ``last`` int64 [tiles] read.
 
@@ -76,11 +93,13 @@ def blocks_read(
     tells_full: False lists all of them as partial.
     """
     end = last // block_size + 1
-    begin = np.zeros_like(end) if window is None else np.maximum(first - window + 1, 0) // block_size
+    sees_all = reach.window is None and reach.chunk is None
+    begin = np.zeros_like(end) if sees_all else first_seen(first, reach) // block_size
     if not tells_full:
-        return BlockRanges(begin, begin, begin, end)
-    full_begin = begin if window is None else np.minimum(-(-np.maximum(last - window + 1, 0) // block_size), end)
-    return BlockRanges(begin, full_begin, np.maximum((first + 1) // block_size, full_begin), end)
+        return BlockRanges(begin, begin, begin, end, reach.has_sinks)
+    full_begin = begin if sees_all else np.minimum(-(-first_seen(last, reach) // block_size), end)
+    full_end = np.maximum((first + 1) // block_size, full_begin)
+    return BlockRanges(begin, full_begin, full_end, end, reach.has_sinks)
 
 
 def write_lists(lists: BlockLists, ranges: BlockRanges, table: np.ndarray, slots: np.ndarray) -> None:
@@ -89,7 +108,7 @@ def write_lists(lists: BlockLists, ranges: BlockRanges, table: np.ndarray, slots
     table int32 [batch slots, max blocks of a request]: physical blocks. slots int64 [tiles]: batch slot of each tile.
     """
     tiles = len(slots)
-    begin, full_begin, full_end, end = ranges
+    begin, full_begin, full_end, end, with_null = ranges
     num_full = full_end - full_begin
     num_partial = end - begin - num_full
     lists.full_count[:tiles], lists.full_count[tiles:] = num_full, 0
@@ -106,6 +125,9 @@ def write_lists(lists: BlockLists, ranges: BlockRanges, table: np.ndarray, slots
         # Behind the partial blocks in front of the full ones come those behind them.
         jump = np.where(place < (full_begin - begin)[:, None], 0, num_full[:, None])
         _take(lists.partial[:tiles], table, slots, begin[:, None] + place + jump)
+    if with_null:
+        lists.partial[np.arange(tiles), num_partial] = 0
+        lists.partial_count[:tiles] += 1
 
 
 def _take(target: np.ndarray, table: np.ndarray, slots: np.ndarray, index: np.ndarray) -> None:

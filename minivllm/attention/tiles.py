@@ -25,17 +25,17 @@ from kernels_triton_free.attention import (
     unpack_tiles,
 )
 from minivllm.attention.backend import AttentionContext, AttentionRule, StepRows
-from minivllm.attention.tile_lists import BlockLists, blocks_read, new_lists, write_lists
+from minivllm.attention.tile_lists import BlockLists, blocks_read, first_seen, new_lists, write_lists
 from minivllm.compilation.regions import Region, Size, TensorSpec
 from minivllm.device.buffers import StagingBuffer, rounded_capacity, to_device
-from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.decoder_config import AttentionSpec, Reach
 from minivllm.models.model import LayerCache
 
 
 class Tiles(NamedTuple):
     """T tiles of QT queries on the device, padding included, for N tokens of the step.
 
-    lists: sliding window -> blocks of the T tiles. q_position int32 [capacity, QT]: position of each query, -1 for
+    lists: reach of layers -> blocks of the T tiles. q_position int32 [capacity, QT]: position of each query, -1 for
     padding. kv_position int32 [>= blocks * block_size]: position of what each cache slot holds. tile_tokens int32
     [T * QT]: token of the step behind each query; token_places int32 [N]: tile * QT + query of each token; to_tiles int
     [T * kv_heads * QT], to_tokens int [N * kv_heads]: the same in chunks, see ``chunks_of_tiles``. All four are None
@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
     """
 
     num_tiles: int
-    lists: dict[int | None, TileLists]
+    lists: dict[Reach, TileLists]
     q_position: Tensor
     kv_position: Tensor
     step_blocks: Tensor | None = None
@@ -82,14 +82,15 @@ class QueryTiles:
         fields: dict[str, tuple[int, ...]] = {"q_position": (capacity, size)}
         if size > 1:
             fields |= {name: (capacity * size,) for name in ("tile_tokens", "token_places")}
-        self._list_names: dict[int | None, list[str]] = {}
-        self._width = width = context.tables.block_table.host.shape[1] + 1  # one entry stays unused
+        self._list_names: dict[Reach, list[str]] = {}
+        has_sinks = any(spec.has_sinks for spec in context.specs)
+        self._width = width = context.tables.block_table.host.shape[1] + 1 + has_sinks  # one entry stays unused
         if fixed_lists:
             if tells_full:  # the CPU's template asserts that lists with full blocks are as wide as the cache
                 self._width = width = context.num_blocks
-            for index, window in enumerate(context.windows):
+            for index, reach in enumerate(context.reaches):
                 names = [f"{name}.{index}" for name in BlockLists._fields[: 4 if tells_full else 2]]
-                self._list_names[window] = names
+                self._list_names[reach] = names
                 fields |= {name: (capacity, 1, 1, *([] if "count" in name else [width])) for name in names}
         self._buffer = StagingBuffer(fields, context.device)
         self._has_batches = bool(batches)
@@ -107,19 +108,21 @@ class QueryTiles:
             self._kernel(),
             scale=spec.scale,
             window=spec.window,
+            chunk=spec.chunk,
+            soft_cap=spec.soft_cap,
             visibility=rule.visibility,
             score_change=rule.score_change,
             kernel_options=own,
         )
         name = self._kind if batch is None else f"{self._kind} of {batch}"
         constants = (spec, rule.fingerprint, own)
-        return self._context.compile_region(Region(name, function, self._inputs(batch), constants))
+        return self._context.compile_region(Region(name, function, self._inputs(spec, batch), constants))
 
     def _kernel(self) -> Callable:
         return paged_flex_attention
 
-    def _inputs(self, batch: int | None) -> dict[str, Any]:
-        """What the kernel takes, for ``batch`` tiles or any number of them."""
+    def _inputs(self, spec: AttentionSpec, batch: int | None) -> dict[str, Any]:
+        """What the kernel of a spec takes, for ``batch`` tiles or any number of them."""
         context, size = self._context, self.size
         tables, device, keeps_packages = context.tables, context.device, context.policy.keeps_packages
         tiles: int | Size = Size("tiles", 5, single=1 if size == 1 else None) if batch is None else batch
@@ -137,6 +140,8 @@ class QueryTiles:
         # Lists without a fixed place always come in pairs.
         all_four = self._tells_full or not self._list_names
         lists: Any = (count, listed, count, listed) if all_four else (count, listed, None, None)
+        heads = context.kv_heads * context.query_group
+        sinks = {"sinks": TensorSpec((heads,), torch.float32, device)} if spec.has_sinks else {}
         return {
             "q": TensorSpec((tiles, context.kv_heads, size * context.query_group, context.head_dim), dtype, device),
             "k_cache": cache,
@@ -144,6 +149,7 @@ class QueryTiles:
             "lists": TileLists(*lists),
             "q_position": TensorSpec(tuple(self._buffer.host["q_position"].shape), torch.int32, device),
             "kv_position": numbers(tables.kv_position.host.size),
+            **sinks,
         }
 
     def prepare(self, rows: StepRows, first_token: int, least: int) -> Tiles:
@@ -182,23 +188,20 @@ class QueryTiles:
 
     def _list_blocks(
         self, rows: StepRows, row: np.ndarray, first: np.ndarray, last: np.ndarray, count: int
-    ) -> tuple[dict[int | None, TileLists], Tensor, Tensor | None]:
+    ) -> tuple[dict[Reach, TileLists], Tensor, Tensor | None]:
         """lists, kv_position and step_blocks of tiles that belong to ``row`` int64 [T], with queries at the positions
         ``first`` to ``last`` int64 [T]."""
         tables = self._context.tables
-        table = tables.block_table.host
-        lists = self._lists(table, rows.slots[row], first, last, count, table.shape[1] + 1)
+        lists = self._lists(tables.block_table.host, rows.slots[row], first, last, count, self._width)
         return lists, tables.kv_position.device.view(-1), None
 
     def _lists(
         self, table: np.ndarray, slots: np.ndarray, first: np.ndarray, last: np.ndarray, count: int, width: int
-    ) -> dict[int | None, TileLists]:
-        """Blocks of the tiles, by sliding window; in lists of this width unless they have a fixed place."""
-        lists: dict[int | None, TileLists] = {}
-        # What another rule of visibility shows is not known here: all blocks that are not behind the queries are read.
-        follows_window = self._rule.visibility is None
-        for window in self._context.windows:
-            names = self._list_names.get(window)
+    ) -> dict[Reach, TileLists]:
+        """Blocks of the tiles, by reach; in lists of this width unless they have a fixed place."""
+        lists: dict[Reach, TileLists] = {}
+        for reach in self._context.reaches:
+            names = self._list_names.get(reach)
             fixed = [self._buffer.host[name][:count, 0, 0] for name in names or ()]
             if len(fixed) < 4:
                 fixed += new_lists(count, 0 if fixed else width)[len(fixed) :]
@@ -206,24 +209,33 @@ class QueryTiles:
             read = blocks_read(
                 first,
                 last,
-                window if follows_window else None,
+                self._read_reach(reach),
                 self._context.tables.block_size,
-                tells_full=self._tells_full and follows_window,
+                tells_full=self._tells_full and self._rule.visibility is None,
             )
             write_lists(host, read, table, slots)
             if names is None:
                 sent = [to_device(array, self._context.device)[:, None, None] for array in host]
             else:
                 sent = [self._buffer.device[name][:count] for name in names]
-            lists[window] = TileLists(*sent, *[None] * (4 - len(sent)))
+            lists[reach] = TileLists(*sent, *[None] * (4 - len(sent)))
         return lists
 
-    def attend(self, tiles: Tiles, cache: LayerCache, spec: AttentionSpec, q: Tensor) -> Tensor:
+    def _read_reach(self, reach: Reach) -> Reach:
+        """What is read where queries should reach so far. What another rule of visibility shows is not known here: then
+        all blocks that are not behind the queries are read."""
+        return reach if self._rule.visibility is None else Reach(has_sinks=reach.has_sinks)
+
+    def attend(
+        self, tiles: Tiles, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """q [tokens of the step, kv_heads, G, D] -> o of the tokens of these tiles, [N, kv_heads, G, D]; where token t
         is tile t, of all tokens that there are tiles for."""
         kernel = self._kernels[spec, tiles.num_tiles if self._has_batches else None]
         blocks = () if tiles.step_blocks is None else (tiles.step_blocks,)
-        arguments = (cache.k, cache.v, *blocks, tiles.lists[spec.window], tiles.q_position, tiles.kv_position)
+        own_sinks = (sinks,) if spec.has_sinks else ()
+        lists = tiles.lists[spec.reach]
+        arguments = (cache.k, cache.v, *blocks, lists, tiles.q_position, tiles.kv_position, *own_sinks)
         if tiles.tile_tokens is None or tiles.token_places is None:
             num_rows = min(len(q), tiles.num_tiles)
             padding = (0, 0, 0, 0, 0, 0, 0, tiles.num_tiles - num_rows)
@@ -245,19 +257,24 @@ class GatheredTiles(QueryTiles):
     def _kernel(self) -> Callable:
         return gathered_flex_attention
 
-    def _inputs(self, batch: int | None) -> dict[str, Any]:
-        q, k, v, *others = super()._inputs(batch).items()
+    def _inputs(self, spec: AttentionSpec, batch: int | None) -> dict[str, Any]:
+        q, k, v, *others = super()._inputs(spec, batch).items()
         count = Size("step blocks", min(64, self._context.num_blocks))
         step_blocks = TensorSpec((count,), torch.int32, self._context.device)
         return dict([q, k, v, ("step_blocks", step_blocks), *others])
 
     def _list_blocks(
         self, rows: StepRows, row: np.ndarray, first: np.ndarray, last: np.ndarray, count: int
-    ) -> tuple[dict[int | None, TileLists], Tensor, Tensor | None]:
+    ) -> tuple[dict[Reach, TileLists], Tensor, Tensor | None]:
         tables, device = self._context.tables, self._context.device
         num_read = (rows.starts + rows.counts - 1) // tables.block_size + 1
+        reaches = [self._read_reach(reach) for reach in self._context.reaches]
+        begin = np.min([first_seen(rows.starts, reach) // tables.block_size for reach in reaches], axis=0)
         table = tables.block_table.host[rows.slots, : int(num_read.max())]
-        needed = np.unique(table[np.arange(table.shape[1]) < num_read[:, None]])
+        place = np.arange(table.shape[1])
+        needed = np.unique(table[(place >= begin[:, None]) & (place < num_read[:, None])])
+        if needed[0] != 0 and any(reach.has_sinks for reach in reaches):
+            needed = np.insert(needed, 0, 0)
         if len(needed) < 2:
             needed = np.append(needed, 0).astype(np.int32)  # compiled code wants two
         self._place.fill(0)

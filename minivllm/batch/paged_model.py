@@ -137,6 +137,8 @@ class PagedModel:
         def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
             with span("attention"):
                 index, spec = backend_of[layer], layers[layer][1]
+                if spec.has_sinks == (sinks is None):
+                    raise TypeError(f"Layer {layer} must give its sinks if, and only if, its spec has them: {spec}.")
                 return backends[index].attend(inputs.attention[index], caches[layer], spec, q, sinks)
 
         return attend

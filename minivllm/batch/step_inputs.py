@@ -103,7 +103,8 @@ class StepInputBuilder:
         width = self._batch.token_ids.host.shape[1]
         host["token_index"][:total] = token_slots * width + positions + self._token_offset
         blocks = table[token_slots, positions // block_size]
-        host["slot_mapping"][:total] = blocks * block_size + positions % block_size
+        # All of the null block goes into its first slot: V stays zero in its last one, which stands for sinks.
+        host["slot_mapping"][:total] = np.where(blocks, blocks * block_size + positions % block_size, 0)
         if self._adapters is not None:
             host["lora_slots"][:total] = self._adapters.lora_slots[token_slots]
         for values in host.values():

@@ -51,6 +51,14 @@ class StoredQuantization:
     block: tuple[int, int] | None = None
 
 
+class Reach(NamedTuple):
+    """What decides which blocks a layer's queries read; the fields are those of AttentionSpec."""
+
+    window: int | None = None
+    chunk: int | None = None
+    has_sinks: bool = False
+
+
 class AttentionSpec(NamedTuple):
     """How one layer attends.
 
@@ -67,6 +75,10 @@ class AttentionSpec(NamedTuple):
     chunk: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.window, self.chunk, self.has_sinks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import TileLists
-from minivllm.attention import AttentionContext
-from minivllm.batch.persistent_batch import PersistentBatch
+from minivllm.attention import AttentionContext, BlockTables
 from minivllm.compilation.regions import Region, flatten
 from minivllm.device.policy import DevicePolicy
-from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.decoder_config import AttentionSpec, Reach
 from tests.attention.random_batches import CPU, BatchShape
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16
@@ -43,19 +42,24 @@ def uncompiled(region: Region) -> Callable:
     return run
 
 
+def specs_of(reaches: Sequence[Reach]) -> list[AttentionSpec]:
+    """Layers that reach so far."""
+    return [AttentionSpec(r.window, HEAD_DIM**-0.5, GROUP, r.chunk, has_sinks=r.has_sinks) for r in reaches]
+
+
 def new_context(
-    batch: PersistentBatch, shape: BatchShape, windows: Sequence[int | None], **changes: Any
+    tables: BlockTables, shape: BatchShape, specs: Sequence[AttentionSpec], **changes: Any
 ) -> AttentionContext:
     """What a backend is made from; ``changes`` replace its fields."""
     fields: dict[str, Any] = {
-        "specs": tuple(AttentionSpec(window, HEAD_DIM**-0.5, GROUP) for window in windows),
+        "specs": tuple(specs),
         "kv_heads": KV_HEADS,
         "query_group": GROUP,
         "head_dim": HEAD_DIM,
         "dtype": torch.float32,
         "query_dtype": torch.float32,
         "cache_dtype": torch.float32,
-        "tables": batch,
+        "tables": tables,
         "num_blocks": shape.num_blocks,
         "max_num_seqs": shape.max_num_seqs,
         "max_num_batched_tokens": shape.max_num_batched_tokens,
@@ -75,9 +79,12 @@ def listed_attention(
     lists: TileLists,
     q_position: Tensor,
     kv_position: Tensor,
+    sinks: Tensor | None = None,
     *,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
     visibility: Callable[[Tensor, Tensor], Tensor] | None = None,
     score_change: Callable[..., Tensor] | None = None,
     kernel_options: object = None,
@@ -93,6 +100,8 @@ def listed_attention(
         shown = visibility(query, key)
     else:
         shown = (key <= query) if window is None else (key <= query) & (key > query - window)
+        if chunk is not None:
+            shown = shown & (key >= query - query % chunk)
     visible = torch.zeros_like(shown)
     for count, listed, mask in (
         (lists.partial_count, lists.partial_blocks, shown),
@@ -102,11 +111,22 @@ def listed_attention(
             continue
         is_used = torch.arange(listed.shape[-1]) < count[:, :, 0]
         is_listed = torch.zeros(tiles, blocks, dtype=torch.int32).scatter_add(1, listed[:, 0, 0].long(), is_used.int())
+        assert bool((is_listed[:, 1:] < 2).all()), "a block that is listed twice counts twice"
+        if sinks is not None:
+            is_null = is_listed[:, 0] > 0  # more than once where made-up requests own nothing else
+            assert torch.equal(is_null, (count[:, 0, 0] > 0) & (count is lists.partial_count))
+            assert not v_cache[0, -1].any(), "a sink has no value"
+            is_listed[:, 0] = 0
         visible = visible | ((is_listed > 0).repeat_interleave(block_size, 1)[:, None] & mask)
     k, v = (cache.reshape(-1, heads, q.shape[-1]).transpose(0, 1) for cache in (k_cache, v_cache))
     scores = q @ k.transpose(1, 2) * scale
+    if soft_cap is not None:
+        scores = (scores / soft_cap).tanh() * soft_cap
+    head = torch.arange(heads)[:, None] * group + torch.arange(rows) % group
     if score_change is not None:
-        head = torch.arange(heads)[:, None] * group + torch.arange(rows) % group
         scores = score_change(scores, head[:, :, None], query[:, None], key)
-    weights = torch.nan_to_num(scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1))
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[head].expand(tiles, -1, -1)[..., None]], dim=-1)
+    weights = torch.nan_to_num(scores.softmax(-1))[..., : len(key)]
     return weights @ torch.nan_to_num(v)

@@ -26,7 +26,7 @@ from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.device.buffers import MirroredTable
-from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.decoder_config import AttentionSpec, Reach
 from minivllm.models.model import LayerCache
 from tests.attention.backends import (
     CPU_POLICY,
@@ -37,10 +37,15 @@ from tests.attention.backends import (
     SmallTiles,
     listed_attention,
     new_context,
+    specs_of,
 )
 from tests.attention.random_batches import CPU, BatchShape, block_ids, finish_all, new_batch, random_rows
 
-WINDOWS: list[int | None] = [None, 9]
+SPECS = specs_of([Reach(None), Reach(9)])
+VARIANTS = [
+    spec._replace(soft_cap=1.5) for spec in specs_of([Reach(9, None, True), Reach(None, 11), Reach(12, 16, True)])
+]
+SINKS = 2 * torch.randn(KV_HEADS * GROUP, generator=torch.Generator().manual_seed(0))
 VERIFY_SIZE = 4
 SHAPE = BatchShape(max_num_seqs=9, num_blocks=72)
 
@@ -53,8 +58,10 @@ def build(batch: PersistentBatch, rows: Sequence[Row], backend: AttentionBackend
 
 
 def poisoned_cache(batch: PersistentBatch, generator: torch.Generator) -> LayerCache:
-    """NaN wherever no request owns the block, the null block included; large numbers past the end of each request."""
+    """NaN wherever no request owns the block; large numbers past the end of each request. The null block has NaN as
+    well, but for the values of its last slot, which are zero."""
     k, v = torch.full((2, SHAPE.num_blocks, SHAPE.block_size, KV_HEADS, HEAD_DIM), torch.nan)
+    v[0] = 0.0
     for request in batch.requests.values():
         for cache in (k, v):
             blocks = block_ids(batch, request)
@@ -92,13 +99,15 @@ def check_equal(
     q: Tensor,
     backend: AttentionBackend,
     rule: AttentionRule,
+    specs: Sequence[AttentionSpec] = SPECS,
 ) -> None:
-    context = new_context(batch, SHAPE, WINDOWS)
+    context = new_context(batch, SHAPE, specs)
     reference = SdpaAttention(context, rule)
     inputs, expected_inputs = build(batch, rows, backend), build(batch, rows, reference)
     for spec in context.specs:
-        out = backend.attend(inputs.attention, cache, spec, q)
-        expected = reference.attend(expected_inputs.attention, cache, spec, q)[: inputs.num_tokens]
+        sinks = SINKS if spec.has_sinks else None
+        out = backend.attend(inputs.attention, cache, spec, q, sinks)
+        expected = reference.attend(expected_inputs.attention, cache, spec, q, sinks)[: inputs.num_tokens]
         assert bool(expected.isfinite().all()), "the reference itself must not read what it does not own"
         torch.testing.assert_close(out[: inputs.num_tokens], expected, rtol=1e-5, atol=1e-5)
         assert bool(out.isfinite().all()), "padding must be finite, for it is written into the null block"
@@ -115,35 +124,42 @@ def every_other(query: Tensor, key: Tensor) -> Tensor:
 RULES = {"causal": AttentionRule(), "other rule": AttentionRule(every_other, fading)}
 
 
+@pytest.mark.parametrize("specs", [SPECS, VARIANTS], ids=["windows", "all that specs say"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("policy", [CPU_POLICY, CUDA_POLICY], ids=lambda policy: policy.type)
 @torch.inference_mode()
 def test_listed_blocks_give_what_gathering_gives_with_the_choices_of_each_device(
-    policy: Any, rule: AttentionRule, monkeypatch: pytest.MonkeyPatch
+    policy: Any, rule: AttentionRule, specs: Sequence[AttentionSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lists, padding and packing, without compiling: the kernel is replaced by plain operations on the same lists."""
     monkeypatch.setattr(minivllm.attention.tiles, "paged_flex_attention", listed_attention)
     monkeypatch.setattr(kernels_triton_free.attention, "paged_flex_attention", listed_attention)
     batch = new_batch(SHAPE)
     small = SmallTiles(type=policy.type, capability=policy.capability, tile_size=4)
-    backend = FlexAttention(new_context(batch, SHAPE, WINDOWS, policy=small, verify_size=VERIFY_SIZE), rule)
+    backend = FlexAttention(new_context(batch, SHAPE, specs, policy=small, verify_size=VERIFY_SIZE), rule)
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     for _ in range(40):
         rows, cache, q = random_step(rng, generator, batch)
         if rows:
-            check_equal(batch, rows, cache, q, backend, rule)
+            check_equal(batch, rows, cache, q, backend, rule, specs)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(cannot_compile_reason(CPU) is not None, reason="there is no C++ compiler for torch.compile here")
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(
+    ("rule", "specs"),
+    [(RULES["causal"], SPECS), (RULES["other rule"], SPECS), (RULES["causal"], VARIANTS)],
+    ids=["causal", "other rule", "all that specs say"],
+)
 @torch.inference_mode()
-def test_compiled_attention_equals_gathering_on_random_mixed_batches_without_recompiling(rule: AttentionRule) -> None:
+def test_compiled_attention_equals_gathering_on_random_mixed_batches_without_recompiling(
+    rule: AttentionRule, specs: Sequence[AttentionSpec]
+) -> None:
     torch._dynamo.reset()
     batch = new_batch(SHAPE)
     compiler = RegionCompiler(enabled=True)
     small = SmallTiles(type="cpu", tile_size=4)
-    context = new_context(batch, SHAPE, WINDOWS, policy=small, verify_size=VERIFY_SIZE, compile_region=compiler)
+    context = new_context(batch, SHAPE, specs, policy=small, verify_size=VERIFY_SIZE, compile_region=compiler)
     compiled = FlexAttention(context, rule)
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     kinds: set[tuple[bool, bool, bool]] = set()
@@ -157,7 +173,7 @@ def test_compiled_attention_equals_gathering_on_random_mixed_batches_without_rec
         if not rows or (compared == 0 and (singles < 2 or few < 2 or several < 3)):
             # Compiled at the first call, where sizes that may differ must differ, as in a worker's warm-up.
             continue
-        check_equal(batch, rows, cache, q[: max(2, sum(row.count for row in rows))], compiled, rule)
+        check_equal(batch, rows, cache, q[: max(2, sum(row.count for row in rows))], compiled, rule, specs)
         if compared == 0:
             compiler.freeze()
         compared += 1
@@ -204,16 +220,17 @@ def test_kv_groups_with_tables_and_windows_of_their_own_are_one_backend(monkeypa
     monkeypatch.setattr(kernels_triton_free.attention, "paged_flex_attention", listed_attention)
     batch = new_batch(SHAPE)
     contexts: list[AttentionContext] = []
-    for window in WINDOWS:
+    for spec in SPECS:
         table = MirroredTable(*batch.block_table.host.shape, CPU)
         own: BlockTables = GroupTables(SHAPE.block_size, table, batch.kv_position)
-        contexts.append(new_context(batch, SHAPE, [window], tables=own, policy=CUDA_POLICY, verify_size=VERIFY_SIZE))
+        contexts.append(new_context(own, SHAPE, [spec], policy=CUDA_POLICY, verify_size=VERIFY_SIZE))
     grouped = GroupedAttention({context.specs[0]: FlexAttention(context) for context in contexts})
     rng, generator = random.Random(1), torch.Generator().manual_seed(1)
     num_freed = 0
     for _ in range(20):
         rows, cache, q = random_step(rng, generator, batch)
-        for context, window in zip(contexts, WINDOWS):
+        for context in contexts:
+            window = context.specs[0].window
             tables = context.tables.block_table.host
             tables[:] = batch.block_table.host
             for row in rows if window is not None else ():

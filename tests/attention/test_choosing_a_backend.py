@@ -14,7 +14,8 @@ from minivllm.batch.step_inputs import Row
 from minivllm.config import EngineArgs
 from minivllm.engine.resolve import resolve
 from minivllm.errors import ConfigError
-from tests.attention.backends import new_context
+from minivllm.models.decoder_config import Reach
+from tests.attention.backends import new_context, specs_of
 from tests.attention.random_batches import BatchShape, new_batch
 
 made: list[str] = []
@@ -36,7 +37,8 @@ def answer(model: Path, **arguments: Any) -> list[int]:
 
 def test_flex_is_compiled_or_else_its_reference() -> None:
     shape = BatchShape()
-    context = {compiles: new_context(new_batch(shape), shape, [None], compiles=compiles) for compiles in (True, False)}
+    batch, specs = new_batch(shape), specs_of([Reach()])
+    context = {compiles: new_context(batch, shape, specs, compiles=compiles) for compiles in (True, False)}
     flex = find_attention(EngineArgs().attention_backend)
     assert isinstance(flex(context[True]), FlexAttention) and isinstance(flex(context[False]), SdpaAttention)
     assert isinstance(find_attention("sdpa")(context[True]), SdpaAttention)

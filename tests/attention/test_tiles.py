@@ -17,11 +17,26 @@ from minivllm.attention.flex import FlexMetadata
 from minivllm.attention.tiles import Tiles
 from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
-from tests.attention.backends import SmallTiles, new_context
-from tests.attention.random_batches import CPU, BatchShape, block_ids, finish_all, new_batch, random_rows
+from minivllm.messages import SchedulerOutput
+from minivllm.models.decoder_config import Reach
+from tests.attention.backends import SmallTiles, new_context, specs_of
+from tests.attention.random_batches import (
+    CPU,
+    BatchShape,
+    block_ids,
+    finish_all,
+    new_batch,
+    new_request,
+    random_rows,
+)
 
 SHAPE = BatchShape()
-WINDOWS: list[int | None] = [None, 1, 5, 8, 20, 100]
+REACHES = [
+    *(Reach(window) for window in (None, 1, 5, 8, 20, 100)),
+    *(Reach(chunk=chunk) for chunk in (1, 8, 11, 63)),
+    *(Reach(window, 16) for window in (7, 16, 17)),
+    *(Reach(window, chunk, has_sinks=True) for window, chunk in ((None, None), (9, None), (None, 12))),
+]
 VERIFY_SIZE = 4
 
 
@@ -32,7 +47,7 @@ class Steps:
         tokens = shape.max_num_batched_tokens
         self._builder = StepInputBuilder(batch, max_num_batched_tokens=tokens, verify_size=VERIFY_SIZE, device=CPU)
         policy = SmallTiles(type=device_type, tile_size=tile_size)
-        context = new_context(batch, shape, WINDOWS, policy=policy, verify_size=VERIFY_SIZE)
+        context = new_context(batch, shape, specs_of(REACHES), policy=policy, verify_size=VERIFY_SIZE)
         self.backend = FlexAttention(context)
 
     def build(self, rows: list[Row]) -> StepInputs:
@@ -60,7 +75,7 @@ def check_tokens(inputs: StepInputs, rows: list[Row], batch: PersistentBatch) ->
 def check_tile(
     table: list[int],
     queries: list[int],
-    window: int | None,
+    reach: Reach,
     partial: list[int],
     full: list[int],
     physical_blocks: list[int],
@@ -73,8 +88,11 @@ def check_tile(
     """
 
     def visible(query: int) -> range:
-        return range(0 if window is None else max(0, query - window + 1), query + 1)
+        begin = 0 if reach.window is None else max(0, query - reach.window + 1)
+        return range(begin if reach.chunk is None else max(begin, query // reach.chunk * reach.chunk), query + 1)
 
+    assert (0 in partial) == reach.has_sinks and 0 not in full, "the null block stands for sinks"
+    partial = [place for place in partial if physical_blocks[place] != 0]
     listed = [physical_blocks[place] for place in partial + full]
     needed = {table[position // block_size] for query in queries for position in visible(query)}
     assert len(listed) == len(set(listed)) and set(listed) == needed, "exactly the blocks that some query sees"
@@ -85,7 +103,7 @@ def check_tile(
         for place in partial:
             for offset in range(block_size):
                 key = kv_position[place * block_size + offset]
-                if key <= query and (window is None or key > query - window):
+                if key in visible(query):
                     seen.append(physical_blocks[place] * block_size + offset)
         expected = [table[p // block_size] * block_size + p % block_size for p in visible(query)]
         assert sorted(seen) == sorted(expected)
@@ -134,20 +152,20 @@ def check_part(tiles: Tiles, size: int, rows: list[Row], shape: BatchShape, batc
     assert tiles.num_tiles >= max(2, len(spans))
     for tile, (_, queries) in enumerate(spans):
         assert tiles.q_position[tile].tolist() == queries + [-1] * (size - len(queries))
-    for window in WINDOWS:
+    for reach in REACHES:
         for tile, (row, queries) in enumerate(spans):
-            lists = listed(tiles.lists[window], tile)
+            lists = listed(tiles.lists[reach], tile)
             check_tile(
                 block_ids(batch, row.request),
                 queries,
-                window,
+                reach,
                 *lists,
                 physical,
                 tiles.kv_position.numpy(),
                 shape.block_size,
             )
         for tile in range(len(spans), tiles.num_tiles):
-            assert listed(tiles.lists[window], tile) == ([], []) and set(tiles.q_position[tile].tolist()) == {-1}
+            assert listed(tiles.lists[reach], tile) == ([], []) and set(tiles.q_position[tile].tolist()) == {-1}
 
 
 def check_packing(inputs: StepInputs) -> None:
@@ -221,6 +239,15 @@ def test_a_single_token_is_padded_to_two_rows_that_touch_only_the_null_block() -
     assert inputs.num_tokens == 1 and len(inputs.token_ids) == 2
     check_tokens(inputs, rows, batch)
     check_tiles(steps, inputs, rows, shape, batch)
+
+
+def test_made_up_requests_in_the_null_block_write_its_first_slot_only() -> None:
+    """Its last one stands for attention sinks, and V must stay zero there."""
+    batch = new_batch(SHAPE)
+    batch.apply(SchedulerOutput(new_requests=[new_request("made up", [0] * 20, [0, 0, 0], 0)]))
+    builder = StepInputBuilder(batch, max_num_batched_tokens=SHAPE.max_num_batched_tokens, device=CPU)
+    inputs = builder.build([Row(batch.requests["made up"], 0, 20)], 24, lambda rows: None)
+    assert inputs.tokens.slot_mapping.tolist() == [0] * 24 and inputs.tokens.positions.tolist()[:20] == list(range(20))
 
 
 def test_the_example_of_the_lists_is_what_they_are() -> None:

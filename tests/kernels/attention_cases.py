@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,11 +24,21 @@ class TileShape:
     num_pages: int = 40
     tiles: int = 6
     max_length: int = 60
+    chunk: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+    def sees(self, query: int, key: int) -> bool:
+        """By the definitions: not behind the query, less than a window away, and in the query's chunk."""
+        if key > query or (self.window is not None and query - key >= self.window):
+            return False
+        return self.chunk is None or key // self.chunk == query // self.chunk
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Arguments of paged_flex_attention, and what it should return on the rows that ``is_query`` marks."""
+    """Arguments of paged_flex_attention, and what it should return on the rows that ``is_query`` marks. sinks: none or
+    one tensor."""
 
     q: Tensor
     k_cache: Tensor
@@ -38,13 +48,21 @@ class AttentionCase:
     kv_position: Tensor
     expected: Tensor
     is_query: Tensor
+    sinks: tuple[Tensor, ...] = ()
 
 
-def attend_float64(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """q [G, D] over keys, values [n, D]: softmax(q k^T * scale) v."""
+def attend_float64(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, cap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """q [G, D] over keys, values [n, D]: softmax(q k^T * scale) v, with capped scores and sinks [G] if there are."""
     scores = q.double() @ keys.double().T * scale
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-    return (weights / weights.sum(-1, keepdim=True)) @ values.double()
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    weights = torch.exp(scores)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks.double())[:, None]
+    return (weights / total) @ values.double()
 
 
 def random_case(
@@ -53,7 +71,7 @@ def random_case(
     """The last tile is padding. Pages that no request owns hold NaN, the unused end of a last page holds garbage."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
-    page, window = shape.page_size, shape.window
+    page = shape.page_size
     cache_shape = (2, shape.num_pages, page, shape.kv_heads, shape.head_dim)
     cache = torch.full(cache_shape, torch.nan)
     kv_position = torch.from_numpy(rng.integers(0, 100, (shape.num_pages, page))).int()
@@ -81,16 +99,21 @@ def random_case(
             kv_position[number] = torch.arange(index * page, (index + 1) * page)
         q_position[tile, :queries] = torch.arange(first, length)
         for index, number in enumerate(table):
-            keys = np.arange(index * page, (index + 1) * page)
-            seen = [
-                (keys <= query) & (window is None or keys > query - (window or 0)) for query in range(first, length)
-            ]
+            keys = range(index * page, (index + 1) * page)
+            seen = [[shape.sees(query, key) for key in keys] for query in range(first, length)]
             if not np.any(seen):
                 continue
             # A full page may always be listed as one to be masked instead.
             kind = int(full_lists and bool(np.all(seen)) and rng.random() < 0.9)
             listed[kind, tile, counts[kind, tile]] = number
             counts[kind, tile] += 1
+        if shape.has_sinks:
+            listed[0, tile, counts[0, tile]] = 0
+            counts[0, tile] += 1
+    if shape.has_sinks:
+        cache[1, 0] = 100.0
+        cache[1, 0, -1] = 0.0
+    sinks = 2 * torch.randn(shape.kv_heads * shape.group, generator=generator)
     for table in tables:
         fresh = torch.randn(2, len(table), page, shape.kv_heads, shape.head_dim, generator=generator)
         # Large numbers everywhere at first: the ends of last pages keep them.
@@ -108,18 +131,21 @@ def random_case(
         for row, position in enumerate(q_position[tile].tolist()):
             if position < 0:
                 continue
-            begin = 0 if window is None else max(0, position - window + 1)
-            places = [(table[p // page], p % page) for p in range(begin, position + 1)]
+            places = [(table[p // page], p % page) for p in range(position + 1) if shape.sees(position, p)]
             numbers, offsets = zip(*places)
             rows = slice(row * shape.group, (row + 1) * shape.group)
             is_query[tile, rows] = True
             for head in range(shape.kv_heads):
                 keys, values = k_cache[numbers, offsets, head], v_cache[numbers, offsets, head]
-                expected[tile, head, rows] = attend_float64(q[tile, head, rows], keys, values, shape.head_dim**-0.5)
+                own = sinks[head * shape.group : (head + 1) * shape.group] if shape.has_sinks else None
+                expected[tile, head, rows] = attend_float64(
+                    q[tile, head, rows], keys, values, shape.head_dim**-0.5, shape.soft_cap, own
+                )
     count_tensors = [torch.from_numpy(c).view(-1, 1, 1) for c in counts]
     page_tensors = [torch.from_numpy(p).view(shape.tiles, 1, 1, -1) for p in listed]
     lists = TileLists(count_tensors[0], page_tensors[0], count_tensors[1], page_tensors[1])
-    return AttentionCase(q, k_cache, v_cache, lists, q_position, kv_position.view(-1), expected, is_query)
+    case = AttentionCase(q, k_cache, v_cache, lists, q_position, kv_position.view(-1), expected, is_query)
+    return replace(case, sinks=(sinks,)) if shape.has_sinks else case
 
 
 def assert_attends(out: Tensor, case: AttentionCase, tolerance: float) -> None:

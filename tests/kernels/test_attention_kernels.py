@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ EVERY_WINDOW = pytest.mark.parametrize("window", [None, 1, 5, 20])
 
 def compile_attention(function: Callable, shape: TileShape) -> Callable:
     torch._dynamo.reset()
-    bound = partial(function, scale=shape.head_dim**-0.5, window=shape.window, kernel_options=CPU_OPTIONS)
+    spec = {"window": shape.window, "chunk": shape.chunk, "soft_cap": shape.soft_cap}
+    bound = partial(function, scale=shape.head_dim**-0.5, kernel_options=CPU_OPTIONS, **spec)
     return torch.compile(bound, fullgraph=True, dynamic=False)
 
 
@@ -39,7 +41,7 @@ def check_paged(shape: TileShape, seeds: range, full_lists: bool = True) -> None
     attend = compile_attention(paged_flex_attention, shape)
     for seed in seeds:
         case = random_case(seed, shape, full_lists=full_lists)
-        out = attend(case.q, case.k_cache, case.v_cache, case.lists, case.q_position, case.kv_position)
+        out = attend(case.q, case.k_cache, case.v_cache, case.lists, case.q_position, case.kv_position, *case.sinks)
         assert_attends(out, case, 1e-5)
 
 
@@ -47,7 +49,7 @@ def gather_arguments(case: AttentionCase, shape: TileShape, num_step_pages: int)
     """Renumber the listed pages as places of step_pages; a few pages nobody reads fill it up to a fixed number."""
     listed = [case.lists.partial_blocks, case.lists.full_blocks]
     counts = [case.lists.partial_count, case.lists.full_count]
-    used: set[int] = set()
+    used: set[int] = {0} if case.sinks else set()
     for pages, count in zip(listed, counts):
         assert pages is not None and count is not None
         for tile in range(shape.tiles):
@@ -62,7 +64,7 @@ def gather_arguments(case: AttentionCase, shape: TileShape, num_step_pages: int)
     cut = [place[pages.long()][..., :num_step_pages] for pages in listed if pages is not None]
     lists = TileLists(case.lists.partial_count, cut[0], case.lists.full_count, cut[1])
     pages = torch.tensor(step_pages, dtype=torch.int32)
-    return case.q, case.k_cache, case.v_cache, pages, lists, case.q_position, kv_position
+    return case.q, case.k_cache, case.v_cache, pages, lists, case.q_position, kv_position, *case.sinks
 
 
 def check_gathered(shape: TileShape, seeds: range, dtype: torch.dtype, tolerance: float) -> None:
@@ -78,6 +80,48 @@ def check_gathered(shape: TileShape, seeds: range, dtype: torch.dtype, tolerance
 @needs_compiler
 def test_decode_tiles_with_seven_heads_per_kv_head_equal_float64() -> None:
     check_paged(TileShape(group=7, tile_size=1), range(8))
+
+
+FEATURES = {"chunk": {"chunk": 11}, "soft cap": {"soft_cap": 0.7}, "sinks": {"has_sinks": True}}
+ALL_FEATURES = {"window": 20, "chunk": 27, "soft_cap": 0.7, "has_sinks": True}
+
+
+@needs_compiler
+@pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
+def test_what_a_spec_adds_equals_float64(feature: dict[str, Any]) -> None:
+    """In heads of a size that is no power of two."""
+    shape = TileShape(group=3, tile_size=4, max_length=40, num_pages=50, head_dim=24)
+    check_paged(replace(shape, **feature), range(8))
+
+
+@pytest.mark.matrix
+@needs_compiler
+@pytest.mark.parametrize("tile_size", [1, 4])
+@pytest.mark.parametrize("full_lists", [True, False])
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_all_that_a_spec_adds_together_equals_float64(group: int, full_lists: bool, tile_size: int) -> None:
+    shape = TileShape(group=group, tile_size=tile_size, max_length=40, num_pages=50, head_dim=24, **ALL_FEATURES)
+    check_paged(shape, range(10), full_lists)
+
+
+@pytest.mark.matrix
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gathered_tiles_with_all_that_a_spec_adds_equal_float64(dtype: torch.dtype) -> None:
+    shape = TileShape(group=4, tile_size=16, max_length=30, num_pages=50, **ALL_FEATURES)
+    check_gathered(shape, range(10), dtype, 1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_leaving_out_what_a_spec_adds_would_be_noticed(feature: str) -> None:
+    """The float64 results of the same random cases, with and without it, differ by far more than any tolerance."""
+    shape = TileShape(group=3, tile_size=4, max_length=40, num_pages=50)
+    differences = []
+    for seed in range(8):
+        plain, changed = random_case(seed, shape), random_case(seed, replace(shape, **FEATURES[feature]))
+        assert torch.equal(plain.q, changed.q)
+        differences.append(float((plain.expected - changed.expected).abs().max()))
+    assert max(differences) > 0.1
 
 
 @needs_compiler
