@@ -10,17 +10,16 @@ from starlette.types import ASGIApp
 
 from minivllm import __version__
 from minivllm.server.answers.streaming import ClientLeft, event_stream, while_connected
+from minivllm.server.endpoints import models_endpoint as small
 from minivllm.server.endpoints.chat_endpoint import ChatRun
 from minivllm.server.endpoints.completion_run import CompletionRun
 from minivllm.server.endpoints.completions_endpoint import TextRun
 from minivllm.server.endpoints.embeddings_endpoint import embed, score
-from minivllm.server.endpoints.models_endpoint import detokenize, model_card, tokenize
 from minivllm.server.endpoints.page import add_page
 from minivllm.server.endpoints.responses_endpoint import ResponseRun
 from minivllm.server.limits.middleware import OPEN_PATHS, AccessLog, BodyLimit, RequireKey
 from minivllm.server.protocol import chat
 from minivllm.server.protocol import completions as texts
-from minivllm.server.protocol import models as small
 from minivllm.server.protocol import responses as items
 from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import documented, install_error_handlers, shutting_down
@@ -123,20 +122,20 @@ def _add_tokenization(app: FastAPI, service: Service) -> None:
     async def tokenize_endpoint(body: small.TokenizeRequest) -> Response:
         """Token ids of a text or a conversation."""
         service.models.find(body.model)
-        return json_response(await service.in_text_thread(tokenize, service, body))
+        return json_response(await service.in_text_thread(small.tokenize, service, body))
 
     @app.post("/detokenize", responses={200: {"model": small.DetokenizeResponse}, **READING}, tags=["tokens"])
     async def detokenize_endpoint(body: small.DetokenizeRequest) -> Response:
         """The text of token ids."""
         service.models.find(body.model)
-        return json_response(await service.in_text_thread(detokenize, service, body))
+        return json_response(await service.in_text_thread(small.detokenize, service, body))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", responses={200: {"model": small.ModelList}, **documented(401)}, tags=["models"])
     async def models() -> Response:
         """The names this server answers to."""
-        cards = [model_card(service, one) for one in service.models.all]
+        cards = [small.model_card(service, one) for one in service.models.all]
         return json_response(small.ModelList(object="list", data=cards))
 
     @app.get(
@@ -144,7 +143,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     )
     async def model(name: str) -> Response:
         """One of them."""
-        return json_response(model_card(service, service.models.find(name)))
+        return json_response(small.model_card(service, service.models.find(name)))
 
     changing = documented(400, 401, 403, 409, 413, 503)
     unloading = {200: {"model": small.DeletedModel}, **changing, **documented(404)}
@@ -152,7 +151,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.post("/v1/load_lora_adapter", responses={200: {"model": small.ModelCard}, **changing}, tags=["models"])
     async def load(body: small.LoadAdapterRequest) -> Response:
         """Serve an adapter from the server's directory for adapters under a name of its own."""
-        return json_response(model_card(service, await service.models.load(body.lora_name, body.lora_path)))
+        return json_response(small.model_card(service, await service.models.load(body.lora_name, body.lora_path)))
 
     @app.post("/v1/unload_lora_adapter", responses=unloading, tags=["models"])
     async def unload(body: small.UnloadAdapterRequest) -> Response:

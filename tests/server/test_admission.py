@@ -81,7 +81,6 @@ def test_ten_times_overload_admits_what_fits_and_refuses_the_rest_at_once(script
     with served(core, scripts.tokenizer, max_queued_requests=8) as server:
         refused, answered = asyncio.run(main(server.url))
         assert server.run.service.admission.num_completions == 0
-        assert server.run.service.admission.num_refused == 108
     assert Counter(response.status_code for response in refused) == {429: 108}
     for response in refused:
         assert 1 <= int(response.headers["retry-after"]) <= MAX_RETRY_AFTER

@@ -1,7 +1,7 @@
 """Server-sent events, and noticing that the client has left, streaming or not."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -72,18 +72,11 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        first: bytes,
-        frames: AsyncGenerator[bytes, None],
-        *,
-        on_error: Callable[[ApiError], bytes],
-        headers: Mapping[str, str] | None = None,
+        self, first: bytes, frames: AsyncGenerator[bytes, None], on_error: Callable[[ApiError], bytes]
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._first = first
-        self._frames = frames
-        self._on_error = on_error
+        self._first, self._frames, self._on_error = first, frames, on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -117,9 +110,4 @@ async def event_stream(
     except BaseException:
         await frames.aclose()
         raise
-    return EventStream(first, frames, on_error=on_error)
-
-
-def error_frames(error: ApiError) -> bytes:
-    """How a chat or text completion ends when it fails in the middle."""
-    return data_frame(error.body) + DONE
+    return EventStream(first, frames, on_error)

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 from minivllm.processing.input_processor import PreparedRequest, Prompt
 from minivllm.processing.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import SamplingParams
-from minivllm.server.answers.streaming import DONE, data_frame, error_frames
+from minivllm.server.answers.streaming import DONE, data_frame
 from minivllm.server.protocol.completions import Usage
 from minivllm.server.protocol.completions import usage as count_usage
 from minivllm.server.service.service import Service, new_id
-from minivllm.server.wire.errors import unsupported
+from minivllm.server.wire.errors import ApiError, unsupported
 from minivllm.server.wire.fields import RequestFields
 
 
@@ -24,7 +24,6 @@ class CompletionRun(ABC):
     """
 
     id_prefix: ClassVar[str]
-    error_frames = staticmethod(error_frames)
     params: SamplingParams
     hides_answer = False
     _object_name: str
@@ -62,6 +61,10 @@ class CompletionRun(ABC):
         if self._fields.wants_usage_chunk:
             yield data_frame({**self._object([]), "usage": self.usage()})
         yield DONE
+
+    def error_frames(self, error: ApiError) -> bytes:
+        """How a stream ends that fails in the middle."""
+        return data_frame(error.body) + DONE
 
     def usage(self) -> Usage:
         outputs = self._last_outputs.values()

@@ -27,7 +27,10 @@ class Ticket:
 
     def add_prompt_tokens(self, num_tokens: int) -> None:
         """Count the prompts, now that their lengths are known. Raises ApiError 429 if the queue is full."""
-        self._admission.check_room(num_tokens)
+        admission = self._admission
+        if not admission.has_room(num_tokens):
+            waiting, limit = admission.num_queued_prompt_tokens, admission.max_queued_prompt_tokens
+            raise admission.full(f"prompts of {waiting} tokens are waiting, the limit is {limit}")
         self.remove_prompt_tokens(-num_tokens)
 
     def remove_prompt_tokens(self, num_tokens: int) -> None:
@@ -56,11 +59,10 @@ class Admission:
     def __init__(self, max_running: int, max_queued: int, max_queued_prompt_tokens: int) -> None:
         self.capacity = max_running + max_queued
         self._max_running = max_running
-        self._max_queued_prompt_tokens = max_queued_prompt_tokens
+        self.max_queued_prompt_tokens = max_queued_prompt_tokens
         self.tickets: set[Ticket] = set()
         self.num_completions = 0
         self.num_queued_prompt_tokens = 0
-        self.num_refused = 0
         self.is_draining = False
         self._finish_times: deque[float] = deque(maxlen=1024)
 
@@ -80,22 +82,16 @@ class Admission:
                 code="too_many_completions",
             )
         if self.num_completions + num_completions > self.capacity:
-            raise self._full(f"{self.num_completions} of {self.capacity} completions are running or waiting")
+            raise self.full(f"{self.num_completions} of {self.capacity} completions are running or waiting")
         ticket = Ticket(self, num_completions)
         self.tickets.add(ticket)
         self.num_completions += num_completions
         return ticket
 
-    def check_room(self, num_tokens: int) -> None:
-        """Raises ApiError 429 if a prompt of so many tokens may not wait now."""
-        waiting, limit = self.num_queued_prompt_tokens, self._max_queued_prompt_tokens
-        if not self.has_room(num_tokens):
-            raise self._full(f"prompts of {waiting} tokens are waiting, the limit is {limit}")
-
     def has_room(self, num_tokens: int) -> bool:
         """True if a prompt of so many tokens may wait now."""
         waiting = self.num_queued_prompt_tokens
-        return waiting == 0 or waiting + num_tokens <= self._max_queued_prompt_tokens
+        return waiting == 0 or waiting + num_tokens <= self.max_queued_prompt_tokens
 
     def leave(self, ticket: Ticket) -> None:
         if ticket in self.tickets:
@@ -113,8 +109,8 @@ class Admission:
             return 1
         return min(MAX_RETRY_AFTER, max(1, math.ceil(waiting * RATE_WINDOW / recent)))
 
-    def _full(self, why: str) -> ApiError:
-        self.num_refused += 1
+    def full(self, why: str) -> ApiError:
+        """429, with the time after which there should be a place."""
         seconds = self.retry_after()
         return ApiError(
             429,

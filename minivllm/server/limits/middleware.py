@@ -78,13 +78,12 @@ class RequireKey:
     """Refuses whatever carries none of the keys, by the path the server itself routes on. Preflights need none: they
     are answered before this."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: frozenset[str] = OPEN_PATHS) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
-        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope.get("path") in self._open_paths:
+        if scope["type"] == "lifespan" or scope.get("path") in OPEN_PATHS:
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
             raise RuntimeError(f"This server does not speak {scope['type']}.")
