@@ -126,22 +126,20 @@ def test_a_schema_as_a_text_has_the_bounds_of_a_body(http: httpx.Client, path: s
     assert error["message"].startswith("structured_outputs.json has more than 100 levels")
 
 
-def test_memory_goes_back_once_after_requests_with_large_bodies(
-    scripts: Scripts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_goes_back_once_after_requests(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
     returned: list[str] = []
-    time.sleep(2 * middleware.TRIM_SECONDS)  # other servers of these tests may have large bodies behind them
+    time.sleep(2 * middleware.TRIM_SECONDS)  # other servers of these tests may have requests behind them
     monkeypatch.setattr(middleware, "return_freed_memory", lambda: returned.append(threading.current_thread().name))
+    monkeypatch.setattr(middleware, "TRIM_SECONDS", 2.0)
     with served(ScriptedCore(scripts), scripts.tokenizer) as server, httpx.Client(base_url=server.url) as client:
-        assert client.post("/tokenize", json={"prompt": "x " * 100}).status_code == 200
-        time.sleep(2 * middleware.TRIM_SECONDS)
-        assert returned == [], "a small body leaves nothing behind"
-        monkeypatch.setattr(middleware, "TRIM_SECONDS", 2.0)
-        for _ in range(3):
-            assert client.post("/tokenize", json={"prompt": "x " * 33_000}).status_code < 500
+        for size in (100, 33_000, 33_000):
+            assert client.post("/tokenize", json={"prompt": "x " * size}).status_code < 500
         server.wait_until(lambda: returned)
         time.sleep(0.2)
         assert len(returned) == 1 and returned[0].startswith("asyncio"), "once for all, and beside the loop"
+        assert client.get("/ready").status_code == 200
+        time.sleep(2.5)
+        assert len(returned) == 1, "no body, no memory"
 
 
 def test_many_wrong_messages_are_answered_with_a_few(http: httpx.Client) -> None:
