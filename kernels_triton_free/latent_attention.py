@@ -7,8 +7,6 @@ would round up to 1,024 on a GPU. Every query head is a row of the same product,
 was gathered once serves as keys and as values.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

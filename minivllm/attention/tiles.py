@@ -94,14 +94,12 @@ class QueryTiles:
                 fields |= {name: (capacity, 1, 1, *([] if "count" in name else [width])) for name in names}
         self._buffer = StagingBuffer(fields, context.device)
         self._has_batches = bool(batches)
-        self._kernels: dict[tuple[AttentionSpec, int | None], Callable] = {}
+        self._kernels: dict[tuple[AttentionSpec, int | None], tuple[Callable, Reach]] = {}
         for spec in context.specs:
-            if not batches:
-                self._kernels[spec, None] = self._compile(spec)
-            for batch in batches:
-                self._kernels[spec, batch] = self._compile(spec, batch)
+            for batch in batches or (None,):
+                self._kernels[spec, batch] = self._compile(spec, batch), spec.reach
 
-    def _compile(self, spec: AttentionSpec, batch: int | None = None) -> Callable:
+    def _compile(self, spec: AttentionSpec, batch: int | None) -> Callable:
         policy, rule = self._context.policy, self._rule
         own: Any = policy.kernel_options or None
         function = partial(
@@ -231,11 +229,10 @@ class QueryTiles:
     ) -> Tensor:
         """q [tokens of the step, kv_heads, G, D] -> o of the tokens of these tiles, [N, kv_heads, G, D]; where token t
         is tile t, of all tokens that there are tiles for."""
-        kernel = self._kernels[spec, tiles.num_tiles if self._has_batches else None]
+        kernel, reach = self._kernels[spec, tiles.num_tiles if self._has_batches else None]
         blocks = () if tiles.step_blocks is None else (tiles.step_blocks,)
         own_sinks = (sinks,) if spec.has_sinks else ()
-        lists = tiles.lists[spec.reach]
-        arguments = (cache.k, cache.v, *blocks, lists, tiles.q_position, tiles.kv_position, *own_sinks)
+        arguments = (cache.k, cache.v, *blocks, tiles.lists[reach], tiles.q_position, tiles.kv_position, *own_sinks)
         if tiles.tile_tokens is None or tiles.token_places is None:
             num_rows = min(len(q), tiles.num_tiles)
             padding = (0, 0, 0, 0, 0, 0, 0, tiles.num_tiles - num_rows)

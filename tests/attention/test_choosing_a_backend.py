@@ -69,7 +69,7 @@ def test_an_engine_in_a_process_of_its_own_imports_its_backend(tiny_model: Calla
         ("no_such_module:Backend", r"attention_backend is 'no_such_module:Backend', which cannot be imported: No mod"),
         ("minivllm.attention:Nothing", r"which cannot be imported: module 'minivllm\.attention' has no attribute"),
         ("minivllm.attention:__doc__", r"which must be a function or a class"),
-        (":", r"must name a class as 'package\.module:Class'"),
+        (":", r"must name a class or an object as 'package\.module:Class'"),
     ],
 )
 def test_a_wrong_name_is_a_sentence_before_the_model_is_loaded(
