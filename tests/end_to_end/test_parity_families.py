@@ -14,6 +14,7 @@ from minivllm import SamplingParams
 from tests.model_families import FAMILIES
 from tests.parity_reference import (
     BLOCK_SIZE,
+    MAX_TOKENS,
     assert_pool_unused,
     engine_logits,
     greedy,
@@ -29,6 +30,8 @@ TinyModel = Callable[..., Path]
 
 BUDGETS = (1, 7, 64)
 COMPILED_FAMILIES = ("qwen2-window",)  # biases, full and windowed layers: every kind of attention graph at once
+# One of each structure: norms behind, both; two tables, caps, fused weights, pairs, multipliers.
+DISTINCT_FAMILIES = ("qwen3", "gemma2", "gemma3", "gemma3-far", "phi3-long", "olmo2", "olmo3", "glm4", "granite")
 RELATIVE = 1e-4
 
 
@@ -103,6 +106,37 @@ def test_greedy_tokens_equal_transformers_when_requests_are_preempted_repeatedly
     tiny_model: TinyModel, family: str
 ) -> None:
     assert_preempted_equals_transformers(tiny_model(family))
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["steps in flight", "drafts"])
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
+def test_greedy_tokens_equal_transformers_ahead_of_the_scheduler_and_in_a_second_turn(
+    tiny_model: TinyModel, family: str, is_async: bool
+) -> None:
+    """Texts that repeat themselves, so that drafts are made, if none is in flight; and then every text goes on."""
+    directory = tiny_model(family)
+    pattern = random_prompts((5, 9, 12))
+    prompts = [(ids * 8)[:length] for ids, length in zip(pattern, (31, 40, 17))]
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    settings = {"async_scheduling": True} if is_async else drafts
+    with tiny_llm(directory, max_num_batched_tokens=16, **settings) as llm:
+        expected = reference_tokens(directory, prompts)
+        assert greedy(llm, prompts) == expected
+        assert is_async or llm.get_metrics().num_draft_tokens > 0
+        turns = [prompt + answer + ids for prompt, answer, ids in zip(prompts, expected, pattern)]
+        outputs = run(llm, turns, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
+        assert tokens_of(outputs) == reference_tokens(directory, turns)
+        assert all(output.num_cached_tokens >= BLOCK_SIZE for output in outputs)
+        assert_pool_unused(llm)
+
+
+@pytest.mark.parametrize("window", [1, 7, 8, 9, 69, 70, 71, 72])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "olmo3"])
+def test_logits_equal_transformers_with_windows_around_every_border(
+    tiny_model: TinyModel, family: str, window: int
+) -> None:
+    """Of a block (8 tokens), and of the text (70 tokens, and 7 more)."""
+    assert_logits_close(tiny_model(family, sliding_window=window), max_num_batched_tokens=13)
 
 
 @pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.slow), 7])

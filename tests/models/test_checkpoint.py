@@ -106,6 +106,26 @@ def test_every_family_yields_exactly_the_weights_that_transformers_loads(family:
         torch.testing.assert_close(own, value, rtol=0, atol=1e-6 if family.startswith("gemma") else 0)
 
 
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_model_that_sees_images_is_loaded(
+    tiny_model: TinyModel, tmp_path: Path, prefix: str
+) -> None:
+    source = tiny_model("gemma3")
+    stored = {
+        name.replace("model.", prefix, 1): tensor for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    stored["vision_tower.vision_model.post_layernorm.weight"] = torch.ones(3)
+    stored["multi_modal_projector.mm_soft_emb_norm.weight"] = torch.ones(3)
+    save_file(stored, tmp_path / "model.safetensors")
+    text = json.loads((source / "config.json").read_text())
+    names = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "dtype": text.pop("dtype")}
+    (tmp_path / "config.json").write_text(json.dumps({**names, "vision_config": {}, "text_config": text}))
+    config = read_decoder_config(tmp_path)
+    assert replace(config, architecture="Gemma3ForCausalLM") == read_decoder_config(source)
+    expected, found = load(source), load(tmp_path)
+    assert set(found) == set(expected) and all(torch.equal(found[name], expected[name]) for name in found)
+
+
 def test_shards_and_one_file_give_the_same_weights(llama_copy: Path) -> None:
     whole = load(llama_copy)
     whole = {name: tensor.clone() for name, tensor in whole.items()}

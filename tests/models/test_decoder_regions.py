@@ -253,6 +253,19 @@ def test_every_part_of_a_spec_tells_compiled_code_apart() -> None:
             seen[described] = name
 
 
+@pytest.mark.parametrize("name", ["norms before and after", "norms over all heads", "queries scaled by position"])
+@torch.inference_mode()
+def test_what_a_spec_adds_is_traced_without_a_break(name: str) -> None:
+    """As one graph, of eager operators: what they are compiled to is judged where a whole model is."""
+    config = replace(CONFIGS[name], embedding_scale=4.9, logits_scale=0.5, logits_soft_cap=2.0)
+    decoder, caches = new_decoder(config, random_weights(config)), new_caches(config)
+    for region, arguments in region_calls(decoder, caches):
+        expected = tensors_in(region(*arguments))
+        found = tensors_in(torch.compile(region, backend="aot_eager", fullgraph=True)(*arguments))
+        for own, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_a_tensor_without_a_place_is_refused_by_its_name() -> None:
     decoder = Decoder(PLAIN, dtype=torch.float32, attention_dtype=torch.float32, device=CPU, max_model_len=8)
     with pytest.raises(ModelError, match=r"vision\.patch.*LlamaForCausalLM"):

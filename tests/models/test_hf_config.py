@@ -17,6 +17,7 @@ from minivllm.errors import ModelError
 from minivllm.gguf.gguf_config import llama3_parameters
 from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
 from minivllm.models.families.registry import FAMILIES as SUPPORTED
+from minivllm.models.rotary import rotary_frequencies
 from tests.model_families import FAMILIES
 from tests.models.rotary_reference import llama3_factors
 
@@ -284,6 +285,66 @@ def test_an_impossible_value_is_refused_with_file_and_field(field: str, value: A
     assert field in str(caught.value)
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "value"),
+    [
+        ("Gemma3ForCausalLM", "layer_types", [SLIDING, FULL, SLIDING]),
+        ("Gemma3ForCausalLM", "layer_types", [SLIDING, FULL, SLIDING, "linear_attention"]),
+        ("Gemma2ForCausalLM", "layer_types", "sliding_attention"),
+        ("Gemma2ForCausalLM", "sliding_window", -1),
+        ("Gemma3ForCausalLM", "sliding_window", 0),
+        ("Gemma3ForCausalLM", "sliding_window_pattern", 0),
+        ("Gemma2ForCausalLM", "query_pre_attn_scalar", -256),
+        ("Gemma2ForCausalLM", "attn_logit_softcapping", -50.0),
+        ("Gemma2ForCausalLM", "final_logit_softcapping", float("nan")),
+        ("Gemma3ForCausalLM", "hidden_activation", "relu2"),
+        ("Gemma3ForCausalLM", "use_bidirectional_attention", True),
+        ("Gemma3ForCausalLM", "rope_local_base_freq", -1.0),
+        ("Gemma3ForCausalLM", "rope_parameters", {"full_attention": 7}),
+        ("Gemma3ForCausalLM", "intermediate_size", -96),
+        ("Phi3ForCausalLM", "rope_parameters", {"rope_type": "longrope", "long_factor": [1.0] * 8}),
+        ("Phi3ForCausalLM", "hidden_act", "swiglu"),
+        ("Phi3ForCausalLM", "partial_rotary_factor", 1.5),
+        ("Olmo2ForCausalLM", "num_key_value_heads", -2),
+        ("Olmo3ForCausalLM", "layer_types", [FULL]),
+        ("Glm4ForCausalLM", "attention_bias", "yes"),
+        ("GraniteForCausalLM", "residual_multiplier", 0),
+        ("GraniteForCausalLM", "logits_scaling", 0.0),
+    ],
+)
+def test_a_configuration_that_lies_is_refused_with_file_and_field(architecture: str, field: str, value: Any) -> None:
+    with pytest.raises(ModelError) as caught:
+        build(architecture, **{**SMALL, "head_dim": 16, field: value})
+    assert str(caught.value).startswith("config.json: ") and field in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [0, 7, 9])
+def test_longrope_needs_a_factor_for_every_pair(length: int) -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * length}
+    with pytest.raises(ModelError, match=r"rope_parameters\.long_factor is .*must list 8 numbers"):
+        build("Phi3ForCausalLM", **SMALL, rope_parameters=rope)
+
+
+def test_longrope_means_what_it_means_to_transformers() -> None:
+    """The divisors of the length asked for, and the factor of cosines and sines that follows from the lengths."""
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    rope = {"type": "su", "short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
+    entries = {**SMALL, "max_position_embeddings": 512, "original_max_position_embeddings": 64, "pad_token_id": None}
+    theirs = Phi3RotaryEmbedding(
+        transformers_config("Phi3ForCausalLM", **entries, rope_parameters={**rope, "type": "longrope"})
+    )
+    (ours,) = build("Phi3ForCausalLM", **entries, rope_scaling=rope).rotary
+    assert ours.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
+    for length in (64, 65):
+        theirs(torch.zeros(1), torch.arange(length)[None])
+        frequencies = rotary_frequencies(ours, max_model_len=length).float()
+        torch.testing.assert_close(frequencies, theirs.inv_freq, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(
     "rope",
     [
@@ -333,6 +394,16 @@ FIELD_NAMES = [
     "eos_token_id",
     "bos_token_id",
     "original_max_position_embeddings",
+    "sliding_window_pattern",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "hidden_activation",
+    "rope_local_base_freq",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
 ]
 
 

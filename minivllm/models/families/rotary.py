@@ -10,6 +10,7 @@ from minivllm.models.decoder_config import RotaryConfig, RotaryType
 from minivllm.models.families.entries import MAX_POSITIONS, Entries
 
 ROTARY_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+MAX_THETA = 1e15
 
 
 def read_rotary(fields: Entries, head_dim: int) -> RotaryConfig:
@@ -33,7 +34,9 @@ def read_rotary_by_type(fields: Entries, kind: str, theta_entry: str, head_dim: 
     scaling = fields.entries.get("rope_scaling") if kind == "full_attention" else None
     if scaling is not None and not isinstance(scaling, dict):
         raise fields.refuse("rope_scaling", scaling, "must be an object or null")
-    return read_rotary_set(fields, {**(given.get(kind) or {}), **(scaling or {})}, fields.get(theta_entry), head_dim)
+    own = {**(given.get(kind) or {}), **(scaling or {})}
+    theta = None if "rope_theta" in own else fields.number(theta_entry, 0.0, MAX_THETA)
+    return read_rotary_set(fields, own, theta, head_dim)
 
 
 def read_rotary_set(fields: Entries, given: Mapping[str, Any], theta: Any, head_dim: int) -> RotaryConfig:
@@ -44,7 +47,7 @@ def read_rotary_set(fields: Entries, given: Mapping[str, Any], theta: Any, head_
     rope_type = given.get("rope_type", given.get("type", "default"))
     if rope_type not in ROTARY_TYPES:
         raise rope.refuse("rope_type", rope_type, f"must be one of {', '.join(ROTARY_TYPES)}")
-    theta = rope.number("rope_theta", 0.0, 1e15)
+    theta = rope.number("rope_theta", 0.0, MAX_THETA)
 
     partial = given.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
     if partial is None:
