@@ -5,12 +5,11 @@ from __future__ import annotations
 import typer
 
 from minivllm.bench.engines import model, throughput
-from minivllm.bench.parts.parts import overhead, roofline
+from minivllm.bench.parts.parts import roofline
 from minivllm.bench.parts.startup import startup
 from minivllm.bench.reports.report import compare
 from minivllm.bench.serve import serve
-from minivllm.bench.speculation import speculation
 
 bench = typer.Typer(rich_markup_mode=None)
-for command in (model, throughput, speculation, serve, startup, roofline, overhead, compare):
+for command in (model, throughput, serve, startup, roofline, compare):
     bench.command(command.__name__)(command)

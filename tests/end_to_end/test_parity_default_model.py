@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from minivllm import LLM, SamplingParams
-from minivllm.bench.speculation import PROMPTS
+from minivllm.bench.texts import PROMPTS
 from minivllm.gguf.gguf_file import find_gguf
 from minivllm.tokenizer.tokenizer import load_tokenizer
 from tests.parity_reference import reference_logits, run, tokens_of

@@ -239,5 +239,5 @@ STEP = "<!-- r.json | decode | minivllm | step -->"
 )
 def test_a_number_without_a_report_is_found(text: str, unproven: list[str], tmp_path: Path) -> None:
     step = Measurement("decode", "minivllm", "step", "ms", "lower", [3.14, 9.0, 1.0])
-    (tmp_path / "r.json").write_bytes(msgspec.json.encode(make_report("overhead", {}, [step])))
+    (tmp_path / "r.json").write_bytes(msgspec.json.encode(make_report("roofline", {}, [step])))
     assert unproven_figures(text, tmp_path) == unproven

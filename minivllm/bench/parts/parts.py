@@ -1,7 +1,7 @@
 """The parts of an engine's step, timed by listening to its spans.
 
-``minivllm bench overhead``: what a step costs outside the model. ``minivllm bench roofline``: how far decode and
-prefill are from what this machine can do at best.
+``minivllm bench roofline``: how far decode and prefill are from what this machine can do at best, and what a step costs
+outside the model.
 """
 
 from __future__ import annotations
@@ -110,41 +110,6 @@ SETTLING_STEPS = 5
 
 
 @with_options
-def overhead(
-    args: EngineArgs,
-    output: OutputOptions,
-    running: Annotated[int, typer.Option(min=1, help="Requests that decode at the same time.")] = 64,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 100,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
-) -> None:
-    """Measure scheduling, input preparation and output processing per decode step.
-
-    Example: minivllm bench overhead --running 64
-    """
-    from minivllm.frontend.llm_engine import LLMEngine
-
-    new_tokens = steps + SETTLING_STEPS + 8
-    args = decode_args(args, running, prompt_tokens + new_tokens)
-    with LLMEngine.from_args(args) as started:
-        engine_core(started)
-        start_decoding(started, running, prompt_tokens, new_tokens)
-        time_steps(started, SETTLING_STEPS)
-        times = time_steps(started, steps, HOST_PARTS)
-    case = f"{running} running requests"
-    overheads = [sum(parts) for parts in zip(*times.parts.values())]
-    samples = {**times.parts, "overhead": overheads, "whole step": times.whole}
-    measurements = [
-        Measurement(case, "minivllm", name, "ms", "lower", [1e3 * value for value in seconds])
-        for name, seconds in samples.items()
-    ]
-    shares = [part / whole for part, whole in zip(overheads, times.whole)]
-    measurements.append(Measurement(case, "minivllm", "overhead / step", "share", "lower", shares))
-    note = f"Overhead is {median(shares):.1%} of a step with {running} running requests."
-    configuration = {"model": args.model, "running": running, "prompt_tokens": prompt_tokens, "engine": asdict(args)}
-    publish(make_report("overhead", configuration, measurements, notes=[note]), output)
-
-
-@with_options
 def roofline(
     args: EngineArgs,
     output: OutputOptions,
@@ -160,11 +125,14 @@ def roofline(
         int | None, typer.Option(min=16, help="Width of the matrices of the probe. [default: 2048; on a GPU 8192]")
     ] = None,
 ) -> None:
-    """Measure this machine's memory bandwidth and matrix peak, and the share of them that the engine reaches.
+    """Measure this machine's memory bandwidth and matrix peak, the share of them that the engine reaches, and the parts
+    of a step outside the model: scheduling, input preparation, output processing.
 
     Decode is bound by reading: (weights + KV) / bandwidth. Prefill is bound by computing: operations / matrix peak.
 
     Example: minivllm bench roofline --batch 1
+
+    Overhead of many requests: minivllm bench roofline --batch 64 --context 64 --steps 100
     """
     import torch
 
@@ -193,6 +161,9 @@ def roofline(
         flops = bounds.prefill_flops(decoder.config, prefill)
     decode_case = f"decode, batch {batch}, context {length:.0f}"
     prefill_case = f"prefill {prefill}"
+    host = {name: times.parts[name] for name in HOST_PARTS}
+    overheads = [sum(parts) for parts in zip(*host.values())]
+    shares = [part / whole for part, whole in zip(overheads, times.whole)]
     bound, copied = (weights + kv) / machine.bandwidth, (weights + kv) / machine.copy
 
     def row(case: str, metric: str, unit: str, better: Better, samples: list[float]) -> Measurement:
@@ -202,7 +173,10 @@ def roofline(
         row("machine", "copy", "GB/s", "neither", [machine.copy / 1e9]),
         row("machine", "read", "GB/s", "neither", [machine.read / 1e9]),
         row("machine", "matrix product", "TFLOP/s", "neither", [machine.flops / 1e12]),
+        *(row(decode_case, name, "ms", "lower", [1e3 * value for value in parts]) for name, parts in host.items()),
+        row(decode_case, "overhead", "ms", "lower", [1e3 * value for value in overheads]),
         row(decode_case, "step", "ms", "lower", [1e3 * value for value in times.whole]),
+        row(decode_case, "overhead / step", "share", "lower", shares),
         row(decode_case, "share of the bandwidth bound", "share", "higher", [bound / value for value in times.whole]),
         row(decode_case, "share of the copy bandwidth", "share", "higher", [copied / value for value in times.whole]),
         row(prefill_case, "time to first token", "ms", "lower", [1e3 * value for value in prefills]),
@@ -211,6 +185,7 @@ def roofline(
     notes = [
         decode_note(decode_case, times, weights, kv, machine),
         missing_note(times, weights, kv, machine, complete=not on_cuda),
+        f"Overhead is {median(shares):.1%} of a step with {batch} running requests.",
         f"{prefill_case}: {flops / 1e9:.3g} GFLOP at {machine.flops / 1e12:.3g} TFLOP/s take at least "
         f"{1e3 * flops / machine.flops:.3g} ms; measured {1e3 * median(prefills):.3g} ms: "
         f"{flops / machine.flops / median(prefills):.0%} of the matrix peak.",

@@ -1,24 +1,20 @@
-"""``minivllm bench speculation``: what guessing tokens is worth where answers repeat their prompt, and where not."""
+"""Prompts in words: what guessing tokens is worth where answers repeat their prompt, and where not."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
-
-import typer
 
 from minivllm.bench.reports.figures import Figure
-from minivllm.bench.reports.report import OutputOptions, make_report, publish
-from minivllm.bench.rounds.rounds import measure_in_turn
-from minivllm.bench.rounds.side_processes import SideSpec
 from minivllm.bench.sides.drive import Answer, Room, Task
-from minivllm.cli.engine.options import ModelArgument, with_options
 from minivllm.errors import ConfigError
+from minivllm.tokenizer.tokenizer import load_tokenizer
 
 NUM_PROMPTS = 16
 """Different prompts of each kind; later repetitions begin again."""
+NEW_TOKENS = 128
+"""That a request generates; those after the end of its answer do not count."""
 
 _NAMES = ("Amara", "Bruno", "Chiara", "Dmitri", "Elena", "Farid", "Greta", "Hiro", "Irene", "Jonas", "Kavya", "Luis")
 _PLACES = ("Lisbon", "Oslo", "Kyoto", "Quito", "Tunis", "Riga", "Perth", "Lima", "Turin", "Accra")
@@ -93,6 +89,8 @@ PROMPTS: dict[str, Callable[[random.Random], str]] = {
 class TextCase:
     """Decoding of one request at a time whose prompt is text of a kind.
 
+    Tokens per step do not depend on the machine: they bound what speculation can be worth.
+
     encode: from a prompt to token ids. end_ids: tokens that end an answer; what an engine generates after one, being
     told to go on, is not the answer to anything and does not count.
     """
@@ -132,40 +130,16 @@ class TextCase:
         return self.encode(PROMPTS[self.kind](random.Random(f"{self.kind}/{repetition % NUM_PROMPTS}")))
 
 
-METHODS = ("ngram", "suffix")
-"""Those that need nothing but their name."""
-
-
-@with_options
-def speculation(
-    output: OutputOptions,
-    model: ModelArgument = "smollm2",
-    method: Annotated[str, typer.Option(help="How tokens are guessed: ngram or suffix.")] = "ngram",
-    kind: Annotated[
-        list[str] | None, typer.Option(help="Prompts: " + ", ".join(PROMPTS) + ". Repeatable. [default: all]")
-    ] = None,
-    new_tokens: Annotated[
-        int, typer.Option(min=2, help="Tokens that each request generates; those after its end do not count.")
-    ] = 128,
-    dtype: Annotated[str, typer.Option(help="Weights and activations.")] = "auto",
-    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each kind, after one for warm-up.")] = 5,
-    enforce_eager: Annotated[
-        bool, typer.Option("--enforce-eager", help="Run uncompiled: starts at once, for tokens per step alone.")
-    ] = False,
-) -> None:
-    """Measure decoding at batch 1 with and without speculation, and how many tokens a step brings.
-
-    Tokens per step do not depend on the machine: they bound what speculation can be worth.
-
-    Example: minivllm bench speculation --kind edit --kind story
-    """
-    from minivllm.tokenizer.tokenizer import load_tokenizer
-
-    if method not in METHODS:
-        raise ConfigError(f"--method is {method!r}, but must be one of: {', '.join(METHODS)}.")
-    unknown = [name for name in kind or () if name not in PROMPTS]
-    if unknown:
-        raise ConfigError(f"--kind is {unknown[0]!r}, but must be one of: {', '.join(PROMPTS)}.")
+def text_cases(texts: Sequence[str], model: str) -> list[TextCase]:
+    """ "text:edit", "text:edit:128" (new tokens) -> cases, read by the model's tokenizer. Raises ConfigError."""
+    wanted: list[tuple[str, int]] = []
+    for text in texts:
+        _, kind, *tokens = text.split(":")
+        numbers = [int(number) for number in tokens or [str(NEW_TOKENS)] if number.isdecimal()]
+        if kind not in PROMPTS or len(tokens) > 1 or not numbers or numbers[0] < 2:
+            known = ", ".join(PROMPTS)
+            raise ConfigError(f"The case {text!r} must be text:KIND[:TOKENS], 2 tokens or more, of a kind of: {known}.")
+        wanted.append((kind, numbers[0]))
     tokenizer = load_tokenizer(model)
 
     def encode(text: str) -> list[int]:
@@ -174,19 +148,4 @@ def speculation(
         return tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
     end_ids = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
-    cases = [TextCase(name, encode, new_tokens, end_ids) for name in kind or PROMPTS]
-    common = {"enforce_eager": enforce_eager}
-    specs = [
-        SideSpec(f"minivllm, {method}", "minivllm", {**common, "speculative_config": {"method": method}}),
-        SideSpec("minivllm", "minivllm", common),
-    ]
-    outcome = measure_in_turn(specs, cases, model=model, dtype=dtype, repeats=repeats)
-    configuration = {
-        "model": model,
-        "method": method,
-        "dtype": dtype,
-        "repeats": repeats,
-        "cases": [case.name for case in cases],
-        "sides": outcome.facts,
-    }
-    publish(make_report("speculation", configuration, outcome.measurements, outcome.comparisons), output)
+    return [TextCase(kind, encode, new_tokens, end_ids) for kind, new_tokens in wanted]

@@ -1,4 +1,4 @@
-"""``minivllm bench speculation``: seeded prompts in words, tokens per step, mistakes in a sentence."""
+"""``minivllm bench model --case text:KIND``: seeded prompts in words, tokens per step, mistakes in a sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from minivllm.bench.command import bench as bench_app
 from minivllm.bench.sides.drive import Answer, Record, Task
-from minivllm.bench.speculation import NUM_PROMPTS, PROMPTS, TextCase
+from minivllm.bench.texts import NUM_PROMPTS, PROMPTS, TextCase
 from minivllm.errors import ConfigError
 
 
@@ -50,22 +50,24 @@ def test_tokens_after_the_end_of_the_answer_do_not_count() -> None:
     assert speed.samples == [3 / 2.0] and per_step.samples == [3 / 2]
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"), [(["--method", "luck"], "--method is 'luck'"), (["--kind", "poem"], "--kind is 'poem'")]
-)
-def test_what_there_is_not_is_refused_before_anything_starts(flags: list[str], sentence: str) -> None:
-    result = CliRunner().invoke(bench_app, ["speculation", "nowhere", *flags])
-    assert isinstance(result.exception, ConfigError) and sentence in str(result.exception)
+@pytest.mark.parametrize("case", ["text:poem", "text:edit:x", "text:edit:1", "text:edit:2:3", "text:"])
+def test_what_there_is_not_is_refused_before_anything_starts(case: str) -> None:
+    result = CliRunner().invoke(bench_app, ["model", "nowhere", "--case", case])
+    assert isinstance(result.exception, ConfigError)
+    assert f"The case {case!r} must be text:KIND" in str(result.exception) and "edit" in str(result.exception)
 
 
 def test_both_engines_are_measured_on_the_same_prompts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    flags = ["--kind", "story", "--new-tokens", "24", "--repeats", "1", "--enforce-eager", "--json", str(report)]
-    result = CliRunner().invoke(bench_app, ["speculation", str(tiny_model("llama")), *flags])
+    engine = 'minivllm,enforce_eager=true,speculative_config={"method":"ngram"}'
+    flags = ["--engine", engine, "--vs", "minivllm,enforce_eager=true", "--case", "text:story:24"]
+    result = CliRunner().invoke(
+        bench_app, ["model", str(tiny_model("llama")), *flags, "--repeats", "1", "--json", str(report)]
+    )
     assert result.exit_code == 0, result.exception
     found = {
         entry["side"]: entry["samples"]
         for entry in json.loads(report.read_text())["measurements"]
         if entry["metric"] == "tokens per step"
     }
-    assert found["minivllm"] == [1.0] and found["minivllm, ngram"][0] >= 1.0
+    assert found["minivllm,enforce_eager=true"] == [1.0] and found[engine][0] >= 1.0
