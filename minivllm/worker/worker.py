@@ -150,7 +150,8 @@ class Worker:
         block_size, length = self.config.cache.block_size, scheduler.max_model_len
         knows_windows = ATTENTION.is_ours(self.config.attention_backend)
         groups = kv_groups(model, block_size, length, draft=draft, may_drop=knows_windows)
-        if len(groups) == 1 and groups[0].reach is None and len(kv_groups(model, block_size, length)) > 1:
+        forgets = any(group.reach for group in kv_groups(model, block_size, length))
+        if forgets and not any(group.reach for group in groups):
             reason = "the draft model keeps its own in the same blocks" if knows_windows else "attention may read it"
             logger.info("Layers with sliding windows keep all keys and values, since %s.", reason)
         return groups

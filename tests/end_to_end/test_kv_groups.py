@@ -25,6 +25,8 @@ from tests.parity_reference import (
     tiny_llm,
     tokens_of,
 )
+from tests.spec_decode.drafting_cases import always_drafts
+from tests.spec_decode.eagle_heads import random_head
 
 TinyModel = Callable[..., Path]
 WINDOW = 2 * BLOCK_SIZE
@@ -157,6 +159,57 @@ def test_a_window_that_no_request_outgrows_is_full_attention(tiny_model: TinyMod
         assert names_of_groups(llm) == [("full attention", 4)]
     with tiny_llm(windowed(tiny_model, "qwen2", 63), max_model_len=64) as llm:
         assert names_of_groups(llm) == [("full attention", 1), ("sliding window of 63", 3)]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_what_a_draft_model_knows_lies_beside_full_attention(
+    tiny_model: TinyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, method: str
+) -> None:
+    directory, prompts = windowed(tiny_model, family), random_prompts(BORDERS)
+    fused = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]} if method == "eagle3" else {}
+    draft = tiny_model("llama") if method == "draft_model" else random_head(tmp_path / "head", method, **fused)
+    speculative = {"method": method, "model": str(draft), "num_speculative_tokens": 3, "verification_cost": 0.0}
+    with caplog.at_level(logging.INFO), tiny_llm(directory, speculative_config=speculative) as llm:
+        expected = GROUPS[family] if family == "qwen2" else [("full attention", 3)]
+        assert names_of_groups(llm) == expected
+        reason = "keep all keys and values, since the draft model keeps its own in the same blocks"
+        assert (reason in caplog.text) == (family == "mistral")
+        for _ in range(2):
+            assert greedy(always_drafts(llm), prompts) == reference_tokens(directory, prompts)
+        assert llm.get_metrics().num_drafts > 0
+        assert_pools_unused(llm)
+
+
+def test_attention_of_somebody_else_may_read_whatever_it_likes(tiny_model: TinyModel) -> None:
+    directory, prompts = windowed(tiny_model, "qwen2"), random_prompts(BORDERS)
+    with tiny_llm(directory, attention_backend="minivllm.attention:SdpaAttention") as llm:
+        assert names_of_groups(llm) == [("full attention", 4)]
+        assert greedy(llm, prompts) == reference_tokens(directory, prompts)
+
+
+def test_a_sleep_gives_the_memory_of_all_pools_back(tiny_model: TinyModel) -> None:
+    directory, prompts = windowed(tiny_model, "qwen2"), random_prompts(BORDERS)
+    with tiny_llm(directory) as llm:
+        assert greedy(llm, prompts) == reference_tokens(directory, prompts)
+        worker: Any = llm.llm_engine.client.core.executor.worker  # type: ignore[attr-defined]
+        before = worker.memory_bytes()["kv_cache"]
+        llm.sleep(1)
+        assert worker.memory_bytes()["kv_cache"] == 0
+        llm.wake_up()
+        assert worker.memory_bytes()["kv_cache"] == before > 0
+        assert greedy(llm, prompts) == reference_tokens(directory, prompts)
+
+
+@pytest.mark.slow
+def test_compiled_windows_that_forget_equal_transformers_without_recompiling(tiny_model: TinyModel) -> None:
+    directory, prompts = windowed(tiny_model, "qwen2"), random_prompts(BORDERS)
+    with tiny_llm(directory, enforce_eager=False, max_num_batched_tokens=20) as llm:
+        assert names_of_groups(llm) == GROUPS["qwen2"]
+        for _ in range(2):
+            assert greedy(llm, prompts) == reference_tokens(directory, prompts)
+        assert llm.llm_engine.client.core.executor.num_recompilations() == 0  # type: ignore[attr-defined]
+        assert_pools_unused(llm)
 
 
 def test_the_start_up_line_and_the_statistics_name_the_pools(
