@@ -173,17 +173,28 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     draft_token_ids: dict[str, list[int]] = msgspec.field(default_factory=dict)
 
 
+class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool of one KV group. name: "full attention", "sliding window of 1024". num_blocks: without the null block.
+    usage: share of them that is in use, 0 to 1."""
+
+    name: str
+    num_blocks: int
+    usage: float
+
+
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """The core's state after a step; counters run from the start of the engine.
 
-    num_drafts: verifications of at least one drafted token. num_draft_tokens, num_accepted_tokens: drafted tokens that
-    were verified, and those of them that were kept. num_accepted_tokens_per_position: how many verifications kept
-    their first, second, … drafted token.
+    kv_cache_usage: share of the blocks that are in use, 0 to 1, in the pool that has the fewest left. kv_cache_pools:
+    of each KV group. num_drafts: verifications of at least one drafted token. num_draft_tokens, num_accepted_tokens:
+    drafted tokens that were verified, and those of them that were kept. num_accepted_tokens_per_position: how many
+    verifications kept their first, second, … drafted token.
     """
 
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
+    kv_cache_pools: list[PoolStats] = []
     prefix_cache_queried_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
     num_preemptions: int = 0

@@ -48,6 +48,10 @@ class Plugins:
         self._known = dict(ours)
         self.known: Mapping[str, Any] = MappingProxyType(self._known)
 
+    def is_ours(self, name: str) -> bool:
+        """Whether ``name`` is built in."""
+        return name in self._ours
+
     def register(self, name: str, implementation: Any) -> None:
         """Let the setting take ``name`` for ``implementation``, a class or a factory of the same signature.
 

@@ -17,6 +17,7 @@ from minivllm.config import CacheConfig, EngineArgs, EngineConfig, SchedulerConf
 from minivllm.engine.core import EngineCore
 from minivllm.engine_process import client
 from minivllm.errors import ConfigError, ModelError
+from minivllm.kv_cache.specs import one_group
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 COMMAND = (sys.executable, "-P", str(Path(__file__)))
@@ -53,8 +54,8 @@ class Finished:
 class MockExecutor:
     """The token of a request depends on its first token and its length."""
 
-    def __init__(self, num_blocks: int, seconds_per_step: float) -> None:
-        self.num_blocks, self.vocab_size = num_blocks, VOCAB_SIZE
+    def __init__(self, num_blocks: int, block_size: int, seconds_per_step: float) -> None:
+        self.kv_groups, self.vocab_size = [one_group(1, block_size, num_blocks=num_blocks)], VOCAB_SIZE
         self._seconds_per_step = seconds_per_step
         self._requests: dict[str, list[int]] = {}
 
@@ -118,7 +119,7 @@ def load_core(args: EngineArgs) -> tuple[EngineCore, DecoderStandIn]:
             max_model_len=args.max_model_len or 256,
         ),
     )
-    executor = MockExecutor(args.num_gpu_blocks_override or 100, float(seconds or 0))
+    executor = MockExecutor(args.num_gpu_blocks_override or 100, args.block_size or 16, float(seconds or 0))
     return EngineCore(config, executor), DecoderStandIn()  # type: ignore[arg-type]
 
 

@@ -95,7 +95,7 @@ def by_definition(token_ids: list[int], weights: Weights) -> Tensor:
     caches = [LayerCache(*torch.zeros(2, 1, length, 2, 16)) for _ in decoder.layers]
 
     def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        k, v = (cache[0, :length].double() for cache in caches[layer])
+        k, v = (cache[0, :length].double() for cache in caches[layer][:2])
         out = torch.zeros(q.shape, dtype=torch.float64)
         for query in range(length):
             for head in range(4):
@@ -105,9 +105,9 @@ def by_definition(token_ids: list[int], weights: Weights) -> Tensor:
         return out.to(q.dtype)
 
     positions = torch.arange(length, dtype=torch.int32)
-    tokens = TokenInputs(positions, positions)
+    tokens, placed = TokenInputs(positions), [cache.at(positions) for cache in caches]
     ids = torch.tensor(token_ids, dtype=torch.int32)
-    hidden = decoder.forward(ids, tokens, caches, attend)
+    hidden = decoder.forward(ids, tokens, placed, attend)
     return decoder.logits(hidden, positions[-1:], tokens)[0].log_softmax(-1)
 
 

@@ -41,10 +41,10 @@ def step(token_ids: list[int], start: int, notes: list[LayerCache]) -> Tensor:
 
     def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         block = torch.zeros(1, dtype=torch.int64)
-        return gathered_sdpa_attention(q, *notes[layer], block, start, scale=decoder.attention_specs[0].scale)
+        return gathered_sdpa_attention(q, *notes[layer][:2], block, start, scale=decoder.attention_specs[0].scale)
 
-    tokens = TokenInputs(places, places)
-    hidden = decoder.forward(torch.tensor(token_ids[start:]), tokens, notes, attend)
+    tokens, placed = TokenInputs(places), [note.at(places) for note in notes]
+    hidden = decoder.forward(torch.tensor(token_ids[start:]), tokens, placed, attend)
     return decoder.logits(hidden, torch.tensor([len(token_ids) - start - 1]), tokens)[0]
 
 

@@ -23,6 +23,7 @@ from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.config import SchedulerConfig
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
+from minivllm.kv_cache.specs import one_group
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput
 from minivllm.scheduler.scheduler import Scheduler
 from minivllm.scheduler.step_plan import StepPlan
@@ -51,7 +52,8 @@ class Worker:
         blocks = num_requests * MAX_LEN // BLOCK + 1
         config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=64 * MAX_LEN, max_model_len=MAX_LEN)
         self.scheduler = Scheduler(config, KVCacheManager([FullAttentionManager(blocks, BLOCK)], MAX_LEN))
-        self.batch = PersistentBatch(64, MAX_LEN, BLOCK, blocks, torch.device("meta"))
+        group = one_group(1, BLOCK, num_blocks=blocks)
+        self.batch = PersistentBatch(64, MAX_LEN, [group], torch.device("meta"))
         for number in range(num_requests):
             self.scheduler.add_request(Arrival(f"R{number:02}", prompt_len, 1000).request())
 

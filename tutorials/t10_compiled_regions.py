@@ -55,13 +55,14 @@ def run(decoder: Decoder, num_tokens: int, num_rows: int = 2) -> Tensor:
     """A step of ``num_tokens`` tokens of one request; logits of its last rows."""
     caches = allocate_caches(decoder, num_blocks=64, block_size=16)
     positions = torch.arange(num_tokens, dtype=torch.int32)
-    tokens = TokenInputs(positions, positions + 16)  # block 0 is the null block
+    tokens = TokenInputs(positions)
+    placed = [cache.at(positions + 16) for cache in caches]  # block 0 is the null block
 
     def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         blocks = torch.arange(1, 2 + num_tokens // 16)
-        return gathered_sdpa_attention(q, *caches[layer], blocks, 0, scale=decoder.attention_specs[0].scale)
+        return gathered_sdpa_attention(q, *caches[layer][:2], blocks, 0, scale=decoder.attention_specs[0].scale)
 
-    hidden = decoder.forward(positions, tokens, caches, attend)
+    hidden = decoder.forward(positions, tokens, placed, attend)
     return decoder.logits(hidden, torch.arange(num_tokens - num_rows, num_tokens, dtype=torch.int32), tokens)
 
 
@@ -184,7 +185,7 @@ token_ids, positions = torch.zeros(5, dtype=torch.int32), torch.arange(5, dtype=
 def captured(breaks_at_attention: bool) -> tuple[GraphCapture, Tensor]:
     """A step of five tokens, captured; the logits that a replay overwrites."""
     caches = allocate_caches(decoder, num_blocks=2, block_size=16)
-    tokens = TokenInputs(positions, positions + 16)
+    tokens, placed = TokenInputs(positions), [cache.at(positions + 16) for cache in caches]
     with GraphCapture(RecordedGraphs()) as capture:
 
         def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -192,7 +193,9 @@ def captured(breaks_at_attention: bool) -> tuple[GraphCapture, Tensor]:
 
             def compute() -> None:
                 blocks = torch.tensor([1])
-                o.copy_(gathered_sdpa_attention(q, *caches[layer], blocks, 0, scale=decoder.attention_specs[0].scale))
+                o.copy_(
+                    gathered_sdpa_attention(q, *caches[layer][:2], blocks, 0, scale=decoder.attention_specs[0].scale)
+                )
 
             if breaks_at_attention:
                 capture.run_between(compute)
@@ -200,7 +203,7 @@ def captured(breaks_at_attention: bool) -> tuple[GraphCapture, Tensor]:
                 compute()
             return o
 
-        hidden = decoder.forward(token_ids, tokens, caches, attend)
+        hidden = decoder.forward(token_ids, tokens, placed, attend)
         logits = decoder.logits(hidden, torch.tensor([3, 4]), tokens)
     return capture, logits
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
 from minivllm.attention.backend import CAUSAL, AttentionContext, AttentionRule, StepRows
+from minivllm.attention.tile_lists import first_seen
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import LayerCache
 
@@ -19,13 +21,27 @@ class SdpaAttention:
     decode_batches: Sequence[int] = ()
 
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
-        self._tables, self._rule = context.tables, rule
+        self._context, self._rule = context, rule
 
     def prepare(self, rows: StepRows) -> list[tuple[Tensor, int, int]]:
-        """Of every row: its blocks int32 [n], the position of its first token, and the number of its tokens."""
-        table, size = self._tables.block_table.device, self._tables.block_size
-        spans = zip(rows.slots.tolist(), rows.starts.tolist(), rows.counts.tolist())
-        return [(table[slot, : -(-(start + count) // size)], start, count) for slot, start, count in spans]
+        """Of every row: its blocks int32 [n], the position of its first token, and the number of its tokens.
+
+        Blocks that are not read may be anybody's by now: the first one that is read stands in their places.
+        """
+        tables = self._context.tables
+        first = np.zeros_like(rows.starts)
+        if self._rule.visibility is None:
+            seen = [first_seen(rows.starts, reach) for reach in self._context.reaches]
+            first = np.min(seen, axis=0) // tables.block_size
+        spans = []
+        for slot, skipped, start, count in zip(
+            *(part.tolist() for part in (rows.slots, first, rows.starts, rows.counts))
+        ):
+            blocks = tables.block_table.device[slot, : -(-(start + count) // tables.block_size)]
+            if skipped:
+                blocks = torch.cat([blocks[skipped].repeat(skipped), blocks[skipped:]])
+            spans.append((blocks, start, count))
+        return spans
 
     def attend(
         self,

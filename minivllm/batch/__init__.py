@@ -1,5 +1,5 @@
 """The persistent batch: batch slots, tables on the device, the inputs of a step, and a model over its blocks.
 
-May import: attention, compilation, device, kernels_triton_free, lora, models, profiling.
+May import: attention, compilation, device, kernels_triton_free, kv_cache, lora, models, profiling.
 Door: `PersistentBatch` in persistent_batch.py, `PagedModel` in paged_model.py.
 """

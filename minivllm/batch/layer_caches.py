@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from minivllm.device.memory import lazily_zeroed
 from minivllm.errors import ConfigError
+from minivllm.kv_cache.specs import GroupKind, GroupSpec, one_group
+from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import LayerCache, Model
 
 
@@ -16,23 +20,61 @@ def block_bytes(model: Model, block_size: int) -> int:
     return block_size * (in_layers + model.feature_size * model.dtype.itemsize)
 
 
-def allocate_caches(model: Model, num_blocks: int, block_size: int) -> list[LayerCache]:
-    """Zeroed K and V of every layer, two tensors each. Raises ConfigError if the memory cannot be had."""
+def kv_groups(
+    model: Model, block_size: int, max_model_len: int, *, draft: Model | None = None, may_drop: bool = True
+) -> list[GroupSpec]:
+    """The KV groups of a model, not sized yet: one for all layers with the same window or chunk, full attention first,
+    then the longest windows.
 
-    def zeros(kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-        return _zeros((num_blocks, block_size, kv_heads, head_dim), dtype, model.device)
+    A window as long as a request can be is full attention. draft: keeps what it computes in the blocks of the first
+    group, which must then be one of full attention: without one among the layers, all of them form it. may_drop: False
+    where attention reads whatever it likes, so that all layers form one group too.
+    """
+    of_layer = [spec.kv_heads * spec.head_dim * spec.dtype.itemsize * 2 * block_size for spec in model.cache_specs]
+    of_draft = 0 if draft is None else block_bytes(draft, block_size)
+    layers: dict[tuple[GroupKind, int | None], list[int]] = {}
+    for layer, spec in enumerate(model.attention_specs):
+        layers.setdefault(_kind_of(spec, max_model_len), []).append(layer)
+    has_full = ("full attention", None) in layers
+    if len(layers) == has_full or not may_drop or (draft is not None and not has_full):
+        return [one_group(len(of_layer), block_size, sum(of_layer) + of_draft)]
+    groups: list[GroupSpec] = []
+    for kind, reach in sorted(layers, key=lambda group: -(group[1] or max_model_len)):
+        own = layers[kind, reach]
+        size = sum(of_layer[layer] for layer in own) + (0 if groups else of_draft)
+        groups.append(GroupSpec(kind=kind, reach=reach, layers=tuple(own), block_size=block_size, block_bytes=size))
+    return groups
+
+
+def _kind_of(spec: AttentionSpec, max_model_len: int) -> tuple[GroupKind, int | None]:
+    if spec.window is not None and spec.window < max_model_len:
+        return "sliding window", spec.window
+    if spec.chunk is not None and spec.chunk < max_model_len:
+        return "chunked attention", spec.chunk
+    return "full attention", None
+
+
+def allocate_caches(model: Model, num_blocks: int | Sequence[int], block_size: int) -> list[LayerCache]:
+    """Zeroed K and V of every layer, two tensors each. num_blocks: of all layers, or of each.
+
+    Raises ConfigError if the memory cannot be had.
+    """
+    counts = [num_blocks] * len(model.cache_specs) if isinstance(num_blocks, int) else num_blocks
+
+    def zeros(blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+        return _zeros((blocks, block_size, kv_heads, head_dim), dtype, model.device)
 
     try:
-        return [LayerCache(zeros(*spec), zeros(*spec)) for spec in model.cache_specs]
+        pairs = zip(counts, model.cache_specs, strict=True)
+        return [LayerCache(zeros(count, *spec), zeros(count, *spec)) for count, spec in pairs]
     except (OSError, OverflowError, torch.OutOfMemoryError):
-        raise too_large(model, num_blocks, block_size) from None
+        raise too_large(max(counts), max(counts) * block_bytes(model, block_size)) from None
 
 
-def too_large(model: Model, num_blocks: int, block_size: int) -> ConfigError:
+def too_large(num_blocks: int, num_bytes: int) -> ConfigError:
     """That there is no memory for so many blocks."""
-    size = num_blocks * block_bytes(model, block_size)
     return ConfigError(
-        f"The KV cache of {num_blocks} blocks takes {size / 2**30:.1f} GiB, which this machine does not have: "
+        f"The KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.1f} GiB, which this machine does not have: "
         "lower kv_cache_memory_bytes or num_gpu_blocks_override."
     )
 

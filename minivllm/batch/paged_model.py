@@ -14,11 +14,12 @@ from torch import Tensor
 from minivllm.attention import AttentionBackend, AttentionContext, StepRows
 from minivllm.attention.registry import AttentionFactory
 from minivllm.batch.layer_caches import allocate_caches
-from minivllm.batch.persistent_batch import PersistentBatch
+from minivllm.batch.persistent_batch import GroupTables, PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import Size
 from minivllm.device.policy import DevicePolicy
+from minivllm.kv_cache.specs import GroupSpec
 from minivllm.lora.manager import BatchAdapters
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import Attend, CacheSpec, Hidden, LayerCache, Model
@@ -27,13 +28,13 @@ from minivllm.profiling.spans import span
 
 @dataclass(frozen=True)
 class RunnerLimits:
-    """Sizes of the persistent buffers. verify_size: most tokens of a row whose drafts are verified, 0 for no drafts."""
+    """Sizes of the persistent buffers. groups: the KV groups of the model that is served. verify_size: most tokens of a
+    row whose drafts are verified, 0 for no drafts."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    block_size: int
-    num_blocks: int
+    groups: tuple[GroupSpec, ...]
     verify_size: int = 0
 
 
@@ -41,7 +42,7 @@ class PagedModel:
     """Builds the inputs of steps, and runs the model over them.
 
     caches: K and V of every layer, which nothing else holds. layers: of each layer, what it keeps and how it attends.
-    backends: those that go with the regions in use, one for each shape of queries and caches among the layers.
+    backends: those that go with the regions in use, one for each KV group and each shape of queries and caches.
     """
 
     def __init__(
@@ -54,11 +55,18 @@ class PagedModel:
         *,
         adapters: BatchAdapters | None = None,
         token_offset: int = 0,
+        is_draft: bool = False,
     ) -> None:
-        """adapters, token_offset: see StepInputBuilder. ``use_regions`` comes before the first step."""
+        """adapters, token_offset: see StepInputBuilder. is_draft: all layers lie in the first KV group of the model
+        that is served. ``use_regions`` comes before the first step."""
         self.model, self._batch, self._limits, self._policy = model, batch, limits, policy
         self._make_attention = make_attention
         self.layers = list(zip(model.cache_specs, model.attention_specs, strict=True))
+        self._groups = batch.groups[:1] if is_draft else batch.groups
+        self._group_of = [0] * len(self.layers)
+        for index, group in enumerate(() if is_draft else limits.groups):
+            for layer in group.layers:
+                self._group_of[layer] = index
         self.caches: list[LayerCache] = []
         self.allocate_caches()
         self._min_rows = 1
@@ -70,29 +78,42 @@ class PagedModel:
             adapters=adapters,
             tiles_adapters=policy.tiles_adapters,
             token_offset=token_offset,
+            groups=self._groups,
         )
 
     def allocate_caches(self) -> None:
         """Have caches, also again after they were cleared. Raises ConfigError if the memory cannot be had."""
-        self.caches += allocate_caches(self.model, self._limits.num_blocks, self._limits.block_size)
+        num_blocks = [self._groups[group].num_blocks for group in self._group_of]
+        self.caches += allocate_caches(self.model, num_blocks, self._groups[0].block_size)
 
     def use_regions(self, compiler: RegionCompiler) -> None:
         """Run by the regions of this compiler from now on, with the attention that goes with them."""
-        model, limits = self.model, self._limits
-        # The number of blocks follows from the free memory: a package should serve the next start too.
-        blocks = Size("blocks", min(64, limits.num_blocks)) if self._policy.keeps_packages else limits.num_blocks
-        caches = [spec.declare(blocks, limits.block_size, model.device) for spec in model.cache_specs]
+        model, groups = self.model, self._groups
+        # The number of blocks follows from the free memory: a package should serve the next start too, and one region
+        # the layers of all groups.
+        fewest = min(group.num_blocks for group in groups)
+        varies = self._policy.keeps_packages or len(groups) > 1
+        blocks = Size("blocks", min(64, fewest)) if varies else fewest
+        caches = [spec.declare(blocks, groups[0].block_size, model.device) for spec in model.cache_specs]
         model.build_regions(compiler, self._builder.token_specs, caches)
         self._min_rows = compiler.min_rows
-        specs_of_shape: dict[tuple[CacheSpec, int], list[AttentionSpec]] = {}
-        for cache, spec in self.layers:
-            specs_of_shape.setdefault((cache, spec.query_group), []).append(spec)
+        specs_of_shape: dict[tuple[GroupTables, CacheSpec, int], list[AttentionSpec]] = {}
+        shape_of = [
+            (groups[group], cache, spec.query_group) for group, (cache, spec) in zip(self._group_of, self.layers)
+        ]
+        for shape, (_, spec) in zip(shape_of, self.layers):
+            specs_of_shape.setdefault(shape, []).append(spec)
         shapes = list(specs_of_shape)
-        self._backend_of = [shapes.index((cache, spec.query_group)) for cache, spec in self.layers]
+        self._backend_of = [shapes.index(shape) for shape in shape_of]
         self.backends = [self._new_backend(*shape, specs, compiler) for shape, specs in specs_of_shape.items()]
 
     def _new_backend(
-        self, cache: CacheSpec, query_group: int, specs: Sequence[AttentionSpec], compiler: RegionCompiler
+        self,
+        tables: GroupTables,
+        cache: CacheSpec,
+        query_group: int,
+        specs: Sequence[AttentionSpec],
+        compiler: RegionCompiler,
     ) -> AttentionBackend:
         model, limits = self.model, self._limits
         return self._make_attention(
@@ -104,8 +125,8 @@ class PagedModel:
                 dtype=model.dtype,
                 query_dtype=model.attention_dtype,
                 cache_dtype=cache.dtype,
-                tables=self._batch,
-                num_blocks=limits.num_blocks,
+                tables=tables,
+                num_blocks=tables.num_blocks,
                 max_num_seqs=limits.max_num_seqs,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
                 verify_size=limits.verify_size,
@@ -143,6 +164,12 @@ class PagedModel:
 
         return attend
 
-    def forward(self, inputs: StepInputs, model: Model | None = None) -> Hidden:
-        """Run the model, or another one over its caches, over one step; see Model.forward."""
-        return (model or self.model).forward(inputs.token_ids, inputs.tokens, self.caches, self.attend(inputs))
+    def step_caches(self, inputs: StepInputs) -> list[LayerCache]:
+        """Of every layer, and where the tokens of this step go."""
+        return [cache.at(inputs.slots[group]) for cache, group in zip(self.caches, self._group_of)]
+
+    def forward(self, inputs: StepInputs, model: Model | None = None, attend: Attend | None = None) -> Hidden:
+        """Run the model, or another one over its caches, over one step; see Model.forward. attend: in place of its
+        own."""
+        caches, attend = self.step_caches(inputs), attend or self.attend(inputs)
+        return (model or self.model).forward(inputs.token_ids, inputs.tokens, caches, attend)

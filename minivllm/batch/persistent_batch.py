@@ -6,6 +6,7 @@ of vLLM V1; stable slots after its second model runner.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from minivllm.device.buffers import MirroredTable, rounded_capacity
-from minivllm.messages import EngineRequest, SchedulerOutput
+from minivllm.kv_cache.specs import GroupSpec
+from minivllm.messages import BlockIds, EngineRequest, SchedulerOutput
 
 
 @dataclass
@@ -34,26 +36,63 @@ class WorkerRequest:
         return len(self.data.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
 
 
+class GroupTables:
+    """Where the tokens of each slot lie in the pool of one KV group.
+
+    num_blocks: of the pool. block_table [slots, max_blocks]: physical blocks in order. Those that a window has left
+    behind still stand there, or the null block where they were never had, and nothing reads them. num_held [slots]: how
+    many places of the table are filled. kv_position [blocks, block_size]: position in its sequence of what each cache
+    slot holds. A block shared through the prefix cache has the same logical index in every request, so one array serves
+    them all.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, group: GroupSpec, device: torch.device) -> None:
+        self.block_size, self.num_blocks = group.block_size, group.num_blocks
+        self.block_table = MirroredTable(max_num_seqs, -(-max_model_len // self.block_size), device)
+        self.kv_position = MirroredTable(rounded_capacity(self.num_blocks), self.block_size, device)
+        self.num_held = np.zeros(max_num_seqs, dtype=np.int32)
+        self._block_index = np.zeros(self.num_blocks, dtype=np.int32)
+        self._offsets = np.arange(self.block_size, dtype=np.int32)
+
+    def append(self, slot: int, start: int, block_ids: list[int]) -> None:
+        """The blocks of a slot from place ``start`` on, which is where they end."""
+        self.num_held[slot] = start + len(block_ids)
+        if not block_ids:
+            return
+        self.block_table.write(slot, start, block_ids)
+        for index, block in enumerate(block_ids, start):
+            if self._block_index[block] != index or index == 0:
+                self._block_index[block] = index
+                self.kv_position.write(block, 0, self._offsets + index * self.block_size)
+
+    def cache_slots(self, slots: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
+        """block * block_size + offset of positions int [n] of slots (int [n], or one).
+
+        All of the null block goes into its first slot: V stays zero in its last one, which stands for sinks.
+        """
+        blocks = self.block_table.host[slots, positions // self.block_size].astype(np.int64)
+        return np.where(blocks, blocks * self.block_size + positions % self.block_size, 0)
+
+    def flush(self) -> None:
+        """Send all differences to the device."""
+        self.block_table.flush()
+        self.kv_position.flush()
+
+
 class PersistentBatch:
     """Requests, their slots, and the device-resident tables indexed by slot.
 
-    token_ids [slots, max_model_len]: prompt and output. block_table [slots, max_blocks]: physical blocks in order.
-    kv_position [blocks, block_size]: position in its sequence of what each cache slot holds. A block shared through the
-    prefix cache has the same logical index in every request, so one array serves them all.
+    token_ids [slots, max_model_len]: prompt and output. groups: the block tables of each KV group.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int, device: torch.device
+        self, max_num_seqs: int, max_model_len: int, groups: Sequence[GroupSpec], device: torch.device
     ) -> None:
-        self.block_size, self.max_model_len = block_size, max_model_len
+        self.max_model_len = max_model_len
         self.requests: dict[str, WorkerRequest] = {}
         self.token_ids = MirroredTable(max_num_seqs, max_model_len + 1, device)
-        self.block_table = MirroredTable(max_num_seqs, -(-max_model_len // block_size), device)
-        self.kv_position = MirroredTable(rounded_capacity(num_blocks), block_size, device)
-        self._block_index = np.zeros(num_blocks, dtype=np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
+        self.groups = [GroupTables(max_num_seqs, max_model_len, group, device) for group in groups]
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._offsets = np.arange(block_size, dtype=np.int32)
 
     @property
     def num_free_slots(self) -> int:
@@ -69,16 +108,17 @@ class PersistentBatch:
         for new in step.new_requests:
             request = WorkerRequest(new.request, new.num_computed_tokens)
             self.requests[new.request.request_id] = request
-            self._enter(request, new.block_ids[0])
+            self._enter(request, new.block_ids)
             entered.append(request)
         for difference in step.cached_requests:
             request = self.requests[difference.request_id]
             request.num_computed_tokens = difference.num_computed_tokens
             if difference.resumed:
-                self._enter(request, difference.new_block_ids[0])
+                self._enter(request, difference.new_block_ids)
                 entered.append(request)
             else:
-                self._append_blocks(request.slot, int(self.num_blocks[request.slot]), difference.new_block_ids[0])
+                for tables, block_ids in zip(self.groups, difference.new_block_ids):
+                    tables.append(request.slot, int(tables.num_held[request.slot]), block_ids)
         return freed, entered
 
     def append_tokens(self, request: WorkerRequest, token_ids: list[int]) -> None:
@@ -109,26 +149,17 @@ class PersistentBatch:
     def flush(self) -> None:
         """Send all differences to the device."""
         self.token_ids.flush()
-        self.block_table.flush()
-        self.kv_position.flush()
+        for tables in self.groups:
+            tables.flush()
 
-    def _enter(self, request: WorkerRequest, block_ids: list[int]) -> None:
+    def _enter(self, request: WorkerRequest, block_ids: BlockIds) -> None:
         slot = request.slot = self._free_slots.pop()
         prompt = request.data.prompt_token_ids
         self.token_ids.write(slot, 0, prompt)
         if request.output_token_ids:
             self.token_ids.write(slot, len(prompt), request.output_token_ids)
-        self._append_blocks(slot, 0, block_ids)
-
-    def _append_blocks(self, slot: int, start: int, block_ids: list[int]) -> None:
-        self.num_blocks[slot] = start + len(block_ids)
-        if not block_ids:
-            return
-        self.block_table.write(slot, start, block_ids)
-        for index, block in enumerate(block_ids, start):
-            if self._block_index[block] != index or index == 0:
-                self._block_index[block] = index
-                self.kv_position.write(block, 0, self._offsets + index * self.block_size)
+        for tables, own in zip(self.groups, block_ids):
+            tables.append(slot, 0, own)
 
     def _release(self, request_id: str) -> int:
         request = self.requests.get(request_id)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels_triton_free.lora import RowAdapters
 from minivllm.attention import StepRows, in_step_order
-from minivllm.batch.persistent_batch import PersistentBatch, WorkerRequest
+from minivllm.batch.persistent_batch import GroupTables, PersistentBatch, WorkerRequest
 from minivllm.device.buffers import StagingBuffer, rounded_capacity
 from minivllm.lora.manager import BatchAdapters
 from minivllm.models.model import TOKENS, TokenInputs, token_specs
@@ -33,13 +33,15 @@ class StepInputs:
     """One step on the device.
 
     rows: in the order of their tokens, see ``in_step_order``. num_tokens: of them. token_ids int32 [padded]: as many as
-    compiled regions or a graph want. attention: what the attention backend has prepared.
+    compiled regions or a graph want. slots: where their keys and values go in each KV group, see LayerCache.
+    attention: what the attention backends have prepared.
     """
 
     rows: list[Row]
     num_tokens: int
     token_ids: Tensor
     tokens: TokenInputs
+    slots: tuple[Tensor, ...]
     attention: Any
 
 
@@ -48,7 +50,8 @@ class StepInputBuilder:
 
     verify_size: see ``in_step_order``. adapters: which one the request in each slot of the batch uses, kept up to date
     by its owner; None without adapters. tiles_adapters: they also come as tiles. token_offset: the token ids are those
-    so much further in the sequence than the positions (1 for an EAGLE head).
+    so much further in the sequence than the positions (1 for an EAGLE head). groups: those of the KV groups of the
+    batch that the model's layers belong to; all, if they are not given.
     """
 
     def __init__(
@@ -61,11 +64,14 @@ class StepInputBuilder:
         adapters: BatchAdapters | None = None,
         tiles_adapters: bool = False,
         token_offset: int = 0,
+        groups: Sequence[GroupTables] | None = None,
     ) -> None:
+        self._groups = batch.groups if groups is None else groups
         self._batch, self._verify_size, self._token_offset = batch, verify_size, token_offset
         self._adapters, self._tiles_adapters = adapters, tiles_adapters
         tokens = rounded_capacity(max_num_batched_tokens)
-        names = ["token_index", "positions", "slot_mapping", *["lora_slots"] * (adapters is not None)]
+        self._slot_names = [f"slots.{group}" for group in range(len(self._groups))]
+        names = ["token_index", "positions", *self._slot_names, *["lora_slots"] * (adapters is not None)]
         self._buffer = StagingBuffer({name: (tokens,) for name in names}, device)
         self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
 
@@ -86,7 +92,6 @@ class StepInputBuilder:
         """
         self._buffer.begin()
         host, device = self._buffer.host, self._buffer.device
-        block_size, table = self._batch.block_size, self._batch.block_table.host
         ordered, num_single, num_few = in_step_order(rows, self._verify_size)
         slots = np.fromiter((row.request.slot for row in ordered), np.int64, len(ordered))
         starts = np.fromiter((row.start for row in ordered), np.int64, len(ordered))
@@ -102,9 +107,8 @@ class StepInputBuilder:
         host["positions"][:total] = positions
         width = self._batch.token_ids.host.shape[1]
         host["token_index"][:total] = token_slots * width + positions + self._token_offset
-        blocks = table[token_slots, positions // block_size]
-        # All of the null block goes into its first slot: V stays zero in its last one, which stands for sinks.
-        host["slot_mapping"][:total] = np.where(blocks, blocks * block_size + positions % block_size, 0)
+        for name, tables in zip(self._slot_names, self._groups):
+            host[name][:total] = tables.cache_slots(token_slots, positions)
         if self._adapters is not None:
             host["lora_slots"][:total] = self._adapters.lora_slots[token_slots]
         for values in host.values():
@@ -119,5 +123,6 @@ class StepInputBuilder:
         if self._adapters is not None:
             pieces = self._adapters.tiles(token_slots, padded) if self._tiles_adapters else None
             adapters = RowAdapters(device["lora_slots"][:padded], pieces)
-        tokens = TokenInputs(device["positions"][:padded], device["slot_mapping"][:padded], adapters)
-        return StepInputs(ordered, total, token_ids, tokens, attention)
+        tokens = TokenInputs(device["positions"][:padded], adapters)
+        cache_slots = tuple(device[name][:padded] for name in self._slot_names)
+        return StepInputs(ordered, total, token_ids, tokens, cache_slots, attention)

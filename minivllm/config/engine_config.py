@@ -35,6 +35,12 @@ class SchedulerConfig:
     has_priorities: bool = False
     num_lookahead_tokens: int = 0
 
+    @property
+    def longest_chunk(self) -> int:
+        """Tokens of one request that a step writes at most."""
+        threshold = self.long_prefill_token_threshold or self.max_num_batched_tokens
+        return min(threshold, self.max_num_batched_tokens) + self.num_lookahead_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from minivllm.config import EngineConfig
 from minivllm.errors import RequestError
-from minivllm.kv_cache.group_manager import FullAttentionManager
+from minivllm.kv_cache.group_manager import make_group
 from minivllm.kv_cache.hashing import extend_block_hashes
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.lora.registry import AdapterAdmission, AdapterRegistry
@@ -42,7 +42,7 @@ class EngineCore:
         self.config = config
         self.executor = executor
         kv_cache = KVCacheManager(
-            [FullAttentionManager(executor.num_blocks, config.cache.block_size)],
+            [make_group(group, config.scheduler.longest_chunk) for group in executor.kv_groups],
             max_model_len=config.scheduler.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
         )
@@ -106,7 +106,7 @@ class EngineCore:
             request.stop_conditions.append(RepetitionDetector(detection, request.sampling_params.min_tokens))
         # What an adapter holds is part of the hashes, and known once it is loaded.
         if self.config.cache.enable_prefix_caching and not request.skips_prefix_cache and engine_request.lora is None:
-            extend_block_hashes(request, self.config.cache.block_size)
+            extend_block_hashes(request, self.scheduler.kv_cache_manager.hash_block_size)
         return request
 
     def admit_request(self, request: Request) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from minivllm import errors
 from minivllm.config import EngineArgs, EngineConfig
 from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import EngineOutput, EngineRequest
 
 REQUESTS_SOCKET, OUTPUTS_SOCKET, TRACES_FILE = "requests", "outputs", "traces"
@@ -133,7 +134,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     model_vocab_size: int
     eos_token_ids: tuple[int, ...]
-    num_blocks: int
+    kv_groups: list[GroupSpec]
 
 
 class Codec:

@@ -107,7 +107,7 @@ class EngineProcess:
             config=self._core.config,
             model_vocab_size=decoder_config.vocab_size,
             eos_token_ids=tuple(decoder_config.eos_token_ids),
-            num_blocks=self._core.executor.num_blocks,
+            kv_groups=list(self._core.executor.kv_groups),
         )
         self._dealer.send(wire.Codec().encode(ready))
 

@@ -29,7 +29,7 @@ class _Client:
     def __init__(self, connection: EngineConnection) -> None:
         self._connection, self.pid = connection, connection.process.pid
         ready = connection.ready
-        self.config, self.num_blocks = ready.config, ready.num_blocks
+        self.config, self.kv_groups = ready.config, ready.kv_groups
         self.model_vocab_size, self.eos_token_ids = ready.model_vocab_size, ready.eos_token_ids
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from minivllm.errors import RequestError
+from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 
@@ -22,7 +23,8 @@ class PendingOutput(Protocol):
 class Executor(Protocol):
     """What the engine core asks of its workers, wherever they are."""
 
-    num_blocks: int
+    kv_groups: Sequence[GroupSpec]
+    """With the sizes of their pools."""
     vocab_size: int
     """Width of the logits."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from minivllm.config import EngineConfig
 from minivllm.executor.protocol import PendingOutput, check_arguments
+from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import SchedulerOutput, TokenMasks
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.worker.worker import Worker
@@ -29,17 +30,17 @@ class UniProcExecutor:
         self._worker: Worker | None = None
         self.vocab_size = decoder_config.vocab_size
         try:
-            self.num_blocks = self._call(self._load, config, decoder_config)
+            self.kv_groups: Sequence[GroupSpec] = self._call(self._load, config, decoder_config)
         except BaseException:
             self.shutdown()
             raise
 
-    def _load(self, config: EngineConfig, decoder_config: DecoderConfig) -> int:
+    def _load(self, config: EngineConfig, decoder_config: DecoderConfig) -> list[GroupSpec]:
         self._worker = Worker(config, decoder_config)
         self._worker.load_model()
-        num_blocks = self._worker.num_cache_blocks()
-        self._worker.initialize(num_blocks)
-        return num_blocks
+        groups = self._worker.size_cache()
+        self._worker.initialize(groups)
+        return groups
 
     @property
     def worker(self) -> Worker:

@@ -179,7 +179,7 @@ class StepGraphs:
             return o
 
         model = self._model
-        return StepHidden(model.model.forward(inputs.token_ids, inputs.tokens, model.caches, attend))
+        return StepHidden(model.forward(inputs, attend=attend))
 
 
 class _NoCapture(GraphCapture):
@@ -190,7 +190,7 @@ class _NoCapture(GraphCapture):
 
 
 def _addresses(inputs: StepInputs, kind: str) -> list[int]:
-    tensors = [inputs.token_ids, inputs.tokens.positions, inputs.tokens.slot_mapping]
+    tensors = [inputs.token_ids, inputs.tokens.positions, *inputs.slots]
     if inputs.tokens.adapters is not None:
         tensors.append(inputs.tokens.adapters.slots)
     if kind == "full":

@@ -26,12 +26,13 @@ class SingleGroupManager(ABC):
     """Tables of all requests for one group, over a pool of its own. Kinds of attention differ in what they can reuse
     and what they may drop.
 
-    num_blocks: of the pool, the null block included. drops_blocks: whether drop_skipped_blocks ever does anything.
-    hashes_per_block: blocks are hashed in pieces of the smallest block size of all groups; the last piece of a block
-    names it.
+    num_blocks: of the pool, the null block included. name: for people. drops_blocks: whether drop_skipped_blocks ever
+    does anything. hashes_per_block: blocks are hashed in pieces that divide the block sizes of all groups; the last
+    piece of a block names it.
     """
 
     drops_blocks = False
+    name = "full attention"
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if block_size < 1:
@@ -170,6 +171,7 @@ class LocalAttentionManager(SingleGroupManager):
     def __init__(self, num_blocks: int, block_size: int, reach: int, longest_chunk: int) -> None:
         super().__init__(num_blocks, block_size)
         self.reach, self.longest_chunk = reach, longest_chunk
+        self.name = f"{self.name} of {reach}"
 
     def max_blocks(self, num_tokens: int) -> int:
         return max_blocks(num_tokens, self.block_size, self.reach, self.longest_chunk)
@@ -192,12 +194,16 @@ class LocalAttentionManager(SingleGroupManager):
 class SlidingWindowManager(LocalAttentionManager):
     """A token reads itself and the ``reach - 1`` tokens before it."""
 
+    name = "sliding window"
+
     def first_read(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.reach + 1)
 
 
 class ChunkedAttentionManager(LocalAttentionManager):
     """Sequences are cut into chunks of ``reach`` tokens, and a token reads those of its own chunk up to itself."""
+
+    name = "chunked attention"
 
     def first_read(self, num_computed_tokens: int) -> int:
         return num_computed_tokens // self.reach * self.reach

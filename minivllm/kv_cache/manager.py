@@ -9,7 +9,7 @@ from minivllm.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool
 from minivllm.kv_cache.coordinator import BlocksPerGroup, KVCacheCoordinator
 from minivllm.kv_cache.group_manager import SingleGroupManager
 from minivllm.kv_cache.hashing import extend_block_hashes
-from minivllm.messages import BlockIds
+from minivllm.messages import BlockIds, PoolStats
 from minivllm.request import Request
 
 
@@ -50,6 +50,13 @@ class KVCacheManager:
     def usage(self) -> float:
         """Share of the blocks that are in use, 0 to 1, in the pool that has the fewest left."""
         return max(pool.usage for pool in self.pools)
+
+    def pool_stats(self) -> list[PoolStats]:
+        """Of every group, in their order."""
+        return [
+            PoolStats(name=group.name, num_blocks=group.pool.num_blocks - 1, usage=group.pool.usage)
+            for group in self._groups
+        ]
 
     @property
     def room(self) -> int:

@@ -50,6 +50,14 @@ class GroupSpec:
         return max_blocks(num_tokens, self.block_size, self.reach, longest_chunk)
 
 
+def one_group(num_layers: int, block_size: int, block_bytes: int = 0, num_blocks: int = 0) -> GroupSpec:
+    """All layers keep everything, whatever they read of it."""
+    layers = tuple(range(num_layers))
+    return GroupSpec(
+        kind="full attention", layers=layers, block_size=block_size, block_bytes=block_bytes, num_blocks=num_blocks
+    )
+
+
 def max_blocks(num_tokens: int, block_size: int, reach: int | None, longest_chunk: int) -> int:
     """See GroupSpec.max_blocks."""
     all_blocks = -(-num_tokens // block_size)

@@ -136,6 +136,15 @@ class _EngineCollector:
             yield GaugeMetricFamily(f"minivllm_{name}", text, value=value)
         for name, text, value in counters:
             yield CounterMetricFamily(f"minivllm_{name}", text, value=value)
+        pools = (
+            ("kv_cache_pool_usage_ratio", "Share of KV blocks in use in the pool of a KV group.", "usage"),
+            ("kv_cache_pool_blocks", "KV blocks in the pool of a KV group.", "num_blocks"),
+        )
+        for name, text, field in pools:
+            of_pools = GaugeMetricFamily(f"minivllm_{name}", text, labels=["group"])
+            for pool in stats.kv_cache_pools:
+                of_pools.add_metric([pool.name], getattr(pool, field))
+            yield of_pools
         # Tokens that a client's grammar forces count as drafts too, and those can be many.
         accepted = CounterMetricFamily(
             "minivllm_spec_decode_num_accepted_tokens_per_pos",

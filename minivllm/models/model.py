@@ -40,22 +40,30 @@ class Attend(Protocol):
 
 
 class TokenInputs(NamedTuple):
-    """What every layer needs of the tokens in this step, int32 [tokens]; padding writes to slot 0.
+    """What every layer needs of the tokens in this step.
 
-    positions: in the sequence. slot_mapping: block * block_size + offset in the KV cache. adapters: that of each token;
-    None where the linear layers have no adapters.
+    positions: in the sequence, int32 [tokens]. adapters: that of each token; None where the linear layers have no
+    adapters.
     """
 
     positions: Tensor
-    slot_mapping: Tensor
     adapters: RowAdapters | None = None
 
 
 class LayerCache(NamedTuple):
-    """K and V of one layer, [blocks, block_size, kv_heads, head_dim] each."""
+    """K and V of one layer, [blocks, block_size, kv_heads, head_dim] each, and where the tokens of a step go.
+
+    slots: int32 [tokens], block * block_size + offset; padding goes to slot 0. Layers whose blocks are not the same
+    have other slots. Empty between steps.
+    """
 
     k: Tensor
     v: Tensor
+    slots: Tensor = torch.empty(0, dtype=torch.int32)
+
+    def at(self, slots: Tensor) -> LayerCache:
+        """The same memory in a step whose tokens go there."""
+        return LayerCache(self.k, self.v, slots)
 
 
 class CacheSpec(NamedTuple):
@@ -68,18 +76,19 @@ class CacheSpec(NamedTuple):
     def declare(self, num_blocks: int | Size, block_size: int, device: torch.device) -> LayerCache:
         """The layer's cache as regions declare it."""
         each: Any = TensorSpec((num_blocks, block_size, self.kv_heads, self.head_dim), self.dtype, device)
-        return LayerCache(each, each)
+        slots: Any = TensorSpec((TOKENS,), torch.int32, device)
+        return LayerCache(each, each, slots)
 
 
 class HiddenTap(NamedTuple):
     """Hands out what a model computes on its way, to a drafter that reads it.
 
     layers: those whose inputs are wanted, ascending. take: called at the end of every ``forward`` with these inputs
-    [tokens, hidden] each, what ``forward`` returns, and the tokens.
+    [tokens, hidden] each, what ``forward`` returns, the tokens and the caches.
     """
 
     layers: tuple[int, ...]
-    take: Callable[[Sequence[Tensor], Hidden, TokenInputs], None]
+    take: Callable[[Sequence[Tensor], Hidden, TokenInputs, Sequence[LayerCache]], None]
 
 
 class Model(Protocol):
@@ -134,7 +143,7 @@ class Model(Protocol):
     def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
         """Compute a step, token_ids int32 [tokens], for ``logits`` and ``hidden_states``.
 
-        Before each layer attends, its keys and values are in its cache, at ``tokens.slot_mapping``.
+        Before each layer attends, its keys and values are in its cache, at its ``slots``.
         """
 
     def logits(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
@@ -147,4 +156,4 @@ class Model(Protocol):
 def token_specs(device: torch.device, adapters: RowAdapters | None = None) -> TokenInputs:
     """The tokens of a step as regions declare them. adapters: specs as well."""
     each: Any = TensorSpec((TOKENS,), torch.int32, device)
-    return TokenInputs(each, each, adapters)
+    return TokenInputs(each, adapters)

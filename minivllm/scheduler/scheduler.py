@@ -255,6 +255,7 @@ class Scheduler:
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             kv_cache_usage=self.kv_cache_manager.usage,
+            kv_cache_pools=self.kv_cache_manager.pool_stats(),
             prefix_cache_queried_tokens=self.kv_cache_manager.prefix_cache_queried_tokens,
             prefix_cache_hit_tokens=self.kv_cache_manager.prefix_cache_hit_tokens,
             num_preemptions=self._num_preemptions,

@@ -38,8 +38,10 @@ class DraftContext:
     draft_decoder: Model | None = None
 
     def paged(self, model: Model, *, token_offset: int = 0) -> PagedModel:
-        """A model over the blocks of the batch, with caches of its own; token_offset: see StepInputBuilder."""
-        return PagedModel(model, self.batch, self.limits, self.policy, self.make_attention, token_offset=token_offset)
+        """A model over the blocks of the first KV group, with caches of its own; token_offset: see StepInputBuilder."""
+        return PagedModel(
+            model, self.batch, self.limits, self.policy, self.make_attention, token_offset=token_offset, is_draft=True
+        )
 
 
 class GuessingModel(Protocol):

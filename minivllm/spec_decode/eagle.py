@@ -25,7 +25,7 @@ from minivllm.batch.layer_caches import allocate_features
 from minivllm.batch.persistent_batch import WorkerRequest
 from minivllm.batch.step_inputs import Row, StepInputs
 from minivllm.models.eagle.head import EagleHead
-from minivllm.models.model import Hidden, HiddenTap, TokenInputs
+from minivllm.models.model import Hidden, HiddenTap, LayerCache, TokenInputs
 from minivllm.spec_decode.drafter import DraftContext
 from minivllm.spec_decode.paged_draft import CachedDraft
 
@@ -45,8 +45,7 @@ class EagleDraft(CachedDraft):
         self._add_features()
 
     def _add_features(self) -> None:
-        limits = self._limits
-        self.caches.append((allocate_features(self.model, limits.num_blocks, limits.block_size),))
+        self.caches.append((allocate_features(self.model, self._tables.num_blocks, self._tables.block_size),))
 
     def _missing(self, row: Row) -> list[Row]:
         """Those behind a guess count for this guess only: their feature is a guess too."""
@@ -64,7 +63,8 @@ class EagleDraft(CachedDraft):
     def _compute(self, rows: list[Row]) -> tuple[StepInputs, Tensor, Tensor]:
         """Keys and values into the cache: no attention. Returns (inputs, queries, residual stream)."""
         inputs = self._paged.build(rows)
-        return inputs, *self.model.queries(inputs.token_ids, inputs.tokens, self.caches[0], self._features)
+        [cache] = self._paged.step_caches(inputs)
+        return inputs, *self.model.queries(inputs.token_ids, inputs.tokens, cache, self._features)
 
     def _logits(self, rows: list[Row]) -> Tensor:
         inputs, q, residual = self._compute(rows)
@@ -72,14 +72,16 @@ class EagleDraft(CachedDraft):
         logits, features = self.model.guess(o, residual, torch.arange(len(o), dtype=torch.int32, device=o.device))
         # What the head foresees is the feature of the next position, if that has a place.
         slots, following = (np.array(values) for values in zip(*((r.request.slot, r.start + 1) for r in rows)))
-        has_place = following < self._batch.num_blocks[slots] * self._batch.block_size
+        has_place = following < self._tables.num_held[slots] * self._tables.block_size
         index = np.where(has_place, self._places(slots, np.where(has_place, following, 0)), 0)
         self._put_features(torch.from_numpy(index).to(features.device, non_blocking=True), features[: len(rows)])
         return logits
 
-    def _take_features(self, inputs: Sequence[Tensor], hidden: Hidden, tokens: TokenInputs) -> None:
+    def _take_features(
+        self, inputs: Sequence[Tensor], hidden: Hidden, tokens: TokenInputs, caches: Sequence[LayerCache]
+    ) -> None:
         """The target has computed these tokens."""
-        self._put_features(tokens.slot_mapping, self.model.features(inputs, hidden, tokens))
+        self._put_features(caches[self._limits.groups[0].layers[0]].slots, self.model.features(inputs, hidden, tokens))
 
     def _put_features(self, places: Tensor, features: Tensor) -> None:
         """features [n, feature_size] into places int [n]."""

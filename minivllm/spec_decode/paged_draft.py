@@ -63,6 +63,7 @@ class PagedDraft(Drafter):
     def __init__(self, context: DraftContext, paged: PagedModel, *, token_offset: int = 0) -> None:
         """paged: builds the steps. token_offset: a token is computed so many places before its own (1 for EAGLE)."""
         self._batch, self._limits = context.batch, context.limits
+        self._tables = context.batch.groups[0]
         self._paged, self._token_offset = paged, token_offset
         # Masks are those of the step that was verified; what a grammar allows next is not known yet.
         self._sampler = Sampler(context.sampling_state)
@@ -93,7 +94,7 @@ class PagedDraft(Drafter):
 
     def num_places(self, slot: int) -> int:
         """How many positions of the request in this slot have a place in the KV cache."""
-        return int(self._batch.num_blocks[slot]) * self._batch.block_size + self._token_offset
+        return int(self._tables.num_held[slot]) * self._tables.block_size + self._token_offset
 
     def next_tokens(self, slots: np.ndarray, positions: np.ndarray) -> list[int]:
         """Compute the tokens that stand at ``positions`` of ``slots`` (int [R] each; everything before them is known),
@@ -123,7 +124,7 @@ class CachedDraft(PagedDraft):
         super().__init__(context, context.paged(model, token_offset=token_offset), token_offset=token_offset)
         self.model, self.caches = model, self._paged.caches
         self._fingerprints = PrefixFingerprints(self._limits.max_model_len + 1)
-        self._computed = np.zeros(self._limits.num_blocks * self._limits.block_size, dtype=np.uint64)
+        self._computed = np.zeros(self._tables.num_blocks * self._tables.block_size, dtype=np.uint64)
         self.use_regions(context.compiler)
         self.cost_per_token = model.weights_per_token / context.target.model.weights_per_token
 
@@ -157,9 +158,8 @@ class CachedDraft(PagedDraft):
         """Put keys and values of these rows into the caches."""
 
     def _places(self, slots: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
-        """Where positions int [n] of slots (int [n], or one) lie in the caches, as slot_mapping says it."""
-        size = self._batch.block_size
-        return self._batch.block_table.host[slots, positions // size].astype(np.int64) * size + positions % size
+        """Where positions int [n] of slots (int [n], or one) lie in the caches."""
+        return self._tables.cache_slots(slots, positions)
 
     def _texts(self, request: WorkerRequest, count: int) -> np.ndarray:
         """Fingerprints of what the first ``count`` places are computed from: the text up to the token of each."""

@@ -21,6 +21,7 @@ from minivllm.device.buffers import ReadBack
 from minivllm.device.policy import DevicePolicy
 from minivllm.graphs.graph_capture import GraphBackend
 from minivllm.graphs.step_graphs import StepGraphs, StepHidden
+from minivllm.kv_cache.specs import total_bytes
 from minivllm.lora.manager import AdapterManager, BatchAdapters
 from minivllm.messages import EngineRequest, ModelRunnerOutput, PositionLogprobs, SchedulerOutput, TokenMasks
 from minivllm.models.model import Model
@@ -66,11 +67,9 @@ class ModelRunner:
         self._policy, self._make_attention = policy, make_attention
         device = decoder.device
         try:
-            self.batch = PersistentBatch(
-                limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.num_blocks, device
-            )
+            self.batch = PersistentBatch(limits.max_num_seqs, limits.max_model_len, limits.groups, device)
         except MemoryError:  # its tables are small, unless the cache is beyond all bounds
-            raise too_large(decoder, limits.num_blocks, limits.block_size) from None
+            raise too_large(max(group.num_blocks for group in limits.groups), total_bytes(limits.groups)) from None
         self.sampling_state = SamplingState(limits.max_num_seqs, decoder.vocab_size, device)
         self.token_masks = TokenMaskStage(limits.max_num_seqs, decoder.vocab_size, device)
         self.sampler = Sampler(self.sampling_state, masks=(self.token_masks,))

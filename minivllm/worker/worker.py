@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention import find_attention
-from minivllm.batch.layer_caches import block_bytes
+from minivllm.batch.layer_caches import kv_groups
 from minivllm.batch.paged_model import RunnerLimits
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
@@ -35,10 +35,12 @@ from minivllm.device.memory import (
 from minivllm.device.policy import DevicePolicy
 from minivllm.errors import ConfigError, RequestError
 from minivllm.graphs.graph_capture import CudaGraphs
+from minivllm.kv_cache.specs import GroupSpec, PoolLimits, enough_blocks, fit_pools, size_pools, total_bytes
 from minivllm.lora.manager import AdapterManager
 from minivllm.messages import EngineRequest, LoRARequest, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenMasks
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.model import Model
+from minivllm.plugins import ATTENTION
 from minivllm.profiling.spans import listen, spanned, torch_range
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.sampling_params import SamplingParams
@@ -106,46 +108,65 @@ class Worker:
         """The model, and the drafter's."""
         return [self._decoder] if self._draft_decoder is None else [self._decoder, self._draft_decoder]
 
-    def num_cache_blocks(self) -> int:
-        """How many blocks the KV cache gets, the null block included.
+    def size_cache(self) -> list[GroupSpec]:
+        """The KV groups, and how many blocks the pool of each gets, the null block included.
 
         Explicit sizes come first; otherwise a share of the memory that is free now, and no more than
         max_num_seqs requests of max_model_len tokens can use. Raises ConfigError if not even one request of
         max_model_len fits.
         """
-        cache, scheduler = self.config.cache, self.config.scheduler
-        size = sum(block_bytes(decoder, cache.block_size) for decoder in self._decoders)
-        per_request = -(-scheduler.max_model_len // cache.block_size)
+        cache, scheduler, groups = self.config.cache, self.config.scheduler, self._new_groups()
+        limits = PoolLimits(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_len=scheduler.max_model_len,
+            longest_chunk=scheduler.longest_chunk,
+        )
+        needed = 1 + groups[0].max_blocks(scheduler.max_model_len, scheduler.longest_chunk)
         if cache.num_blocks is not None:
-            blocks, origin = cache.num_blocks, "num_gpu_blocks_override"
+            groups, origin = size_pools(groups, cache.num_blocks, limits), "num_gpu_blocks_override"
         elif cache.memory_bytes is not None:
-            blocks, origin = cache.memory_bytes // size, "kv_cache_memory_bytes"
+            groups, origin = fit_pools(groups, cache.memory_bytes, limits), "kv_cache_memory_bytes"
         else:
             free = cache_memory(self.device, cache.memory_utilization, self._profile_step)
-            blocks = min(free // size, scheduler.max_num_seqs * per_request + 1)
+            fitting, enough = fit_pools(groups, free, limits)[0].num_blocks, enough_blocks(groups[0], limits)
+            groups = size_pools(groups, min(fitting, enough), limits)
             origin = f"a share of {cache.memory_utilization:g} of the free memory"
-        if blocks < per_request + 1:
+        if groups[0].num_blocks < needed:
+            size = total_bytes(size_pools(groups, needed, limits))
             raise ConfigError(
-                f"The KV cache gets {max(blocks, 0)} blocks of {cache.block_size} tokens ({origin}), but one request "
-                f"of max_model_len = {scheduler.max_model_len} tokens needs {per_request + 1} with the null block "
-                f"({(per_request + 1) * size / 2**20:.0f} MiB): lower max_model_len or give the cache more memory."
+                f"The KV cache gets {max(groups[0].num_blocks, 0)} blocks of {cache.block_size} tokens ({origin}), but "
+                f"one request of max_model_len = {scheduler.max_model_len} tokens needs {needed} with the null block "
+                f"({size / 2**20:.0f} MiB): lower max_model_len or give the cache more memory."
             )
-        logger.info(
-            "KV cache: %d blocks of %d tokens, %.0f MiB (%s).", blocks, cache.block_size, blocks * size / 2**20, origin
-        )
-        return int(blocks)
+        blocks = [f"{group.num_blocks} blocks of {group.block_size} tokens" for group in groups]
+        if len(groups) > 1 or groups[0].reach is not None:
+            blocks = [f"{text} for {group.name} in {len(group.layers)} layers" for text, group in zip(blocks, groups)]
+        logger.info("KV cache: %s, %.0f MiB (%s).", ", ".join(blocks), total_bytes(groups) / 2**20, origin)
+        return groups
+
+    def _new_groups(self) -> list[GroupSpec]:
+        """The KV groups without their sizes."""
+        scheduler, model, draft = self.config.scheduler, self._decoder, self._draft_decoder
+        block_size, length = self.config.cache.block_size, scheduler.max_model_len
+        knows_windows = ATTENTION.is_ours(self.config.attention_backend)
+        groups = kv_groups(model, block_size, length, draft=draft, may_drop=knows_windows)
+        forgets = any(group.reach for group in kv_groups(model, block_size, length))
+        if forgets and not any(group.reach for group in groups):
+            reason = "the draft model keeps its own in the same blocks" if knows_windows else "attention may read it"
+            logger.info("Layers with sliding windows keep all keys and values, since %s.", reason)
+        return groups
 
     @torch.inference_mode()
     def _profile_step(self) -> None:
         """Run the largest step there can be, on a cache of two blocks, so that its memory can be measured."""
-        scheduler, block_size = self.config.scheduler, self.config.cache.block_size
+        scheduler, groups = self.config.scheduler, tuple(replace(group, num_blocks=2) for group in self._new_groups())
         tokens, length = scheduler.max_num_batched_tokens, scheduler.max_model_len
-        limits = RunnerLimits(-(-tokens // length), tokens, length, block_size, num_blocks=2)
+        limits = RunnerLimits(-(-tokens // length), tokens, length, groups)
         counts = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
         run_on_null_block(self._make_runner(RegionCompiler(enabled=False), limits), counts)
 
     @torch.inference_mode()
-    def initialize(self, num_blocks: int) -> None:
+    def initialize(self, groups: Sequence[GroupSpec]) -> None:
         """Allocate the cache and all buffers, have everything compiled, and run it once."""
         scheduler, speculative = self.config.scheduler, self.config.speculative
         verify_size, warm_up = 0, [1] * WARM_UP_DECODES + [2] * WARM_UP_CHUNKS
@@ -160,8 +181,7 @@ class Worker:
                 max_num_seqs=max(scheduler.max_num_seqs, len(warm_up)),
                 max_num_batched_tokens=max(scheduler.max_num_batched_tokens, sum(warm_up)),
                 max_model_len=scheduler.max_model_len,
-                block_size=self.config.cache.block_size,
-                num_blocks=num_blocks,
+                groups=tuple(groups),
                 verify_size=verify_size,
             ),
         )
@@ -435,6 +455,6 @@ def _null_request(runner: ModelRunner, name: str, num_prompt_tokens: int, num_to
     )
     return NewRequestData(
         request=request,
-        block_ids=([0] * -(-num_tokens // runner.limits.block_size),),
+        block_ids=tuple([0] * -(-num_tokens // group.block_size) for group in runner.limits.groups),
         num_computed_tokens=0,
     )

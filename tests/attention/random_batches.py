@@ -9,6 +9,7 @@ import torch
 
 from minivllm.batch.persistent_batch import PersistentBatch, WorkerRequest
 from minivllm.batch.step_inputs import Row
+from minivllm.kv_cache.specs import one_group
 from minivllm.messages import EngineRequest, NewRequestData, SchedulerOutput
 from minivllm.sampling_params import SamplingParams
 
@@ -72,12 +73,14 @@ def random_rows(rng: random.Random, shape: BatchShape, batch: PersistentBatch) -
 
 def block_ids(batch: PersistentBatch, request: WorkerRequest) -> list[int]:
     """The blocks of a request that has a batch slot."""
-    owned: list[int] = batch.block_table.host[request.slot, : batch.num_blocks[request.slot]].tolist()
+    tables = batch.groups[0]
+    owned: list[int] = tables.block_table.host[request.slot, : tables.num_held[request.slot]].tolist()
     return owned
 
 
 def new_batch(shape: BatchShape) -> PersistentBatch:
-    return PersistentBatch(shape.max_num_seqs, shape.max_model_len, shape.block_size, shape.num_blocks, CPU)
+    group = one_group(1, shape.block_size, num_blocks=shape.num_blocks)
+    return PersistentBatch(shape.max_num_seqs, shape.max_model_len, [group], CPU)
 
 
 def finish_all(batch: PersistentBatch) -> None:

@@ -101,7 +101,7 @@ def check_equal(
     rule: AttentionRule,
     specs: Sequence[AttentionSpec] = SPECS,
 ) -> None:
-    context = new_context(batch, SHAPE, specs)
+    context = new_context(batch.groups[0], SHAPE, specs)
     reference = SdpaAttention(context, rule)
     inputs, expected_inputs = build(batch, rows, backend), build(batch, rows, reference)
     for spec in context.specs:
@@ -136,7 +136,7 @@ def test_listed_blocks_give_what_gathering_gives_with_the_choices_of_each_device
     monkeypatch.setattr(kernels_triton_free.attention, "paged_flex_attention", listed_attention)
     batch = new_batch(SHAPE)
     small = SmallTiles(type=policy.type, capability=policy.capability, tile_size=4)
-    backend = FlexAttention(new_context(batch, SHAPE, specs, policy=small, verify_size=VERIFY_SIZE), rule)
+    backend = FlexAttention(new_context(batch.groups[0], SHAPE, specs, policy=small, verify_size=VERIFY_SIZE), rule)
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     for _ in range(40):
         rows, cache, q = random_step(rng, generator, batch)
@@ -159,7 +159,7 @@ def test_compiled_attention_equals_gathering_on_random_mixed_batches_without_rec
     batch = new_batch(SHAPE)
     compiler = RegionCompiler(enabled=True)
     small = SmallTiles(type="cpu", tile_size=4)
-    context = new_context(batch, SHAPE, specs, policy=small, verify_size=VERIFY_SIZE, compile_region=compiler)
+    context = new_context(batch.groups[0], SHAPE, specs, policy=small, verify_size=VERIFY_SIZE, compile_region=compiler)
     compiled = FlexAttention(context, rule)
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     kinds: set[tuple[bool, bool, bool]] = set()
@@ -221,8 +221,8 @@ def test_kv_groups_with_tables_and_windows_of_their_own_are_one_backend(monkeypa
     batch = new_batch(SHAPE)
     contexts: list[AttentionContext] = []
     for spec in SPECS:
-        table = MirroredTable(*batch.block_table.host.shape, CPU)
-        own: BlockTables = GroupTables(SHAPE.block_size, table, batch.kv_position)
+        table = MirroredTable(*batch.groups[0].block_table.host.shape, CPU)
+        own: BlockTables = GroupTables(SHAPE.block_size, table, batch.groups[0].kv_position)
         contexts.append(new_context(own, SHAPE, [spec], policy=CUDA_POLICY, verify_size=VERIFY_SIZE))
     grouped = GroupedAttention({context.specs[0]: FlexAttention(context) for context in contexts})
     rng, generator = random.Random(1), torch.Generator().manual_seed(1)
@@ -232,7 +232,7 @@ def test_kv_groups_with_tables_and_windows_of_their_own_are_one_backend(monkeypa
         for context in contexts:
             window = context.specs[0].window
             tables = context.tables.block_table.host
-            tables[:] = batch.block_table.host
+            tables[:] = batch.groups[0].block_table.host
             for row in rows if window is not None else ():
                 first_block = max(0, row.start - window + 1) // SHAPE.block_size
                 tables[row.request.slot, :first_block] = 0

@@ -38,7 +38,7 @@ def answer(model: Path, **arguments: Any) -> list[int]:
 def test_flex_is_compiled_or_else_its_reference() -> None:
     shape = BatchShape()
     batch, specs = new_batch(shape), specs_of([Reach()])
-    context = {compiles: new_context(batch, shape, specs, compiles=compiles) for compiles in (True, False)}
+    context = {compiles: new_context(batch.groups[0], shape, specs, compiles=compiles) for compiles in (True, False)}
     flex = find_attention(EngineArgs().attention_backend)
     assert isinstance(flex(context[True]), FlexAttention) and isinstance(flex(context[False]), SdpaAttention)
     assert isinstance(find_attention("sdpa")(context[True]), SdpaAttention)

@@ -47,7 +47,7 @@ class Steps:
         tokens = shape.max_num_batched_tokens
         self._builder = StepInputBuilder(batch, max_num_batched_tokens=tokens, verify_size=VERIFY_SIZE, device=CPU)
         policy = SmallTiles(type=device_type, tile_size=tile_size)
-        context = new_context(batch, shape, specs_of(REACHES), policy=policy, verify_size=VERIFY_SIZE)
+        context = new_context(batch.groups[0], shape, specs_of(REACHES), policy=policy, verify_size=VERIFY_SIZE)
         self.backend = FlexAttention(context)
 
     def build(self, rows: list[Row]) -> StepInputs:
@@ -62,14 +62,14 @@ def check_tokens(inputs: StepInputs, rows: list[Row], batch: PersistentBatch) ->
         for position in range(row.start, row.start + row.count):
             token_ids.append(data.prompt_token_ids[position])
             positions.append(position)
-            block = int(batch.block_table.host[row.request.slot, position // batch.block_size])
-            slots.append(block * batch.block_size + position % batch.block_size)
+            block = int(batch.groups[0].block_table.host[row.request.slot, position // batch.groups[0].block_size])
+            slots.append(block * batch.groups[0].block_size + position % batch.groups[0].block_size)
     padding = max(2, len(positions)) - len(positions)
     assert inputs.num_tokens == len(positions)
     assert inputs.token_ids.tolist()[: len(positions)] == token_ids
     assert len(inputs.token_ids) == len(positions) + padding
     assert inputs.tokens.positions.tolist() == positions + [0] * padding
-    assert inputs.tokens.slot_mapping.tolist() == slots + [0] * padding, "padding is written to the null block"
+    assert inputs.slots[0].tolist() == slots + [0] * padding, "padding is written to the null block"
 
 
 def check_tile(
@@ -247,7 +247,7 @@ def test_made_up_requests_in_the_null_block_write_its_first_slot_only() -> None:
     batch.apply(SchedulerOutput(new_requests=[new_request("made up", [0] * 20, [0, 0, 0], 0)]))
     builder = StepInputBuilder(batch, max_num_batched_tokens=SHAPE.max_num_batched_tokens, device=CPU)
     inputs = builder.build([Row(batch.requests["made up"], 0, 20)], 24, lambda rows: None)
-    assert inputs.tokens.slot_mapping.tolist() == [0] * 24 and inputs.tokens.positions.tolist()[:20] == list(range(20))
+    assert inputs.slots[0].tolist() == [0] * 24 and inputs.tokens.positions.tolist()[:20] == list(range(20))
 
 
 def test_the_example_of_the_lists_is_what_they_are() -> None:

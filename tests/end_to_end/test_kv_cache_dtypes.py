@@ -101,9 +101,9 @@ def test_the_same_memory_holds_more_tokens_in_fewer_bits(tiny_model: TinyModel) 
     num_pages = {}
     for name in ("float32", "bfloat16"):
         with tiny_llm(directory, kv_cache_dtype=name, **memory) as llm:
-            num_pages[name] = runner_of(llm).limits.num_blocks
+            num_pages[name] = runner_of(llm).limits.groups[0].num_blocks
     with as_on_a_gpu(torch.float8_e4m3fn), tiny_llm(directory, **memory) as llm:
-        num_pages["fp8_e4m3"] = runner_of(llm).limits.num_blocks
+        num_pages["fp8_e4m3"] = runner_of(llm).limits.groups[0].num_blocks
         [sizes] = llm.collective_rpc("memory_bytes")
         assert sizes["kv_cache"] == 400 * page
         assert greedy(llm, random_prompts()), "and it generates"

@@ -155,7 +155,8 @@ def test_requests_run_together_and_each_gets_its_own_tokens(client: ProcessClien
 
 def test_ready_carries_what_the_engine_resolved(client: ProcessClient) -> None:
     assert client.config.scheduler.max_model_len == 256
-    assert (client.model_vocab_size, client.eos_token_ids, client.num_blocks) == (1000, (1,), 100)
+    assert (client.model_vocab_size, client.eos_token_ids) == (1000, (1,))
+    assert [(group.name, group.num_blocks) for group in client.kv_groups] == [("full attention", 100)]
 
 
 def test_bad_request_gets_an_error_and_nobody_else_notices(client: ProcessClient) -> None:

@@ -77,7 +77,7 @@ def test_nothing_that_sleep_frees_is_held_by_anything_else(model: Path) -> None:
         texts(llm)
         worker = llm.llm_engine.client.core.executor.worker  # type: ignore[attr-defined]
         weights = [weakref.ref(tensor) for tensor in worker._weights()]
-        caches = [weakref.ref(tensor) for cache in worker.runner.model.caches for tensor in cache]
+        caches = [weakref.ref(tensor) for cache in worker.runner.model.caches for tensor in cache[:2]]
         llm.sleep(1)
         assert not any(tensor() is not None for tensor in caches)
         llm.wake_up()

@@ -325,7 +325,7 @@ def variants(device: torch.device, tiny: bool, save: Save, changes: dict[str, di
                     f"batch_{batch}": decode_figures(engine, batch, context, steps, copied)
                     for batch in ((1,) if tiny else (1, 64))
                 } | {
-                    "kv_cache_blocks": core.executor.worker.runner.limits.num_blocks,
+                    "kv_cache_blocks": core.executor.worker.runner.limits.groups[0].num_blocks,
                     "recompilations": core.executor.num_recompilations(),
                 }
         except Exception as error:

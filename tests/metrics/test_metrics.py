@@ -9,7 +9,7 @@ from importlib.resources import files
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from minivllm.messages import SchedulerStats
+from minivllm.messages import PoolStats, SchedulerStats
 from minivllm.metrics.prometheus import MAX_DRAFT_POSITIONS, RequestRecorder, ServerMetrics, StatusLine
 from minivllm.processing.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
@@ -79,6 +79,19 @@ def test_the_cores_own_counters_are_passed_on() -> None:
     assert values["minivllm_num_requests_waiting"] == 4
     assert values["minivllm_kv_cache_usage_ratio"] == 0.5
     assert values["minivllm_prefix_cache_hits_total"] / values["minivllm_prefix_cache_queries_total"] == 0.4
+
+
+def test_every_pool_of_the_kv_cache_has_its_gauges() -> None:
+    metrics = ServerMetrics()
+    pools = [
+        PoolStats(name="full attention", num_blocks=90, usage=0.5),
+        PoolStats(name="window", num_blocks=7, usage=1.0),
+    ]
+    metrics.engine_stats = SchedulerStats(kv_cache_usage=1.0, kv_cache_pools=pools)
+    values = values_of(metrics)
+    for pool in pools:
+        assert values[f"minivllm_kv_cache_pool_blocks{{group={pool.name}}}"] == pool.num_blocks
+        assert values[f"minivllm_kv_cache_pool_usage_ratio{{group={pool.name}}}"] == pool.usage
 
 
 def test_speculation_is_counted_in_all_and_by_position() -> None:

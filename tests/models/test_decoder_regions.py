@@ -114,11 +114,13 @@ def run_chunk(decoder: Decoder, caches: list[LayerCache], token_ids: list[int], 
 
     def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         spec = decoder.attention_specs[layer]
-        return gathered_sdpa_attention(q, *caches[layer], blocks[:length], start, scale=spec.scale, window=spec.window)
+        return gathered_sdpa_attention(
+            q, *caches[layer][:2], blocks[:length], start, scale=spec.scale, window=spec.window
+        )
 
     tokens = torch.tensor(token_ids, dtype=torch.int32)
-    inputs = TokenInputs(positions, slots)
-    hidden = decoder.forward(tokens, inputs, caches, attend)
+    inputs, placed = TokenInputs(positions), [cache.at(slots) for cache in caches]
+    hidden = decoder.forward(tokens, inputs, placed, attend)
     return decoder.logits(hidden, torch.arange(len(token_ids), dtype=torch.int32), inputs)
 
 
@@ -144,9 +146,8 @@ def region_calls(decoder: Decoder, caches: list[LayerCache]) -> list[tuple]:
     config, tokens = decoder.config, 5
     o = torch.randn(tokens, *decoder.layers[0].query_shape, generator=generator)
     residual = torch.randn(tokens, config.hidden_size, generator=generator)
-    inputs = TokenInputs(
-        torch.tensor([3, 4, 5, 0, 0], dtype=torch.int32), torch.tensor([31, 8, 9, 44, 0], dtype=torch.int32)
-    )
+    inputs = TokenInputs(torch.tensor([3, 4, 5, 0, 0], dtype=torch.int32))
+    caches = [cache.at(torch.tensor([31, 8, 9, 44, 0], dtype=torch.int32)) for cache in caches]
     ids = torch.tensor([4, 8, 15, 16, 23], dtype=torch.int32)
     layers = decoder.layers
     return [
@@ -188,7 +189,7 @@ def test_a_region_gives_the_same_for_the_same_inputs_and_writes_only_its_cache(n
         once = [tensor.clone() for tensor in tensors_in(region(*arguments))]
         for tensor, copy in zip(everything, before):
             assert id(tensor) in own_cache or torch.equal(tensor, copy), "only the cache given may change"
-        changed = {int(slot) for cache in caches[index] for slot in cache.flatten(0, 1).abs().sum((1, 2)).nonzero()}
+        changed = {int(slot) for cache in caches[index][:2] for slot in cache.flatten(0, 1).abs().sum((1, 2)).nonzero()}
         assert changed == ({31, 8, 9, 44, 0} if index < 2 else set())
         again = tensors_in(region(*arguments))
         assert all(torch.equal(a, b) for a, b in zip(once, again))

@@ -19,6 +19,7 @@ from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, spec
 from minivllm.config import SpeculativeConfig
 from minivllm.device.policy import DevicePolicy
 from minivllm.errors import ConfigError
+from minivllm.kv_cache.specs import one_group
 from minivllm.linear.layer import Linear
 from minivllm.messages import EngineRequest, NewRequestData, SchedulerOutput
 from minivllm.models.decoder_config import AttentionSpec
@@ -110,7 +111,7 @@ class AttentionOnly:
 def project(x: Tensor, weight: Tensor, tokens: TokenInputs, cache: LayerCache) -> Tensor:
     kv_heads, dim = cache.k.shape[2:]
     q, k, v = (x @ weight).split([WIDTH, kv_heads * dim, kv_heads * dim], dim=-1)
-    write_kv(cache.k, cache.v, k.unflatten(1, (-1, dim)), v.unflatten(1, (-1, dim)), tokens.slot_mapping)
+    write_kv(cache.k, cache.v, k.unflatten(1, (-1, dim)), v.unflatten(1, (-1, dim)), cache.slots)
     return q.reshape(len(x), kv_heads, -1, dim).contiguous()
 
 
@@ -152,7 +153,9 @@ def greedy_by_hand(model: AttentionOnly, text: list[int], count: int) -> list[in
 
 
 PROMPTS = {"a": [3, 1, 4, 1, 5, 9, 2], "b": [6], "c": [5, 3, 5, 8]}
-LIMITS = RunnerLimits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=32, block_size=4, num_blocks=17)
+LIMITS = RunnerLimits(
+    max_num_seqs=4, max_num_batched_tokens=32, max_model_len=32, groups=(one_group(3, 4, num_blocks=17),)
+)
 
 
 @pytest.mark.parametrize("shapes", [EQUAL, DIFFERENT], ids=["equal layers", "layers of different shapes"])
@@ -239,7 +242,10 @@ def check_generates(runner: ModelRunner, model: AttentionOnly) -> None:
 
 def declared(model: Model, limits: RunnerLimits) -> tuple[TokenInputs, list[LayerCache]]:
     """What the runner's steps are, as regions declare them."""
-    caches = [spec.declare(limits.num_blocks, limits.block_size, model.device) for spec in model.cache_specs]
+    caches = [
+        spec.declare(limits.groups[0].num_blocks, limits.groups[0].block_size, model.device)
+        for spec in model.cache_specs
+    ]
     return token_specs(model.device), caches
 
 

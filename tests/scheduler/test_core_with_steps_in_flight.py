@@ -19,6 +19,7 @@ from minivllm.config import CacheConfig, EngineConfig, SchedulerConfig
 from minivllm.engine.administration import Administration
 from minivllm.engine.core import EngineCore
 from minivllm.errors import RequestError
+from minivllm.kv_cache.specs import one_group
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason, ModelRunnerOutput, SchedulerOutput, TokenMasks
 from tests.scheduler.simulated_worker import VOCAB_SIZE, SimulatedWorker, make_engine_request, reference_generation
 
@@ -30,7 +31,7 @@ class SimulatedExecutor:
     """Runs steps in order in a thread. before_step is called there with the number of each step, from 0."""
 
     def __init__(self, num_blocks: int, max_num_seqs: int) -> None:
-        self.num_blocks, self.vocab_size = num_blocks, VOCAB_SIZE
+        self.kv_groups, self.vocab_size = [one_group(1, BLOCK_SIZE, num_blocks=num_blocks)], VOCAB_SIZE
         self.worker = SimulatedWorker(BLOCK_SIZE, max_num_seqs)
         self.steps: list[SchedulerOutput] = []
         self.num_running = 0

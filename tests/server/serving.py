@@ -18,6 +18,7 @@ from minivllm import LoRARequest
 from minivllm.config import CacheConfig, EngineConfig, SchedulerConfig
 from minivllm.errors import EngineDeadError
 from minivllm.frontend.async_llm import AsyncLLM
+from minivllm.kv_cache.specs import one_group
 from minivllm.messages import (
     EngineEvent,
     EngineOutput,
@@ -47,7 +48,7 @@ class ScriptedCore:
 
     model_vocab_size = VOCAB_SIZE
     eos_token_ids = (EOS,)
-    num_blocks = 100
+    kv_groups = (one_group(1, 16, num_blocks=100),)
 
     def __init__(self, script: Script, *, max_model_len: int = 4096, max_num_seqs: int = 8) -> None:
         self.config = EngineConfig(

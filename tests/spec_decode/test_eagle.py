@@ -357,7 +357,7 @@ def test_cache_and_features_count(model: Path, heads: dict[str, Path], version: 
         worker = llm.llm_engine.client.core.executor.worker  # type: ignore[attr-defined]
         page = 8 * 4 * (2 * 3 * 32 + 2 * 32 + HIDDEN)
         assert page == sum(block_bytes(decoder, 8) for decoder in worker._decoders)
-        assert runner_of(llm).limits.num_blocks == megabyte // page
+        assert runner_of(llm).limits.groups[0].num_blocks == megabyte // page
         assert worker.memory_bytes()["kv_cache"] == megabyte // page * page
 
 

@@ -259,7 +259,7 @@ def watch(engine: LLMEngine, record: Record, watching: ExitStack) -> None:
             step, count = record.steps[-1], inputs.num_tokens
             step.names = [row.request.data.request_id for row in inputs.rows]
             tensors = {"token ids": inputs.token_ids, "positions": inputs.tokens.positions}
-            tensors["cache slots"] = inputs.tokens.slot_mapping
+            tensors["cache slots"] = inputs.slots[0]
             step.tokens = {name: tensor[:count].tolist() for name, tensor in tensors.items()}
             return inputs
 

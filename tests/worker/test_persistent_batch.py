@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from minivllm.batch.persistent_batch import PersistentBatch
+from minivllm.kv_cache.specs import one_group
 from minivllm.messages import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.attention.random_batches import CPU, finish_all, new_request
 
@@ -109,18 +110,18 @@ def check(batch: PersistentBatch, requests: dict[str, NaiveRequest]) -> None:
             continue
         assert own.num_computed_tokens == naive.num_computed
         assert batch.token_ids.host[own.slot, : len(naive.tokens)].tolist() == naive.tokens
-        assert batch.num_blocks[own.slot] == len(naive.blocks)
-        assert batch.block_table.host[own.slot, : len(naive.blocks)].tolist() == naive.blocks
+        assert batch.groups[0].num_held[own.slot] == len(naive.blocks)
+        assert batch.groups[0].block_table.host[own.slot, : len(naive.blocks)].tolist() == naive.blocks
         for index, page in enumerate(naive.blocks):
             expected = list(range(index * PAGE_SIZE, (index + 1) * PAGE_SIZE))
-            assert batch.kv_position.host[page].tolist() == expected, "each slot knows the position it holds"
+            assert batch.groups[0].kv_position.host[page].tolist() == expected, "each slot knows the position it holds"
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_differences_leave_what_a_naive_model_says(seed: int) -> None:
     rng = random.Random(seed)
     scheduler = NaiveScheduler(rng)
-    batch = PersistentBatch(MAX_SEQS, MAX_LENGTH, PAGE_SIZE, NUM_PAGES, CPU)
+    batch = PersistentBatch(MAX_SEQS, MAX_LENGTH, [one_group(1, PAGE_SIZE, num_blocks=NUM_PAGES)], CPU)
     held: dict[str, int] = {}
     for _ in range(120):
         step = scheduler.step()
@@ -142,7 +143,7 @@ def test_random_differences_leave_what_a_naive_model_says(seed: int) -> None:
 
 
 def test_after_all_requests_left_every_slot_is_free_again() -> None:
-    batch = PersistentBatch(3, MAX_LENGTH, PAGE_SIZE, NUM_PAGES, CPU)
+    batch = PersistentBatch(3, MAX_LENGTH, [one_group(1, PAGE_SIZE, num_blocks=NUM_PAGES)], CPU)
     for _ in range(3):
         batch.apply(SchedulerOutput(new_requests=[new_request(f"r{i}", [1, 2], [i + 1], 0) for i in range(3)]))
         assert sorted(request.slot for request in batch.requests.values()) == [0, 1, 2]
@@ -151,7 +152,7 @@ def test_after_all_requests_left_every_slot_is_free_again() -> None:
 
 
 def test_a_finished_id_that_was_never_here_or_is_preempted_frees_no_slot() -> None:
-    batch = PersistentBatch(2, MAX_LENGTH, PAGE_SIZE, NUM_PAGES, CPU)
+    batch = PersistentBatch(2, MAX_LENGTH, [one_group(1, PAGE_SIZE, num_blocks=NUM_PAGES)], CPU)
     assert batch.apply(SchedulerOutput(finished_request_ids=["unknown"])) == ([], [])
     batch.apply(SchedulerOutput(new_requests=[new_request("a", [1], [1], 0)]))
     assert batch.apply(SchedulerOutput(preempted_request_ids=["a"]))[0] == [0]
@@ -160,16 +161,16 @@ def test_a_finished_id_that_was_never_here_or_is_preempted_frees_no_slot() -> No
 
 
 def test_a_page_knows_its_position_again_when_it_is_reused_at_another_place_of_a_sequence() -> None:
-    batch = PersistentBatch(2, MAX_LENGTH, PAGE_SIZE, NUM_PAGES, CPU)
+    batch = PersistentBatch(2, MAX_LENGTH, [one_group(1, PAGE_SIZE, num_blocks=NUM_PAGES)], CPU)
     for blocks in ([7], [3, 7], [3, 5, 7], [7, 3]):
         batch.apply(SchedulerOutput(new_requests=[new_request("a", [1] * 10, blocks, 0)]))
         for index, page in enumerate(blocks):
-            assert batch.kv_position.host[page].tolist() == [index * PAGE_SIZE + i for i in range(PAGE_SIZE)]
+            assert batch.groups[0].kv_position.host[page].tolist() == [index * PAGE_SIZE + i for i in range(PAGE_SIZE)]
         finish_all(batch)
 
 
 def test_a_token_that_comes_after_its_request_left_is_remembered_and_written_over_nobody() -> None:
-    batch = PersistentBatch(1, MAX_LENGTH, PAGE_SIZE, NUM_PAGES, CPU)
+    batch = PersistentBatch(1, MAX_LENGTH, [one_group(1, PAGE_SIZE, num_blocks=NUM_PAGES)], CPU)
     batch.apply(SchedulerOutput(new_requests=[new_request("a", [1, 2], [1], 0)]))
     request = batch.requests["a"]
     batch.append_pending([request], np.array([request.slot]), torch.tensor([5]))

@@ -271,7 +271,7 @@ class Decoder:
                 wanted.append(residual)
         hidden = attend(len(self.layers) - 1, q, self.layers[-1].sinks), residual
         if self.tap is not None:
-            self.tap.take(wanted, hidden, tokens)
+            self.tap.take(wanted, hidden, tokens, caches)
         return hidden
 
     @spanned("last")

@@ -203,7 +203,7 @@ class DecoderLayer:
         if mixer.query_scaling is not None:
             steps = torch.floor(tokens.positions / mixer.query_scaling.interval)
             q = q * (1 + mixer.query_scaling.beta * torch.log1p(steps)).to(q.dtype)[:, None, None]
-        write_kv(cache.k, cache.v, k, v, tokens.slot_mapping)
+        write_kv(cache.k, cache.v, k, v, cache.slots)
         # FlexAttention wants q as a real four-dimensional buffer.
         return q.to(self._attention_dtype).reshape(-1, *self.query_shape).contiguous()
 

@@ -282,7 +282,7 @@ class EagleHead(Decoder):
         weights: _InputWeights,
     ) -> tuple[Tensor, Tensor]:
         embedded = embedding_method.rows(token_ids, embedding)
-        feature = features.view(features.shape[0] * features.shape[1], features.shape[2])[tokens.slot_mapping]
+        feature = features.view(features.shape[0] * features.shape[1], features.shape[2])[cache.slots]
         eps = self.config.rms_norm_eps
         if weights.hidden_norm is None or weights.before.norm is None:
             x = residual = self.fc.method.apply(torch.cat((embedded, feature), dim=-1), weights.fc)
