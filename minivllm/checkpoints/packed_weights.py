@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import ModelError
-from minivllm.linear.stored_weight import Float8Weight, GroupedWeight, RestoredWeight, StoredWeight
+from minivllm.linear.stored_weight import GroupedWeight, RestoredWeight, RowScaledWeight, StoredWeight
 from minivllm.models.decoder_config import StoredQuantization
 
 CODES_PER_WORD = 8
@@ -165,7 +165,7 @@ class PackedWeights:
         rows, columns = values.shape
         if self.quantization.block is None:
             per_row = scale.reshape(-1, 1).expand(rows, 1)
-            return Float8Weight(values, per_row.contiguous())
+            return RowScaledWeight(values, per_row.contiguous(), rounds_inputs=True)
         high, wide = self.quantization.block
         out = torch.empty(rows, columns, dtype=dtype)
         for block_row in range(scale.shape[0]):

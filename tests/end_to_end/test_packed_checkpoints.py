@@ -17,7 +17,7 @@ from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.checkpoints.packed_weights import read_quantization
 from minivllm.errors import ConfigError, ModelError
-from minivllm.linear.stored_weight import Float8Weight, GroupedWeight, QuantizedWeight, RestoredWeight
+from minivllm.linear.stored_weight import GroupedWeight, QuantizedWeight, RestoredWeight, RowScaledWeight
 from tests.parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
 
 TinyModel = Callable[..., Path]
@@ -164,7 +164,7 @@ def test_float8_checkpoints_are_read_with_their_scales(tiny_model: TinyModel, tm
     path, reference, values = float8_copy(tiny_model("llama"), tmp_path, kind)
     weights = loaded(path)
     first, untouched = weights["model.layers.0.mlp.down_proj.weight"], weights["model.layers.2.mlp.down_proj.weight"]
-    assert type(first) is (RestoredWeight if kind == "block" else Float8Weight)
+    assert type(first) is (RestoredWeight if kind == "block" else RowScaledWeight)
     assert isinstance(untouched, torch.Tensor)
     for name, weight in weights.items():
         got = weight.restore(torch.float32) if isinstance(weight, QuantizedWeight) else weight
