@@ -239,7 +239,7 @@ def _safetensors_weights(
         return left_out or _is_ignored(name, expected)
 
     for path in files:
-        for stored, header in _read_header(path, packed).items():
+        for stored, header in read_header(path, packed).items():
             name = family.own_name(_full_name(stored))
             if is_unused(stored, name):
                 continue
@@ -373,7 +373,7 @@ def open_safetensors(path: Path) -> safe_open:
         ) from error
 
 
-def _read_header(path: Path, packed: PackedWeights | None) -> dict[str, StoredPart]:
+def read_header(path: Path, packed: PackedWeights | None) -> dict[str, StoredPart]:
     """Types and shapes by name in one file; safetensors itself checks that the header fits the file's length."""
     described: dict[str, StoredPart] = {}
     with open_safetensors(path) as file:

@@ -24,13 +24,14 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 
 def group_mxfp4(blocks: Tensor, scales: Tensor) -> GroupedWeight:
-    """One matrix, blocks [out, groups, 16], as whole numbers of 8 bits, which existing methods multiply exactly.
+    """The same as whole numbers of 8 bits, which existing methods multiply exactly; experts lie one below the other.
 
-    Twice a float of 4 bits is a whole number from -12 to 12, so a code is that plus 12, its scale half of the group's.
+    blocks [..., out, groups, 16] become one matrix [... * out, groups * 32]. Twice a float of 4 bits is a whole number
+    from -12 to 12, so a code is that plus 12, and its scale is half of the group's.
     """
     codes = torch.tensor([number + _LARGEST for number in _DOUBLED], dtype=torch.uint8, device=blocks.device)
-    scale = torch.ldexp(torch.ones((), device=blocks.device), scales.int() - 128)
-    return GroupedWeight(codes[_codes(blocks).int()], scale, -_LARGEST * scale, bits=8)
+    scale = torch.ldexp(torch.ones(scales.shape, device=blocks.device), scales.int() - 128).flatten(0, -2)
+    return GroupedWeight(codes[_codes(blocks).flatten(0, -2).int()], scale, -_LARGEST * scale, bits=8)
 
 
 def _codes(blocks: Tensor) -> Tensor:

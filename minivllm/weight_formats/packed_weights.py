@@ -95,7 +95,7 @@ class PackedWeights:
         ):
             return fitting.shape
         given = ", ".join(f"{name} {part.type} {list(part.shape)}" for name, part in sorted(parts.items()))
-        raise ModelError(f"The parts of {weight!r} do not make up a {self.quantization.method} weight: {given}.")
+        raise ModelError(f"The parts of {weight!r} do not make up a weight of {self.quantization.method}: {given}.")
 
     def assemble(self, weight: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> StoredWeight:
         """The weight of these parts, whose shapes have been checked. dtype: of values that have to be restored."""

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from kernels_triton_free.quantized_linear import can_multiply_int4
@@ -387,3 +390,29 @@ def test_the_configuration_may_leave_out_what_has_a_default(tiny_model: TinyMode
     del scheme["format"], scheme["weights"]["strategy"], scheme["weights"]["symmetric"], scheme["input_activations"]
     (path / "config.json").write_text(json.dumps(config))
     assert_same_logits(path, reference)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["re:(", "int", "group", "", "Linear"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["weights", "targets"]), inner),
+    max_leaves=4,
+)
+
+
+@hypothesis_settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_whatever_a_setting_is_it_is_read_or_refused_with_a_sentence(data: st.DataObject) -> None:
+    """One entry of a good configuration, at any depth, becomes anything else."""
+    inputs = data.draw(st.sampled_from([None, PER_TOKEN]))
+    entry = json.loads(json.dumps(scheme("int-quantized", weights=weights(8, "channel"), input_activations=inputs)))
+    place: Any = entry
+    while True:
+        key = data.draw(st.sampled_from(sorted(place)))
+        if not isinstance(place[key], dict) or data.draw(st.booleans()):
+            break
+        place = place[key]
+    place[key] = data.draw(JSON)
+    try:
+        read_quantization(entry, "config.json")
+    except ModelError as error:
+        assert "config.json" in str(error)

@@ -243,6 +243,8 @@ BROKEN = {
     "product overflows": (header(tensors=1) + tensor("w", [2**32, 2**32]), "'w'"),
     "unknown tensor type": (header(tensors=1) + tensor("w", [32], kind=99), "'w'"),
     "row of half a block": (header(tensors=1) + tensor("w", [33], kind=3), "'w'"),
+    "row of half a super-block": (header(tensors=1) + tensor("w", [128], kind=11), "'w'"),
+    "super-blocks beyond the end": (header(tensors=1) + tensor("w", [256, 40], kind=10), "'w'"),
     "beyond the end": (header(tensors=1) + tensor("w", [32], offset=2**40), "'w'"),
     "offset wraps around": (header(tensors=1) + tensor("w", [32], offset=2**64 - 32), "'w'"),
     "misaligned": (header(tensors=1) + tensor("w", [32], offset=4), "'w'"),

@@ -129,6 +129,35 @@ def test_inputs_of_8_bits_are_rounded_token_by_token(
     assert (out.double() - expected).abs().amax(1).le(4 * torch.finfo(dtype).eps * expected.abs().amax(1)).all()
 
 
+@pytest.mark.parametrize(
+    ("method", "weight"),
+    [
+        (SpreadGroups(Int4Linear(OUT, 32, 4, torch.float32), 16, 32), grouped(4, 16)),
+        (OrderedInputs(Int4Linear(OUT, 32, 4, torch.float32)), replace(grouped(4, 32), order=torch.arange(IN).flip(0))),
+        (
+            RoundedInputs(Int8Linear(torch.float32)),
+            RowScaledWeight(*round_to_int8_rows(random(OUT, IN), torch.float32), rounds_inputs=True),
+        ),
+    ],
+)
+@needs_int4
+def test_wrapped_methods_are_traced_as_one_graph_for_any_number_of_rows(
+    method: LinearMethod, weight: StoredWeight
+) -> None:
+    tensors = method.prepare(weight, None)
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    traced = torch.compile(method.apply, backend=count, fullgraph=True, dynamic=True)
+    for rows in (5, 7, INT4_MAX_ROWS + 1):  # sizes that no tensor of the weight has
+        x = random(rows, IN, seed=rows)
+        torch.testing.assert_close(traced(x, tensors), method.apply(x, tensors))
+    assert len(graphs) == 1
+
+
 @BIASES
 @pytest.mark.parametrize(("group", "bits"), [(16, 4), (32, 8)])
 def test_plain_pytorch_multiplies_groups(group: int, bits: int, has_bias: bool) -> None:
