@@ -25,6 +25,7 @@ from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
 from minivllm.linear.quantized_methods import Int8Linear, RoundedInputs
 from minivllm.linear.stored_weight import GroupedWeight, QuantizedWeight, RestoredWeight, RowScaledWeight
+from minivllm.weight_formats.packed_weights import PackedWeights
 from minivllm.weight_formats.quantization_config import StoredQuantization, WeightFormat, read_quantization
 from tests.end_to_end.test_packed_checkpoints import Tensors, TinyModel, assert_same_logits, words, write
 from tests.parity_reference import engine_logits, random_prompts, reference_logits, reference_model, tiny_llm
@@ -241,6 +242,7 @@ def test_inputs_are_rounded_where_the_checkpoint_rounds_them(tiny_model: TinyMod
         ("weight_shape", "misshapen", weights()),
         ("weight_packed", "float", weights()),
         ("weight_scale", "int", weights()),
+        ("weight", "beside", weights()),
     ],
 )
 def test_parts_that_do_not_fit_are_named_before_anything_is_read(
@@ -266,11 +268,11 @@ def test_numbers_of_8_bits_need_their_scale(
 
 def refused_after(path: Path, name: str, damage: str) -> None:
     stored = load_file(path / "model.safetensors")
-    tensor = stored.pop(name)
+    tensor = stored.pop(name, torch.zeros(3, 3))
     if damage == "misshapen":
         stored[name] = tensor[:-1].contiguous()
     elif damage != "missing":
-        stored[name] = tensor.to(torch.float32 if damage == "float" else torch.int32)
+        stored[name] = tensor.to(torch.int32 if damage == "int" else torch.float32)
     save_file(stored, path / "model.safetensors")
     weights_of = iterate_weights(path, "auto", read_decoder_config(path), torch.float32)
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj"):
@@ -378,6 +380,15 @@ def test_a_layer_gets_the_format_that_means_it_most_closely() -> None:
     )
     assert [stored.format_of(f"model.{name}") for name in ("a.k_proj", "c.k_proj", "a.q_proj")] == [one, some, every]
     assert [stored.format_of(name) for name in ("lm_head", "model.b.k_proj", "x" * 1000)] == [None] * 3
+
+
+def test_lists_of_layers_mean_the_names_in_the_checkpoint() -> None:
+    stored = read_quantization(config_of(ignore=["language_model.model.layers.0.mlp.up_proj"]), "config.json")
+    assert stored is not None
+    names = PackedWeights(stored)
+    for module, place in (("up_proj", None), ("down_proj", ("model.layers.0.mlp.down_proj.weight", "weight_packed"))):
+        own = f"model.layers.0.mlp.{module}.weight_packed"
+        assert names.place(own, f"language_model.{own}") == place
 
 
 @pytest.mark.skipif(not can_multiply_int4(), reason="this CPU has no 4-bit operator whose order of weights is known")
