@@ -20,21 +20,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from minivllm.checkpoints.hf_config import read_json_object
-from minivllm.checkpoints.packed_weights import PackedWeights
 from minivllm.errors import ModelError
 from minivllm.gguf.gguf_file import ROPE_TENSORS, GGUFFile, GGUFTensor, Treatment, find_gguf, hugging_face_name
 from minivllm.gguf.gguf_quants import GROUPED_BITS
-from minivllm.linear.stored_weight import QuantizedWeight, RestoredWeight, StoredWeight
+from minivllm.linear.stored_weight import QuantizedWeight, RestoredWeight, RowScaledWeight, StoredWeight
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.families.family import Family
 from minivllm.models.families.registry import FAMILIES
 from minivllm.models.layer_specs import LayerSpec
+from minivllm.weight_formats.packed_weights import FLOATS, PackedWeights, StoredPart
 
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+FLOAT_TYPES = FLOATS
 DUMMY_STD = 0.02
 
 # Buffers that old checkpoints carry and every engine computes by itself.
@@ -116,11 +116,18 @@ def iterate_weights(
 
     def rewritten(name: str, weight: StoredWeight) -> StoredWeight:
         """A quantised weight is rewritten by its values, which need not be such that its format could hold them."""
-        if isinstance(weight, QuantizedWeight):
-            values = weight.restore(dtype)
-            changed = rewrite(name, values, decoder_config)
-            return weight if changed is values else RestoredWeight(changed)
-        return rewrite(name, weight, decoder_config)
+        if not isinstance(weight, QuantizedWeight):
+            return rewrite(name, weight, decoder_config)
+        values = weight.restore(dtype)
+        new = rewrite(name, values, decoder_config)
+        if new is values:
+            return weight
+        if isinstance(weight, RowScaledWeight) and weight.rounds_inputs and weight.values.dtype == torch.int8:
+            raise ModelError(
+                f"{model_path}: inputs of {name!r} are rounded to int8, but a {decoder_config.architecture} changes "
+                f"that weight while it is loaded, which would no longer be exact: use the unquantised model."
+            )
+        return RestoredWeight(new)
 
     return ((name, rewritten(name, weight)) for name, weight in weights)
 
@@ -212,11 +219,11 @@ def _treatment(type_name: str, kept_bits: frozenset[int]) -> Treatment:
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """Where a tensor lies: its name in the file, the file, and its shape."""
+    """Where a tensor lies: its name in the file, the file, and what that file's header says of it."""
 
     name: str
     path: Path
-    shape: Shape
+    header: StoredPart
 
 
 def _safetensors_weights(
@@ -232,27 +239,21 @@ def _safetensors_weights(
         return left_out or _is_ignored(name, expected)
 
     for path in files:
-        for stored, shape in _read_header(path, packed).items():
+        for stored, header in read_header(path, packed).items():
             name = family.own_name(_full_name(stored))
-            if (
-                stored.startswith(family.left_out)
-                or _is_ignored(name, expected)
-                or (packed is not None and packed.is_unused(name))
-            ):
+            if is_unused(stored, name):
                 continue
             if name in stored_in:
                 raise ModelError(f"{path}: tensor {name!r} is also in {stored_in[name]}.")
             stored_in[name] = path
-            weight, part = (packed.place(name) if packed is not None else None) or (name, "")
-            parts_of.setdefault(weight, {})[part] = _StoredTensor(stored, path, shape)
+            weight, part = (packed.place(name, _full_name(stored)) if packed is not None else None) or (name, "")
+            parts = parts_of.setdefault(weight, {})
+            if part in parts:
+                raise ModelError(f"{path}: tensor {name!r} is what {parts[part].name!r} in {parts[part].path} is too.")
+            parts[part] = _StoredTensor(stored, path, header)
     for stored, path in listed.items():
         name = family.own_name(_full_name(stored))
-        unused = (
-            stored.startswith(family.left_out)
-            or _is_ignored(name, expected)
-            or (packed is not None and packed.is_unused(name))
-        )
-        if not unused and stored_in.get(name) != path:
+        if not is_unused(stored, name) and stored_in.get(name) != path:
             raise ModelError(
                 f"{directory / INDEX_NAME} places tensor {stored!r} in {path.name}, which does not hold it."
             )
@@ -265,20 +266,20 @@ def _safetensors_weights(
 
         found: dict[str, Shape] = {}
         for weight, parts in list(parts_of.items()):
-            if packed is not None and "" not in parts:
-                found[weight] = packed.shape(weight, {part: tensor.shape for part, tensor in parts.items()})
+            if packed is not None and parts.keys() != {""}:
+                found[weight] = packed.shape(weight, {part: tensor.header for part, tensor in parts.items()})
             elif packed is not None and weight not in expected and weight.endswith("_proj.bias"):
                 # GPTQ writers give every layer a bias, of zeros where the model has none.
                 if bool(read(parts[""]).any()):
                     raise ModelError(f"{parts[''].path}: {weight!r} is not zero, but the model has no such bias.")
                 del parts_of[weight]
             else:
-                found[weight] = parts[""].shape
+                found[weight] = parts[""].header.shape
         file_of = {name: next(iter(parts.values())).path for name, parts in parts_of.items()}
         check_tensors(*_unfused(found, expected, file_of, family), directory)
         for weight, parts in parts_of.items():
             if packed is not None and "" not in parts:
-                value = packed.assemble({part: read(tensor) for part, tensor in parts.items()}, dtype)
+                value = packed.assemble(weight, {part: read(tensor) for part, tensor in parts.items()}, dtype)
             else:
                 value = read(parts[""])
                 if family.norm_offset and weight.endswith("norm.weight"):
@@ -372,19 +373,19 @@ def open_safetensors(path: Path) -> safe_open:
         ) from error
 
 
-def _read_header(path: Path, packed: PackedWeights | None) -> dict[str, Shape]:
-    """Names and shapes in one file; safetensors itself checks that the header fits the file's length."""
-    shapes: dict[str, Shape] = {}
+def read_header(path: Path, packed: PackedWeights | None) -> dict[str, StoredPart]:
+    """Types and shapes by name in one file; safetensors itself checks that the header fits the file's length."""
+    described: dict[str, StoredPart] = {}
     with open_safetensors(path) as file:
         names: Iterable[str] = file.keys()
         for name in names:
             view = file.get_slice(name)
-            place = packed.place(name) if packed is not None else None
-            own_type = packed.stored_type(place[1]) if packed is not None and place is not None else ""
-            if view.get_dtype() not in (*FLOAT_TYPES, own_type) and not _IGNORED.fullmatch(name):
+            place = packed.place(_full_name(name), _full_name(name)) if packed is not None else None
+            allowed = packed.stored_types(*place) if packed is not None and place is not None else FLOAT_TYPES
+            is_unused = _IGNORED.fullmatch(name) or (packed is not None and packed.is_unused(name))
+            if view.get_dtype() not in allowed and not is_unused:
                 raise ModelError(
-                    f"{path}: tensor {name!r} is stored as {view.get_dtype()}, but must be one of "
-                    f"{', '.join(filter(None, (*FLOAT_TYPES, own_type)))}."
+                    f"{path}: tensor {name!r} is stored as {view.get_dtype()}, but must be one of {', '.join(allowed)}."
                 )
-            shapes[name] = tuple(view.get_shape())
-    return shapes
+            described[name] = StoredPart(view.get_dtype(), tuple(view.get_shape()))
+    return described

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from minivllm.checkpoints.packed_weights import read_quantization
 from minivllm.errors import ModelError
 from minivllm.gguf.gguf_config import read_gguf_config
 from minivllm.gguf.gguf_file import find_gguf
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.families.entries import MAX_VOCAB_SIZE, MAX_WIDTH, Entries
 from minivllm.models.families.registry import find_family
+from minivllm.weight_formats.quantization_config import read_quantization
 
 MAX_CONFIG_BYTES = 64 * 1024 * 1024
 

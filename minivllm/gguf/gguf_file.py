@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from minivllm.errors import ModelError
-from minivllm.gguf.gguf_quants import BLOCK_LAYOUTS, GROUP_SIZE, GROUPED_BITS, dequantize_blocks, group_blocks
+from minivllm.gguf.gguf_quants import BLOCK_LAYOUTS, LAYOUT_OF, dequantize_blocks, group_blocks
 from minivllm.linear.stored_weight import GroupedWeight, RestoredWeight, StoredWeight
 
 MAX_METADATA_ENTRIES = 65_536
@@ -353,17 +353,18 @@ class GGUFFile:
     def grouped(self, name: str) -> GroupedWeight:
         """The stored blocks of a matrix as they are: its type must be one of GROUPED_BITS."""
         tensor = self._tensor(name)
+        layout = LAYOUT_OF[tensor.type_name]
         codes = torch.empty(tensor.shape, dtype=torch.uint8)
-        scale, offset = (torch.empty(tensor.shape[0], tensor.shape[1] // GROUP_SIZE) for _ in range(2))
+        scale, offset = (torch.empty(tensor.shape[0], tensor.shape[1] // layout.group_size) for _ in range(2))
         for first, last, chunk in self._chunks(tensor):
             pieces = group_blocks(chunk, tensor.type_name)
-            for flat, piece, size in zip((codes, scale, offset), pieces, (1, GROUP_SIZE, GROUP_SIZE)):
+            for flat, piece, size in zip((codes, scale, offset), pieces, (1, layout.group_size, layout.group_size)):
                 flat.view(-1)[first // size : last // size] = torch.from_numpy(piece).view(-1)
-        return GroupedWeight(codes, scale, offset, bits=GROUPED_BITS[tensor.type_name])
+        return GroupedWeight(codes, scale, offset, bits=layout.bits)
 
     def _chunks(self, tensor: GGUFTensor) -> Iterator[tuple[int, int, bytes]]:
         """(first element, last element + 1, stored bytes) of one run of whole blocks after the other."""
-        layout = next(layout for layout in BLOCK_LAYOUTS.values() if layout.name == tensor.type_name)
+        layout = LAYOUT_OF[tensor.type_name]
         blocks_per_chunk = DEQUANTIZE_CHUNK // layout.elements
         num_blocks = tensor.num_bytes // layout.num_bytes
         for first in range(0, num_blocks, blocks_per_chunk):

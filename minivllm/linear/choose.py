@@ -18,8 +18,11 @@ from minivllm.linear.quantized_methods import (
     Float8Linear,
     Int4Linear,
     Int8Linear,
+    OrderedInputs,
+    RoundedInputs,
+    SpreadGroups,
 )
-from minivllm.linear.stored_weight import Float8Weight, GroupedWeight, StoredWeight
+from minivllm.linear.stored_weight import GroupedWeight, RowScaledWeight, StoredWeight
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +79,8 @@ class MethodChooser:
             return self._round(name, weight) if self.quantization else (None, _UNQUANTIZED)
         if isinstance(weight, GroupedWeight):
             return self._multiply_groups(weight)
-        fits = weight.shape[0] % FLOAT8_MULTIPLE == weight.shape[1] % FLOAT8_MULTIPLE == 0
-        if isinstance(weight, Float8Weight) and fits and self.policy.multiplies_float8 and self.dtype == torch.bfloat16:
-            return Float8Linear(), "float8 as stored"
+        if isinstance(weight, RowScaledWeight):
+            return self._multiply_rows(weight)
         return None, "stored in a format that nothing here multiplies, dequantised"
 
     def _round(self, name: str, weight: Tensor) -> tuple[LinearMethod, str]:
@@ -107,13 +109,39 @@ class MethodChooser:
 
     def _multiply_groups(self, weight: GroupedWeight) -> tuple[LinearMethod | None, str]:
         """A weight in groups is multiplied as it is."""
-        why = f"{weight.bits} bits as stored, groups of {weight.group_size}"
+        bits, group = weight.bits, weight.group_size
+        method: LinearMethod | None = None
+        why = f"{bits} bits as stored, groups of {group}" + ("" if weight.order is None else " of inputs in an order")
         if not self.policy.on_cpu:
-            return DequantizedGroupLinear(weight.group_size, weight.bits, self.dtype), why
-        size = next((size for size in INT4_GROUP_SIZES if weight.group_size % size == 0), None)
-        if size is None or not self.policy.multiplies_int4:
+            method = DequantizedGroupLinear(group, bits, self.dtype)
+        elif self.policy.multiplies_int4:
+            smallest = min(INT4_GROUP_SIZES)
+            size = next((size for size in INT4_GROUP_SIZES if group % size == 0), None)
+            if size is not None:
+                method = Int4Linear(weight.shape[0], size, bits, self.dtype)
+            elif bits == 4 and 2 * group == smallest:  # any wider and the values themselves would take less memory
+                method = SpreadGroups(Int4Linear(weight.shape[0], smallest, bits, self.dtype), group, smallest)
+        if method is None:
             return None, f"{why}, which this CPU's operator does not multiply, dequantised"
-        return Int4Linear(weight.shape[0], size, weight.bits, self.dtype), why
+        return (method if weight.order is None else OrderedInputs(method)), why
+
+    def _multiply_rows(self, weight: RowScaledWeight) -> tuple[LinearMethod | None, str]:
+        """A weight with a scale per output: int8 as it is everywhere, float8 where its inputs may be rounded too."""
+        rows, inputs = weight.shape
+        if weight.values.dtype == torch.int8:
+            method = (Int8Linear if self.policy.on_cpu else DequantizedInt8Linear)(self.dtype)
+            return (
+                (RoundedInputs(method), "int8 as stored, inputs of 8 bits")
+                if weight.rounds_inputs
+                else (
+                    method,
+                    "int8 as stored",
+                )
+            )
+        fits = weight.rounds_inputs and rows % FLOAT8_MULTIPLE == inputs % FLOAT8_MULTIPLE == 0
+        if fits and self.policy.multiplies_float8 and self.dtype == torch.bfloat16:
+            return Float8Linear(), "float8 as stored"
+        return None, "float8, dequantised, since nothing here multiplies it with inputs that are not rounded"
 
 
 _UNQUANTIZED = "not quantised"

@@ -169,7 +169,7 @@ class Linear:
 
     def _finish(self) -> None:
         """All parts are there: choose the method and prepare its tensors."""
-        weight = stack([self._weights.pop(name) for name in self.sizes], self._dtype)
+        weight = stack({name: self._weights.pop(name) for name in self.sizes}, self._dtype)
         bias = torch.cat([self._biases.pop(name) for name in self.sizes]) if self._has_bias else None
         method = self._choose("+".join(self.sizes), weight)
         if method is None:

@@ -6,7 +6,7 @@ there is one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -17,8 +17,8 @@ from kernels_triton_free.quantized_linear import INT4_LANES, int4_linear, int4_r
 from minivllm.linear.layer import LinearMethod, LinearTensors
 from minivllm.linear.stored_weight import (
     FLOAT8_MAX,
-    Float8Weight,
     GroupedWeight,
+    RowScaledWeight,
     StoredWeight,
     round_to_float8_rows,
     round_to_groups,
@@ -41,6 +41,8 @@ class Int8Linear(LinearMethod):
     gathers_rows: ClassVar[bool] = True
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        if isinstance(weight, RowScaledWeight):
+            return _with_bias((weight.values.contiguous(), weight.scale.to(self.dtype)), bias)
         assert isinstance(weight, Tensor), "a quantised weight is never rounded again"
         return _with_bias(round_to_int8_rows(weight, self.dtype), bias)
 
@@ -57,6 +59,28 @@ class DequantizedInt8Linear(Int8Linear):
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         out = F.linear(x, tensors[0].to(x.dtype)) * tensors[1].view(-1)
         return out if len(tensors) == 2 else out + tensors[2]
+
+
+@dataclass(frozen=True)
+class RoundedInputs(LinearMethod):
+    """Inputs of 8 bits: whole numbers with a scale per token, found as the tokens come, as compressed-tensors does it.
+
+    The scale is the largest magnitude / 127.5, a number is round(x / scale) within -128 to 127. method: multiplies the
+    numbers with an int8 weight; products of such numbers are exact in every dtype. Tensors: the method's two, bias.
+    """
+
+    method: Int8Linear
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        return _with_bias(self.method.prepare(weight, None), bias)
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        scale = x.abs().amax(dim=1, keepdim=True).float() / 127.5
+        scale = torch.where(scale == 0, 1.0, scale)
+        numbers = (x.float() / scale).round().clamp(-128, 127)
+        # Moved by a power of two, so that sums of float16 do not overflow.
+        out = self.method.apply((numbers / 128).to(x.dtype), tensors[:2]).float() * (128 * scale)
+        return (out if len(tensors) == 2 else out + tensors[2].float()).to(x.dtype)
 
 
 def _in_groups(weight: StoredWeight, group_size: int, dtype: torch.dtype) -> GroupedWeight:
@@ -147,6 +171,47 @@ class DequantizedGroupLinear(LinearMethod):
 
 
 @dataclass(frozen=True)
+class OrderedInputs(LinearMethod):
+    """A weight whose inputs lie in another order. method: multiplies them so. Tensors: the order, the method's own."""
+
+    method: LinearMethod
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        assert isinstance(weight, GroupedWeight) and weight.order is not None
+        return (weight.order, *self.method.prepare(replace(weight, order=None), bias))
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        return self.method.apply(x[:, tensors[0]], tensors[1:])
+
+
+@dataclass(frozen=True)
+class SpreadGroups(LinearMethod):
+    """Groups of ``size`` inputs for a method whose smallest are of ``wide`` ones: zeros fill up the inputs of a group.
+
+    Exact, for twice the bytes of the codes where size is half of wide.
+    """
+
+    method: LinearMethod
+    size: int
+    wide: int
+    gathers_rows: ClassVar[bool] = True
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        assert isinstance(weight, GroupedWeight) and weight.group_size == self.size
+        return self.method.prepare(replace(weight, codes=self._spread(weight.codes)), bias)
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        return self.method.apply(self._spread(x), tensors)
+
+    def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
+        return self.method.rows(indices, tensors).unflatten(1, (-1, self.wide))[:, :, : self.size].flatten(1)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """[n, in] -> [n, in / size * wide]."""
+        return F.pad(values.unflatten(1, (-1, self.size)), (0, self.wide - self.size)).flatten(1)
+
+
+@dataclass(frozen=True)
 class Float8Linear(LinearMethod):
     """float8_e4m3 weights with a scale per output, and activations with a scale per token, multiplied as float8.
 
@@ -154,7 +219,7 @@ class Float8Linear(LinearMethod):
     """
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
-        if isinstance(weight, Float8Weight):
+        if isinstance(weight, RowScaledWeight):
             values, scale = weight.values, weight.scale
         else:
             assert isinstance(weight, Tensor)

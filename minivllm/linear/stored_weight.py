@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from minivllm.errors import ModelError
 
 RESTORED_ELEMENTS, ROUNDED_ELEMENTS = 1_048_576, 4_194_304
 """Weights turned into float32 at a time, where they are restored and where they are rounded."""
@@ -39,16 +42,18 @@ class QuantizedWeight(ABC):
 
 @dataclass(frozen=True)
 class GroupedWeight(QuantizedWeight):
-    """w[o, i] = codes[o, i] * scale[o, g] + offset[o, g], with g = i // group_size.
+    """w[o, order[i]] = codes[o, i] * scale[o, g] + offset[o, g], with g = i // group_size.
 
-    codes uint8 [out, in], 0 to 2^bits - 1; scale and offset float32 [out, in / group_size]. GGUF's Q4_0, Q4_1, Q4_K, Q5
-    and Q8_0, AWQ and GPTQ all are this.
+    codes uint8 [out, in], 0 to 2^bits - 1; scale and offset float32 [out, in / group_size]. order int64 [in]: inputs in
+    the order in which they lie here, None where that is their own (GPTQ puts inputs of a similar weight into a group).
+    All of GGUF's types that are multiplied as they are, AWQ, GPTQ and compressed-tensors' whole numbers are this.
     """
 
     codes: Tensor
     scale: Tensor
     offset: Tensor
     bits: int
+    order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,45 +63,56 @@ class GroupedWeight(QuantizedWeight):
     def group_size(self) -> int:
         return self.codes.shape[1] // self.scale.shape[1]
 
-    def part(self, rows: slice, columns: slice) -> GroupedWeight:
+    def part(self, rows: slice, columns: slice) -> QuantizedWeight:
         size = self.group_size
         start, stop, _ = columns.indices(self.codes.shape[1])
+        if self.order is not None and stop - start < self.codes.shape[1]:
+            # Any number of inputs of any group may lie in a shard.
+            return RestoredWeight(self.part(rows, slice(None)).restore(torch.float32)[:, columns])
         if start % size or stop % size:
             whole = self.in_groups_of(next(n for n in range(size, 0, -1) if not (size % n or start % n or stop % n)))
             return whole.part(rows, columns)
         groups = slice(start // size, stop // size)
-        return GroupedWeight(
-            self.codes[rows, columns], self.scale[rows, groups], self.offset[rows, groups], bits=self.bits
+        return replace(
+            self, codes=self.codes[rows, columns], scale=self.scale[rows, groups], offset=self.offset[rows, groups]
         )
 
     def in_groups_of(self, size: int) -> GroupedWeight:
         """The same values in smaller groups, several of which share their scale. size divides group_size."""
         times = self.group_size // size
-        return GroupedWeight(
-            self.codes, self.scale.repeat_interleave(times, 1), self.offset.repeat_interleave(times, 1), bits=self.bits
+        return replace(
+            self, scale=self.scale.repeat_interleave(times, 1), offset=self.offset.repeat_interleave(times, 1)
         )
 
     def restore(self, dtype: torch.dtype) -> Tensor:
         out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
         for piece in _pieces(self.shape, RESTORED_ELEMENTS):
             codes = self.codes[piece].float().unflatten(1, (-1, self.group_size))
-            out[piece] = (codes * self.scale[piece, :, None] + self.offset[piece, :, None]).flatten(1)
+            values = (codes * self.scale[piece, :, None] + self.offset[piece, :, None]).flatten(1)
+            if self.order is None:
+                out[piece] = values
+            else:
+                out[piece, self.order] = values.to(dtype)
         return out
 
 
 @dataclass(frozen=True)
-class Float8Weight(QuantizedWeight):
-    """w[o, i] = values[o, i] * scale[o]: values float8_e4m3fn [out, in], scale float32 [out, 1]."""
+class RowScaledWeight(QuantizedWeight):
+    """w[o, i] = values[o, i] * scale[o]: values float8_e4m3fn or int8 [out, in], scale float32 [out, 1].
+
+    rounds_inputs: the layer was made for inputs that are rounded to 8 bits too, with a scale per token.
+    """
 
     values: Tensor
     scale: Tensor
+    rounds_inputs: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
 
-    def part(self, rows: slice, columns: slice) -> Float8Weight:
-        return Float8Weight(self.values[rows, columns], self.scale[rows])
+    def part(self, rows: slice, columns: slice) -> RowScaledWeight:
+        return replace(self, values=self.values[rows, columns], scale=self.scale[rows])
 
     def restore(self, dtype: torch.dtype) -> Tensor:
         out = torch.empty(self.shape, dtype=dtype, device=self.values.device)
@@ -126,29 +142,51 @@ StoredWeight = Tensor | QuantizedWeight
 """A weight as a checkpoint holds it."""
 
 
-def stack(parts: Sequence[StoredWeight], dtype: torch.dtype) -> StoredWeight:
-    """Matrices one below the other. Those that cannot share one quantised form are restored to ``dtype`` first."""
-    if len(parts) == 1:
-        return parts[0]
-    tensors = [part for part in parts if isinstance(part, Tensor)]
-    if len(tensors) == len(parts):
-        return torch.cat(tensors)
-    grouped = [part for part in parts if isinstance(part, GroupedWeight)]
-    if len(grouped) == len(parts) and len({part.group_size for part in grouped}) == 1:
-        return GroupedWeight(
-            torch.cat([part.codes for part in grouped]),
-            torch.cat([part.scale for part in grouped]),
-            torch.cat([part.offset for part in grouped]),
-            bits=max(part.bits for part in grouped),
-        )
-    eights = [part for part in parts if isinstance(part, Float8Weight)]
-    if len(eights) == len(parts):
+SMALLEST_SHARED_GROUP = 16
+"""Groups into which matrices of other group sizes are cut to be stacked: with less, scales outweigh the codes."""
+
+
+def stack(parts: Mapping[str, StoredWeight], dtype: torch.dtype) -> StoredWeight:
+    """Matrices, by the name of their layer, one below the other.
+
+    Those that cannot share one quantised form are restored to ``dtype`` first. Raises ModelError where only some of
+    the layers, or not all in the same way, round their inputs to whole numbers: they share one input.
+    """
+    weights = list(parts.values())
+    if len(weights) == 1:
+        return weights[0]
+    if all(isinstance(weight, Tensor) for weight in weights):
+        return torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
+    grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
+    if len(grouped) == len(weights) and all(_same_order(grouped[0].order, weight.order) for weight in grouped):
+        sizes = {weight.group_size for weight in grouped}
+        size = math.gcd(*sizes)
+        if len(sizes) == 1 or size >= SMALLEST_SHARED_GROUP:
+            grouped = [weight if weight.group_size == size else weight.in_groups_of(size) for weight in grouped]
+            return GroupedWeight(
+                torch.cat([weight.codes for weight in grouped]),
+                torch.cat([weight.scale for weight in grouped]),
+                torch.cat([weight.offset for weight in grouped]),
+                bits=max(weight.bits for weight in grouped),
+                order=grouped[0].order,
+            )
+    rows = [weight for weight in weights if isinstance(weight, RowScaledWeight)]
+    if len(rows) == len(weights) and len({(weight.values.dtype, weight.rounds_inputs) for weight in rows}) == 1:
         # Bytes, because PyTorch cannot concatenate float8 everywhere.
-        values = torch.cat([part.values.view(torch.uint8) for part in eights]).view(torch.float8_e4m3fn)
-        return Float8Weight(values, torch.cat([part.scale for part in eights]))
+        values = torch.cat([weight.values.view(torch.uint8) for weight in rows]).view(rows[0].values.dtype)
+        return RowScaledWeight(values, torch.cat([weight.scale for weight in rows]), rows[0].rounds_inputs)
+    if any(weight.rounds_inputs and weight.values.dtype == torch.int8 for weight in rows):
+        raise ModelError(
+            f"{', '.join(parts)} are computed as one product, but the checkpoint rounds the inputs of only some of "
+            f"them to int8, which is not supported: quantise them alike."
+        )
     return RestoredWeight(
-        torch.cat([part.to(dtype) if isinstance(part, Tensor) else part.restore(dtype) for part in parts])
+        torch.cat([weight.to(dtype) if isinstance(weight, Tensor) else weight.restore(dtype) for weight in weights])
     )
+
+
+def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def round_to_int8_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

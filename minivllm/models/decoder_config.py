@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from minivllm.models.layer_specs import LayerSpec
 
+from minivllm.weight_formats.quantization_config import StoredQuantization
+
 RotaryType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
@@ -35,20 +37,6 @@ class RotaryConfig:
     attention_factor: float = 1.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredQuantization:
-    """How a checkpoint's linear layers are quantised, as its quantization_config says.
-
-    group_size: inputs that share a scale (AWQ, GPTQ); 0 is a whole row. zeros_minus_one: GPTQ's first format stores
-    each zero point less one. block: outputs and inputs that share a scale (fp8), if it has blocks.
-    """
-
-    method: Literal["awq", "gptq", "fp8"]
-    group_size: int = 0
-    zeros_minus_one: bool = False
-    block: tuple[int, int] | None = None
 
 
 class Reach(NamedTuple):

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
-from minivllm.checkpoints.packed_weights import read_quantization
 from minivllm.errors import ConfigError, ModelError
-from minivllm.linear.stored_weight import Float8Weight, GroupedWeight, QuantizedWeight, RestoredWeight
+from minivllm.linear.stored_weight import GroupedWeight, QuantizedWeight, RestoredWeight, RowScaledWeight
+from minivllm.weight_formats.quantization_config import read_quantization
 from tests.parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
 
 TinyModel = Callable[..., Path]
@@ -25,11 +25,11 @@ Tensors = dict[str, torch.Tensor]
 GROUP = 32
 
 
-def words(nibbles: list[np.ndarray]) -> torch.Tensor:
-    """Eight arrays of 4-bit numbers as one of int32, the first in the lowest bits."""
-    word = np.zeros(nibbles[0].shape, dtype=np.uint32)
-    for place, nibble in enumerate(nibbles):
-        word |= nibble.astype(np.uint32) << np.uint32(4 * place)
+def words(numbers: list[np.ndarray]) -> torch.Tensor:
+    """Eight arrays of 4-bit numbers, or four of 8 bits, as one of int32, the first in the lowest bits."""
+    word = np.zeros(numbers[0].shape, dtype=np.uint32)
+    for place, each in enumerate(numbers):
+        word |= each.astype(np.uint32) << np.uint32(32 // len(numbers) * place)
     return torch.from_numpy(word.view(np.int32).copy())
 
 
@@ -43,11 +43,14 @@ def pack_awq(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray) -> Tensor
     }
 
 
-def pack_gptq(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, less: int, g_idx: np.ndarray | None) -> Tensors:
+def pack_gptq(
+    codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, bits: int, less: int, g_idx: np.ndarray | None
+) -> Tensors:
     """Words along the inputs for codes, along the outputs for zeros, which are stored ``less`` one."""
+    count = 32 // bits
     packed = {
-        "qweight": words([codes[first::8] for first in range(8)]),
-        "qzeros": words([(zeros[:, first::8] - less) & 15 for first in range(8)]),
+        "qweight": words([codes[first::count] for first in range(count)]),
+        "qzeros": words([(zeros[:, first::count] - less) & (2**bits - 1) for first in range(count)]),
         "scales": torch.from_numpy(scales.astype(np.float16)),
     }
     return packed if g_idx is None else {**packed, "g_idx": torch.from_numpy(g_idx.astype(np.int32))}
@@ -64,16 +67,20 @@ def quantised_copy(
             stored[name] = weights[name]
             continue
         out, inner = weights[name].shape
-        codes, group_of = random.integers(0, 16, (inner, out)), np.arange(inner) // GROUP
-        zeros = random.integers(0, 16, (inner // GROUP, out))
-        scales = random.uniform(0.01, 0.05, zeros.shape).astype(np.float16)
+        bits = settings.get("bits", 4)
+        codes, group_of = random.integers(0, 2**bits, (inner, out)), np.arange(inner) // GROUP
+        zeros = random.integers(0, 2**bits, (inner // GROUP, out))
+        scales = (random.uniform(0.01, 0.05, zeros.shape) * 16 / 2**bits).astype(np.float16)
         if settings.get("desc_act"):
-            random.shuffle(group_of)
+            # q, k and v share their inputs and with them the order
+            np.random.default_rng(inner).shuffle(group_of)
+        if settings.get("ragged"):
+            group_of[GROUP] = 0
         if method == "awq":
             parts = pack_awq(codes, zeros, scales)
         else:
             less = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
-            parts = pack_gptq(codes, zeros, scales, less, None if settings.get("no_g_idx") else group_of)
+            parts = pack_gptq(codes, zeros, scales, bits, less, None if settings.get("no_g_idx") else group_of)
             if name.removesuffix("weight") + "bias" not in weights:
                 stored[name.removesuffix("weight") + "bias"] = torch.zeros(out, dtype=torch.float16)
         values = (codes - zeros[group_of]) * scales.astype(np.float64)[group_of]
@@ -132,7 +139,10 @@ PACKED = [
     pytest.param("gptq", {}, GroupedWeight, id="gptq"),
     pytest.param("gptq", {"no_g_idx": True}, GroupedWeight, id="gptq without g_idx"),
     pytest.param("gptq", {"checkpoint_format": "gptq_v2"}, GroupedWeight, id="gptq v2"),
-    pytest.param("gptq", {"desc_act": True}, RestoredWeight, id="gptq by activation"),
+    pytest.param("gptq", {"desc_act": True}, GroupedWeight, id="gptq by activation"),
+    pytest.param("gptq", {"ragged": True}, RestoredWeight, id="gptq with groups of different sizes"),
+    pytest.param("gptq", {"bits": 8}, GroupedWeight, id="gptq 8 bits"),
+    pytest.param("gptq", {"bits": 8, "desc_act": True}, GroupedWeight, id="gptq 8 bits by activation"),
 ]
 
 
@@ -164,7 +174,7 @@ def test_float8_checkpoints_are_read_with_their_scales(tiny_model: TinyModel, tm
     path, reference, values = float8_copy(tiny_model("llama"), tmp_path, kind)
     weights = loaded(path)
     first, untouched = weights["model.layers.0.mlp.down_proj.weight"], weights["model.layers.2.mlp.down_proj.weight"]
-    assert type(first) is (RestoredWeight if kind == "block" else Float8Weight)
+    assert type(first) is (RestoredWeight if kind == "block" else RowScaledWeight)
     assert isinstance(untouched, torch.Tensor)
     for name, weight in weights.items():
         got = weight.restore(torch.float32) if isinstance(weight, QuantizedWeight) else weight
@@ -224,8 +234,14 @@ def test_a_bias_that_the_model_does_not_have_must_be_zero(tiny_model: TinyModel,
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
-        ({"quant_method": "bitsandbytes"}, r"config\.json.*'bitsandbytes'.*supported are awq and gptq .*, and fp8"),
-        ({"quant_method": "gptq", "bits": 3}, "3 bits is not supported, only with 4"),
+        (
+            {"quant_method": "bitsandbytes"},
+            r"config\.json.*'bitsandbytes'.*supported are awq with 4 bits, gptq .* fp8,",
+        ),
+        ({"quant_method": "gptq", "bits": 3}, "gptq with 3 bits is not supported, only with 4 or 8"),
+        ({"quant_method": "gptq", "bits": 2}, "gptq with 2 bits is not supported, only with 4 or 8"),
+        ({"quant_method": "gptq", "bits": True}, "gptq with True bits is not supported"),
+        ({"quant_method": "awq", "bits": 8}, "awq with 8 bits is not supported, only with 4:"),
         ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' is not supported, only 'gemm'"),
         ({"quant_method": "awq", "group_size": "x"}, "group_size is 'x'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\]"),

@@ -16,8 +16,9 @@ from torch import Tensor
 from kernels_triton_free.quantized_linear import INT4_MAX_ROWS, INT8_MAX_ROWS, can_multiply_int4
 from minivllm import LLM
 from minivllm.errors import ConfigError
+from minivllm.linear.quantized_methods import Int4Linear, SpreadGroups
 from minivllm.linear.stored_weight import round_to_groups, round_to_int8_rows
-from tests.gguf_models import write_gguf
+from tests.gguf_models import stored_blocks, write_gguf
 from tests.parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
 
 pytestmark = pytest.mark.skipif(
@@ -96,7 +97,7 @@ def stored_in(types: dict[str, str]) -> Values:
     def values(name: str, weight: Tensor) -> Tensor:
         type_name = next((kind for part, kind in types.items() if part in name), "F32")
         number = gguf.GGMLQuantizationType[type_name]
-        stored = gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), number), number)
+        stored = gguf.quants.dequantize(stored_blocks(name, weight.numpy(), type_name), number)
         return torch.from_numpy(stored.copy())
 
     return values
@@ -126,6 +127,40 @@ def test_a_gguf_file_is_multiplied_in_its_own_blocks(
         assert_logits_equal(llm, reference, lengths=[1, 2, INT4_MAX_ROWS + 1])
     for type_name in set(types.values()):
         assert f"of type {type_name} keep their blocks" in caplog.text
+
+
+@pytest.mark.parametrize("type_name", ["Q5_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"])
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_types_that_the_gguf_package_only_reads_are_multiplied_too(
+    tiny_model: TinyModel,
+    tmp_path: Path,
+    type_name: str,
+    quantization: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Random blocks in place of the weights: transformers computes with what the package reads of them."""
+    source = tiny_model("llama-tied", hidden_size=256, intermediate_size=256)
+    types = {"proj": type_name, "embed": type_name}
+    write_gguf(source, tmp_path / "model.gguf", "llama", types)
+    reference = with_values(source, tmp_path / "reference", stored_in(types), tied=True)
+    with (
+        caplog.at_level("INFO"),
+        tiny_llm(tmp_path / "model.gguf", quantization=quantization, tokenizer=str(source)) as llm,
+    ):
+        assert_logits_equal(llm, reference, lengths=[1, 2, INT4_MAX_ROWS + 1])
+    assert (f"of type {type_name} keep their blocks" in caplog.text) is (quantization is not None)
+
+
+def test_matrices_of_one_product_may_have_blocks_of_different_sizes(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tiny_model("llama-tied", hidden_size=256, intermediate_size=256)
+    types = {"v_proj": "Q4_1", "down_proj": "Q6_K", "proj": "Q2_K", "embed": "Q5_K"}
+    write_gguf(source, tmp_path / "model.gguf", "llama", types)
+    reference = with_values(source, tmp_path / "reference", stored_in(types), tied=True)
+    with tiny_llm(tmp_path / "model.gguf", quantization="int4", tokenizer=str(source)) as llm:
+        assert_logits_equal(llm, reference, lengths=[5])
+        qkv, _, _, down = decoder_of(llm).layers[0].linears
+        assert qkv.method == SpreadGroups(Int4Linear(qkv.out_features, 32, 4, torch.float32), 16, 32)
+        assert not isinstance(down.method, SpreadGroups | Int4Linear)
 
 
 def test_int8_keeps_blocks_of_8_bits_and_rounds_the_others(tiny_model: TinyModel, tmp_path: Path) -> None:

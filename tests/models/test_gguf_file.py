@@ -19,6 +19,7 @@ from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
 from minivllm.gguf.gguf_file import GGUFFile, find_gguf, hugging_face_name, unpermute_rotary_rows
 from minivllm.gguf.gguf_quants import BLOCK_LAYOUTS, GROUPED_BITS, dequantize_blocks, group_blocks
+from tests.gguf_models import finite_blocks
 from tests.models.rotary_reference import llama3_factors
 
 TYPES = {layout.name: number for number, layout in BLOCK_LAYOUTS.items()}
@@ -72,13 +73,7 @@ def test_every_supported_type_dequantises_as_the_gguf_package_does(type_name: st
 
 @pytest.mark.parametrize("type_name", list(GROUPED_BITS))
 def test_groups_of_a_type_are_exactly_its_values(type_name: str) -> None:
-    random = np.random.default_rng(1)
-    blocks = random.integers(
-        0, 256, size=(50, next(x.num_bytes for x in BLOCK_LAYOUTS.values() if x.name == type_name))
-    )
-    for start in (0, 2):  # scale and offset, kept finite
-        blocks[:, start : start + 2] = random.normal(size=(50, 1)).astype("<f2").view(np.uint8)
-    data = blocks.astype(np.uint8).tobytes()
+    data = finite_blocks(type_name, 50, seed=1).tobytes()
     codes, scale, offset = group_blocks(data, type_name)
     assert codes.dtype == np.uint8 and codes.max() < 2 ** GROUPED_BITS[type_name]
     values = codes.astype(np.float32) * scale[:, None] + offset[:, None]
@@ -248,6 +243,8 @@ BROKEN = {
     "product overflows": (header(tensors=1) + tensor("w", [2**32, 2**32]), "'w'"),
     "unknown tensor type": (header(tensors=1) + tensor("w", [32], kind=99), "'w'"),
     "row of half a block": (header(tensors=1) + tensor("w", [33], kind=3), "'w'"),
+    "row of half a super-block": (header(tensors=1) + tensor("w", [128], kind=11), "'w'"),
+    "super-blocks beyond the end": (header(tensors=1) + tensor("w", [256, 40], kind=10), "'w'"),
     "beyond the end": (header(tensors=1) + tensor("w", [32], offset=2**40), "'w'"),
     "offset wraps around": (header(tensors=1) + tensor("w", [32], offset=2**64 - 32), "'w'"),
     "misaligned": (header(tensors=1) + tensor("w", [32], offset=4), "'w'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,8 +18,11 @@ from minivllm.linear.quantized_methods import (
     Float8Linear,
     Int4Linear,
     Int8Linear,
+    OrderedInputs,
+    RoundedInputs,
+    SpreadGroups,
 )
-from minivllm.linear.stored_weight import Float8Weight, GroupedWeight, RestoredWeight
+from minivllm.linear.stored_weight import GroupedWeight, RestoredWeight, RowScaledWeight
 
 BF16 = torch.bfloat16
 CPU = DevicePolicy(type="cpu", multiplies_int4=True)
@@ -25,7 +30,8 @@ OLD_CPU = DevicePolicy(type="cpu")
 AMPERE = DevicePolicy(type="cuda", capability=(8, 0))
 ADA, HOPPER = DevicePolicy(type="cuda", capability=(8, 9)), DevicePolicy(type="cuda", capability=(9, 0))
 PLAIN = torch.ones(64, 96)
-EIGHTS = Float8Weight(PLAIN.to(torch.float8_e4m3fn), torch.ones(64, 1))
+EIGHTS = RowScaledWeight(PLAIN.to(torch.float8_e4m3fn), torch.ones(64, 1), rounds_inputs=True)
+INTS = RowScaledWeight(PLAIN.to(torch.int8), torch.ones(64, 1))
 
 
 def grouped(group: int, bits: int = 4, inputs: int = 96) -> GroupedWeight:
@@ -67,13 +73,23 @@ def test_a_plain_weight_is_rounded_as_asked_for(
         (CPU, grouped(96), Int4Linear(64, 32, 4, BF16)),  # one group per row becomes three with the same scale
         (CPU, grouped(128, inputs=256), Int4Linear(64, 128, 4, BF16)),
         (CPU, grouped(512, inputs=512), Int4Linear(64, 256, 4, BF16)),
-        (CPU, grouped(16), None),
+        (CPU, grouped(16), SpreadGroups(Int4Linear(64, 32, 4, BF16), 16, 32)),
+        (CPU, grouped(16, bits=8), None),
+        (CPU, grouped(8), None),
+        (CPU, replace(grouped(32), order=torch.arange(96)), OrderedInputs(Int4Linear(64, 32, 4, BF16))),
+        (OLD_CPU, replace(grouped(32), order=torch.arange(96)), None),
+        (AMPERE, replace(grouped(32), order=torch.arange(96)), OrderedInputs(DequantizedGroupLinear(32, 4, BF16))),
+        (CPU, INTS, Int8Linear(BF16)),
+        (AMPERE, INTS, DequantizedInt8Linear(BF16)),
+        (OLD_CPU, replace(INTS, rounds_inputs=True), RoundedInputs(Int8Linear(BF16))),
+        (AMPERE, replace(INTS, rounds_inputs=True), RoundedInputs(DequantizedInt8Linear(BF16))),
         (OLD_CPU, grouped(32), None),
         (AMPERE, grouped(16), DequantizedGroupLinear(16, 4, BF16)),
         (HOPPER, EIGHTS, Float8Linear()),
         (AMPERE, EIGHTS, None),
         (CPU, EIGHTS, None),
-        (HOPPER, Float8Weight(EIGHTS.values[:40], EIGHTS.scale[:40]), None),
+        (HOPPER, replace(EIGHTS, rounds_inputs=False), None),
+        (HOPPER, RowScaledWeight(EIGHTS.values[:40], EIGHTS.scale[:40], rounds_inputs=True), None),
         (CPU, RestoredWeight(PLAIN), None),
     ],
 )

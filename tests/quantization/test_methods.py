@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels_triton_free.quantized_linear import INT4_MAX_ROWS, can_multiply_int4
+from minivllm.errors import ModelError
 from minivllm.linear.layer import Linear, LinearMethod, PackedLinear, Shard
 from minivllm.linear.quantized_methods import (
     DequantizedGroupLinear,
@@ -14,11 +17,15 @@ from minivllm.linear.quantized_methods import (
     Float8Linear,
     Int4Linear,
     Int8Linear,
+    OrderedInputs,
+    RoundedInputs,
+    SpreadGroups,
 )
 from minivllm.linear.stored_weight import (
-    Float8Weight,
     GroupedWeight,
     RestoredWeight,
+    RowScaledWeight,
+    StoredWeight,
     round_to_float8_rows,
     round_to_groups,
     round_to_int8_rows,
@@ -56,6 +63,8 @@ def check(method: LinearMethod, weight: object, values: Tensor, has_bias: bool, 
     out = method.apply(x, tensors)
     assert out.shape == expected.shape and out.dtype == x.dtype
     assert (out.double() - expected).abs().max() <= 1e-5 * expected.abs().max()
+    if isinstance(method, OrderedInputs):
+        return
     indices = torch.tensor([0, 63, 64, values.shape[0] - 1, 5])
     assert method.gathers_rows
     rows_found = method.rows(indices, tensors).double()
@@ -73,6 +82,80 @@ def test_the_4_bit_operator_multiplies_groups_of_4_and_8_bits(
 ) -> None:
     weight = grouped(bits, stored_group)
     check(Int4Linear(OUT, group, bits, torch.float32), weight, values_of(weight), has_bias, rows)
+
+
+@BIASES
+@pytest.mark.parametrize("rows", [1, INT4_MAX_ROWS + 1])
+@needs_int4
+def test_groups_that_are_too_small_are_filled_up_with_zeros(rows: int, has_bias: bool) -> None:
+    weight = grouped(4, 16)
+    check(SpreadGroups(Int4Linear(OUT, 32, 4, torch.float32), 16, 32), weight, values_of(weight), has_bias, rows)
+
+
+@BIASES
+@pytest.mark.parametrize(
+    "method", [Int4Linear(OUT, 32, 4, torch.float32), DequantizedGroupLinear(32, 4, torch.float32)]
+)
+@needs_int4
+def test_inputs_in_another_order_meet_their_own_weights(method: LinearMethod, has_bias: bool) -> None:
+    stored = grouped(4, 32)
+    order = torch.randperm(IN, generator=torch.Generator().manual_seed(5))
+    values = torch.empty(OUT, IN, dtype=torch.float64)
+    for place, column in enumerate(order.tolist()):
+        values[:, column] = values_of(stored)[:, place]
+    weight = replace(stored, order=order)
+    assert (weight.restore(torch.float32).double() - values).abs().max() < 1e-5
+    check(OrderedInputs(method), weight, values, has_bias, 3)
+
+
+@BIASES
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("kind", [Int8Linear, DequantizedInt8Linear])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_inputs_of_8_bits_are_rounded_token_by_token(
+    kind: type[Int8Linear], rows: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    values, scale = round_to_int8_rows(random(OUT, IN), dtype)
+    weight, bias = RowScaledWeight(values, scale.float(), rounds_inputs=True), random(OUT, seed=3).to(dtype)
+    x = (random(rows, IN, seed=4) * torch.logspace(-3, 2, rows)[:, None]).to(dtype)
+    x[-1] = 0
+    # In float32: the largest input lies on the border between two numbers, and which one it gets is part of the format.
+    steps = x.float().abs().amax(1, keepdim=True) / 127.5
+    numbers = (x.float() / steps.clamp(min=1e-30)).round().clamp(-128, 127)
+    expected = (numbers.double() * steps) @ (values.double() * scale.double()).T + (bias.double() if has_bias else 0)
+    method = RoundedInputs(kind(dtype))
+    out = method.apply(x, method.prepare(weight, bias if has_bias else None))
+    assert out.dtype == dtype
+    assert (out.double() - expected).abs().amax(1).le(4 * torch.finfo(dtype).eps * expected.abs().amax(1)).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "weight"),
+    [
+        (SpreadGroups(Int4Linear(OUT, 32, 4, torch.float32), 16, 32), grouped(4, 16)),
+        (OrderedInputs(Int4Linear(OUT, 32, 4, torch.float32)), replace(grouped(4, 32), order=torch.arange(IN).flip(0))),
+        (
+            RoundedInputs(Int8Linear(torch.float32)),
+            RowScaledWeight(*round_to_int8_rows(random(OUT, IN), torch.float32), rounds_inputs=True),
+        ),
+    ],
+)
+@needs_int4
+def test_wrapped_methods_are_traced_as_one_graph_for_any_number_of_rows(
+    method: LinearMethod, weight: StoredWeight
+) -> None:
+    tensors = method.prepare(weight, None)
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    traced = torch.compile(method.apply, backend=count, fullgraph=True, dynamic=True)
+    for rows in (5, 7, INT4_MAX_ROWS + 1):  # sizes that no tensor of the weight has
+        x = random(rows, IN, seed=rows)
+        torch.testing.assert_close(traced(x, tensors), method.apply(x, tensors))
+    assert len(graphs) == 1
 
 
 @BIASES
@@ -108,7 +191,7 @@ def test_float8_products_equal_those_of_the_rounded_operands(stored: bool, has_b
     values, scale = round_to_float8_rows(weight)
     x = random(5, 64, seed=4).to(torch.float8_e4m3fn).float()
     x[:, 0] = 448.0  # the largest activation of each token: its scale is 1
-    tensors = Float8Linear().prepare(Float8Weight(values, scale) if stored else weight, bias if has_bias else None)
+    tensors = Float8Linear().prepare(RowScaledWeight(values, scale) if stored else weight, bias if has_bias else None)
     try:
         out = Float8Linear().apply(x.bfloat16(), tensors)
     except (RuntimeError, NotImplementedError) as error:
@@ -129,26 +212,49 @@ def test_a_part_of_a_quantised_weight_is_that_part_of_its_values(bits: int, rows
     weight = grouped(bits, 64)
     values = weight.part(rows, columns).restore(torch.float32).double()
     torch.testing.assert_close(values, values_of(weight)[rows, columns], rtol=1e-6, atol=1e-5)
-    eights = Float8Weight(*round_to_float8_rows(random(OUT, IN)))
+    ordered = replace(weight, order=torch.randperm(IN, generator=torch.Generator().manual_seed(6)))
+    part = ordered.part(rows, columns).restore(torch.float32)
+    assert torch.equal(part, ordered.restore(torch.float32)[rows, columns])
+    eights = RowScaledWeight(*round_to_float8_rows(random(OUT, IN)))
     assert torch.equal(eights.part(rows, columns).restore(torch.float32), eights.restore(torch.float32)[rows, columns])
+
+
+def named(*parts: object) -> dict[str, StoredWeight]:
+    return {f"part {index}": part for index, part in enumerate(parts)}  # type: ignore[misc]
+
+
+def test_layers_that_share_an_input_must_agree_whether_it_is_rounded() -> None:
+    values, scale = round_to_int8_rows(random(7, IN), torch.float32)
+    rounding = RowScaledWeight(values, scale, rounds_inputs=True)
+    assert isinstance(stack(named(rounding, rounding), torch.float32), RowScaledWeight)
+    for other in (random(7, IN), RowScaledWeight(values, scale), grouped(8, 32)):
+        with pytest.raises(ModelError, match=r"part 0, part 1 are computed as one product.*quantise them alike"):
+            stack(named(other, rounding), torch.float32)
 
 
 def test_stacked_weights_keep_their_form_where_they_share_one_and_their_values_always() -> None:
     four, eight, coarse = grouped(4, 32), grouped(8, 32), grouped(4, 64)
-    plain, eights = random(7, IN), Float8Weight(*round_to_float8_rows(random(9, IN)))
+    plain, eights = random(7, IN), RowScaledWeight(*round_to_float8_rows(random(9, IN)))
+    ordered, ints = replace(four, order=torch.randperm(IN)), RowScaledWeight(*round_to_int8_rows(plain, torch.float32))
     for parts, kind in (
         ([four, four], GroupedWeight),
         ([four, eight], GroupedWeight),
-        ([eights, eights], Float8Weight),
-        ([four, coarse], RestoredWeight),
+        ([eights, eights], RowScaledWeight),
+        ([four, coarse], GroupedWeight),
+        ([four, grouped(8, 16)], GroupedWeight),
+        ([four, grouped(4, 8)], RestoredWeight),
+        ([ordered, ordered], GroupedWeight),
+        ([four, ordered], RestoredWeight),
+        ([ints, ints], RowScaledWeight),
+        ([ints, eights], RestoredWeight),
         ([four, plain], RestoredWeight),
         ([four, eights], RestoredWeight),
     ):
-        stacked = stack(parts, torch.float32)  # type: ignore[arg-type]
+        stacked = stack(named(*parts), torch.float32)
         assert isinstance(stacked, kind)
         values = [part if isinstance(part, Tensor) else part.restore(torch.float32) for part in parts]  # type: ignore[attr-defined]
         assert torch.equal(stacked.restore(torch.float32), torch.cat(values))
-    both = stack([four, eight], torch.float32)
+    both = stack(named(four, eight), torch.float32)
     assert isinstance(both, GroupedWeight) and both.bits == 8
 
 

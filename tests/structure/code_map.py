@@ -34,6 +34,7 @@ ORDER = (
     "minivllm/structured_output",
     "minivllm/lora",
     "minivllm/checkpoints",
+    "minivllm/weight_formats",
     "minivllm/gguf",
     "minivllm/hub",
     "minivllm/server",
