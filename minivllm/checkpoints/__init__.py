@@ -1,5 +1,5 @@
 """What lies in a model's directory: its configuration and its weights (safetensors, packed formats).
 
-May import: gguf, linear, models, models.families.
+May import: gguf, linear, models, models.entries, models.families.
 Door: `iterate_weights` in checkpoint.py, `read_decoder_config` in hf_config.py.
 """
