@@ -202,6 +202,58 @@ FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteForCausalLM",
         {**GRANITE, "num_key_value_heads": 1, "residual_multiplier": 2.0, "rms_norm_eps": 1e-2},
     ),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-plain": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            "head_dim": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 16,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
 }
 
 FAMILIES: list[str] = list(FAMILY_SETTINGS)
@@ -261,7 +313,7 @@ def save_tiny_model(directory: Path, family: str, overrides: dict[str, Any]) -> 
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
                 parameter.copy_(1.0 + 0.2 * noise)
-            elif name.endswith(".bias"):
+            elif name.endswith((".bias", "_bias", "sinks")):
                 parameter.copy_(0.3 * noise)
             elif "embed_tokens" in name or "lm_head" in name:
                 parameter.copy_(0.5 * noise)

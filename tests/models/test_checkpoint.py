@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -81,6 +82,23 @@ def as_stored(ours: dict[str, torch.Tensor], family: str) -> dict[str, torch.Ten
         for first in [name for name in stored if name.split(".")[-2] == parts[0]]:
             pieces = [stored.pop(first.replace(parts[0], part)) for part in parts]
             stored[first.replace(parts[0], whole)] = torch.cat(pieces)
+    for first in [name for name in stored if ".experts.0." in name]:  # transformers stacks them when it loads them
+        matrices = [stored.pop(name) for name in sorted(stored) if re.sub(r"(experts)\.\d+", r"\1.0", name) == first]
+        stored[first.replace(".experts.0", ".experts").removesuffix(".weight")] = torch.stack(matrices)
+    for gates in [name for name in stored if name.endswith(".experts.gate_proj")]:
+        both = stored.pop(gates), stored.pop(gates.replace("gate_proj", "up_proj"))
+        stored[gates.replace("gate_proj", "gate_up_proj")] = torch.cat(both, dim=1)
+    if family.startswith("gpt-oss"):  # gates and ups in turn, [in, out]
+        stored = {name.replace(".mlp.gate.", ".mlp.router."): value for name, value in stored.items()}
+        for name in [name for name in stored if name.endswith(".experts.gate_proj.bias")]:
+            both = stored.pop(name), stored.pop(name.replace("gate_proj", "up_proj"))
+            stored[name.replace("gate_proj.bias", "gate_up_proj_bias")] = torch.stack(both, dim=-1).flatten(1)
+            down = name.replace("gate_proj", "down_proj")
+            stored[down.replace(".bias", "_bias")] = stored.pop(down)
+        for name in [name for name in stored if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+            if "gate_up" in name:
+                stored[name] = torch.stack(stored[name].chunk(2, dim=1), dim=2).flatten(1, 2)
+            stored[name] = stored[name].transpose(1, 2).contiguous()
     if family.startswith("gemma"):  # which multiplies by 1 + w
         stored = {name: value - 1 if name.endswith("norm.weight") else value for name, value in stored.items()}
     return stored
