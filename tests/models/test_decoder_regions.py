@@ -260,6 +260,7 @@ def test_what_a_spec_adds_is_traced_without_a_break(name: str) -> None:
     """As one graph, of eager operators: what they are compiled to is judged where a whole model is."""
     config = replace(CONFIGS[name], embedding_scale=4.9, logits_scale=0.5, logits_soft_cap=2.0)
     decoder, caches = new_decoder(config, random_weights(config)), new_caches(config)
+    build_regions(decoder, lambda region: region.function)
     for region, arguments in region_calls(decoder, caches):
         expected = tensors_in(region(*arguments))
         found = tensors_in(torch.compile(region, backend="aot_eager", fullgraph=True)(*arguments))
