@@ -232,7 +232,7 @@ def _safetensors_weights(
         return left_out or _is_ignored(name, expected)
 
     for path in files:
-        for stored, shape in _read_header(path, packed).items():
+        for stored, shape in read_header(path, packed).items():
             name = family.own_name(_full_name(stored))
             if (
                 stored.startswith(family.left_out)
@@ -372,7 +372,7 @@ def open_safetensors(path: Path) -> safe_open:
         ) from error
 
 
-def _read_header(path: Path, packed: PackedWeights | None) -> dict[str, Shape]:
+def read_header(path: Path, packed: PackedWeights | None) -> dict[str, Shape]:
     """Names and shapes in one file; safetensors itself checks that the header fits the file's length."""
     shapes: dict[str, Shape] = {}
     with open_safetensors(path) as file:

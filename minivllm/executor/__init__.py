@@ -1,5 +1,5 @@
 """Where workers live and how they are called.
 
-May import: config, models, worker.
+May import: config, model_facts, worker.
 Door: `Executor` in protocol.py.
 """
