@@ -24,7 +24,7 @@ from minivllm.models.eagle.config import EagleVersion, read_eagle_config
 from minivllm.models.eagle.head import EagleHead
 from minivllm.models.model import Model
 from minivllm.models.transformers_model.model import TransformersModel
-from minivllm.models.transformers_model.weights import dummy_parameters, iterate_parameters
+from minivllm.models.transformers_weights.names import dummy_parameters, iterate_parameters
 
 
 def load_model(config: EngineConfig, facts: ModelFacts) -> tuple[Model, Callable[[], None]]:

@@ -17,8 +17,9 @@ from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import Attend, CacheSpec, Hidden, HiddenTap, LayerCache, TokenInputs
 from minivllm.models.transformers_model.attention import OwnPositions, PagedLayer, Step, StepHolder, counts_positions
 from minivllm.models.transformers_model.build import build_architecture
+from minivllm.models.transformers_model.compiled import compile_layers, dummy_caches, find_layers
 from minivllm.models.transformers_model.linears import replace_linears, settle_rotary
-from minivllm.models.transformers_model.weights import CheckpointNames
+from minivllm.models.transformers_weights.names import CheckpointNames
 from minivllm.profiling.spans import span, spanned
 
 LEAK = 0.05
@@ -75,6 +76,7 @@ class TransformersModel:
         settle_rotary(self.module, max_model_len, device)
         for index, (layer, module) in enumerate(zip(self.layers, modules)):
             module.paged_layer = PagedLayer(index, layer, attention_dtype, self._holder)  # type: ignore[assignment]
+        self._compiled = find_layers(self._body, len(self.layers), self._holder)
         self._picked: Tensor | None = None
         self._compute_body = self._body.forward
         self._body.forward = self._run_body
@@ -217,7 +219,24 @@ class TransformersModel:
             self._set(name, tensor.data)
 
     def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
-        """Nothing is compiled."""
+        """Compile layer by layer what can be traced; see ``compiled``. Where nothing is compiled, layers are run as
+        they are."""
+        if not getattr(compile_region, "enabled", True):
+            for layer in self._compiled:
+                layer.module.forward = layer.compute
+            return
+        import transformers
+
+        constants = (self.config.architecture, dict(self.config.entries), transformers.__version__, self.dtype)
+        compile_layers(self._compiled, self._run_alone, compile_region, tokens, constants, self._holder)
+
+    @torch.inference_mode()
+    def _run_alone(self, count: int) -> None:
+        """A step of so many tokens that touches no cache."""
+        numbers = torch.arange(count, dtype=torch.int32, device=self.device)
+        inputs = TokenInputs(numbers % self._max_model_len, torch.zeros_like(numbers))
+        caches = dummy_caches([layer.paged for layer in self._compiled], self.cache_dtype, self.device)
+        self.forward(numbers % self.vocab_size, inputs, caches, lambda layer, q, sinks=None: q)
 
     def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
         """Run the body. Returns (final hidden states [tokens, hidden],), normalised."""
