@@ -97,7 +97,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         seed=args.seed,
         enforce_eager=args.enforce_eager,
         compile_in_background=bool(args.compile_in_background),
-        cudagraph_mode=resolve_graph_mode(args.cudagraph_mode, device, args.enforce_eager),
+        cudagraph_mode=resolve_graph_mode(args.cudagraph_mode, device, args.enforce_eager, implementation),
         cache=CacheConfig(
             block_size=args.block_size or DEFAULT_BLOCK_SIZE,
             num_blocks=args.num_gpu_blocks_override,
@@ -153,8 +153,13 @@ def resolve_token_budget(args: EngineArgs, defaults: DeviceDefaults, max_num_seq
     return defaults.max_num_batched_tokens
 
 
-def resolve_graph_mode(mode: str | None, device: str, enforce_eager: bool) -> CudaGraphMode:
-    """What cudagraph_mode means on this device. Raises ConfigError."""
+def resolve_graph_mode(
+    mode: str | None, device: str, enforce_eager: bool, implementation: str = "minivllm"
+) -> CudaGraphMode:
+    """What cudagraph_mode means on this device. Raises ConfigError.
+
+    Left open, models of transformers get no graphs: loops over the experts that are hit cannot be captured.
+    """
     if device != "cuda":
         if mode not in (None, "none"):
             raise ConfigError(
@@ -162,7 +167,7 @@ def resolve_graph_mode(mode: str | None, device: str, enforce_eager: bool) -> Cu
             )
         return "none"
     if mode is None:
-        return "none" if enforce_eager else "full_and_piecewise"
+        return "none" if enforce_eager or implementation == "transformers" else "full_and_piecewise"
     return cast(CudaGraphMode, mode)
 
 

@@ -114,3 +114,11 @@ def test_layers_that_would_mix_requests_are_refused(broken: str, tmp_path: Path)
     layer.forward = reads_neighbours if broken == "neighbours" else counts  # type: ignore[method-assign]
     with pytest.raises(ModelError, match="would mix the requests"):
         model.load_weights(iterate_parameters(directory, model.names, None))
+
+
+def test_env_says_whose_layers_compute_a_model(tmp_path: Path) -> None:
+    from minivllm.cli.engine.env import implementation
+
+    other = write_config(tmp_path, "olmo2", architectures=["Olmo2ForCausalLM"])
+    why = "minivllm's own decoder does not know Olmo2ForCausalLM"
+    assert implementation(str(other)) == {"value": "transformers", "why": why}

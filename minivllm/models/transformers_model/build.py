@@ -51,6 +51,11 @@ def build_architecture(config: TransformersConfig, dtype: torch.dtype, device: t
     except ModelError:
         raise
     except Exception as error:  # a model class raises whatever building it raises
+        if PROBE in str(error):
+            raise ModelError(
+                f"{config.source}: the attention of {config.architecture} does not go through transformers' attention "
+                "interface, and cannot be served."
+            ) from error
         raise ModelError(f"{config.source}: transformers cannot build {config.architecture}: {error}") from error
     if model._is_stateful:
         raise ModelError(
