@@ -89,14 +89,14 @@ def build_decoder_config(entries: Mapping[str, Any], generation: Mapping[str, An
         logits_scale=described.logits_scale,
         logits_soft_cap=described.logits_soft_cap,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        dtype=_dtype(entries, source),
+        dtype=read_dtype(entries, source),
         quantization=read_quantization(entries.get("quantization_config"), source),
         bos_token_id=_bos_token_id(fields, generation, vocab_size),
         eos_token_ids=_eos_token_ids(fields, generation, vocab_size),
     )
 
 
-def _dtype(entries: Mapping[str, Any], source: str) -> str:
+def read_dtype(entries: Mapping[str, Any], source: str) -> str:
     """A configuration without a dtype predates the entry, when checkpoints were float32."""
     value = entries.get("dtype") or entries.get("torch_dtype") or "float32"
     name = value.removeprefix("torch.") if isinstance(value, str) else value
@@ -131,3 +131,16 @@ def _token_ids(name: str, fields: Entries, sources: list[Mapping[str, Any]], voc
                 raise fields.refuse(name, value, f"must hold token ids from 0 to {vocab_size - 1}")
             ids[token] = None
     return tuple(ids)
+
+
+def read_token_ids(
+    name: str, sources: list[Mapping[str, Any]], default: Any, vocab_size: int, source: str
+) -> tuple[int, ...]:
+    """The token ids that the entry ``name`` of any source holds, or those of ``default`` that are in the vocabulary.
+
+    source: the file to name in the ModelError for an id outside the vocabulary.
+    """
+    if not any(name in entries for entries in sources):
+        ids = default if isinstance(default, list) else [default]
+        sources = [{name: [token for token in ids if token is not None and token < vocab_size]}]
+    return _token_ids(name, Entries({}, {}, source), sources, vocab_size)

@@ -16,6 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = (*DTYPES, "fp8_e4m3", "fp8_e5m2")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
+MODEL_IMPLS = ("auto", "minivllm", "transformers")
 QUANTIZATIONS = ("int8", "int4", "fp8")
 PERFORMANCE_MODES = ("throughput", "interactivity")
 CUDA_GRAPH_MODES = get_args(CudaGraphMode)
@@ -138,6 +139,11 @@ class EngineArgs:
     model: Annotated[str, "A short name (smollm2), a Hugging Face id, a local directory or a .gguf file."] = "smollm2"
     tokenizer: Annotated[str | None, "Where the tokenizer comes from, if not from the model."] = None
     revision: Annotated[str | None, "Branch, tag or commit of a Hugging Face id."] = None
+    model_impl: Annotated[
+        str,
+        f"Whose layers compute the model: {', '.join(MODEL_IMPLS)}. auto takes minivllm's where it knows the family, "
+        "else those of transformers, over the same cache, attention and products.",
+    ] = "auto"
     dtype: Annotated[str, f"Weights and activations: {', '.join(DTYPES)}."] = "auto"
     seed: Annotated[int, "Seeds dummy weights, and requests that bring no seed of their own."] = 0
     load_format: Annotated[str, f"{', '.join(LOAD_FORMATS)}; dummy is random weights."] = "auto"
@@ -232,6 +238,7 @@ class EngineArgs:
     ] = None
 
     def __post_init__(self) -> None:
+        _choice("model_impl", self.model_impl, MODEL_IMPLS)
         _choice("dtype", self.dtype, DTYPES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("device", self.device, DEVICES)

@@ -6,11 +6,13 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from minivllm.checkpoints.hf_config import read_decoder_config, read_json_object
+from minivllm.checkpoints.hf_config import read_json_object
 from minivllm.config import SpeculativeConfig
 from minivllm.errors import ConfigError
 from minivllm.gguf.gguf_file import GGUFFile, find_gguf
 from minivllm.hub.fetch import resolve_model
+from minivllm.model_facts.choose import read_model_facts
+from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.eagle.checkpoint import find_tensors
 from minivllm.models.eagle.config import read_eagle_config
@@ -19,12 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_draft_model(
-    config: SpeculativeConfig, target_path: Path, target: DecoderConfig, max_model_len: int, load_format: str
+    config: SpeculativeConfig, target_path: Path, target: ModelFacts, max_model_len: int, load_format: str
 ) -> SpeculativeConfig:
     """Find the draft model, and check that it speaks of the same tokens. Raises ConfigError or ModelError."""
     is_dummy = load_format == "dummy"
     path = resolve_model(str(config.model), weights=not is_dummy)
     if config.eagle_version is not None:
+        if not isinstance(target, DecoderConfig):
+            raise ConfigError(
+                f"No {config.eagle_version} head guesses for a model that {target.implementation} computes: choose "
+                "another method, such as ngram."
+            )
         head = read_eagle_config(path, config.eagle_version, target)
         if not is_dummy:
             find_tensors(path, head)
@@ -32,7 +39,7 @@ def resolve_draft_model(
         if trained_for < max_model_len:
             logger.info("The head was made for texts of %d tokens: longer ones it may guess worse.", trained_for)
         return replace(config, model_path=str(path))
-    draft = read_decoder_config(path, "dummy" if is_dummy else "auto")
+    draft = read_model_facts(path, "dummy" if is_dummy else "auto")
     advice = "take a smaller model of the same family"
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(

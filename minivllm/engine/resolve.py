@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 
 from minivllm.attention import find_attention
-from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.config import (
     CacheConfig,
     CudaGraphMode,
@@ -24,7 +23,8 @@ from minivllm.config import (
 from minivllm.engine.draft_model import resolve_draft_model
 from minivllm.errors import ConfigError
 from minivllm.hub.fetch import resolve_model
-from minivllm.models.decoder_config import DecoderConfig
+from minivllm.model_facts.choose import choose_implementation, read_model_facts
+from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.families.registry import load_family
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.scheduler.policy import make_policy
@@ -58,7 +58,7 @@ DEFAULTS: dict[str, DeviceDefaults] = {
 }
 
 
-def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
+def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     """Find the model, read its configuration, and fill in every value the user left open.
 
     Raises ConfigError for values that cannot work together, ModelError if the model cannot be had or read.
@@ -68,7 +68,8 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
     overrides = args.hf_overrides or {}
     if args.family is not None:
         overrides = {**overrides, "architectures": [load_family(args.family).architecture]}
-    decoder = read_decoder_config(path, args.load_format, overrides)
+    implementation, why = choose_implementation(path, args.load_format, overrides, args.model_impl)
+    decoder = read_model_facts(path, args.load_format, overrides, implementation)
     dtype, dtype_reason = resolve_dtype(args.dtype, decoder.dtype, device)
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
     cache_dtype, cache_reason = resolve_cache_dtype(args.kv_cache_dtype, dtype, device, capability)
@@ -96,7 +97,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
         seed=args.seed,
         enforce_eager=args.enforce_eager,
         compile_in_background=bool(args.compile_in_background),
-        cudagraph_mode=resolve_graph_mode(args.cudagraph_mode, device, args.enforce_eager),
+        cudagraph_mode=resolve_graph_mode(args.cudagraph_mode, device, args.enforce_eager, implementation),
         cache=CacheConfig(
             block_size=args.block_size or DEFAULT_BLOCK_SIZE,
             num_blocks=args.num_gpu_blocks_override,
@@ -130,6 +131,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, DecoderConfig]:
         logits_processors=tuple(args.logits_processors or ()),
     )
     logger.info("Model %s: %s, weights in %s (%s).", args.model, decoder.architecture, dtype, dtype_reason)
+    logger.info("Its layers are those of %s (%s).", implementation, why)
     logger.info(
         "Device %s; max_model_len %d, max_num_seqs %d, max_num_batched_tokens %d, KV cache in %s (%s).",
         device,
@@ -151,8 +153,13 @@ def resolve_token_budget(args: EngineArgs, defaults: DeviceDefaults, max_num_seq
     return defaults.max_num_batched_tokens
 
 
-def resolve_graph_mode(mode: str | None, device: str, enforce_eager: bool) -> CudaGraphMode:
-    """What cudagraph_mode means on this device. Raises ConfigError."""
+def resolve_graph_mode(
+    mode: str | None, device: str, enforce_eager: bool, implementation: str = "minivllm"
+) -> CudaGraphMode:
+    """What cudagraph_mode means on this device. Raises ConfigError.
+
+    Left open, models of transformers get no graphs: loops over the experts that are hit cannot be captured.
+    """
     if device != "cuda":
         if mode not in (None, "none"):
             raise ConfigError(
@@ -160,7 +167,7 @@ def resolve_graph_mode(mode: str | None, device: str, enforce_eager: bool) -> Cu
             )
         return "none"
     if mode is None:
-        return "none" if enforce_eager else "full_and_piecewise"
+        return "none" if enforce_eager or implementation == "transformers" else "full_and_piecewise"
     return cast(CudaGraphMode, mode)
 
 
@@ -177,7 +184,7 @@ def resolve_async_scheduling(args: EngineArgs, device: Device) -> bool:
     return chosen
 
 
-def resolve_speculation(values: dict[str, Any] | None, decoder: DecoderConfig) -> SpeculativeConfig | None:
+def resolve_speculation(values: dict[str, Any] | None, decoder: ModelFacts) -> SpeculativeConfig | None:
     """What speculative_config means for this model. Raises ConfigError."""
     if values is None:
         return None

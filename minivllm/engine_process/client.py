@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from minivllm.engine.core import EngineCore
     from minivllm.engine_process.process_clients import AsyncProcessClient
-    from minivllm.models.decoder_config import DecoderConfig
+    from minivllm.model_facts.facts import ModelFacts
 
 
 class EngineClient(Protocol):
@@ -99,7 +99,7 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def load_core(args: EngineArgs) -> tuple[EngineCore, DecoderConfig]:
+def load_core(args: EngineArgs) -> tuple[EngineCore, ModelFacts]:
     """Load the model into this process. Raises ConfigError or ModelError."""
     choose_wait_policy()
     logger.info("Importing torch …")

@@ -99,14 +99,14 @@ class EngineProcess:
     def _load(self) -> None:
         from minivllm.engine_process.client import load_core
 
-        self._core, decoder_config = load_core(self._start.args)
+        self._core, facts = load_core(self._start.args)
         # What exists now lives as long as the process. Collections that the loop triggers should not walk through it.
         gc.collect()
         gc.freeze()
         ready = wire.Ready(
             config=self._core.config,
-            model_vocab_size=decoder_config.vocab_size,
-            eos_token_ids=tuple(decoder_config.eos_token_ids),
+            model_vocab_size=facts.vocab_size,
+            eos_token_ids=tuple(facts.eos_token_ids),
             kv_groups=list(self._core.executor.kv_groups),
         )
         self._dealer.send(wire.Codec().encode(ready))

@@ -1,5 +1,5 @@
 """Where workers live and how they are called.
 
-May import: config, kv_cache, models, worker.
+May import: config, kv_cache, model_facts, worker.
 Door: `Executor` in protocol.py.
 """

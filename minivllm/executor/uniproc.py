@@ -10,7 +10,7 @@ from minivllm.config import EngineConfig
 from minivllm.executor.protocol import PendingOutput, check_arguments
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import SchedulerOutput, TokenMasks
-from minivllm.models.decoder_config import DecoderConfig
+from minivllm.model_facts.facts import ModelFacts
 from minivllm.worker.worker import Worker
 
 Result = TypeVar("Result")
@@ -24,19 +24,19 @@ class UniProcExecutor:
     there, in order.
     """
 
-    def __init__(self, config: EngineConfig, decoder_config: DecoderConfig) -> None:
+    def __init__(self, config: EngineConfig, facts: ModelFacts) -> None:
         has_thread = config.async_scheduling and config.device == "cpu"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker") if has_thread else None
         self._worker: Worker | None = None
-        self.vocab_size = decoder_config.vocab_size
+        self.vocab_size = facts.vocab_size
         try:
-            self.kv_groups: Sequence[GroupSpec] = self._call(self._load, config, decoder_config)
+            self.kv_groups: Sequence[GroupSpec] = self._call(self._load, config, facts)
         except BaseException:
             self.shutdown()
             raise
 
-    def _load(self, config: EngineConfig, decoder_config: DecoderConfig) -> list[GroupSpec]:
-        self._worker = Worker(config, decoder_config)
+    def _load(self, config: EngineConfig, facts: ModelFacts) -> list[GroupSpec]:
+        self._worker = Worker(config, facts)
         self._worker.load_model()
         groups = self._worker.size_cache()
         self._worker.initialize(groups)

@@ -97,6 +97,11 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     @property
+    def implementation(self) -> str:
+        """See ModelFacts."""
+        return "minivllm"
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 

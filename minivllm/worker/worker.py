@@ -20,7 +20,6 @@ from torch import Tensor
 from minivllm.attention import find_attention
 from minivllm.batch.layer_caches import kv_groups
 from minivllm.batch.paged_model import RunnerLimits
-from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.compilation.region_packages import PackagedRegionCompiler
 from minivllm.config import EngineConfig, SpeculativeConfig
@@ -38,14 +37,14 @@ from minivllm.graphs.graph_capture import CudaGraphs
 from minivllm.kv_cache.specs import GroupSpec, PoolLimits, enough_blocks, fit_pools, size_pools, total_bytes
 from minivllm.lora.manager import AdapterManager
 from minivllm.messages import EngineRequest, LoRARequest, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenMasks
-from minivllm.models.decoder_config import DecoderConfig
+from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.model import Model
 from minivllm.plugins import ATTENTION
 from minivllm.profiling.spans import listen, spanned, torch_range
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.sampling_params import SamplingParams
 from minivllm.spec_decode.speculation import Speculation, measured_step_cost
-from minivllm.worker.loading import load_draft_model, load_model
+from minivllm.worker.loading import check_weights, load_draft_model, load_model
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.pending_step import PendingStep
 
@@ -59,8 +58,8 @@ rows that compiling needs."""
 class Worker:
     """All workers are identical and receive the same SchedulerOutput; none decides anything."""
 
-    def __init__(self, config: EngineConfig, decoder_config: DecoderConfig) -> None:
-        self.config, self.decoder_config = config, decoder_config
+    def __init__(self, config: EngineConfig, facts: ModelFacts) -> None:
+        self.config, self.facts = config, facts
         self.device = torch.device(config.device)
         self.policy = DevicePolicy.of(self.device)
         self._make_attention = find_attention(config.attention_backend)
@@ -91,8 +90,8 @@ class Worker:
         """Load this worker's weights. Raises ModelError, or ConfigError for a quantisation that cannot be had."""
         started = time.perf_counter()
         logger.info("Reading the weights of %s …", self.config.model)
-        self._decoder, log_choices = load_model(self.config, self.decoder_config)
-        self._draft_decoder = load_draft_model(self.config, self._decoder, self.decoder_config)
+        self._decoder, log_choices = load_model(self.config, self.facts)
+        self._draft_decoder = load_draft_model(self.config, self._decoder, self.facts)
         if self.config.lora is not None:
             self._adapters = AdapterManager(self._decoder, self.config.lora)
         gc.collect()
@@ -196,7 +195,7 @@ class Worker:
         self.capture_graphs()
         for processor in load_logits_processors(self.config.logits_processors):
             # Not earlier: the made-up requests of the warm-up are none of theirs.
-            self.runner.sampling_state.add_processor(processor(self.decoder_config.vocab_size, self.device))
+            self.runner.sampling_state.add_processor(processor(self.facts.vocab_size, self.device))
 
     def _make_runner(self, compiler: RegionCompiler, limits: RunnerLimits) -> ModelRunner:
         return ModelRunner(self._decoder, compiler, limits, self.policy, self._make_attention, self._adapters)
@@ -366,8 +365,7 @@ class Worker:
         if directory is None:
             self.config = self._previous_config
             return
-        # Names and shapes are checked before the first tensor comes.
-        next(iterate_weights(directory, "safetensors", self.decoder_config, getattr(torch, self.config.dtype)))
+        check_weights(self.config, self.facts, self._decoder, directory)
         self._previous_config = self.config
         self.config = replace(self.config, model_path=directory, load_format="safetensors")
 

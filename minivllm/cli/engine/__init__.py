@@ -1,5 +1,5 @@
 """The engine behind a command: its flags, its start, what it would use here, what it answers.
 
-May import: cli.terminal, compilation, config, device, engine, frontend, hub, processing.
+May import: cli.terminal, compilation, config, device, engine, frontend, hub, model_facts, processing.
 Door: `EngineHost` in engine_start.py.
 """

@@ -22,6 +22,9 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "a
 
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Also say whose layers would compute this model, and why.", metavar="MODEL")
+    ] = None,
 ) -> None:
     """Show versions, devices, what will be used and why.
 
@@ -29,7 +32,20 @@ def env(
     """
     with ProgressHandler(verbose=False).status("Asking PyTorch what it finds here"):
         report = collect()
+        if model is not None:
+            report["defaults"]["implementation"] = implementation(model)
     print(json.dumps(report, indent=2) if as_json else _readable(report))
+
+
+def implementation(model: str) -> dict[str, str]:
+    """Whose layers compute a model, and why. Raises ModelError if nobody's can."""
+    from minivllm.hub.fetch import resolve_model
+    from minivllm.model_facts.choose import choose_implementation, read_model_facts
+
+    path = resolve_model(model, weights=False)
+    value, why = choose_implementation(path)
+    read_model_facts(path, wanted=value)
+    return {"value": value, "why": why}
 
 
 def collect() -> dict[str, Any]:

@@ -37,6 +37,13 @@ def load_family(name: str) -> Family:
     return family
 
 
+def is_in_table(architectures: Sequence[str], model_type: str | None) -> bool:
+    """Whether ``find_family`` finds a row."""
+    if architectures:
+        return any(name in FAMILIES for name in architectures)
+    return any(family.model_type == model_type for family in FAMILIES.values())
+
+
 def find_family(architectures: Sequence[str], model_type: str | None, source: str) -> Family:
     """The family that config.json names: by ``architectures`` when it has any, else by ``model_type``.
 

@@ -1,0 +1,44 @@
+"""Which implementation computes a model: the decoder of minivllm, or that of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from minivllm.checkpoints.hf_config import read_decoder_config, read_json_object
+from minivllm.gguf.gguf_file import find_gguf
+from minivllm.model_facts.facts import ModelFacts
+from minivllm.model_facts.transformers_config import read_transformers_config
+from minivllm.models.families.registry import is_in_table
+
+
+def read_model_facts(
+    model_path: str | Path, load_format: str = "auto", overrides: Mapping[str, Any] | None = None, wanted: str = "auto"
+) -> ModelFacts:
+    """What the engine must know of a local model, from whoever computes it.
+
+    wanted: "minivllm", "transformers", or "auto": see ``choose_implementation``. Raises ModelError naming the file, the
+    field and the value when the model cannot be run.
+    """
+    implementation, _ = choose_implementation(model_path, load_format, overrides, wanted)
+    if implementation == "transformers":
+        return read_transformers_config(model_path, overrides)
+    return read_decoder_config(model_path, load_format, overrides)
+
+
+def choose_implementation(
+    model_path: str | Path, load_format: str = "auto", overrides: Mapping[str, Any] | None = None, wanted: str = "auto"
+) -> tuple[str, str]:
+    """("minivllm" or "transformers", why). "auto" takes minivllm's decoder for the families in its table."""
+    if wanted != "auto":
+        return wanted, "as asked for"
+    if find_gguf(model_path, load_format) is not None:
+        return "minivllm", "GGUF files are read by it alone"
+    config = Path(model_path) / "config.json"
+    entries = {**(read_json_object(config) if config.is_file() else {}), **(overrides or {})}
+    architectures, model_type = entries.get("architectures") or [], entries.get("model_type")
+    if not config.is_file() or not isinstance(architectures, list) or is_in_table(architectures, model_type):
+        return "minivllm", "its decoder knows this family"
+    named = ", ".join(map(str, architectures)) or str(model_type)
+    return "transformers", f"minivllm's own decoder does not know {named}"

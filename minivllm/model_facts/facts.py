@@ -1,0 +1,35 @@
+"""What the engine must know of a model before it is loaded, whoever computes it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from minivllm.models.decoder_config import StoredQuantization
+
+
+class ModelFacts(Protocol):
+    """Facts of a model's configuration. ``DecoderConfig`` has them, and so has ``TransformersConfig``.
+
+    max_position_embeddings: tokens that the model was made for; can_be_longer: it is scaled for more than that.
+    dtype: what the checkpoint was saved in ("float32", "bfloat16", "float16"). quantization: how its linear layers are
+    stored, if not in that type. implementation: what computes it, as ``EngineArgs.model_impl`` names it.
+    """
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def implementation(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def can_be_longer(self) -> bool: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def quantization(self) -> StoredQuantization | None: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...

@@ -1,0 +1,313 @@
+"""How a transformers model reaches the engine's attention, and what each of its layers asks of it.
+
+transformers lets a model's attention be replaced by name (``AttentionInterface``). Under ``PAGED`` the queries, keys
+and values of every layer come here: keys and values go into the cache, and the engine attends. Under ``PROBE`` the
+model runs once, on tensors without contents, to tell what its layers are: heads, dimensions, scale, window, soft cap,
+sinks. What a layer says of its mask (``AttentionMaskInterface``) counts, not what its configuration seems to mean.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from kernels_triton_free.paged_cache import write_kv
+from minivllm.errors import ModelError
+from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.model import Attend, LayerCache, TokenInputs
+
+PAGED, PROBE = "minivllm", "minivllm_probe"
+PROBE_TOKENS = 7
+
+MaskRule = Callable[[Any, Any, Any, Any], Any]
+"""transformers' masks: (batch, head, query position, key position) -> visible."""
+
+_KNOWN_TENSORS = ("s_aux", "position_ids", "cache_position", "position_embeddings")
+"""Tensors that attention functions are given and that need nothing here but what is done with them."""
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """What one layer told of itself. value_dim: of v, where it is less than that of q and k (it is padded).
+
+    modules: the attention module that calls, by its name in the model.
+    """
+
+    module: str
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    spec: AttentionSpec
+
+    @property
+    def cache_dim(self) -> int:
+        """K and V are stored as wide as the wider of them."""
+        return max(self.head_dim, self.value_dim)
+
+
+class Step:
+    """What the attention of all layers needs of the step that is being computed."""
+
+    def __init__(self, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend | None) -> None:
+        """attend: None where a layer runs by itself, to be traced or compared."""
+        self.tokens, self.caches, self.attend = tokens, caches, attend
+        self.attending: PagedLayer | None = None
+
+
+class PagedLayer:
+    """Hangs on an attention module, and knows which layer that is. ``step`` is shared by all layers of a model."""
+
+    def __init__(self, index: int, layer: LayerAttention, attention_dtype: torch.dtype, holder: StepHolder) -> None:
+        self.index, self.layer, self.dtype, self.holder = index, layer, attention_dtype, holder
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """q [1, heads, tokens, D], k, v [1, kv_heads, tokens, D] -> [1, tokens, heads, D of v]."""
+        step, layer = self.holder.step, self.layer
+        assert step is not None, "the model runs outside of a step"
+        if step.attend is None:
+            return torch.ops.minivllm.attend(q, k, v, sinks)
+        cache: LayerCache = step.caches[self.index]
+        write_kv(cache.k, cache.v, *keys_and_values(layer, k, v), cache.slots)
+        own_sinks = sinks.float() if sinks is not None and layer.spec.has_sinks else None
+        o = step.attend(self.index, grouped_queries(layer, q, self.dtype), own_sinks)
+        return o.flatten(1, 2)[None, :, :, : layer.value_dim].to(q.dtype)
+
+
+class OwnPositions:
+    """Stands in the place of transformers' cache for layers that count positions themselves, from the length of what
+    is cached: for each token of the step, the difference between its position and its place in the step."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self._before = positions - torch.arange(len(positions), dtype=positions.dtype, device=positions.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """int [tokens]."""
+        return self._before
+
+    def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The keys and values as they are: attention stores them."""
+        return k, v
+
+
+def counts_positions(module: nn.Module) -> bool:
+    """Whether a layer's attention asks the cache how long it is, besides being told positions."""
+    return "get_seq_length" in inspect.getsource(type(module).forward)
+
+
+class StepHolder:
+    """The place of the current step. Models are run by one thread."""
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+
+    @contextmanager
+    def running(self, step: Step) -> Iterator[None]:
+        global _running
+        before, self.step = (_running, self.step), step
+        _running = step
+        try:
+            yield
+        finally:
+            _running, self.step = before
+
+
+_running: Step | None = None
+"""The step that compiled code belongs to: its operator is given tensors and nothing else."""
+
+_library = torch.library.Library("minivllm", "DEF")
+_library.define("attend(Tensor q, Tensor k, Tensor v, Tensor? sinks) -> Tensor")
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    step = _running
+    if step is None or step.attending is None:
+        # A layer that is only compared with another one: something that depends on all that it was given.
+        mixed = q + (k + v.sum() * 1e-3).mean(1, keepdim=True).sum(-1, keepdim=True)
+        return mixed.transpose(1, 2)[..., : v.shape[-1]].contiguous()
+    return step.attending.attend(q, k, v, sinks).contiguous()
+
+
+def _attend_shape(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+_library.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("minivllm::attend", _attend_shape, lib=_library)
+
+
+def keys_and_values(layer: LayerAttention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k, v [1, kv_heads, tokens, D] -> [tokens, kv_heads, cache_dim] each, zeros behind what is narrower."""
+    width = layer.cache_dim
+    k, v = (x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1])) for x in (k, v))
+    return k[0].transpose(0, 1), v[0].transpose(0, 1)
+
+
+def grouped_queries(layer: LayerAttention, q: Tensor, dtype: torch.dtype) -> Tensor:
+    """q [1, heads, tokens, D] -> [tokens, kv_heads, G, cache_dim], a buffer of its own."""
+    q = q if q.shape[-1] == layer.cache_dim else nn.functional.pad(q, (0, layer.cache_dim - q.shape[-1]))
+    shape = (-1, layer.kv_heads, layer.spec.query_group, layer.cache_dim)
+    return q[0].transpose(0, 1).to(dtype).reshape(shape).contiguous()
+
+
+def _paged_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    layer: PagedLayer = module.paged_layer  # type: ignore[assignment]
+    return layer.attend(query, key, value, options.get("s_aux")), None
+
+
+class Probe:
+    """One run on tensors without contents, in which every layer's attention is recorded instead of computed."""
+
+    _current: Probe | None = None
+
+    def __init__(self, model: nn.Module, windows: set[int], chunks: set[int]) -> None:
+        """windows, chunks: sizes that the configuration names, among which that of a layer's mask is looked for."""
+        self.layers: list[LayerAttention] = []
+        self._names = {module: name for name, module in model.named_modules()}
+        self._windows, self._chunks = windows, chunks
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        from transformers import masking_utils
+
+        find_packed = masking_utils.find_packed_sequence_indices
+        Probe._current = self
+        # It looks at the values of positions, which a tensor without contents does not have.
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+        try:
+            yield
+        finally:
+            masking_utils.find_packed_sequence_indices = find_packed
+            Probe._current = None
+
+    def record(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> Tensor:
+        name = self._names.get(module, type(module).__name__)
+        strange = [key for key, value in options.items() if isinstance(value, Tensor) and key not in _KNOWN_TENSORS]
+        if strange:
+            _refuse(name, f"its attention adds {strange[0]}, which the engine's does not know")
+        if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
+            _refuse(
+                name, f"{q.shape[1]} query heads do not share {k.shape[1]} and {v.shape[1]} heads of k and v evenly"
+            )
+        if q.shape[2] != PROBE_TOKENS or k.shape[2] != PROBE_TOKENS:
+            _refuse(name, f"it attends from {q.shape[2]} to {k.shape[2]} tokens in a step of {PROBE_TOKENS}")
+        if mask is None and not getattr(module, "is_causal", True):
+            _refuse(name, "it attends to tokens behind the query")
+        scaling = options.get("scaling")
+        scale = q.shape[3] ** -0.5 if scaling is None else float(scaling)
+        self.layers.append(
+            LayerAttention(
+                module=name,
+                kv_heads=k.shape[1],
+                head_dim=q.shape[3],
+                value_dim=v.shape[3],
+                spec=self._spec(name, mask, q.shape[1] // k.shape[1], scale, options),
+            )
+        )
+        return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+    def _spec(self, name: str, mask: Any, group: int, scale: float, options: dict[str, Any]) -> AttentionSpec:
+        soft_cap = options.get("softcap")
+        kind: str = "window"
+        size: int | None = options.get("sliding_window")  # all there is where the model builds no mask
+        if mask is not None:
+            if not isinstance(mask, RecordedMask):
+                _refuse(name, "it builds its attention mask by itself")
+            kind, size = mask.fit(self._windows, self._chunks) or _refuse(
+                name, "its attention mask is neither causal, nor a sliding window, nor in chunks"
+            )
+        return AttentionSpec(
+            window=size if kind == "window" else None,
+            scale=scale,
+            query_group=group,
+            chunk=size if kind == "chunk" else None,
+            soft_cap=None if soft_cap is None else float(soft_cap),
+            has_sinks=options.get("s_aux") is not None,
+        )
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    raise ModelError(f"The layer {name} cannot run on the engine's attention: {why}.")
+
+
+def _probe_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    probe = Probe._current
+    assert probe is not None, "the model is not being probed"
+    return probe.record(module, query, key, value, attention_mask, options), None
+
+
+class RecordedMask:
+    """Stands for a mask in a probing run: the rule it would have been made by."""
+
+    def __init__(self, rule: MaskRule) -> None:
+        self._rule = rule
+
+    def __getitem__(self, part: Any) -> RecordedMask:
+        """Some of its rows, by the same rule."""
+        return self
+
+    def fit(self, windows: set[int], chunks: set[int]) -> tuple[str, int | None] | None:
+        """("window", its size or None for all) or ("chunk", its size), whichever the rule is at all borders."""
+        kinds: list[tuple[str, int | None]] = [("window", None), *(("window", size) for size in sorted(windows))]
+        kinds += [("chunk", size) for size in sorted(chunks)]
+        sizes = {size for _, size in kinds if size is not None} | {PROBE_TOKENS}
+        queries = sorted({max(0, times * size + step) for size in sizes for times in (1, 2) for step in (-1, 0, 1)})
+        keys = sorted(
+            {0} | {max(0, border + step) for q in queries for border in _borders(q, sizes) for step in (-1, 0, 1)}
+        )
+        q, k = torch.tensor(queries)[:, None], torch.tensor(keys)[None, :]
+        with _NoPadding():
+            seen = torch.as_tensor(self._rule(torch.tensor(0), torch.tensor(0), q, k)).expand(len(queries), len(keys))
+        for kind, size in kinds:
+            visible = k <= q
+            if kind == "chunk" and size is not None:
+                visible = visible & (k // size == q // size)
+            elif size is not None:
+                visible = visible & (k > q - size)
+            if torch.equal(visible, seen):
+                return kind, size
+        return None
+
+
+class _NoPadding(TorchFunctionMode):
+    """Tensors without contents that a mask looks at count the padding of a batch, of which a probe has none: zeros."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = [torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Tensor) and x.is_meta else x for x in args]
+        return func(*known, **(kwargs or {}))
+
+
+def _borders(query: int, sizes: set[int]) -> set[int]:
+    """Keys at which what a query sees could begin or end."""
+    return {query, *(query - size for size in sizes), *(query // size * size for size in sizes)}
+
+
+def _probe_mask(**arguments: Any) -> RecordedMask:
+    return RecordedMask(arguments["mask_function"])
+
+
+def _probe_experts(module: nn.Module, hidden_states: Tensor, *routing: Any) -> Tensor:
+    """Which experts are hit is a matter of contents, and of no interest to a probe."""
+    return torch.empty_like(hidden_states)
+
+
+def register_with_transformers() -> None:
+    """Make the attention functions known to transformers, under their names. Does no harm twice."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ExpertsInterface
+
+    AttentionInterface.register(PAGED, _paged_attention)
+    AttentionInterface.register(PROBE, _probe_attention)
+    # PAGED has no function for masks, and so no mask is built.
+    AttentionMaskInterface.register(PROBE, _probe_mask)
+    ExpertsInterface.register(PROBE, _probe_experts)

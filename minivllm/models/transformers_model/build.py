@@ -1,0 +1,137 @@
+"""A transformers model without weights: its architecture, what its layers ask of attention, and its own constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from minivllm.errors import ModelError
+from minivllm.model_facts.transformers_config import TransformersConfig
+from minivllm.models.transformers_model.attention import (
+    PAGED,
+    PROBE,
+    PROBE_TOKENS,
+    LayerAttention,
+    Probe,
+    register_with_transformers,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """model: on the meta device, its constants excepted. body: the module of it that computes hidden states.
+
+    layers: what attention does, in the order of the calls. per_token: linear layers that see every token of a step
+    just once, which is what adapters need.
+    """
+
+    model: PreTrainedModel
+    body: nn.Module
+    layers: tuple[LayerAttention, ...]
+    per_token: frozenset[str]
+
+
+def build_architecture(config: TransformersConfig, dtype: torch.dtype, device: torch.device) -> Architecture:
+    """Build the model that config.json names, and ask its layers. Takes no memory worth the name.
+
+    Raises ModelError with the reason if it cannot run on the engine's attention.
+    """
+    from transformers import AutoModelForCausalLM
+
+    register_with_transformers()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config.load(), dtype=dtype, attn_implementation=PROBE).eval()
+    except ModelError:
+        raise
+    except Exception as error:  # a model class raises whatever building it raises
+        if PROBE in str(error):
+            raise ModelError(
+                f"{config.source}: the attention of {config.architecture} does not go through transformers' attention "
+                "interface, and cannot be served."
+            ) from error
+        raise ModelError(f"{config.source}: transformers cannot build {config.architecture}: {error}") from error
+    if model._is_stateful:
+        raise ModelError(
+            f"{config.source}: {config.architecture} keeps another state than keys and values (a scan or a "
+            "convolution), which transformers models are not served with here."
+        )
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation(PROBE)
+    layers, body, per_token = _probe(model, config)
+    if len(layers) != config.num_layers:
+        raise ModelError(
+            f"{config.source}: {config.architecture} has {config.num_layers} layers, but {len(layers)} of them attend: "
+            "the others keep another state, or attend by themselves, and cannot run on the engine's attention."
+        )
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    model.set_attn_implementation(PAGED)
+    _make_constants(model, device)
+    return Architecture(model, body, layers, per_token)
+
+
+def _probe(
+    model: PreTrainedModel, config: TransformersConfig
+) -> tuple[tuple[LayerAttention, ...], nn.Module, frozenset[str]]:
+    """Run the whole model once on the meta device."""
+    from transformers import PreTrainedModel
+    from transformers.pytorch_utils import Conv1D
+
+    own = model.config
+    windows = {size for size in (getattr(own, "sliding_window", None),) if size}
+    chunks = {size for size in (getattr(own, "attention_chunk_size", None),) if size}
+    probe = Probe(model, windows, chunks)
+    called: list[nn.Module] = []
+    rows: dict[str, list[int]] = {}
+
+    def note_rows(name: str, arguments: tuple[Any, ...]) -> None:
+        rows.setdefault(name, []).append(arguments[0].numel() // arguments[0].shape[-1])
+
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and module is not model:
+            hooks.append(module.register_forward_pre_hook(lambda module, _: called.append(module)))
+        elif isinstance(module, nn.Linear | Conv1D):
+            hooks.append(module.register_forward_pre_hook(lambda _, given, name=name: note_rows(name, given)))
+    ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
+    positions = torch.arange(PROBE_TOKENS, device="meta")[None]
+    try:
+        with probe.recording(), torch.no_grad():
+            model(input_ids=ids, position_ids=positions, use_cache=False)
+    except ModelError:
+        raise
+    except Exception as error:  # attention of its own fails in a way of its own
+        raise ModelError(
+            f"{config.source}: the attention of {config.architecture} does not go through transformers' attention "
+            f"interface, or builds its own mask or bias, and cannot be served ({type(error).__name__}: {error})."
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not called:
+        raise ModelError(f"{config.source}: {config.architecture} has no body apart from its head.")
+    per_token = frozenset(name for name, counts in rows.items() if counts == [PROBE_TOKENS])
+    return tuple(probe.layers), called[0], per_token
+
+
+@torch.no_grad()
+def _make_constants(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers that no checkpoint holds (rotary frequencies, scales), as transformers initialises them."""
+    buffers = list(model.named_non_persistent_buffers())
+    for name, buffer in buffers:
+        parent, _, own = name.rpartition(".")
+        value = torch.empty_like(buffer, device=device)
+        model.get_submodule(parent)._buffers[own] = value.fill_(torch.nan) if value.is_floating_point() else value
+    for module in model.modules():
+        module._is_hf_initialized = False  # type: ignore[assignment]
+    model.initialize_weights()
+    for name, _ in buffers:
+        if model.get_buffer(name).isnan().any():
+            raise ModelError(f"transformers does not say how the constant {name!r} of this model is computed.")

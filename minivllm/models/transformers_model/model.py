@@ -1,0 +1,268 @@
+"""A decoder of transformers as the engine's ``Model``: its own layers, our attention, cache and products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minivllm.compilation.regions import CompileRegion
+from minivllm.errors import ModelError
+from minivllm.linear.layer import ChooseMethod, Linear, PlainLinear, never_quantized
+from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
+from minivllm.model_facts.transformers_config import TransformersConfig
+from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.model import Attend, CacheSpec, Hidden, HiddenTap, LayerCache, TokenInputs
+from minivllm.models.transformers_model.attention import OwnPositions, PagedLayer, Step, StepHolder, counts_positions
+from minivllm.models.transformers_model.build import build_architecture
+from minivllm.models.transformers_model.compiled import compile_layers, dummy_caches, find_layers
+from minivllm.models.transformers_model.linears import replace_linears, settle_rotary
+from minivllm.models.transformers_weights.names import CheckpointNames
+from minivllm.profiling.spans import span, spanned
+
+LEAK = 0.05
+"""Share of the largest hidden value by which a token may change when others do that it does not attend to: rounding."""
+
+
+class _Picked:
+    """What the body seems to return while logits are made: hidden states, and nothing besides."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+
+class TransformersModel:
+    """Weights and layers of any decoder of transformers that attends through its attention interface. A ``Model``.
+
+    The body computes packed tokens [1, tokens] with their positions, without a mask or a cache of its own; the head is
+    the model's own ``forward`` on picked rows, so that what a family does to its logits is done.
+
+    A tied embedding is one tensor with the head only where the head's method stores the weight as it is.
+    """
+
+    feature_size = 0
+
+    def __init__(
+        self,
+        config: TransformersConfig,
+        *,
+        dtype: torch.dtype,
+        attention_dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        choose_method: ChooseMethod = never_quantized,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        """See Decoder. Raises ModelError with the reason if the model cannot be served; no memory is taken by then."""
+        self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
+        self.cache_dtype = cache_dtype or attention_dtype
+        self.tap: HiddenTap | None = None
+        architecture = build_architecture(config, dtype, device)
+        self.module, self._body, self.layers = architecture.model, architecture.body, architecture.layers
+        self.names = CheckpointNames(self.module)
+        self._holder = StepHolder()
+        self._linears = replace_linears(self.module, dtype, device, choose_method, self._holder)
+        self._per_token, self._max_model_len = architecture.per_token, max_model_len
+        modules = [self.module.get_submodule(layer.module) for layer in self.layers]
+        self._own_positions = any(map(counts_positions, modules))
+        settle_rotary(self.module, max_model_len, device)
+        for index, (layer, module) in enumerate(zip(self.layers, modules)):
+            module.paged_layer = PagedLayer(index, layer, attention_dtype, self._holder)  # type: ignore[assignment]
+        self._compiled = find_layers(self._body, len(self.layers), self._holder)
+        self._picked: Tensor | None = None
+        self._compute_body = self._body.forward
+        self._body.forward = self._run_body
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        return tuple(layer.spec for layer in self.layers)
+
+    @property
+    def cache_specs(self) -> list[CacheSpec]:
+        return [CacheSpec(layer.kv_heads, layer.cache_dim, self.cache_dtype) for layer in self.layers]
+
+    @property
+    def linears(self) -> list[tuple[str, Linear]]:
+        """Those of the body that see every token of a step once, which experts do not."""
+        names = [name for name in self._linears if name in self._per_token and "." in name]
+        return [(name.rpartition(".")[0], self._linears[name].linear) for name in names]
+
+    @property
+    def weights_per_token(self) -> int:
+        own = self.module.config
+        total = sum(module.in_features * module.out_features for module in self._linears.values())
+        experts = sum(parameter.numel() for parameter in self.module.parameters() if parameter.dim() == 3)
+        counts = (getattr(own, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        num_experts = next((count for count in counts if count), 1)
+        return total + experts * (getattr(own, "num_experts_per_tok", None) or 1) // num_experts
+
+    def load_weights(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
+        """Take parameters under transformers' names (see ``weights.iterate_parameters``).
+
+        Raises ModelError for a name that has no place, and for a model that mixes tokens other than by attention.
+        """
+        sources = {source: target for target, source in self.names.tied.items()}
+        for name, weight in weights:
+            self._load(name, weight)
+            if name in sources:
+                self._load(sources[name], weight)
+        for target, source in self.names.tied.items():
+            module = self._linears.get(target.rpartition(".")[0])
+            if module is None:
+                self._set(target, self.module.get_parameter(source))
+            elif isinstance(module.linear.method, PlainLinear):
+                self._set(source, module.linear.tensors[0])
+        missing = [name for name, tensor in self._own_tensors() if tensor.is_meta]
+        missing += [f"{name}.weight" for name, module in self._linears.items() if not module.linear.tensors]
+        if missing:
+            raise ModelError(f"The checkpoint of {self.config.architecture} lacks {missing[0]!r}; it is incomplete.")
+        self._check_that_only_attention_mixes()
+
+    def _load(self, name: str, weight: StoredWeight) -> None:
+        module, _, kind = name.rpartition(".")
+        if module in self._linears:
+            self._linears[module].load(kind, weight)
+            return
+        value = weight.restore(self.dtype) if isinstance(weight, QuantizedWeight) else weight
+        try:
+            self._set(name, value.to(self.device, copy=True))  # what a checkpoint hands out may lie in its mapped file
+        except AttributeError:
+            raise ModelError(
+                f"The checkpoint holds a tensor {name!r} that a {self.config.architecture} has no place for."
+            ) from None
+
+    def _set(self, name: str, value: Tensor) -> None:
+        module, _, own = name.rpartition(".")
+        parent = self.module.get_submodule(module)
+        if own in parent._parameters:
+            parent._parameters[own] = nn.Parameter(value, requires_grad=False)
+        elif own in parent._buffers:
+            parent._buffers[own] = value
+        else:
+            raise AttributeError(name)
+
+    def _own_tensors(self) -> list[tuple[str, Tensor]]:
+        """All parameters and buffers but those of the linear layers, by every name that they have."""
+        named = [
+            *self.module.named_parameters(remove_duplicate=False),
+            *self.module.named_buffers(remove_duplicate=False),
+        ]
+        return [(name, tensor) for name, tensor in named]
+
+    @torch.inference_mode()
+    def _check_that_only_attention_mixes(self) -> None:
+        """Layers that read other tokens than by attention (a convolution, a scan) would mix requests, and so would
+        layers that take a token's place in a step for its position. A token is computed in two steps, at another place
+        and between other tokens: without attention, nothing may change."""
+        cache = [
+            LayerCache(*torch.zeros(2, 1, 8, spec.kv_heads, spec.head_dim, dtype=spec.dtype, device=self.device))
+            for spec in self.cache_specs
+        ]
+        last = self._max_model_len - 1
+
+        def compute(place: int, ids: list[int], positions: list[int]) -> list[Tensor]:
+            seen: list[Tensor] = []
+
+            def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+                seen.append(q[place])
+                return q * 0
+
+            ids_, positions_, slots = torch.tensor([ids, positions, [0] * 3], dtype=torch.int32, device=self.device)
+            here = [layer.at(slots) for layer in cache]
+            return [self.forward(ids_, TokenInputs(positions_), here, attend)[0][place], *seen]
+
+        for one, other in zip(compute(2, [1, 2, 3], [0, 1, last]), compute(0, [3, 0, 4], [last, 1, 2])):
+            if not bool(((one - other).abs() <= LEAK * one.abs().max() + 1e-6).all()):
+                raise ModelError(
+                    f"{self.config.source}: layers of {self.config.architecture} read other tokens otherwise than by "
+                    "attention, or take their place for their position, which would mix the requests of a step."
+                )
+
+    def map_weights(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace every weight by ``change(weight)``; those that are one tensor stay one."""
+        changed: dict[int, Tensor] = {}
+
+        def once(tensor: Tensor) -> Tensor:
+            if id(tensor) not in changed:
+                changed[id(tensor)] = change(tensor)
+            return changed[id(tensor)]
+
+        for name, tensor in self._own_tensors():
+            self._set(name, once(tensor.data if isinstance(tensor, nn.Parameter) else tensor))
+        for module in self._linears.values():
+            module.linear.tensors = tuple(map(once, module.linear.tensors))
+
+    def take_weights(self, other: TransformersModel) -> None:
+        """Take over the weights of another model of the same configuration; adapters stay.
+
+        Raises ModelError if they are quantised differently: the layers are compiled for the methods there are.
+        """
+        pairs = [(module.linear, other._linears[name].linear) for name, module in self._linears.items()]
+        if any(mine.method != theirs.method for mine, theirs in pairs):
+            raise ModelError(
+                "The weights are quantised otherwise than those they replace: start a new engine with them."
+            )
+        for mine, theirs in pairs:
+            mine.tensors = theirs.tensors
+        for name, tensor in other._own_tensors():
+            self._set(name, tensor.data)
+
+    def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
+        """Compile layer by layer what can be traced; see ``compiled``. Where nothing is compiled, layers are run as
+        they are."""
+        if not getattr(compile_region, "enabled", True):
+            for layer in self._compiled:
+                layer.module.forward = layer.compute
+            return
+        import transformers
+
+        constants = (self.config.architecture, dict(self.config.entries), transformers.__version__, self.dtype)
+        compile_layers(self._compiled, self._run_alone, compile_region, tokens, constants, self._holder)
+
+    @torch.inference_mode()
+    def _run_alone(self, count: int) -> None:
+        """A step of so many tokens that touches no cache."""
+        numbers = torch.arange(count, dtype=torch.int32, device=self.device)
+        inputs = TokenInputs(numbers % self._max_model_len)
+        caches = dummy_caches([layer.paged for layer in self._compiled], self.cache_dtype, self.device)
+        here = [cache.at(torch.zeros_like(numbers)) for cache in caches]
+        self.forward(numbers % self.vocab_size, inputs, here, lambda layer, q, sinks=None: q)
+
+    def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
+        """Run the body. Returns (final hidden states [tokens, hidden],), normalised."""
+        with self._holder.running(Step(tokens, caches, attend)), span("body"):
+            ids, positions = token_ids.long()[None], tokens.positions.long()[None]
+            past = {"past_key_values": OwnPositions(positions[0])} if self._own_positions else {}
+            out: Any = self._body(input_ids=ids, position_ids=positions, use_cache=False, **past)
+        return (out.last_hidden_state[0],)
+
+    @spanned("head")
+    def logits(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
+        """Logits [len(rows), vocab] of the picked rows (int32)."""
+        self._picked = hidden[0][rows][None]
+        try:
+            # The ids are never looked at: the body hands out the picked rows instead.
+            out: Any = self.module(input_ids=rows.long()[None], use_cache=False)
+        finally:
+            self._picked = None
+        logits: Tensor = out.logits[0]
+        return logits
+
+    def hidden_states(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
+        """Final hidden states [len(rows), hidden] of the picked rows (int32)."""
+        return hidden[0][rows]
+
+    def _run_body(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compute_body(*args, **kwargs) if self._picked is None else _Picked(self._picked)
