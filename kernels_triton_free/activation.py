@@ -1,5 +1,6 @@
 """Gated activations of the MLP: act(gate) * up (Shazeer 2020)."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,3 +18,13 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     if activation == "gelu_pytorch_tanh":
         return F.gelu(gate, approximate="tanh") * up
     raise ValueError(f"activation is {activation!r}, but must be silu, gelu or gelu_pytorch_tanh.")
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """gate_up [tokens, 2 * n], gate in the first half -> (up + 1) * gate * sigmoid(alpha * gate) [tokens, n] (gpt-oss).
+
+    gate is at most ``limit`` before that, and up between -limit and limit.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)

@@ -44,7 +44,10 @@ class LinearMethod(ABC):
         """x [tokens, in] -> [tokens, out]. A pure function of tensors."""
 
     def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
-        """Rows of the weight, as an embedding looks them up: int [n] -> [n, in]. A pure function of tensors."""
+        """Rows of the weight, as an embedding looks them up: int [n] -> [n, in]. A pure function of tensors.
+
+        Of tensors that are stacked along a first dimension, whole matrices: int [n] -> [n, out, in].
+        """
         raise NotImplementedError(f"{type(self).__name__} cannot look up rows.")
 
 

@@ -165,9 +165,9 @@ class DequantizedGroupLinear(LinearMethod):
 
     def _restore(self, codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
         if self.bits == 4:
-            codes = torch.cat([codes & 15, codes >> 4], dim=1)
-        groups = codes.float().unflatten(1, (-1, self.group_size))
-        return (groups * scale.unsqueeze(-1).float() + offset.unsqueeze(-1).float()).flatten(1).to(self.dtype)
+            codes = torch.cat([codes & 15, codes >> 4], dim=-1)
+        groups = codes.float().unflatten(-1, (-1, self.group_size))
+        return (groups * scale.unsqueeze(-1).float() + offset.unsqueeze(-1).float()).flatten(-2).to(self.dtype)
 
 
 @dataclass(frozen=True)

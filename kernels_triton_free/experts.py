@@ -1,0 +1,176 @@
+"""Mixtures of experts: each token is computed by a few of many small MLPs (Shazeer et al. 2017).
+
+    ids, weights = route(logits, routing)          which experts a token goes to, and how much each one counts
+    out = sum over k of weights[k] * expert(ids[k])(x)
+
+An expert is ``down(activate(gate_up(x)))``. The tensors of all experts of a layer are stacked along a first dimension.
+Three ways of computing the sum: ``loop`` goes through the experts that are hit (the reference, and the way of a CPU,
+where nothing is gained by launching them together), ``grouped`` sorts the tokens by expert and multiplies all groups at
+once, ``gathered`` reads the matrices of every token (for a single token it reads no more than that). Sums are taken in
+the order of the choices, never by scattered additions, so the same tokens always give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Product = Callable[[Tensor, int], Tensor]
+"""(rows [n, in], expert) -> [n, out]."""
+
+Activate = Callable[[Tensor], Tensor]
+"""gate_up [n, 2 * inner] -> [n, inner]."""
+
+Loop = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor]], Tensor]
+"""(x [tokens, hidden], ids, weights, tensors of all experts) -> [tokens, hidden]."""
+
+SMALLEST_SUM = 1e-20
+"""Added to sums of sigmoids, which may all be 0 in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How the experts of a token are chosen from its router logits.
+
+    top_k: experts of a token. scores: "softmax" over all experts (Qwen), or "sigmoid" of each one (DeepSeek-V3).
+    normalized: the weights of the chosen ones are divided by their sum. With softmax this is the softmax over the
+    chosen logits (Mixtral, gpt-oss). scale: a factor of the weights, after that.
+    groups: experts lie in so many groups of neighbours, and only those of the best ``groups_kept`` can be chosen;
+    a group is as good as its ``group_best`` best experts together (DeepSeek-V3: 2).
+    """
+
+    top_k: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    groups_kept: int = 1
+    group_best: int = 2
+
+
+class SortedRows(NamedTuple):
+    """Choices [tokens * top_k] sorted by expert.
+
+    order: int64 [tokens * top_k], the choice (token * top_k + k) at each sorted place. ends: int32 [experts], the
+    place behind the last choice of each expert.
+    """
+
+    order: Tensor
+    ends: Tensor
+
+
+def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Router logits [tokens, experts] -> (ids int64, weights float32), both [tokens, top_k], computed in float32.
+
+    correction: float32 [experts], added to the scores when experts are chosen, but not when they are weighted
+    (DeepSeek-V3, "auxiliary-loss-free load balancing").
+    """
+    logits = logits.float()
+    scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
+    preference = scores if correction is None else scores + correction
+    if routing.groups > 1:
+        in_groups = preference.unflatten(-1, (routing.groups, -1))
+        best = in_groups.topk(routing.group_best, dim=-1).values.sum(-1)
+        kept = best.topk(routing.groups_kept, dim=-1).indices
+        is_kept = (kept.unsqueeze(-1) == torch.arange(routing.groups, device=logits.device)).any(-2)
+        preference = in_groups.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(-2)
+    ids = preference.topk(routing.top_k, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    if routing.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
+    return ids, weights if routing.scale == 1.0 else weights * routing.scale
+
+
+def sort_by_expert(ids: Tensor, num_experts: int) -> SortedRows:
+    """Sort choices [tokens, top_k] by expert; those of one expert stay in order. The host waits for nothing.
+
+    A counting sort: a choice goes behind all choices of smaller experts and the earlier ones of its own.
+    """
+    flat = ids.flatten()
+    is_of = flat.unsqueeze(-1) == torch.arange(num_experts, device=ids.device)
+    ends = is_of.sum(0).cumsum(0)
+    rank = is_of.cumsum(0).gather(-1, flat.unsqueeze(-1)).squeeze(-1) - 1
+    place = F.pad(ends, (1, 0))[flat] + rank
+    order = torch.empty_like(flat).scatter_(0, place, torch.arange(flat.shape[0], device=ids.device))
+    return SortedRows(order, ends.to(torch.int32))
+
+
+def loop(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Product, activate: Activate, down: Product) -> Tensor:
+    """x [tokens, hidden] -> [tokens, hidden], one hit expert after the other: each one's weights are read once.
+
+    ids, weights [tokens, top_k]. On a device other than a CPU the host waits for the ids.
+    """
+    if x.shape[0] == 1:  # as many rows as choices: one activation and one sum for all
+        chosen = ids[0].tolist()
+        inner = activate(torch.cat([gate_up(x, expert) for expert in chosen]))
+        rows = torch.cat([down(row, expert) for row, expert in zip(inner.split(1), chosen, strict=True)])
+        return (rows.float() * weights[0, :, None]).sum(0, keepdim=True).to(x.dtype)
+    top_k = ids.shape[1]
+    choices = ids.flatten()
+    order, counts = choices.argsort(stable=True), choices.bincount().tolist()
+    out = x.new_empty(choices.shape[0], x.shape[1])
+    factors = weights.flatten().to(x.dtype)
+    for expert, rows in enumerate(order.split(counts)):
+        if rows.shape[0]:
+            values = down(activate(gate_up(x[rows // top_k], expert)), expert)
+            out[rows] = values.mul_(factors[rows, None])
+    return out.view(-1, top_k, x.shape[1]).sum(1)
+
+
+def grouped_product(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    """Sorted rows x [n, in] times their experts' weights [experts, out, in] -> [n, out], all groups in one launch.
+
+    bfloat16, in and out multiples of 8. bias [n, out]: that of each row. ends: see ``SortedRows``.
+    """
+    out = F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    return out if bias is None else out + bias
+
+
+def gathered_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Row by row: x [n, in] times weight [n, out, in] (picked by the caller) plus bias [n, out] -> [n, out].
+
+    Written as a sum, so that compiled code reads the picked matrices where they are stored.
+    """
+    out = (weight.float() * x.float().unsqueeze(1)).sum(-1).to(x.dtype)
+    return out if bias is None else out + bias
+
+
+def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
+    """Rows [tokens * top_k, hidden] in the order of the choices, weights [tokens, top_k] -> [tokens, hidden]."""
+    tokens, top_k = weights.shape
+    return (rows.view(tokens, top_k, -1).float() * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
+_library = torch.library.Library("kernels_triton_free", "FRAGMENT")
+_library.define("expert_loop(Tensor x, Tensor ids, Tensor weights, Tensor[] tensors, str how) -> Tensor")
+_loops: dict[str, Loop] = {}
+
+
+def define_loop(how: str, function: Loop) -> None:
+    """Give a loop over experts a name, under which ``run_loop`` finds it. The same name always means the same loop,
+    in every process, since compiled code that is kept on disk calls it by that."""
+    _loops[how] = function
+
+
+def run_loop(x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor], how: str) -> Tensor:
+    """The loop of this name. Compiled code sees one operator, whatever the loop does inside: which experts are hit is
+    known only when it runs."""
+    result: Tensor = torch.ops.kernels_triton_free.expert_loop.default(x, ids, weights, list(tensors), how)
+    return result
+
+
+def _expert_loop(x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor], how: str) -> Tensor:
+    return _loops[how](x, ids, weights, tensors)
+
+
+def _expert_loop_shape(x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor], how: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_library.impl("expert_loop", _expert_loop, "CompositeExplicitAutograd")
+torch.library.register_fake("kernels_triton_free::expert_loop", _expert_loop_shape, lib=_library)
