@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.activation import clamped_swiglu, gated_activation
-from kernels_triton_free.experts import (
+from kernels_triton_free.experts.products import (
     SortedRows,
     define_loop,
     gathered_product,

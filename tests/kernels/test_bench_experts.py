@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels_triton_free.experts import Routing, route
+from kernels_triton_free.experts.routing import Routing, route
 from kernels_triton_free.linear import can_pack, pack_weight, packed_linear
 from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm.linear.experts import Experts

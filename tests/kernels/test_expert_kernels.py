@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels_triton_free.activation import clamped_swiglu, gated_activation
-from kernels_triton_free.experts import (
-    Routing,
+from kernels_triton_free.experts.products import (
     define_loop,
     gathered_product,
     grouped_product,
     loop,
-    route,
     run_loop,
     sort_by_expert,
     weighted_sum,
 )
+from kernels_triton_free.experts.routing import Routing, route
 
 HIDDEN, INNER = 16, 24
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels_triton_free.experts import Routing, route
+from kernels_triton_free.experts.routing import Routing, route
 from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm.errors import ConfigError, ModelError
 from minivllm.linear.experts import (
