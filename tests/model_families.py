@@ -202,6 +202,38 @@ FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteForCausalLM",
         {**GRANITE, "num_key_value_heads": 1, "residual_multiplier": 2.0, "rms_norm_eps": 1e-2},
     ),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-plain": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            "head_dim": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+    ),
 }
 
 FAMILIES: list[str] = list(FAMILY_SETTINGS)

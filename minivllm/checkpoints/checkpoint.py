@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from minivllm.checkpoints.expert_tensors import ExpertTensors, expert_name
 from minivllm.checkpoints.hf_config import read_json_object
 from minivllm.errors import ModelError
 from minivllm.gguf.gguf_file import ROPE_TENSORS, GGUFFile, GGUFTensor, Treatment, find_gguf, hugging_face_name
@@ -27,7 +28,7 @@ from minivllm.linear.stored_weight import QuantizedWeight, RestoredWeight, RowSc
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.families.family import Family
 from minivllm.models.families.registry import FAMILIES
-from minivllm.models.layer_specs import LayerSpec
+from minivllm.models.layer_specs import FeedForwardSpec, LayerSpec, MlpSpec, MoeSpec
 from minivllm.weight_formats.packed_weights import FLOATS, PackedWeights, StoredPart
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 FLOAT_TYPES = FLOATS
 DUMMY_STD = 0.02
+_ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 
 # Buffers that old checkpoints carry and every engine computes by itself.
 _IGNORED = re.compile(r".*(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))")
@@ -55,6 +57,8 @@ def expected_shapes(config: DecoderConfig) -> dict[str, Shape]:
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
+        if isinstance(layer.mlp, MoeSpec) and layer.mlp.has_correction:
+            shapes[prefix + "mlp.gate.e_score_correction_bias"] = (layer.mlp.num_experts,)
         mixer = layer.mixer
         if mixer.attend.has_sinks:
             shapes[prefix + "self_attn.sinks"] = (mixer.heads,)
@@ -70,16 +74,35 @@ def expected_shapes(config: DecoderConfig) -> dict[str, Shape]:
 
 def _projections(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, int, bool]]:
     """Name of each matrix of a layer -> its rows, its columns, and whether it has a bias."""
-    mixer, mlp = layer.mixer, layer.mlp
+    mixer = layer.mixer
     query, key_value, inputs = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim, hidden * mixer.qkv_inputs
     return {
         "self_attn.q_proj": (query, inputs, mixer.qkv_bias),
         "self_attn.k_proj": (key_value, inputs, mixer.qkv_bias),
         "self_attn.v_proj": (key_value, inputs, mixer.qkv_bias),
         "self_attn.o_proj": (hidden, query, mixer.o_bias),
-        "mlp.gate_proj": (mlp.inner, hidden, mlp.bias),
-        "mlp.up_proj": (mlp.inner, hidden, mlp.bias),
-        "mlp.down_proj": (hidden, mlp.inner, mlp.bias),
+        **_feed_forward(layer.mlp, hidden),
+    }
+
+
+def _feed_forward(spec: FeedForwardSpec, hidden: int) -> dict[str, tuple[int, int, bool]]:
+    if isinstance(spec, MlpSpec):
+        return _gated_mlp("mlp", spec.inner, hidden, spec.bias)
+    matrices = {"mlp.gate": (spec.num_experts, hidden, spec.router_bias)}
+    for expert in range(spec.num_experts):
+        matrices.update(_gated_mlp(f"mlp.experts.{expert}", spec.inner, hidden, spec.bias))
+    if spec.shared is not None:
+        matrices.update(_gated_mlp("mlp.shared_expert", spec.shared.inner, hidden, spec.shared.bias))
+    if spec.shared_gate:
+        matrices["mlp.shared_expert_gate"] = (1, hidden, False)
+    return matrices
+
+
+def _gated_mlp(block: str, inner: int, hidden: int, has_bias: bool) -> dict[str, tuple[int, int, bool]]:
+    return {
+        f"{block}.gate_proj": (inner, hidden, has_bias),
+        f"{block}.up_proj": (inner, hidden, has_bias),
+        f"{block}.down_proj": (hidden, inner, has_bias),
     }
 
 
@@ -105,11 +128,12 @@ def iterate_weights(
     gguf_path = find_gguf(model_path, load_format)
     if gguf_path is not None:
         weights: Iterator[tuple[str, StoredWeight]] = _gguf_weights(
-            gguf_path, decoder_config, expected, dtype, kept_bits
+            gguf_path, decoder_config, ExpertTensors(expected), expected, dtype, kept_bits
         )
     else:
         packed = None if decoder_config.quantization is None else PackedWeights(decoder_config.quantization)
-        weights = _safetensors_weights(Path(model_path), family, expected, dtype, packed)
+        experts = ExpertTensors(expected, family.transposes_experts)
+        weights = _safetensors_weights(Path(model_path), family, experts, expected, dtype, packed)
     rewrite = family.rewrite_weight
     if rewrite is None:
         return weights
@@ -174,6 +198,7 @@ def _is_ignored(name: str, expected: Mapping[str, Shape]) -> bool:
 def _gguf_weights(
     path: Path,
     config: DecoderConfig,
+    experts: ExpertTensors,
     expected: Mapping[str, Shape],
     dtype: torch.dtype,
     kept_bits: frozenset[int],
@@ -185,21 +210,23 @@ def _gguf_weights(
             name = hugging_face_name(gguf_name, family.fused)
             if gguf_name not in ROPE_TENSORS:
                 found[name or gguf_name] = tensor.shape
-        check_tensors(*_unfused(found, expected, dict.fromkeys(found, path), family), path)
+        found, file_of = experts.unstacked(found, dict.fromkeys(found, path))
+        check_tensors(*_unfused(found, expected, file_of, family), path)
         mixer = config.layers[0].mixer
         heads = {"q_proj": mixer.heads, "k_proj": mixer.kv_heads} if family.gguf_permutes_rotary else {}
         counts: Counter[tuple[str, Treatment]] = Counter()
 
         def treatment(name: str, tensor: GGUFTensor) -> Treatment:
             is_product = name != "model.embed_tokens.weight" or config.tie_word_embeddings
-            if not kept_bits or not is_product or len(tensor.shape) != 2:
+            if not kept_bits or not is_product or len(tensor.shape) < 2 or name.endswith(_ROUTERS):
                 return "dequantize"
             chosen = _treatment(tensor.type_name, kept_bits)
             counts[tensor.type_name, chosen] += 1
             return chosen
 
         for name, weight in file.weights(dtype, heads, family.fused, treatment=treatment):
-            yield from _parts(name, weight, expected, family)
+            for own, part in experts.split(name, weight):
+                yield from _parts(own, part, expected, family)
         for (type_name, chosen), count in counts.items():
             logger.info("%s: %d matrices of type %s %s.", path.name, count, type_name, _TREATMENTS[chosen])
 
@@ -227,7 +254,12 @@ class _StoredTensor:
 
 
 def _safetensors_weights(
-    directory: Path, family: Family, expected: Mapping[str, Shape], dtype: torch.dtype, packed: PackedWeights | None
+    directory: Path,
+    family: Family,
+    experts: ExpertTensors,
+    expected: Mapping[str, Shape],
+    dtype: torch.dtype,
+    packed: PackedWeights | None,
 ) -> Iterator[tuple[str, StoredWeight]]:
     files, listed = safetensors_files(directory)
     stored_in: dict[str, Path] = {}
@@ -276,6 +308,7 @@ def _safetensors_weights(
             else:
                 found[weight] = parts[""].header.shape
         file_of = {name: next(iter(parts.values())).path for name, parts in parts_of.items()}
+        found, file_of = experts.unstacked(found, file_of)
         check_tensors(*_unfused(found, expected, file_of, family), directory)
         for weight, parts in parts_of.items():
             if packed is not None and "" not in parts:
@@ -285,7 +318,8 @@ def _safetensors_weights(
                 if family.norm_offset and weight.endswith("norm.weight"):
                     value = value.float() + family.norm_offset
                 value = value.to(dtype)
-            yield from _parts(weight, value, expected, family)
+            for name, one in experts.split(weight, value):
+                yield from _parts(name, one, expected, family)
 
 
 def _unfused(
@@ -323,8 +357,8 @@ def _parts(
 
 
 def _full_name(stored: str) -> str:
-    """Checkpoints of the bare decoder leave out the leading ``model.``."""
-    return "model." + stored if stored.startswith(("embed_tokens.", "layers.", "norm.")) else stored
+    """The decoder's name. Checkpoints of the bare decoder leave out the leading ``model.``."""
+    return expert_name("model." + stored if stored.startswith(("embed_tokens.", "layers.", "norm.")) else stored)
 
 
 def safetensors_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:

@@ -16,7 +16,7 @@ from minivllm.errors import ModelError
 from minivllm.gguf.gguf_config import read_gguf_config
 from minivllm.gguf.gguf_file import find_gguf
 from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.families.entries import MAX_VOCAB_SIZE, MAX_WIDTH, Entries
+from minivllm.models.entries.entries import MAX_VOCAB_SIZE, MAX_WIDTH, Entries
 from minivllm.models.families.registry import find_family
 from minivllm.weight_formats.quantization_config import read_quantization
 

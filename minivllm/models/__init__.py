@@ -1,5 +1,5 @@
 """Models: what the worker needs of one, layers as data, and their arithmetic in plain PyTorch.
 
-May import: compilation, kernels_triton_free, linear, weight_formats.
+May import: compilation, kernels_triton_free, kernels_triton_free.experts, linear, weight_formats.
 Door: `reference_forward` in reference.py, `Model` in model.py.
 """

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kernels_triton_free.experts.routing import Routing
+from minivllm.linear.experts import ClampedSwiglu
 from minivllm.models.decoder_config import AttentionSpec
 
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
@@ -64,6 +66,36 @@ class MlpSpec:
     activation: Activation = "silu"
     bias: bool = False
 
+    @property
+    def active_inner(self) -> int:
+        """Values between, as many as a token has."""
+        return self.inner
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeSpec:
+    """Experts: gated MLPs with ``inner`` values between, of which a router chooses some for each token.
+
+    routing: how it chooses. bias: the experts' projections carry one. router_bias: so does the router. has_correction:
+    scores are corrected when experts are chosen (DeepSeek-V3). shared: a gated MLP that all tokens go through as well.
+    shared_gate: its output is multiplied by the sigmoid of a product of its own (Qwen2-MoE).
+    """
+
+    num_experts: int
+    inner: int
+    routing: Routing
+    activation: Activation | ClampedSwiglu = "silu"
+    bias: bool = False
+    router_bias: bool = False
+    has_correction: bool = False
+    shared: MlpSpec | None = None
+    shared_gate: bool = False
+
+    @property
+    def active_inner(self) -> int:
+        """Values between, as many as a token has: of its experts and of the shared MLP."""
+        return self.routing.top_k * self.inner + (0 if self.shared is None else self.shared.inner)
+
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
@@ -89,7 +121,7 @@ class NormSpec:
 MixerSpec = SelfAttentionSpec
 """How tokens learn of one another."""
 
-FeedForwardSpec = MlpSpec
+FeedForwardSpec = MlpSpec | MoeSpec
 """What is computed for every token by itself."""
 
 

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels_triton_free.experts.routing import route
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
-from minivllm.models.layer_specs import Activation, LayerSpec
+from minivllm.models.layer_specs import Activation, ClampedSwiglu, LayerSpec, MlpSpec, MoeSpec
 from minivllm.models.rotary import rotary_frequencies
 
 Rotation = tuple[Tensor, Tensor]
@@ -73,8 +74,38 @@ def reference_layer(layer: LayerSpec, weights: Mapping[str, Tensor], x: Tensor, 
 
     # MLP: every token by itself.
     h = normed(x, "post_attention_layernorm", norms.eps)
-    inner = activate(project(h, "mlp.gate_proj"), layer.mlp.activation) * project(h, "mlp.up_proj")
-    return x + normed(project(inner, "mlp.down_proj"), "post_mlp_layernorm", norms.after_eps)
+    out = mixture(h, layer.mlp, weights) if isinstance(layer.mlp, MoeSpec) else mlp(h, layer.mlp, "mlp", weights)
+    return x + normed(out, "post_mlp_layernorm", norms.after_eps)
+
+
+def mlp(x: Tensor, spec: MlpSpec | MoeSpec, name: str, weights: Mapping[str, Tensor]) -> Tensor:
+    """A gated MLP (Shazeer 2020): x [tokens, hidden] -> the same shape. name: of its block in the layer."""
+
+    def project(x: Tensor, part: str) -> Tensor:
+        return F.linear(x, weights[f"{name}.{part}.weight"], weights.get(f"{name}.{part}.bias"))
+
+    gate, up = project(x, "gate_proj"), project(x, "up_proj")
+    if isinstance(spec.activation, ClampedSwiglu):
+        gate, up = gate.clamp(max=spec.activation.limit), up.clamp(-spec.activation.limit, spec.activation.limit)
+        return project((up + 1) * gate * torch.sigmoid(spec.activation.alpha * gate), "down_proj")
+    return project(activate(gate, spec.activation) * up, "down_proj")
+
+
+def mixture(x: Tensor, spec: MoeSpec, weights: Mapping[str, Tensor]) -> Tensor:
+    """Every token asks its own experts, and adds up what they say."""
+    logits = F.linear(x, weights["mlp.gate.weight"], weights.get("mlp.gate.bias"))
+    chosen, factors = route(logits, spec.routing, weights.get("mlp.gate.e_score_correction_bias"))
+    rows = [
+        sum(factor * mlp(row, spec, f"mlp.experts.{expert}", weights) for expert, factor in zip(experts, own))
+        for row, experts, own in zip(x, chosen.tolist(), factors)
+    ]
+    out = torch.stack(rows)
+    if spec.shared is None:
+        return out
+    shared = mlp(x, spec.shared, "mlp.shared_expert", weights)
+    if spec.shared_gate:
+        shared = shared * torch.sigmoid(F.linear(x, weights["mlp.shared_expert_gate.weight"]))
+    return out + shared
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -81,6 +82,12 @@ def as_stored(ours: dict[str, torch.Tensor], family: str) -> dict[str, torch.Ten
         for first in [name for name in stored if name.split(".")[-2] == parts[0]]:
             pieces = [stored.pop(first.replace(parts[0], part)) for part in parts]
             stored[first.replace(parts[0], whole)] = torch.cat(pieces)
+    for first in [name for name in stored if ".experts.0." in name]:  # transformers stacks them when it loads them
+        matrices = [stored.pop(name) for name in sorted(stored) if re.sub(r"(experts)\.\d+", r"\1.0", name) == first]
+        stored[first.replace(".experts.0", ".experts").removesuffix(".weight")] = torch.stack(matrices)
+    for gates in [name for name in stored if name.endswith(".experts.gate_proj")]:
+        both = stored.pop(gates), stored.pop(gates.replace("gate_proj", "up_proj"))
+        stored[gates.replace("gate_proj", "gate_up_proj")] = torch.cat(both, dim=1)
     if family.startswith("gemma"):  # which multiplies by 1 + w
         stored = {name: value - 1 if name.endswith("norm.weight") else value for name, value in stored.items()}
     return stored

@@ -17,6 +17,7 @@ from minivllm.errors import ModelError
 from minivllm.gguf.gguf_config import llama3_parameters
 from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
 from minivllm.models.families.registry import FAMILIES as SUPPORTED
+from minivllm.models.layer_specs import MoeSpec
 from minivllm.models.rotary import rotary_frequencies
 from tests.model_families import FAMILIES
 from tests.models.rotary_reference import llama3_factors
@@ -41,6 +42,8 @@ CONFIG_CLASSES = {
     "Olmo3ForCausalLM": "Olmo3Config",
     "Glm4ForCausalLM": "Glm4Config",
     "GraniteForCausalLM": "GraniteConfig",
+    "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
+    "MixtralForCausalLM": "MixtralConfig",
 }
 
 
@@ -107,7 +110,9 @@ def assert_described_alike(ours: DecoderConfig, theirs: Any) -> None:
     assert (ours.vocab_size, ours.hidden_size) == (theirs.vocab_size, theirs.hidden_size)
     assert (mixer.heads, mixer.kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
     assert mixer.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-    assert (mlp.inner, ours.num_layers) == (theirs.intermediate_size, theirs.num_hidden_layers)
+    has_own_size = isinstance(mlp, MoeSpec) and hasattr(theirs, "moe_intermediate_size")
+    assert mlp.inner == (theirs.moe_intermediate_size if has_own_size else theirs.intermediate_size)
+    assert ours.num_layers == theirs.num_hidden_layers
     assert mlp.activation == (getattr(theirs, "hidden_act", None) or theirs.hidden_activation)
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
@@ -120,7 +125,11 @@ def assert_described_alike(ours: DecoderConfig, theirs: Any) -> None:
     window, types = getattr(theirs, "sliding_window", None), getattr(theirs, "layer_types", None)
     rope = theirs.rope_parameters
     for index, layer in enumerate(ours.layers):
-        is_windowed = types[index] == "sliding_attention" if types else theirs.model_type in ("mistral", "phi3")
+        is_windowed = (
+            types[index] == "sliding_attention"
+            if types
+            else theirs.model_type in ("mistral", "mixtral", "phi3", "qwen3_moe")
+        )
         assert layer.mixer.attend.window == (window if is_windowed else None)
         own = rope[types[index]] if types and types[index] in rope else rope
         if layer.mixer.rotary is not None:

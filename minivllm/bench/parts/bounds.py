@@ -115,7 +115,7 @@ def prefill_flops(config: DecoderConfig, tokens: int) -> float:
     for index, layer in enumerate(config.layers):
         mixer, is_last = layer.mixer, index == config.num_layers - 1
         before_attention = hidden * (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim
-        after_attention = mixer.heads * mixer.head_dim * hidden + 3 * hidden * layer.mlp.inner
+        after_attention = mixer.heads * mixer.head_dim * hidden + 3 * hidden * layer.mlp.active_inner
         flops += 2.0 * tokens * before_attention + 2.0 * (1 if is_last else tokens) * after_attention
         reach = tokens if mixer.attend.window is None else min(mixer.attend.window, tokens)
         # Query i sees min(i, reach) keys; each costs a product with K and one with V.

@@ -28,7 +28,8 @@ from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, spec
 from minivllm.errors import ModelError
 from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard, never_quantized
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
-from minivllm.models.decoder.layer import AfterAttention, BeforeAttention, DecoderLayer, LinearFactory
+from minivllm.models.decoder.feed_forward import LinearFactory
+from minivllm.models.decoder.layer import AfterAttention, BeforeAttention, DecoderLayer
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
 from minivllm.models.model import ROWS, TOKENS, Attend, CacheSpec, Hidden, HiddenTap, LayerCache, TokenInputs
 from minivllm.models.rotary import rotary_frequencies
@@ -107,7 +108,7 @@ class Decoder:
 
     @property
     def weights_per_token(self) -> int:
-        in_layers = sum(linear.out_features * linear.in_features for _, linear in self.linears)
+        in_layers = sum(layer.weights_per_token for layer in self.layers)
         return in_layers + self.config.hidden_size * self.config.vocab_size
 
     def load_weights(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
@@ -142,8 +143,8 @@ class Decoder:
         """Replace every weight by ``change(weight)``. Regions take the weights as arguments, so they stay valid."""
         is_tied = self.embedding is self.head.tensors
         for layer in self.layers:
-            for linear in layer.linears:
-                linear.tensors = tuple(map(change, linear.tensors))
+            for stored in layer.stored:
+                stored.tensors = tuple(map(change, stored.tensors))
             layer.vectors = {name: change(tensor) for name, tensor in layer.vectors.items()}
         self.head.tensors = tuple(map(change, self.head.tensors))
         self.embedding = self.head.tensors if is_tied else tuple(map(change, self.embedding))
@@ -161,8 +162,8 @@ class Decoder:
             )
         for layer, others in zip(self.layers, other.layers):
             layer.vectors = others.vectors
-            for linear, theirs in zip(layer.linears, others.linears):
-                linear.tensors = theirs.tensors
+            for stored, theirs in zip(layer.stored, others.stored):
+                stored.tensors = theirs.tensors
         self.head.tensors, self.embedding, self.final_norm = other.head.tensors, other.embedding, other.final_norm
         self._weights = [(layer.before, layer.after) for layer in self.layers]
 

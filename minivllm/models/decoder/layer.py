@@ -7,19 +7,20 @@ those of any layer with an equal spec: that is how layers share compiled regions
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels_triton_free.activation import gated_activation
 from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.norm import add_rms_norm, rms_norm
 from kernels_triton_free.paged_cache import write_kv
 from kernels_triton_free.rotary import apply_rotary
-from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, Shard, never_quantized
+from minivllm.linear.layer import Linear, LinearMethod, LinearTensors
 from minivllm.linear.stored_weight import StoredWeight
-from minivllm.models.layer_specs import FeedForwardSpec, LayerSpec, MlpSpec
+from minivllm.models.decoder.feed_forward import FeedForward, GatedMlp, LinearFactory, Stored
+from minivllm.models.decoder.moe import MixtureOfExperts
+from minivllm.models.layer_specs import FeedForwardSpec, LayerSpec, MoeSpec
 from minivllm.models.model import LayerCache, TokenInputs
 
 
@@ -48,63 +49,13 @@ class LayerMethods(NamedTuple):
 
     qkv: LinearMethod
     o: LinearMethod
-    mlp: tuple[LinearMethod, ...]
-
-
-class LinearFactory:
-    """Makes the linear layers of a model, all on one device, in one dtype, of one shard."""
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        choose: ChooseMethod = never_quantized,
-        shard: Shard | None = None,
-    ) -> None:
-        self.dtype, self.device, self.choose, self.shard = dtype, device, choose, shard or Shard()
-
-    def make(self, parts: dict[str, int], in_features: int, bias: bool, split: Literal["column", "row"]) -> Linear:
-        """See ``Linear``."""
-        return Linear(
-            parts,
-            in_features,
-            bias=bias,
-            split=split,
-            shard=self.shard,
-            dtype=self.dtype,
-            device=self.device,
-            choose=self.choose,
-        )
-
-
-class FeedForward(Protocol):
-    """What a layer computes for every token by itself. linears: its products; adapters change them."""
-
-    @property
-    def linears(self) -> Sequence[Linear]: ...
-
-    def apply(self, x: Tensor, weights: tuple[LinearTensors, ...], adapters: RowAdapters | None) -> Tensor:
-        """x [tokens, hidden] -> the same shape. weights: ``arguments`` of the linears of any equal layer."""
-
-
-class GatedMlp:
-    """down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
-
-    def __init__(self, spec: MlpSpec, hidden_size: int, factory: LinearFactory) -> None:
-        self._activation = spec.activation
-        parts = {"gate_proj": spec.inner, "up_proj": spec.inner}
-        self._gate_up = factory.make(parts, hidden_size, spec.bias, "column")
-        self._down = factory.make({"down_proj": hidden_size}, spec.inner, spec.bias, "row")
-        self.linears = (self._gate_up, self._down)
-
-    def apply(self, x: Tensor, weights: tuple[LinearTensors, ...], adapters: RowAdapters | None) -> Tensor:
-        gate_up, down = weights
-        x = gated_activation(self._gate_up.apply(x, gate_up, adapters), self._activation)
-        return self._down.apply(x, down, adapters)
+    mlp: tuple[object, ...]
 
 
 def make_feed_forward(spec: FeedForwardSpec, hidden_size: int, factory: LinearFactory) -> FeedForward:
     """The code behind a spec."""
+    if isinstance(spec, MoeSpec):
+        return MixtureOfExperts(spec, hidden_size, factory)
     return GatedMlp(spec, hidden_size, factory)
 
 
@@ -126,12 +77,14 @@ class DecoderLayer:
         self.mlp = make_feed_forward(spec.mlp, hidden_size, factory)
         self.vectors: dict[str, Tensor] = {}  # norms and sinks
         self.linears = (self.qkv, self.o, *self.mlp.linears)
-        self._linear_of = {part: linear for linear in self.linears for part in linear.sizes}
+        self._linear_of = {part: linear for linear in (self.qkv, self.o) for part in linear.sizes}
 
     def load(self, name: str, tensor: StoredWeight, device: torch.device) -> None:
         """Take ``self_attn.q_proj.weight``, ``input_layernorm.weight``, … of this layer."""
         *_, module, kind = name.split(".")
-        if module in self._linear_of:
+        if name.startswith("mlp."):
+            self.mlp.load(name.removeprefix("mlp."), tensor)
+        elif module in self._linear_of:
             self._linear_of[module].load(module, kind, tensor)
         else:
             assert isinstance(tensor, Tensor)
@@ -141,13 +94,24 @@ class DecoderLayer:
                 self.vectors[module] = tensor.to(device)
 
     @property
+    def stored(self) -> Sequence[Stored]:
+        """All that keeps weights, but for the norms."""
+        return (self.qkv, self.o, *self.mlp.stored)
+
+    @property
+    def weights_per_token(self) -> int:
+        """How many weights computing a token reads."""
+        projections = sum(linear.in_features * linear.out_features for linear in (self.qkv, self.o))
+        return projections + self.mlp.weights_per_token
+
+    @property
     def named_linears(self) -> list[tuple[str, Linear]]:
         """The linear layers by the block that they lie in."""
         return [("self_attn", self.qkv), ("self_attn", self.o), *(("mlp", linear) for linear in self.mlp.linears)]
 
     @property
     def methods(self) -> LayerMethods:
-        return LayerMethods(self.qkv.method, self.o.method, tuple(linear.method for linear in self.mlp.linears))
+        return LayerMethods(self.qkv.method, self.o.method, self.mlp.methods)
 
     @property
     def query_shape(self) -> tuple[int, int, int]:
@@ -171,7 +135,7 @@ class DecoderLayer:
             self.o.arguments,
             norms("post_self_attn_layernorm"),
             norms("post_attention_layernorm"),
-            tuple(linear.arguments for linear in self.mlp.linears),
+            self.mlp.weights,
             norms("post_mlp_layernorm"),
         )
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from minivllm.models.decoder_config import AttentionSpec, RotaryConfig
-from minivllm.models.families.entries import MAX_WIDTH, BiasRule, Entries
-from minivllm.models.families.rotary import read_rotary
+from minivllm.models.entries.entries import MAX_WIDTH, BiasRule, Entries
+from minivllm.models.entries.rotary import read_rotary
 from minivllm.models.layer_specs import LayerSpec, MlpSpec, NormPlace, NormSpec, QueryKeyNorm, SelfAttentionSpec
 
 WindowRule = Callable[[Entries], Sequence[int | None]]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from minivllm.models.entries.entries import Entries
 from minivllm.models.families.dense import Description, dense
-from minivllm.models.families.entries import Entries
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,6 +60,7 @@ class Family:
     prefixes: beginnings of names in the checkpoint -> what the decoder has in their place.
     left_out: beginnings of the names of tensors that are not needed (those of an image encoder).
     from_gguf: (metadata without the architecture's name, entries found so far) -> more entries of config.json.
+    transposes_experts: stacked experts of its checkpoints lie [in, out], gates and ups in turn (gpt-oss).
     rewrite_weight: (name in the decoder, tensor, configuration) -> the tensor this decoder needs in its place;
         constants of a family that can be multiplied into its weights cost nothing when the model runs.
     """
@@ -79,6 +80,7 @@ class Family:
     prefixes: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     from_gguf: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] | None = None
+    transposes_experts: bool = False
     rewrite_weight: Callable[[str, Tensor, DecoderConfig], Tensor] | None = None
 
     def own_name(self, stored: str) -> str:

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from minivllm.models.decoder_config import RotaryConfig
+from minivllm.models.entries.entries import MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Entries
+from minivllm.models.entries.rotary import read_rotary_by_type
 from minivllm.models.families.dense import Description, dense
-from minivllm.models.families.entries import MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Entries
 from minivllm.models.families.family import Family, defaults
-from minivllm.models.families.rotary import read_rotary_by_type
 
 _RENAMED = {
     "post_attention_layernorm": "post_self_attn_layernorm",

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from minivllm.models.entries.entries import Entries
 from minivllm.models.families.dense import Description, dense
-from minivllm.models.families.entries import Entries
 from minivllm.models.families.family import Family, defaults
 
 _layers = partial(dense, qkv_bias="attention_bias", o_bias="attention_bias", reads_mlp_bias=True)

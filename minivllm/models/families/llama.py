@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from minivllm.models.entries.entries import MAX_LAYERS, MAX_POSITIONS, Entries
 from minivllm.models.families.dense import dense
-from minivllm.models.families.entries import MAX_LAYERS, MAX_POSITIONS, Entries
 from minivllm.models.families.family import Family, defaults
 
 

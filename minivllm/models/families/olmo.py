@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from minivllm.models.decoder_config import RotaryConfig
+from minivllm.models.entries.entries import MAX_POSITIONS, Entries
+from minivllm.models.entries.rotary import read_rotary_by_type
 from minivllm.models.families.dense import dense
-from minivllm.models.families.entries import MAX_POSITIONS, Entries
 from minivllm.models.families.family import Family, defaults
-from minivllm.models.families.rotary import read_rotary_by_type
 
 _olmo2 = partial(dense, qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="whole width", norms="after")
 

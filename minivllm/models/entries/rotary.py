@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from minivllm.models.decoder_config import RotaryConfig, RotaryType
-from minivllm.models.families.entries import MAX_POSITIONS, Entries
+from minivllm.models.entries.entries import MAX_POSITIONS, Entries
 
 ROTARY_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 MAX_THETA = 1e15

@@ -1,0 +1,103 @@
+"""What a layer computes for every token by itself: the protocol, and the gated MLP of dense models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels_triton_free.activation import gated_activation
+from kernels_triton_free.lora import RowAdapters
+from minivllm.linear.layer import ChooseMethod, Linear, LinearTensors, Shard, never_quantized
+from minivllm.linear.stored_weight import StoredWeight
+from minivllm.models.layer_specs import MlpSpec
+
+
+class LinearFactory:
+    """Makes the linear layers of a model, all on one device, in one dtype, of one shard."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        choose: ChooseMethod = never_quantized,
+        shard: Shard | None = None,
+    ) -> None:
+        self.dtype, self.device, self.choose, self.shard = dtype, device, choose, shard or Shard()
+
+    def make(self, parts: dict[str, int], in_features: int, bias: bool, split: Literal["column", "row"]) -> Linear:
+        """See ``Linear``."""
+        return Linear(
+            parts,
+            in_features,
+            bias=bias,
+            split=split,
+            shard=self.shard,
+            dtype=self.dtype,
+            device=self.device,
+            choose=self.choose,
+        )
+
+
+class Stored(Protocol):
+    """What keeps weights that may be moved or replaced, all together: a ``Linear``, or the experts of a layer."""
+
+    tensors: LinearTensors
+
+
+class FeedForward(Protocol):
+    """The second half of a layer. linears: products that adapters may change. stored: all that keeps weights.
+    methods: how its products are computed; equal ones share a region. weights: what ``apply`` reads.
+    weights_per_token: how many weights computing a token reads."""
+
+    @property
+    def linears(self) -> Sequence[Linear]: ...
+    @property
+    def stored(self) -> Sequence[Stored]: ...
+    @property
+    def methods(self) -> tuple[object, ...]: ...
+    @property
+    def weights(self) -> tuple[LinearTensors, ...]: ...
+    @property
+    def weights_per_token(self) -> int: ...
+
+    def load(self, name: str, tensor: StoredWeight) -> None:
+        """Take ``gate_proj.weight``, … by its name in the layer's ``mlp``."""
+
+    def apply(self, x: Tensor, weights: tuple[LinearTensors, ...], adapters: RowAdapters | None) -> Tensor:
+        """x [tokens, hidden] -> the same shape. weights: ``weights`` of any equal layer."""
+
+
+class GatedMlp:
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, spec: MlpSpec, hidden_size: int, factory: LinearFactory) -> None:
+        self._activation = spec.activation
+        parts = {"gate_proj": spec.inner, "up_proj": spec.inner}
+        self._gate_up = factory.make(parts, hidden_size, spec.bias, "column")
+        self._down = factory.make({"down_proj": hidden_size}, spec.inner, spec.bias, "row")
+        self.linears = (self._gate_up, self._down)
+        self.stored = self.linears
+
+    @property
+    def methods(self) -> tuple[object, ...]:
+        return tuple(linear.method for linear in self.linears)
+
+    @property
+    def weights(self) -> tuple[LinearTensors, ...]:
+        return tuple(linear.arguments for linear in self.linears)
+
+    @property
+    def weights_per_token(self) -> int:
+        return sum(linear.in_features * linear.out_features for linear in self.linears)
+
+    def load(self, name: str, tensor: StoredWeight) -> None:
+        part, kind = name.split(".")
+        (self._down if part == "down_proj" else self._gate_up).load(part, kind, tensor)
+
+    def apply(self, x: Tensor, weights: tuple[LinearTensors, ...], adapters: RowAdapters | None) -> Tensor:
+        gate_up, down = weights
+        x = gated_activation(self._gate_up.apply(x, gate_up, adapters), self._activation)
+        return self._down.apply(x, down, adapters)

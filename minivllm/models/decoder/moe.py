@@ -1,0 +1,107 @@
+"""The feed-forward part of a layer with experts: a router, experts of which each token uses a few, and a shared MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels_triton_free.experts.routing import route
+from kernels_triton_free.lora import RowAdapters
+from minivllm.linear.experts import Experts
+from minivllm.linear.layer import Linear, LinearTensors
+from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
+from minivllm.models.decoder.feed_forward import GatedMlp, LinearFactory, Stored
+from minivllm.models.layer_specs import MoeSpec
+
+_ROUTER_PARTS = ("gate.weight", "gate.bias", "gate.e_score_correction_bias", "shared_expert_gate.weight")
+
+
+class Router:
+    """The small weights that decide: always float32, never quantised.
+
+    tensors: those of _ROUTER_PARTS that the spec calls for, in that order: router [experts, hidden] and its bias
+    [experts], the correction [experts], and the gate of the shared MLP [1, hidden].
+    """
+
+    def __init__(self, spec: MoeSpec, device: torch.device) -> None:
+        wanted = (True, spec.router_bias, spec.has_correction, spec.shared_gate)
+        self.parts = tuple(part for part, is_there in zip(_ROUTER_PARTS, wanted, strict=True) if is_there)
+        self.tensors: LinearTensors = (torch.empty(0),) * len(self.parts)
+        self._device = device
+
+    def load(self, part: str, tensor: StoredWeight) -> None:
+        values = tensor.restore(torch.float32) if isinstance(tensor, QuantizedWeight) else tensor.to(torch.float32)
+        place = self.parts.index(part)
+        self.tensors = (*self.tensors[:place], values.clone().to(self._device), *self.tensors[place + 1 :])
+
+    def named(self, tensors: LinearTensors) -> dict[str, Tensor]:
+        """The tensors of any equal router by the part that they are."""
+        return dict(zip(self.parts, tensors, strict=True))
+
+
+class MixtureOfExperts:
+    """Chosen experts, weighted and added up, and a shared MLP where there is one; see MoeSpec."""
+
+    def __init__(self, spec: MoeSpec, hidden_size: int, factory: LinearFactory) -> None:
+        self._spec, self._router = spec, Router(spec, factory.device)
+        self._experts = Experts(
+            spec.num_experts,
+            hidden_size,
+            spec.inner,
+            bias=spec.bias,
+            activation=spec.activation,
+            shard=factory.shard,
+            dtype=factory.dtype,
+            device=factory.device,
+            choose=factory.choose,
+        )
+        self._shared = None if spec.shared is None else GatedMlp(spec.shared, hidden_size, factory)
+
+    @property
+    def linears(self) -> Sequence[Linear]:
+        return () if self._shared is None else self._shared.linears
+
+    @property
+    def stored(self) -> Sequence[Stored]:
+        return (self._router, self._experts, *self.linears)
+
+    @property
+    def methods(self) -> tuple[object, ...]:
+        return (self._experts.method, *(linear.method for linear in self.linears))
+
+    @property
+    def weights(self) -> tuple[LinearTensors, ...]:
+        return (self._router.tensors, self._experts.tensors, *(linear.arguments for linear in self.linears))
+
+    @property
+    def weights_per_token(self) -> int:
+        experts = self._experts
+        per_expert = 3 * experts.inner * experts.hidden_size
+        shared = sum(linear.in_features * linear.out_features for linear in self.linears)
+        return self._spec.routing.top_k * per_expert + experts.num_experts * experts.hidden_size + shared
+
+    def load(self, name: str, tensor: StoredWeight) -> None:
+        if name in self._router.parts:
+            self._router.load(name, tensor)
+            return
+        block, *which, part, kind = name.split(".")
+        if block == "experts":
+            self._experts.load(int(which[0]), part, kind, tensor)
+        else:
+            assert self._shared is not None
+            self._shared.load(f"{part}.{kind}", tensor)
+
+    def apply(self, x: Tensor, weights: tuple[LinearTensors, ...], adapters: RowAdapters | None) -> Tensor:
+        router, (_, experts, *shared) = self._router.named(weights[0]), weights
+        logits = F.linear(x.float(), router["gate.weight"], router.get("gate.bias"))
+        ids, factors = route(logits, self._spec.routing, router.get("gate.e_score_correction_bias"))
+        out = self._experts.method.apply(x, ids, factors, experts)
+        if self._shared is None:
+            return out
+        own = self._shared.apply(x, tuple(shared), adapters)
+        if "shared_expert_gate.weight" in router:
+            own = own * torch.sigmoid(F.linear(x.float(), router["shared_expert_gate.weight"])).to(own.dtype)
+        return out + own

@@ -1,0 +1,124 @@
+"""Families with experts: Qwen3-MoE and Mixtral.
+
+Which layers have experts, how a router chooses, and what is checked before any memory is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kernels_triton_free.experts.routing import Routing
+from minivllm.models.entries.entries import MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Entries
+from minivllm.models.families.dense import Description, dense
+from minivllm.models.families.family import Family, defaults
+from minivllm.models.families.llama import window_in_every_layer
+from minivllm.models.layer_specs import MoeSpec
+
+MAX_EXPERTS = 4096
+ExpertRule = Callable[[Entries, int], MoeSpec | None]
+"""(entries, layer) -> its experts; None where the layer is dense."""
+
+
+def experts_of(entries: Entries) -> tuple[int, int]:
+    """(experts, experts of each token). Raises ModelError if a token cannot have so many."""
+    name = "num_local_experts" if entries.get("num_experts") is None else "num_experts"
+    num_experts = entries.whole(name, 1, MAX_EXPERTS)
+    top_k = entries.whole("num_experts_per_tok", 1, MAX_EXPERTS)
+    if top_k > num_experts:
+        raise entries.refuse("num_experts_per_tok", top_k, f"there are only {num_experts} experts ({name})")
+    return num_experts, top_k
+
+
+def with_experts(entries: Entries, experts: ExpertRule, **options: Any) -> Description:
+    """A dense model (with ``options`` of ``dense``) some of whose layers have experts in place of their MLP."""
+    plain = dense(entries, **options)
+    mlps = [experts(entries, index) or layer.mlp for index, layer in enumerate(plain.layers)]
+    return replace(plain, layers=tuple(replace(layer, mlp=mlp) for layer, mlp in zip(plain.layers, mlps, strict=True)))
+
+
+def _qwen_moe(entries: Entries, layer: int) -> MoeSpec | None:
+    """Every decoder_sparse_step-th layer has experts, but for those listed in mlp_only_layers."""
+    listed = entries.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or any(isinstance(n, bool) or not isinstance(n, int) for n in listed):
+        raise entries.refuse("mlp_only_layers", listed, "must list numbers of layers")
+    if layer in listed or (layer + 1) % entries.whole("decoder_sparse_step", 1, MAX_LAYERS):
+        return None
+    num_experts, top_k = experts_of(entries)
+    return MoeSpec(
+        num_experts=num_experts,
+        inner=entries.whole("moe_intermediate_size", 1, MAX_WIDTH),
+        routing=Routing(top_k=top_k, normalized=entries.flag("norm_topk_prob")),
+        activation=entries.activation("hidden_act"),
+    )
+
+
+def _mixtral(entries: Entries, layer: int) -> MoeSpec:
+    num_experts, top_k = experts_of(entries)
+    return MoeSpec(
+        num_experts=num_experts,
+        inner=entries.whole("intermediate_size", 1, MAX_WIDTH),
+        routing=Routing(top_k=top_k, normalized=True),
+        activation=entries.activation("hidden_act"),
+    )
+
+
+def _qwen3_moe_windows(entries: Entries) -> tuple[int | None, ...]:
+    window = entries.optional_whole("sliding_window", 1, MAX_POSITIONS)
+    return (window if entries.flag("use_sliding_window") else None,) * entries.num_layers
+
+
+FAMILIES = (
+    Family(
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        gguf_architecture="qwen3moe",
+        defaults=defaults(
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=6144,
+            num_hidden_layers=24,
+            num_key_value_heads=4,
+            max_position_embeddings=32768,
+            use_sliding_window=False,
+            sliding_window=4096,
+            decoder_sparse_step=1,
+            moe_intermediate_size=768,
+            num_experts_per_tok=8,
+            num_local_experts=128,
+            norm_topk_prob=False,
+            mlp_only_layers=None,
+        ),
+        describe=partial(
+            with_experts,
+            experts=_qwen_moe,
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm="per head",
+            windows=_qwen3_moe_windows,
+        ),
+        has_windows=True,
+    ),
+    Family(
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        gguf_architecture=None,  # published as "llama"
+        defaults=defaults(
+            vocab_size=32000,
+            intermediate_size=14336,
+            num_key_value_heads=8,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            rope_theta=1000000.0,
+            sliding_window=None,
+            num_experts_per_tok=2,
+            num_local_experts=8,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        describe=partial(with_experts, experts=_mixtral, windows=window_in_every_layer),
+        has_windows=True,
+    ),
+)
