@@ -88,6 +88,17 @@ def as_stored(ours: dict[str, torch.Tensor], family: str) -> dict[str, torch.Ten
     for gates in [name for name in stored if name.endswith(".experts.gate_proj")]:
         both = stored.pop(gates), stored.pop(gates.replace("gate_proj", "up_proj"))
         stored[gates.replace("gate_proj", "gate_up_proj")] = torch.cat(both, dim=1)
+    if family.startswith("gpt-oss"):  # gates and ups in turn, [in, out]
+        stored = {name.replace(".mlp.gate.", ".mlp.router."): value for name, value in stored.items()}
+        for name in [name for name in stored if name.endswith(".experts.gate_proj.bias")]:
+            both = stored.pop(name), stored.pop(name.replace("gate_proj", "up_proj"))
+            stored[name.replace("gate_proj.bias", "gate_up_proj_bias")] = torch.stack(both, dim=-1).flatten(1)
+            down = name.replace("gate_proj", "down_proj")
+            stored[down.replace(".bias", "_bias")] = stored.pop(down)
+        for name in [name for name in stored if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+            if "gate_up" in name:
+                stored[name] = torch.stack(stored[name].chunk(2, dim=1), dim=2).flatten(1, 2)
+            stored[name] = stored[name].transpose(1, 2).contiguous()
     if family.startswith("gemma"):  # which multiplies by 1 + w
         stored = {name: value - 1 if name.endswith("norm.weight") else value for name, value in stored.items()}
     return stored

@@ -17,7 +17,7 @@ from minivllm.errors import ModelError
 from minivllm.gguf.gguf_config import llama3_parameters
 from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
 from minivllm.models.families.registry import FAMILIES as SUPPORTED
-from minivllm.models.layer_specs import MoeSpec
+from minivllm.models.layer_specs import ClampedSwiglu, MoeSpec
 from minivllm.models.rotary import rotary_frequencies
 from tests.model_families import FAMILIES
 from tests.models.rotary_reference import llama3_factors
@@ -44,6 +44,7 @@ CONFIG_CLASSES = {
     "GraniteForCausalLM": "GraniteConfig",
     "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
     "MixtralForCausalLM": "MixtralConfig",
+    "GptOssForCausalLM": "GptOssConfig",
 }
 
 
@@ -113,7 +114,10 @@ def assert_described_alike(ours: DecoderConfig, theirs: Any) -> None:
     has_own_size = isinstance(mlp, MoeSpec) and hasattr(theirs, "moe_intermediate_size")
     assert mlp.inner == (theirs.moe_intermediate_size if has_own_size else theirs.intermediate_size)
     assert ours.num_layers == theirs.num_hidden_layers
-    assert mlp.activation == (getattr(theirs, "hidden_act", None) or theirs.hidden_activation)
+    if isinstance(mlp.activation, ClampedSwiglu):
+        assert (mlp.activation.alpha, mlp.activation.limit) == (theirs.swiglu_alpha, theirs.swiglu_limit)
+    else:
+        assert mlp.activation == (getattr(theirs, "hidden_act", None) or theirs.hidden_activation)
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     residual = getattr(theirs, "residual_multiplier", 1.0)  # the decoder divides the residual stream by it
