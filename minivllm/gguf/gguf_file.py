@@ -58,6 +58,10 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
@@ -351,11 +355,12 @@ class GGUFFile:
         return out
 
     def grouped(self, name: str) -> GroupedWeight:
-        """The stored blocks of a matrix as they are: its type must be one of GROUPED_BITS."""
+        """The stored blocks of a matrix as they are: its type must be one of GROUPED_BITS. Matrices of several experts
+        are one below the other."""
         tensor = self._tensor(name)
         layout = LAYOUT_OF[tensor.type_name]
-        codes = torch.empty(tensor.shape, dtype=torch.uint8)
-        scale, offset = (torch.empty(tensor.shape[0], tensor.shape[1] // layout.group_size) for _ in range(2))
+        codes = torch.empty(tensor.shape, dtype=torch.uint8).flatten(0, -2)
+        scale, offset = (torch.empty(codes.shape[0], codes.shape[1] // layout.group_size) for _ in range(2))
         for first, last, chunk in self._chunks(tensor):
             pieces = group_blocks(chunk, tensor.type_name)
             for flat, piece, size in zip((codes, scale, offset), pieces, (1, layout.group_size, layout.group_size)):

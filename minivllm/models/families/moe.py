@@ -55,6 +55,17 @@ def _qwen_moe(entries: Entries, layer: int) -> MoeSpec | None:
     )
 
 
+def _qwen3_moe_from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What llama.cpp knows of its experts; the weights of the chosen ones are always normalised there."""
+    keys = {
+        "num_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+    }
+    found = {entry: metadata[key] for entry, key in keys.items() if key in metadata}
+    return {**found, "norm_topk_prob": True}
+
+
 def _mixtral(entries: Entries, layer: int) -> MoeSpec:
     num_experts, top_k = experts_of(entries)
     return MoeSpec(
@@ -139,6 +150,7 @@ FAMILIES = (
             windows=_qwen3_moe_windows,
         ),
         has_windows=True,
+        from_gguf=_qwen3_moe_from_gguf,
     ),
     Family(
         architecture="MixtralForCausalLM",
