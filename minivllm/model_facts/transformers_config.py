@@ -14,7 +14,7 @@ from minivllm.checkpoints.hf_config import (
 )
 from minivllm.errors import ModelError
 from minivllm.models.decoder_config import StoredQuantization
-from minivllm.models.families.entries import MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB_SIZE, MAX_WIDTH
+from minivllm.models.entries.entries import MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB_SIZE, MAX_WIDTH
 from minivllm.weight_formats.quantization_config import read_quantization
 
 if TYPE_CHECKING:

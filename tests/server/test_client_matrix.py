@@ -57,10 +57,10 @@ def python_with(package: str, directory: Path) -> Path:
 def test_a_client_does_all_it_can(server: ServedCore, tmp_path: Path, client: str) -> None:
     python = python_with(PACKAGES[client], tmp_path / "environment")
     here = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "PYTHON"))}
+    here |= {"HOME": str(tmp_path), "OPENAI_API_KEY": "unused", "PYTHONPATH": str(PROGRAMS.parents[2])}
     result = subprocess.run(
-        [str(python), str(PROGRAMS / f"with_{client}.py"), server.url],
-        # litellm would fetch its table of prices.
-        env={**here, "HOME": str(tmp_path), "OPENAI_API_KEY": "unused", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        [str(python), "-m", f"tests.server.client_programs.with_{client}", server.url],
+        env={**here, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # litellm would fetch its table of prices
         cwd=tmp_path,
         capture_output=True,
         text=True,
