@@ -11,13 +11,16 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "AttentionRule",
     "BatchUpdate",
     "BeamSearchParams",
     "CompletionOutput",
+    "Description",
     "DraftContext",
     "DraftTask",
     "Drafter",
     "EngineArgs",
+    "Entries",
     "Family",
     "LoRARequest",
     "LogitsProcessor",
@@ -29,18 +32,23 @@ __all__ = [
     "SchedulingPolicy",
     "SortedQueue",
     "StructuredOutputs",
+    "Turns",
     "__version__",
     "register_attention",
     "register_drafter",
     "register_family",
     "register_policy",
+    "rule_attention",
 ]
 
 if TYPE_CHECKING:
+    from minivllm.attention import AttentionRule, rule_attention
     from minivllm.config import EngineArgs
     from minivllm.frontend.async_llm import AsyncLLM
     from minivllm.frontend.llm import LLM
     from minivllm.messages import LoRARequest
+    from minivllm.models.entries.entries import Entries
+    from minivllm.models.families.dense import Description
     from minivllm.models.families.family import Family
     from minivllm.models.families.registry import register_family
     from minivllm.plugins import register_attention, register_drafter, register_policy
@@ -54,21 +62,24 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputs,
     )
-    from minivllm.scheduler.policy import SchedulingPolicy
+    from minivllm.scheduler.policy import SchedulingPolicy, Turns
     from minivllm.scheduler.queues import SortedQueue
     from minivllm.spec_decode.drafter import DraftContext, Drafter, DraftTask
 
 _HOMES = {
     "LLM": "minivllm.frontend.llm",
     "AsyncLLM": "minivllm.frontend.async_llm",
+    "AttentionRule": "minivllm.attention",
     "BatchUpdate": "minivllm.sampling.logits_processors",
     "BeamSearchParams": "minivllm.sampling_params",
     "CompletionOutput": "minivllm.processing.outputs",
     "RequestOutput": "minivllm.processing.outputs",
+    "Description": "minivllm.models.families.dense",
     "DraftContext": "minivllm.spec_decode.drafter",
     "DraftTask": "minivllm.spec_decode.drafter",
     "Drafter": "minivllm.spec_decode.drafter",
     "EngineArgs": "minivllm.config",
+    "Entries": "minivllm.models.entries.entries",
     "Family": "minivllm.models.families.family",
     "LoRARequest": "minivllm.messages",
     "LogitsProcessor": "minivllm.sampling.logits_processors",
@@ -79,10 +90,12 @@ _HOMES = {
     "SchedulingPolicy": "minivllm.scheduler.policy",
     "SortedQueue": "minivllm.scheduler.queues",
     "StructuredOutputs": "minivllm.sampling_params",
+    "Turns": "minivllm.scheduler.policy",
     "register_attention": "minivllm.plugins",
     "register_drafter": "minivllm.plugins",
     "register_family": "minivllm.models.families.registry",
     "register_policy": "minivllm.plugins",
+    "rule_attention": "minivllm.attention",
 }
 
 

@@ -53,9 +53,10 @@ class Plugins:
         return name in self._ours
 
     def register(self, name: str, implementation: Any) -> None:
-        """Let the setting take ``name`` for ``implementation``, a class or a factory of the same signature.
+        """Let the setting take ``name`` for ``implementation``; what that must be differs by seam, see below.
 
-        The same name again replaces what was registered. Raises ConfigError for a built-in name or no identifier.
+        name: letters, digits, underscores and hyphens, not beginning with a digit. The same name again replaces what
+        was registered. Raises ConfigError for another name, or one that is built in.
         """
         if not name.replace("-", "_").isidentifier():
             raise ConfigError(f"{self._setting} cannot be called {name!r}: use letters, digits and underscores.")
@@ -92,10 +93,12 @@ POLICIES = Plugins(
     "scheduling_policy",
     {"fcfs": "minivllm.scheduler.policy:FirstComeFirstServed", "priority": "minivllm.scheduler.policy:ByPriority"},
 )
+"""A policy is a subclass of SchedulingPolicy: the class itself, which is called without arguments; no function."""
 ATTENTION = Plugins(
     "attention_backend",
     {"flex": "minivllm.attention.flex:rule_attention", "sdpa": "minivllm.attention.sdpa:SdpaAttention"},
 )
+"""AttentionContext -> AttentionBackend: a function, or the class of a backend."""
 DRAFTERS = Plugins(
     "speculative_config['method']",
     {
@@ -107,4 +110,5 @@ DRAFTERS = Plugins(
         "eagle3": "minivllm.spec_decode.speculation:draft_model",
     },
 )
+"""DraftContext -> Drafter: a function, or the class of a drafter."""
 register_policy, register_attention, register_drafter = POLICIES.register, ATTENTION.register, DRAFTERS.register

@@ -48,8 +48,8 @@ PROMPTS = [torch.randint(2, 512, (length,), generator=choose).tolist() for lengt
 # answers token by token, each from the blocks of its own block table.
 
 # %%
-register_attention("window with sinks", attention_variants.sinks)
-NAMES = {"ALiBi": "tutorials.attention_variants:alibi", "window with sinks": "window with sinks"}
+register_attention("window_with_sinks", attention_variants.sinks)
+NAMES = {"ALiBi": "tutorials.attention_variants:alibi", "window with sinks": "window_with_sinks"}
 
 
 def in_engine(backend: str, **arguments: object) -> list[list[dict[int, float]]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from minivllm.plugins import ATTENTION, DRAFTERS, POLICIES, Plugins
 from tutorials.__main__ import FOLDER, Chapter, chapters
 
 CHAPTERS = chapters()
@@ -186,6 +187,20 @@ def test_a_chapter_calls_a_request_it_and_spells_out_no_count_of_lines(chapter: 
     text = chapter.path.read_text(encoding="utf-8")
     assert re.findall(r"(?i)\b(?:he|his|him|she|her|somebody|everybody|anybody)\b", text) == []
     assert re.findall(r"(?i)\b(?:[0-9]+|\w*(?:teen|ty|ten|eleven|twelve)) lines\b", text) == []
+
+
+def test_the_names_that_chapters_register_are_names_that_can_be_registered() -> None:
+    """Also those of the chapters that only the slow tests run."""
+    seams = {"register_attention": ATTENTION, "register_drafter": DRAFTERS, "register_policy": POLICIES}
+    registered = []
+    for path in sorted(FOLDER.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in seams:
+                name, seam = node.args[0], seams[node.func.id]
+                assert isinstance(name, ast.Constant), f"{path.name}, line {node.lineno}"
+                Plugins(f"the setting of {path.name}", seam.known).register(str(name.value), object())
+                registered.append(node.func.id)
+    assert set(registered) == set(seams)
 
 
 @each_chapter
