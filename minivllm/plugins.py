@@ -59,7 +59,9 @@ class Plugins:
         was registered. Raises ConfigError for another name, or one that is built in.
         """
         if not name.replace("-", "_").isidentifier():
-            raise ConfigError(f"{self._setting} cannot be called {name!r}: use letters, digits and underscores.")
+            raise ConfigError(
+                f"{self._setting} cannot be called {name!r}: use letters, digits, hyphens and underscores."
+            )
         if name in self._ours:
             raise ConfigError(f"{self._setting} {name!r} is built in: choose another name.")
         self._known[name] = implementation

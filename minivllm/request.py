@@ -81,8 +81,12 @@ class TokenMaskSource(Protocol):
 class Request:
     """State of one request inside the engine core.
 
+    Known tokens are the prompt and the answer so far (``num_tokens``). Drafts are guesses behind them and are not
+    known. Computed tokens have their keys and values in the cache, or will have when the steps in flight are done.
     There is no prefill and no decode: ``num_computed_tokens`` catches up with ``num_tokens_with_drafts``, and a new
     token is sampled whenever it does. (vLLM V1's unified scheduler.)
+
+    num_output_placeholders: steps in flight that will each add a token of unknown value.
 
     engine_request: what was sent, unchanged. max_tokens: of the answer, at most what max_model_len leaves.
     """
@@ -111,11 +115,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens."""
+        """Known tokens: the prompt and the answer so far."""
         return len(self.all_token_ids)
 
     @property
     def num_tokens_with_drafts(self) -> int:
+        """Known tokens and the guesses behind them."""
         return len(self.all_token_ids) + len(self.draft_token_ids)
 
     @property

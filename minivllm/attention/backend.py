@@ -56,8 +56,8 @@ class StepRows(NamedTuple):
 
     slots, starts, counts: int64 [rows]: batch slot of the request, position of its first token in this step, number of
     its tokens. num_single, num_few: rows with a single token and with few. num_padded: tokens of the step, padding
-    included. No rows at all is a step of padding alone, which stands for so many single tokens: graphs are captured
-    with it.
+    included. A step without rows holds padding only, ``num_padded`` tokens that attention treats as rows with a single
+    token: such steps capture graphs.
     """
 
     slots: np.ndarray
@@ -91,11 +91,11 @@ class AttentionContext:
     """What a backend is made from. It serves layers that share block tables.
 
     specs: the different specs of these layers. kv_heads, query_group, head_dim: shape of the queries
-    [tokens, kv_heads, query_group, head_dim]. dtype: of the weights. query_dtype: of queries and of
-    attention's output. cache_dtype: of keys and values.
-    num_blocks: of the KV cache. max_num_seqs, max_num_batched_tokens: of a step, at most. verify_size: see
-    ``in_step_order``. compile_region: turns a function of tensors into what is called in its place. compiles: whether
-    that is compiled code. policy: the choices for this device.
+    [tokens, kv_heads, query_group, head_dim]. dtype: of the weights. query_dtype: of queries and of attention's output.
+    cache_dtype: of keys and values. tables: of the KV group that these layers belong to. num_blocks: of its pool, the
+    null block included. max_num_seqs, max_num_batched_tokens: of a step, at most. verify_size: see ``in_step_order``.
+    compile_region: turns a function of tensors into what is called in its place. compiles: whether that is compiled
+    code. policy: the choices for this device.
     """
 
     specs: tuple[AttentionSpec, ...]

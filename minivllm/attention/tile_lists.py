@@ -1,4 +1,7 @@
-"""Which blocks each query tile reads: full blocks, visible to all its queries, and partial ones, masked inside.
+"""Which blocks each query tile reads: wholly visible ones, and partial ones, which are masked inside.
+
+All queries of the tile see all of a block that is *wholly visible*. The lists call it ``full``, as FlexAttention does;
+elsewhere a full block is one whose cache slots are all filled.
 
 A small step as a worked example. Blocks hold 4 tokens, prompt chunks are cut into tiles of 4 queries, and the requests
 in batch slots 0 to 2 own these blocks (block 5 is shared through the prefix cache):
@@ -12,7 +15,7 @@ position:
 >>> slots, first, last = np.array([0, 1, 2, 2]), np.array([9, 6, 3, 7]), np.array([9, 8, 6, 9])
 
 A tile needs the blocks up to that of its last query, ``last // 4 + 1`` of them. Those that end at or before its first
-query, ``(first + 1) // 4`` of them, are full:
+query, ``(first + 1) // 4`` of them, are wholly visible:
 
 >>> ranges = blocks_read(first, last, Reach(), block_size=4)
 >>> lists = new_lists(tiles=4, width=4)
@@ -53,7 +56,7 @@ from minivllm.models.decoder_config import Reach
 
 class BlockRanges(NamedTuple):
     """Blocks of its request that each tile reads, int64 [tiles]: from ``begin`` up to ``end``, those from
-    ``full_begin`` up to ``full_end`` as full ones. with_null: and the null block as a partial one."""
+    ``full_begin`` up to ``full_end`` as wholly visible ones. with_null: and the null block as a partial one."""
 
     begin: np.ndarray
     full_begin: np.ndarray
@@ -89,7 +92,7 @@ def blocks_read(
 ) -> BlockRanges:
     """Blocks that tiles with queries at the positions ``first`` to ``last`` int64 [tiles] read.
 
-    A block is full if its last cache slot is visible to the first query and its first one to the last query.
+    A block is wholly visible if the first query sees its last cache slot, and the last query its first one.
     tells_full: False lists all of them as partial.
     """
     end = last // block_size + 1
@@ -122,7 +125,7 @@ def write_lists(lists: BlockLists, ranges: BlockRanges, table: np.ndarray, slots
     if full_begin is begin:
         _take(lists.partial[:tiles], table, slots, full_end[:, None] + place)
     else:
-        # Behind the partial blocks in front of the full ones come those behind them.
+        # Behind the partial blocks in front of the wholly visible ones come those behind them.
         jump = np.where(place < (full_begin - begin)[:, None], 0, num_full[:, None])
         _take(lists.partial[:tiles], table, slots, begin[:, None] + place + jump)
     if with_null:

@@ -58,8 +58,8 @@ class QueryTiles:
     """Tiles of ``size`` queries that read the cache in place, and the compiled kernel for each spec.
 
     kind: names the compiled regions. capacity: most tiles of a step. fixed_lists: lists have a place of their own, as
-    wide as there can be blocks, which is where a graph reads them again. tells_full: full blocks have lists of their
-    own. compute_dtype: of queries and products, if it is another than that of the queries.
+    wide as there can be blocks, which is where a graph reads them again. tells_full: wholly visible blocks have lists of
+    their own. compute_dtype: of queries and products, if it is another than that of the queries.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class QueryTiles:
         has_sinks = any(spec.has_sinks for spec in context.specs)
         self._width = width = context.tables.block_table.host.shape[1] + 1 + has_sinks  # one entry stays unused
         if fixed_lists:
-            if tells_full:  # the CPU's template asserts that lists with full blocks are as wide as the cache
+            if tells_full:  # the CPU's template asserts that lists of whole blocks are as wide as the cache
                 self._width = width = context.num_blocks
             for index, reach in enumerate(context.reaches):
                 names = [f"{name}.{index}" for name in BlockLists._fields[: 4 if tells_full else 2]]

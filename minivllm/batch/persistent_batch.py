@@ -1,4 +1,4 @@
-"""The worker's memory of the requests it serves: each owns a stable slot, and a step sends only what changed.
+"""The worker's memory of the requests it serves: each owns a stable batch slot, and a step sends only what changed.
 
 Nothing is condensed or swapped when requests come and go, and nothing is rebuilt from scratch. (The persistent batch
 of vLLM V1; stable slots after its second model runner.)
@@ -39,10 +39,11 @@ class WorkerRequest:
 class GroupTables:
     """Where the tokens of each slot lie in the pool of one KV group.
 
-    num_blocks: of the pool. block_table [slots, max_blocks]: physical blocks in order. Those that a window has left
-    behind still stand there, or the null block where they were never had, and nothing reads them. num_held [slots]: how
-    many places of the table are filled. kv_position [blocks, block_size]: position in its sequence of what each cache
-    slot holds. A block shared through the prefix cache has the same logical index in every request, so one array serves
+    num_blocks: of the pool, the null block included. block_table int32 [batch slots, ceil(max_model_len / block_size)]:
+    physical blocks in order. Those that a window has left behind still stand there, or the null block where they were
+    never had, and nothing reads them. num_held int32 [batch slots]: how many places of the table are filled.
+    kv_position int32 [num_blocks, rounded up; block_size]: position in its sequence of what each cache slot holds. A
+    block shared through the prefix cache has the same logical index in every request, so one array serves
     them all.
     """
 
@@ -80,9 +81,10 @@ class GroupTables:
 
 
 class PersistentBatch:
-    """Requests, their slots, and the device-resident tables indexed by slot.
+    """Requests, their batch slots, and the device-resident tables indexed by batch slot.
 
-    token_ids [slots, max_model_len]: prompt and output. groups: the block tables of each KV group.
+    token_ids int32 [batch slots, max_model_len + 1]: prompt, answer and drafts. The last column is spare: positions end
+    at max_model_len - 1, and an EAGLE head reads one token further. groups: the block tables of each KV group.
     """
 
     def __init__(

@@ -32,10 +32,10 @@ class EngineCore:
     is_asleep: the workers have no memory for requests (see Administration.sleep). adapters: None without LoRA.
 
     The steps in flight are handed to the workers, their results not consumed yet: one makes a synchronous engine, two
-    make async scheduling. (The batch queue of vLLM V1.) Results are consumed in the order of their schedules; that, and
-    workers that run their steps in order, is all that makes blocks safe to reuse. A request may end while a later step
-    that computes it once more is on its way; its blocks are free at once, and whoever gets them does so in a step after
-    that one, so that its own keys and values are written over whatever the late step left behind.
+    make async scheduling. (The batch queue of vLLM V1.) Blocks are safe to reuse for two reasons: results are consumed
+    in the order of their schedules, and workers run their steps in order. A request may end while a later step still
+    computes it. Its blocks are free at once. The next owner of such a block gets it in a step after that one, and
+    writes its own keys and values over those that the late step left there.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:

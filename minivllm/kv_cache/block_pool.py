@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from minivllm.errors import ConfigError
 
 NULL_BLOCK_ID = 0
-"""Padding writes go to this block; it is never handed out, counted, hashed or read."""
+"""Padding writes go to this block. It is never handed out, counted or hashed. Only attention sinks read it: its last
+cache slot, where V stays zero."""
 
 
 class KVCacheBlock:
@@ -91,7 +92,7 @@ class FreeBlockQueue:
 
 
 class BlockPool:
-    """All blocks of the device. Raises ConfigError for fewer than two: block 0 is the null block.
+    """All blocks of one KV group. Raises ConfigError for fewer than two: block 0 is the null block.
 
     Several blocks may hold the same contents (requests that computed the same prefix side by side): block tables only
     grow, so a block is never exchanged for its twin, and all of them are kept under one hash.

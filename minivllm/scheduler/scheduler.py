@@ -1,7 +1,8 @@
 """Decides, step by step, how many more tokens to compute for whom.
 
-There is no prefill and no decode: a request's computed tokens catch up with its known tokens, and a new one is sampled
-whenever they do. (vLLM V1's unified scheduler, with the chunked prefill of Sarathi-Serve.)
+There is no prefill and no decode: a request's computed tokens catch up with its known tokens (the prompt and the answer
+so far) and with the drafts behind them, and a new token is sampled whenever they do. (vLLM V1's unified scheduler, with
+the chunked prefill of Sarathi-Serve.)
 
 A request is admitted only if the cache has blocks for all its known tokens, although its first chunk needs few, and
 besides for all that is known of the prompts under way. Otherwise a long prompt would start over again and again: it
