@@ -124,7 +124,10 @@ def _architecture(config: PretrainedConfig, entries: Mapping[str, Any], source: 
             f"(model_type {config.get_text_config().model_type!r})."
         )
     if not isinstance(named, list) or named[0] != name:
-        raise ModelError(f"{source}: architectures is {named!r}, but only the decoder of text, {name!r}, is served.")
+        raise ModelError(
+            f"{source}: architectures is {named!r}, but only the decoder of text, {name!r}, is served; "
+            "family='package.module:FAMILY' names your own."
+        )
     return str(name)
 
 

@@ -112,7 +112,7 @@ def test_extra_args_are_plain_values_by_name_and_not_too_many(value: Any) -> Non
         (int, "must be a subclass of minivllm.LogitsProcessor"),
         (Forbid(3, None), "the class, not an object"),  # type: ignore[arg-type]
         (Unfinished, "lacks __init__, apply, update_state"),
-        ("Forbid", "must name a class as 'package.module:Class'"),
+        ("Forbid", "must name a class or an object as 'package.module:Class'"),
         ("no_such_module:Forbid", "cannot be imported: No module named 'no_such_module'"),
         ("tests.end_to_end.custom_processors:Forbids", "cannot be imported"),
         ("json:dumps", "must be a subclass"),

@@ -169,7 +169,7 @@ def test_names_are_mapped_to_hugging_face_names() -> None:
     assert hugging_face_name("blk.11.attn_q.bias") == "model.layers.11.self_attn.q_proj.bias"
     assert hugging_face_name("blk.0.attn_k_norm.weight") == "model.layers.0.self_attn.k_norm.weight"
     assert hugging_face_name("blk.3.ffn_norm.weight") == "model.layers.3.post_attention_layernorm.weight"
-    assert hugging_face_name("blk.3.ffn_gate_exps.weight") is None
+    assert hugging_face_name("blk.3.ffn_gate_chexps.weight") is None
     assert hugging_face_name("blk.x.attn_q.weight") is None
 
 

@@ -38,7 +38,7 @@ def test_a_family_is_registered_or_named_by_its_import_path(
     unknown_model: Path, tiny_model: Callable[..., Path]
 ) -> None:
     path = f"{__name__}:OWN"
-    with pytest.raises(ModelError, match=r"architecture SomeForCausalLM, but supported are: .*family='package"):
+    with pytest.raises(ModelError, match=r"architectures is \['SomeForCausalLM'\], but .*family='package"):
         answer(unknown_model)
     expected = answer(tiny_model("llama"))
     assert answer(unknown_model, family=path) == answer(unknown_model, family="LlamaForCausalLM") == expected

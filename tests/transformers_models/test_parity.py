@@ -82,9 +82,10 @@ def test_a_model_of_transformers_gives_its_own_tokens_and_probabilities(
         own = torch.tensor([entry[token].logprob for token, entry in list(zip(prompt, given))[1:] if entry])
         expected = logprobs[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:], dtype=torch.int64)]
         torch.testing.assert_close(own, expected, atol=3e-5, rtol=1e-5)
-    assert any(output.num_cached_tokens for output in again)
     metrics = llm.get_metrics()
-    assert "num_gpu_blocks_override" not in way or metrics.num_preemptions > 0
+    if [pool.name for pool in metrics.kv_cache_pools] == ["full attention"]:  # what windows hold is less, or forgotten
+        assert any(output.num_cached_tokens for output in again)
+        assert "num_gpu_blocks_override" not in way or metrics.num_preemptions > 0
     assert "speculative_config" not in way or metrics.num_drafts > 0
 
 

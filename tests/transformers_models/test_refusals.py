@@ -66,10 +66,13 @@ def test_attention_and_state_of_its_own_are_refused(model_type: str, tmp_path: P
 
 def test_the_table_decides_and_the_user_may(tmp_path: Path) -> None:
     native = write_config(tmp_path / "native", "llama", architectures=["LlamaForCausalLM"])
-    other = write_config(tmp_path / "other", "olmo2", architectures=["Olmo2ForCausalLM"])
+    other = write_config(tmp_path / "other", "starcoder2", architectures=["Starcoder2ForCausalLM"])
     assert choose_implementation(native)[0] == "minivllm"
     assert choose_implementation(native, wanted="transformers") == ("transformers", "as asked for")
-    assert choose_implementation(other) == ("transformers", "minivllm's own decoder does not know Olmo2ForCausalLM")
+    assert choose_implementation(other) == (
+        "transformers",
+        "minivllm's own decoder does not know Starcoder2ForCausalLM",
+    )
     assert read_model_facts(other).implementation == "transformers"
     with pytest.raises(ModelError, match="supported are"):
         read_model_facts(other, wanted="minivllm")
@@ -119,6 +122,6 @@ def test_layers_that_would_mix_requests_are_refused(broken: str, tmp_path: Path)
 def test_env_says_whose_layers_compute_a_model(tmp_path: Path) -> None:
     from minivllm.cli.engine.env import implementation
 
-    other = write_config(tmp_path, "olmo2", architectures=["Olmo2ForCausalLM"])
-    why = "minivllm's own decoder does not know Olmo2ForCausalLM"
+    other = write_config(tmp_path, "starcoder2", architectures=["Starcoder2ForCausalLM"])
+    why = "minivllm's own decoder does not know Starcoder2ForCausalLM"
     assert implementation(str(other)) == {"value": "transformers", "why": why}
