@@ -58,8 +58,8 @@ class QueryTiles:
     """Tiles of ``size`` queries that read the cache in place, and the compiled kernel for each spec.
 
     kind: names the compiled regions. capacity: most tiles of a step. fixed_lists: lists have a place of their own, as
-    wide as there can be blocks, which is where a graph reads them again. tells_full: wholly visible blocks have lists of
-    their own. compute_dtype: of queries and products, if it is another than that of the queries.
+    wide as there can be blocks, which is where a graph reads them again. tells_full: wholly visible blocks have lists
+    of their own. compute_dtype: of queries and products, if it is another than that of the queries.
     """
 
     def __init__(
