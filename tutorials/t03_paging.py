@@ -143,10 +143,10 @@ lesson.check(torch.equal(*outputs), "attention over scattered blocks equals atte
 # %% [markdown]
 # ## The block mask
 # The compiled engine does not gather. It gives FlexAttention the *physical* cache and, for every query tile, the
-# list of blocks to read: a **full** block is visible to all queries of the tile, a **partial** one is masked inside.
-# Everything else is never touched. ``write_lists`` makes these lists from the block tables; here they are for one
+# list of blocks to read: all queries of the tile see all of a **wholly visible** block, a **partial** one is masked
+# inside. Everything else is never touched. ``write_lists`` makes these lists from the block tables; here they are for one
 # step that decodes R1 and takes in a chunk of R6, and the rule that must come out: a query at position p sees (p + 1)
-# // 4 full blocks, and one more, partially, if p + 1 is no multiple of 4.
+# // 4 wholly visible blocks, and one more, partially, if p + 1 is no multiple of 4.
 
 # %%
 lesson.heading("Which blocks a step reads")
@@ -214,5 +214,5 @@ lesson.passed(
     f"{paged} users fit where {contiguous} did",
     f"{lost} of {reserved:,} cache slots are lost to rounding",
     "attention over scattered blocks is bit-identical",
-    "the block mask has (a + 1) // block size full blocks",
+    "the block mask has (a + 1) // block size wholly visible blocks",
 )

@@ -16,7 +16,9 @@ import pytest
 
 from minivllm.bench.reports.figures import median
 from minivllm.bench.reports.report import Measurement, make_report, read_report
+from minivllm.models.families import registry
 from tests.structure.code_map import BEGIN, END, ORDER, ROOT, count_lines
+from tests.transformers_models.families import FAMILIES
 from tutorials import speed_picture
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -177,6 +179,17 @@ def test_the_code_map_is_that_of_the_tree() -> None:
         assert abs(shown[room] - lines) <= 0.15 * lines + 10, (
             f"{room} has {lines} lines, the README says {shown[room]}: run python tests/structure/code_map.py"
         )
+
+
+def test_the_table_of_models_is_that_of_the_families() -> None:
+    """And of the families that transformers computes, as many run as the tests compare."""
+    section = README.split("## Models")[1].split("## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| (.+) \|$", section, re.MULTILINE)
+    shown = {name: gguf.strip("`") if gguf.startswith("`") else None for name, gguf in rows}
+    families = [family for module in registry._MODULES for family in module.FAMILIES]
+    assert shown == {family.architecture: family.gguf_architecture for family in families}
+    [running] = re.findall(r"Of \d+ families that were tried (\d+) run", README)
+    assert int(running) == len(FAMILIES)
 
 
 FIGURE = re.compile(r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?) ?(×|tok/s|ms|%)(?!\w)(?:<!-- (.+?) -->)?")

@@ -52,7 +52,7 @@ def test_a_reader_opens_twelve_files_and_the_list_names_them_all() -> None:
     assert len(listed) <= MOST_FILES
     assert list(dict.fromkeys(opened)) == [name for name, _ in listed]
     lines = sum(len((TOUR.parent / name).read_text(encoding="utf-8").splitlines()) for name, _ in listed)
-    [shown] = re.findall(r"twelve files, which have ([\d,]+) lines together", README)
+    [shown] = re.findall(r"twelve files of about ([\d,]+) lines together", README)
     assert abs(lines - int(shown.replace(",", ""))) <= 100, f"the README says {shown} lines, but there are {lines}"
 
 
