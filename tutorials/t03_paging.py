@@ -144,9 +144,9 @@ lesson.check(torch.equal(*outputs), "attention over scattered blocks equals atte
 # ## The block mask
 # The compiled engine does not gather. It gives FlexAttention the *physical* cache and, for every query tile, the
 # list of blocks to read: all queries of the tile see all of a **wholly visible** block, a **partial** one is masked
-# inside. Everything else is never touched. ``write_lists`` makes these lists from the block tables; here they are for one
-# step that decodes R1 and takes in a chunk of R6, and the rule that must come out: a query at position p sees (p + 1)
-# // 4 wholly visible blocks, and one more, partially, if p + 1 is no multiple of 4.
+# inside. Everything else is never touched. ``write_lists`` makes these lists from the block tables; here they are for
+# one step that decodes R1 and takes in a chunk of R6, and the rule that must come out: a query at position p sees
+# (p + 1) // 4 wholly visible blocks, and one more, partially, if p + 1 is no multiple of 4.
 
 # %%
 lesson.heading("Which blocks a step reads")

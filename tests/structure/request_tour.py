@@ -164,7 +164,7 @@ class WatchedAttention:
                     full, partial = copied[full].tolist(), copied[partial].tolist()
                 size = "1 query   " if part.kind.size == 1 else f"{part.kind.size} queries"
                 described.append(
-                    f"tile of {size}  positions {span(positions):7} full blocks {full!s:7} partial {partial}"
+                    f"tile of {size}  positions {span(positions):7} wholly visible {full!s:7} partial {partial}"
                 )
         return described
 
