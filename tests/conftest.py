@@ -85,12 +85,15 @@ def keep_what_lives() -> None:
 @pytest.fixture(autouse=True)
 def plugins_as_they_were() -> Iterator[None]:
     """What a test registers is gone after it: a worker runs the tests of many files, in any order."""
+    from minivllm.models.families.registry import PLUGINS as FAMILIES
     from minivllm.plugins import ATTENTION, DRAFTERS, POLICIES
 
-    before = [(table, dict(table._known)) for table in (ATTENTION, DRAFTERS, POLICIES)]
+    before = [(table, dict(table._known)) for table in (ATTENTION, DRAFTERS, POLICIES, FAMILIES)]
     yield
     for table, known in before:
-        table._known = known
+        # In place, since others look at the table through views.
+        table._known.clear()
+        table._known.update(known)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.plugins import ATTENTION, DRAFTERS, POLICIES, Plugins
+from minivllm.plugins import ATTENTION, DRAFTERS, POLICIES
 from tutorials.__main__ import FOLDER, Chapter, chapters
 
 CHAPTERS = chapters()
@@ -198,7 +198,7 @@ def test_the_names_that_chapters_register_are_names_that_can_be_registered() -> 
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in seams:
                 name, seam = node.args[0], seams[node.func.id]
                 assert isinstance(name, ast.Constant), f"{path.name}, line {node.lineno}"
-                Plugins(f"the setting of {path.name}", seam.known).register(str(name.value), object())
+                seam.register(str(name.value), object())
                 registered.append(node.func.id)
     assert set(registered) == set(seams)
 

@@ -13,8 +13,8 @@ from minivllm.models.families.family import Family
 from minivllm.plugins import Plugins
 
 _MODULES = (llama, qwen, gemma, phi, olmo, glm, granite, moe)
-_PLUGINS = Plugins("family", {family.architecture: family for module in _MODULES for family in module.FAMILIES})
-FAMILIES: Mapping[str, Family] = _PLUGINS.known
+PLUGINS = Plugins("family", {family.architecture: family for module in _MODULES for family in module.FAMILIES})
+FAMILIES: Mapping[str, Family] = PLUGINS.known
 
 
 def register_family(family: Family) -> None:
@@ -25,13 +25,13 @@ def register_family(family: Family) -> None:
     """
     if not isinstance(family, Family):
         raise ConfigError(f"The family {family!r} must be a minivllm.Family.")
-    _PLUGINS.register(family.architecture, family)
+    PLUGINS.register(family.architecture, family)
 
 
 def load_family(name: str) -> Family:
     """The row that the engine argument ``family`` names: an architecture, or "package.module:FAMILY", which is
     registered. Raises ConfigError."""
-    family = _PLUGINS.load(name)
+    family = PLUGINS.load(name)
     if FAMILIES.get(getattr(family, "architecture", "")) is not family:
         register_family(family)
     return family
