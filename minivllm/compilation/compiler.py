@@ -26,9 +26,15 @@ MIN_FREE_BYTES = 64 * 2**20
 
 
 def cache_directory() -> Path:
-    """Where compiled code is kept between runs: TORCHINDUCTOR_CACHE_DIR, or a folder below MINIVLLM_HOME."""
+    """Where compiled code is kept between runs: TORCHINDUCTOR_CACHE_DIR, or a folder below MINIVLLM_HOME.
+
+    Inductor writes its own default into that variable as soon as it is used: a folder among the temporary files. The
+    user did not choose it, and what lies beside it there, any user may have made: no place for code that is loaded.
+    """
     home = Path(os.environ.get("MINIVLLM_HOME") or Path.home() / ".cache" / "minivllm")
-    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or home / "inductor")
+    chosen = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or home / "inductor")
+    is_default = chosen.parent == Path(tempfile.gettempdir()) and chosen.name.startswith("torchinductor_")
+    return home / "inductor" if is_default else chosen
 
 
 def cannot_compile_reason(device: torch.device) -> str | None:
@@ -72,7 +78,7 @@ class RegionCompiler:
         self.num_recompilations = 0
         self._frozen = False
         if enabled:
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory()))
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory())
 
     def __call__(self, region: Region) -> Callable:
         """What to call in place of the region's function. torch.compile compiles it with its first call."""
