@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from minivllm.compilation import compiler as compiler_module
 from minivllm.compilation.compiler import (
@@ -184,6 +186,10 @@ def test_compiled_code_is_kept_where_the_environment_says(monkeypatch: pytest.Mo
     assert cache_directory() == tmp_path / "given"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     assert cache_directory() == tmp_path / "home" / "inductor"
+    torchs_own = cache_dir()  # what Inductor writes into the environment is not the user's choice
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == torchs_own
+    assert cache_directory() == tmp_path / "home" / "inductor"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.delenv("MINIVLLM_HOME")
     assert cache_directory() == Path.home() / ".cache" / "minivllm" / "inductor"
 
