@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class _Silent:
-    """A span that nobody hears."""
+    """A span without listeners."""
 
     __slots__ = ()
 
