@@ -1,7 +1,8 @@
 """Stream a model's weights by Hugging Face name: safetensors (sharded or not), GGUF, or seeded dummies.
 
-Files are mapped and tensors converted one at a time, so the peak is the model itself plus its largest tensor. Names
-and shapes are checked before the first tensor is handed out. Pickle-based formats are never opened.
+Files are mapped and tensors converted one at a time, so the peak is the model itself plus its largest tensor (GGUF:
+plus three, since two are dequantised ahead). Names and shapes are checked before the first tensor is handed out.
+Pickle-based formats are never opened.
 """
 
 from __future__ import annotations

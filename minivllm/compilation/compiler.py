@@ -28,8 +28,8 @@ MIN_FREE_BYTES = 64 * 2**20
 def cache_directory() -> Path:
     """Where compiled code is kept between runs: TORCHINDUCTOR_CACHE_DIR, or a folder below MINIVLLM_HOME.
 
-    Inductor writes its own default into that variable as soon as it is used: a folder among the temporary files. The
-    user did not choose it, and what lies beside it there, any user may have made: no place for code that is loaded.
+    Inductor writes its own default into that variable as soon as it is used: a folder in the system's folder for files
+    that programs throw away. The user did not choose it, and other users can write there: no place for code to load.
     """
     home = Path(os.environ.get("MINIVLLM_HOME") or Path.home() / ".cache" / "minivllm")
     chosen = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or home / "inductor")

@@ -390,7 +390,7 @@ class GGUFFile:
         skip: frozenset[str] = ROPE_TENSORS,
         treatment: Callable[[str, GGUFTensor], Treatment] = lambda name, tensor: "dequantize",
     ) -> Iterator[tuple[str, StoredWeight]]:
-        """Yield (Hugging Face name, tensor) one at a time, dequantised to ``dtype``.
+        """Yield (Hugging Face name, tensor) one at a time, dequantised to ``dtype``, TENSORS_AHEAD of them in advance.
 
         permuted_heads: Hugging Face suffix (``"q_proj"``, ``"k_proj"``) -> heads, for files whose rotary rows are
         interleaved; empty otherwise. fused: see hugging_face_name. skip: GGUF names that are not weights. treatment:

@@ -24,7 +24,13 @@ from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
 from minivllm.linear.quantized_methods import Int8Linear, RoundedInputs
-from minivllm.linear.stored_weight import GroupedWeight, QuantizedWeight, RestoredWeight, RowScaledWeight
+from minivllm.linear.stored_weight import (
+    GroupedWeight,
+    QuantizedWeight,
+    RestoredWeight,
+    RowScaledWeight,
+    StoredWeight,
+)
 from minivllm.weight_formats.packed_weights import PackedWeights
 from minivllm.weight_formats.quantization_config import StoredQuantization, WeightFormat, read_quantization
 from tests.end_to_end.test_packed_checkpoints import Tensors, TinyModel, assert_same_logits, words, write
@@ -250,7 +256,9 @@ def test_parts_that_do_not_fit_are_named_before_anything_is_read(
 ) -> None:
     groups = [group("pack-quantized", settings)]
     path, _, _ = compressed_copy(tiny_model("llama"), tmp_path, groups, ["lm_head"], all_but_the_head)
-    refused_after(path, f"model.layers.1.mlp.up_proj.{part}", damage)
+    damaged = weights_after(path, f"model.layers.1.mlp.up_proj.{part}", damage)
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj"):
+        next(damaged)
 
 
 @pytest.mark.parametrize(
@@ -263,10 +271,12 @@ def test_numbers_of_8_bits_need_their_scale(
 ) -> None:
     groups = [group("naive-quantized", weights(8, "channel", kind))]
     path, _, _ = compressed_copy(tiny_model("llama"), tmp_path, groups, ["lm_head"], all_but_the_head)
-    refused_after(path, f"model.layers.1.mlp.up_proj.{part}", damage)
+    damaged = weights_after(path, f"model.layers.1.mlp.up_proj.{part}", damage)
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj"):
+        next(damaged)
 
 
-def refused_after(path: Path, name: str, damage: str) -> None:
+def weights_after(path: Path, name: str, damage: str) -> Iterator[tuple[str, StoredWeight]]:
     stored = load_file(path / "model.safetensors")
     tensor = stored.pop(name, torch.zeros(3, 3))
     if damage == "misshapen":
@@ -274,9 +284,7 @@ def refused_after(path: Path, name: str, damage: str) -> None:
     elif damage != "missing":
         stored[name] = tensor.to(torch.int32 if damage == "int" else torch.float32)
     save_file(stored, path / "model.safetensors")
-    weights_of = iterate_weights(path, "auto", read_decoder_config(path), torch.float32)
-    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj"):
-        next(weights_of)
+    return iterate_weights(path, "auto", read_decoder_config(path), torch.float32)
 
 
 def test_contents_that_contradict_the_shapes_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
