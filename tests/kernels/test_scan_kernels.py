@@ -1,0 +1,193 @@
+"""Gated delta rule and Mamba2 over packed rows of several requests, against token-by-token recursions in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels_triton_free.state.gated_delta import gated_delta
+from kernels_triton_free.state.mamba2 import mamba2
+from kernels_triton_free.state.tiles import TILE, plan_scan
+
+HEADS, SHARED, KEY, VALUE = 4, 2, 8, 6
+Inputs = tuple[Tensor, ...]
+Kernel = Callable[..., Tensor]
+
+
+def delta_inputs(tokens: int, generator: torch.Generator, shared: int = SHARED) -> Inputs:
+    """q, k, v, log decay, rate; some tokens forget nearly everything."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(tokens, *shape, generator=generator)
+
+    log_decay = -F.softplus(3 * draw(HEADS) - 2)
+    return (
+        F.normalize(draw(shared, KEY), dim=-1),
+        F.normalize(draw(shared, KEY), dim=-1),
+        draw(HEADS, VALUE),
+        log_decay,
+        draw(HEADS).sigmoid(),
+    )
+
+
+def mamba_inputs(tokens: int, generator: torch.Generator, shared: int = SHARED) -> Inputs:
+    """x, step size, log decay, b, c."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(tokens, *shape, generator=generator)
+
+    step_size = F.softplus(2 * draw(HEADS) - 2)
+    return draw(HEADS, VALUE), step_size, step_size * -torch.rand(HEADS) * 4, draw(shared, KEY), draw(shared, KEY)
+
+
+def delta_by_token(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One request, float64: each token forgets, corrects and reads."""
+    state, out = state.double(), []
+    for q, k, v, log_decay, rate in zip(*(x.double() for x in inputs)):
+        q, k = (x.repeat_interleave(len(v) // len(x), dim=0) for x in (q, k))
+        state = state * log_decay.exp()[:, None, None]
+        answer = torch.einsum("hkv,hk->hv", state, k)
+        state = state + torch.einsum("hk,hv->hkv", k, rate[:, None] * (v - answer))
+        out.append(torch.einsum("hkv,hk->hv", state, q))
+    return torch.stack(out), state
+
+
+def mamba_by_token(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    state, out = state.double(), []
+    for x, step_size, log_decay, b, c in zip(*(x.double() for x in inputs)):
+        b, c = (y.repeat_interleave(len(x) // len(y), dim=0) for y in (b, c))
+        state = state * log_decay.exp()[:, None, None] + torch.einsum("hs,hd->hsd", b, step_size[:, None] * x)
+        out.append(torch.einsum("hsd,hs->hd", state, c))
+    return torch.stack(out), state
+
+
+KERNELS: dict[str, tuple[Kernel, Callable[..., Inputs], Callable[..., Any]]] = {
+    "gated delta": (gated_delta, delta_inputs, delta_by_token),
+    "mamba2": (mamba2, mamba_inputs, mamba_by_token),
+}
+kernels = pytest.mark.parametrize("name", KERNELS)
+LENGTHS = st.sampled_from([0, 1, 1, 2, 3, 63, 64, 65, 127, 128, 129, 200])
+
+
+def close(value: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    """Within a part of the largest number, as sums of numbers of all sizes are."""
+    largest = max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(value.double(), expected.double(), rtol=0.0, atol=tolerance * largest)
+
+
+@kernels
+@given(st.lists(LENGTHS, min_size=1, max_size=6).filter(any), st.booleans(), st.integers(0, 2**31))
+@settings(max_examples=25)
+def test_rows_of_any_lengths_equal_a_recursion_token_by_token(
+    name: str, lengths: list[int], padded: bool, seed: int
+) -> None:
+    """Non-zero states in scattered slots; other slots are not touched."""
+    kernel, make, by_token = KERNELS[name]
+    generator = torch.Generator().manual_seed(seed)
+    starts = [sum(lengths[:row]) + 2 * padded for row in range(len(lengths))]
+    tokens = sum(lengths) + 5 * padded
+    inputs = make(tokens, generator, shared=(1, 2, 4)[seed % 3])
+    states = torch.randn(9, HEADS, KEY, VALUE, generator=generator)
+    slots = torch.randperm(9, generator=generator)[: len(lengths)]
+    after = states.clone()
+    out = kernel(*inputs, after, slots, plan_scan(starts, lengths, tokens))
+    assert out.shape == (tokens, HEADS, VALUE)
+    expected_states = states.double()
+    for slot, start, length in zip(slots.tolist(), starts, lengths):
+        if length:
+            own = slice(start, start + length)
+            expected, expected_states[slot] = by_token(tuple(x[own] for x in inputs), states[slot])
+            close(out[own], expected)
+    close(after, expected_states)
+    untouched = [slot for slot in range(9) if slot not in slots.tolist()]
+    assert torch.equal(after[untouched], states[untouched])
+
+
+@kernels
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=5), st.integers(0, 2**31))
+@settings(max_examples=20)
+def test_a_sequence_cut_into_any_steps_is_the_whole(name: str, cuts: list[int], seed: int) -> None:
+    """Another request, of another length, is always beside it."""
+    kernel, make, _ = KERNELS[name]
+    generator = torch.Generator().manual_seed(seed)
+    length = sum(cuts)
+    inputs = make(length, generator)
+    first = torch.randn(2, HEADS, KEY, VALUE, generator=generator)
+    whole_states = first.clone()
+    whole = kernel(*inputs, whole_states, torch.tensor([1]), plan_scan([0], [length], length))
+    states, parts, position = first.clone(), [], 0
+    for cut in cuts:
+        other = make(cut // 2 + 1, generator)
+        step = tuple(torch.cat([y, x[position : position + cut]]) for x, y in zip(inputs, other))
+        rows = plan_scan([0, cut // 2 + 1], [cut // 2 + 1, cut], cut // 2 + 1 + cut)
+        parts.append(kernel(*step, states, torch.tensor([0, 1]), rows)[cut // 2 + 1 :])
+        position += cut
+    close(torch.cat(parts), whole)
+    close(states[1], whole_states[1])
+
+
+@kernels
+def test_a_row_with_a_bad_number_leaves_the_others_alone(name: str) -> None:
+    kernel, make, by_token = KERNELS[name]
+    inputs = make(140, torch.Generator().manual_seed(3))
+    for x in inputs:
+        x[:70] = torch.nan
+    states = torch.zeros(2, HEADS, KEY, VALUE)
+    out = kernel(*inputs, states, torch.tensor([0, 1]), plan_scan([0, 70], [70, 70], 140))
+    expected, state = by_token(tuple(x[70:] for x in inputs), torch.zeros(HEADS, KEY, VALUE))
+    close(out[70:], expected)
+    close(states[1], state)
+    assert out[:70].isnan().all()
+
+
+def test_strong_decay_neither_overflows_nor_divides_by_zero() -> None:
+    """A tile over which a state fades to 1e-300 and beyond: only ratios of decays up to 1 are ever made."""
+    for kernel, make, by_token in KERNELS.values():
+        inputs = list(make(130, torch.Generator().manual_seed(4)))
+        decay = 3 if kernel is gated_delta else 2
+        inputs[decay] = inputs[decay] * 0 - 40.0
+        states = torch.ones(1, HEADS, KEY, VALUE)
+        expected, _ = by_token(tuple(inputs), states[0])
+        close(kernel(*inputs, states, torch.tensor([0]), plan_scan([0], [130], 130)), expected)
+
+
+@given(st.lists(st.integers(0, 200), max_size=8))
+def test_every_token_has_one_place_and_levels_begin_with_the_longest(lengths: list[int]) -> None:
+    starts = [sum(lengths[:row]) for row in range(len(lengths))]
+    total = sum(lengths)
+    rows = plan_scan(starts, lengths, total)
+    assert sorted(rows.single_rows.tolist()) == [row for row, length in enumerate(lengths) if length == 1]
+    tokens = rows.single_tokens.tolist()
+    if rows.tiles is not None:
+        tiles = rows.tiles
+        tokens += tiles.tokens[tiles.is_token].tolist()
+        assert tiles.tokens.shape == (sum(tiles.levels), TILE)
+        assert list(tiles.levels) == sorted(tiles.levels, reverse=True)
+        assert [lengths[row] for row in tiles.rows.tolist()] == sorted(
+            (length for length in lengths if length > 1), reverse=True
+        )
+    assert sorted(tokens) == list(range(total))
+    if rows.places is not None:
+        assert len(set(rows.places.tolist())) == total
+
+
+@kernels
+def test_dynamo_traces_the_whole_function(name: str) -> None:
+    """No graph break, with single tokens and with tiles."""
+    kernel, make, _ = KERNELS[name]
+    lengths = (1, 70, 1, 5)
+    starts = [sum(lengths[:row]) for row in range(len(lengths))]
+    rows = plan_scan(starts, lengths, sum(lengths))
+    inputs = make(sum(lengths), torch.Generator().manual_seed(5))
+    states = torch.randn(5, HEADS, KEY, VALUE)
+    traced_states, slots = states.clone(), torch.arange(1, 1 + len(lengths))
+    traced = torch.compile(kernel, backend="aot_eager", fullgraph=True)(*inputs, traced_states, slots, rows)
+    close(traced, kernel(*inputs, states, slots, rows), 1e-6)
+    close(traced_states, states, 1e-6)
