@@ -9,9 +9,9 @@ from torch import Tensor
 
 from minivllm.device.memory import lazily_zeroed
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.specs import GroupKind, GroupSpec, one_group
+from minivllm.kv_cache.specs import GroupKind, GroupSpec, local_block_size, one_group
 from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.model import LayerCache, Model
+from minivllm.models.model import CacheSpec, LayerCache, Model
 
 
 def block_bytes(model: Model, block_size: int) -> int:
@@ -24,25 +24,25 @@ def kv_groups(
     model: Model, block_size: int, max_model_len: int, *, draft: Model | None = None, may_drop: bool = True
 ) -> list[GroupSpec]:
     """The KV groups of a model, not sized yet: one for all layers with the same window or chunk, full attention first,
-    then the longest windows.
+    then the longest windows. Those of a short window or chunk have smaller blocks.
 
     A window as long as a request can be is full attention. draft: keeps what it computes in the blocks of the first
     group, which must then be one of full attention: without one among the layers, all of them form it. may_drop: False
     where attention reads whatever it likes, so that all layers form one group too.
     """
-    of_layer = [spec.kv_heads * spec.head_dim * spec.dtype.itemsize * 2 * block_size for spec in model.cache_specs]
+    of_token = [spec.kv_heads * spec.head_dim * spec.dtype.itemsize * 2 for spec in model.cache_specs]
     of_draft = 0 if draft is None else block_bytes(draft, block_size)
     layers: dict[tuple[GroupKind, int | None], list[int]] = {}
     for layer, spec in enumerate(model.attention_specs):
         layers.setdefault(_kind_of(spec, max_model_len), []).append(layer)
     has_full = ("full attention", None) in layers
     if len(layers) == has_full or not may_drop or (draft is not None and not has_full):
-        return [one_group(len(of_layer), block_size, sum(of_layer) + of_draft)]
+        return [one_group(len(of_token), block_size, block_size * sum(of_token) + of_draft)]
     groups: list[GroupSpec] = []
     for kind, reach in sorted(layers, key=lambda group: -(group[1] or max_model_len)):
-        own = layers[kind, reach]
-        size = sum(of_layer[layer] for layer in own) + (0 if groups else of_draft)
-        groups.append(GroupSpec(kind=kind, reach=reach, layers=tuple(own), block_size=block_size, block_bytes=size))
+        own, size = layers[kind, reach], local_block_size(block_size, reach)
+        num_bytes = size * sum(of_token[layer] for layer in own) + (0 if groups else of_draft)
+        groups.append(GroupSpec(kind=kind, reach=reach, layers=tuple(own), block_size=size, block_bytes=num_bytes))
     return groups
 
 
@@ -54,21 +54,23 @@ def _kind_of(spec: AttentionSpec, max_model_len: int) -> tuple[GroupKind, int | 
     return "full attention", None
 
 
-def allocate_caches(model: Model, num_blocks: int | Sequence[int], block_size: int) -> list[LayerCache]:
-    """Zeroed K and V of every layer, two tensors each. num_blocks: of all layers, or of each.
+def allocate_caches(model: Model, num_blocks: int | Sequence[int], block_size: int | Sequence[int]) -> list[LayerCache]:
+    """Zeroed K and V of every layer, two tensors each. num_blocks, block_size: of all layers, or of each.
 
     Raises ConfigError if the memory cannot be had.
     """
-    counts = [num_blocks] * len(model.cache_specs) if isinstance(num_blocks, int) else num_blocks
+    layers = len(model.cache_specs)
+    counts, sizes = ([given] * layers if isinstance(given, int) else given for given in (num_blocks, block_size))
 
-    def zeros(blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-        return _zeros((blocks, block_size, kv_heads, head_dim), dtype, model.device)
+    def zeros(count: int, size: int, spec: CacheSpec) -> Tensor:
+        return _zeros((count, size, spec.kv_heads, spec.head_dim), spec.dtype, model.device)
 
     try:
-        pairs = zip(counts, model.cache_specs, strict=True)
-        return [LayerCache(zeros(count, *spec), zeros(count, *spec)) for count, spec in pairs]
+        pools = list(zip(counts, sizes, model.cache_specs, strict=True))
+        return [LayerCache(zeros(*pool), zeros(*pool)) for pool in pools]
     except (OSError, OverflowError, torch.OutOfMemoryError):
-        raise too_large(max(counts), max(counts) * block_bytes(model, block_size)) from None
+        num_tokens = max(count * size for count, size in zip(counts, sizes))
+        raise too_large(max(counts), num_tokens * block_bytes(model, 1)) from None
 
 
 def too_large(num_blocks: int, num_bytes: int) -> ConfigError:

@@ -83,8 +83,9 @@ class PagedModel:
 
     def allocate_caches(self) -> None:
         """Have caches, also again after they were cleared. Raises ConfigError if the memory cannot be had."""
-        num_blocks = [self._groups[group].num_blocks for group in self._group_of]
-        self.caches += allocate_caches(self.model, num_blocks, self._groups[0].block_size)
+        groups = [self._groups[group] for group in self._group_of]
+        num_blocks, sizes = [group.num_blocks for group in groups], [group.block_size for group in groups]
+        self.caches += allocate_caches(self.model, num_blocks, sizes)
 
     def use_regions(self, compiler: RegionCompiler) -> None:
         """Run by the regions of this compiler from now on, with the attention that goes with them."""
@@ -94,7 +95,10 @@ class PagedModel:
         fewest = min(group.num_blocks for group in groups)
         varies = self._policy.keeps_packages or len(groups) > 1
         blocks = Size("blocks", min(64, fewest)) if varies else fewest
-        caches = [spec.declare(blocks, groups[0].block_size, model.device) for spec in model.cache_specs]
+        caches = [
+            spec.declare(blocks, groups[group].block_size, model.device)
+            for group, spec in zip(self._group_of, model.cache_specs)
+        ]
         model.build_regions(compiler, self._builder.token_specs, caches)
         self._min_rows = compiler.min_rows
         specs_of_shape: dict[tuple[GroupTables, CacheSpec, int], list[AttentionSpec]] = {}

@@ -133,9 +133,9 @@ class Worker:
         if groups[0].num_blocks < needed:
             size = total_bytes(size_pools(groups, needed, limits))
             raise ConfigError(
-                f"The KV cache gets {max(groups[0].num_blocks, 0)} blocks of {cache.block_size} tokens ({origin}), but "
-                f"one request of max_model_len = {scheduler.max_model_len} tokens needs {needed} with the null block "
-                f"({size / 2**20:.0f} MiB): lower max_model_len or give the cache more memory."
+                f"The KV cache gets {max(groups[0].num_blocks, 0)} blocks of {groups[0].block_size} tokens ({origin}), "
+                f"but one request of max_model_len = {scheduler.max_model_len} tokens needs {needed} with the "
+                f"null block ({size / 2**20:.0f} MiB): lower max_model_len or give the cache more memory."
             )
         blocks = [f"{group.num_blocks} blocks of {group.block_size} tokens" for group in groups]
         if len(groups) > 1 or groups[0].reach is not None:

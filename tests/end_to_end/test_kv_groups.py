@@ -105,6 +105,35 @@ def test_small_windows_equal_transformers_at_every_position(tiny_model: TinyMode
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+BLOCKS: dict[str, dict[str, Any]] = {
+    "whole prompts": {},
+    "chunks of 7": {"max_num_batched_tokens": 7},
+    "few blocks": {"num_gpu_blocks_override": 1 + 3},
+    "async": {"async_scheduling": True},
+    "n-grams": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "verification_cost": 0.0}},
+}
+
+
+@pytest.mark.parametrize("setting", BLOCKS)
+def test_a_short_window_has_smaller_blocks_and_hits_end_where_both_kinds_do(
+    tiny_model: TinyModel, setting: str
+) -> None:
+    """Blocks of 64 tokens for full attention, of 16 for a window of 17: 64 tokens are found, or 128."""
+    directory, prompts = windowed(tiny_model, "qwen2", 17), random_prompts((16, 17, 63, 64, 65, 80))
+    expected = reference_tokens(directory, prompts)
+    with tiny_llm(directory, block_size=64, **BLOCKS[setting]) as llm:
+        full, window = runner_of(llm).limits.groups
+        assert (full.block_size, window.block_size) == (64, 16)
+        caches = runner_of(llm).model.caches
+        assert [cache.k.shape[:2] for cache in caches] == [(full.num_blocks, 64), *[(window.num_blocks, 16)] * 3]
+        for _ in range(2):
+            assert greedy(llm, prompts) == expected
+            assert_pools_unused(llm)
+        assert ("few" in setting) == (llm.get_metrics().num_preemptions > 0)
+        outputs = run(llm, [[*prompts[-1], *expected[-1], 5]], SamplingParams(temperature=0.0, max_tokens=1))
+        assert "few" in setting or outputs[0].num_cached_tokens == 64
+
+
 @pytest.mark.parametrize("backend", ["flex", "sdpa"])
 def test_what_stands_in_blocks_that_were_freed_is_never_read(tiny_model: TinyModel, backend: str) -> None:
     """All blocks of the window's pool that nobody holds are filled with NaN before every step."""
