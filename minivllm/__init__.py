@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from minivllm.models.entries.entries import Entries
     from minivllm.models.families.dense import Description
     from minivllm.models.families.family import Family
-    from minivllm.models.families.registry import register_family
+    from minivllm.models.registry.registry import register_family
     from minivllm.plugins import register_attention, register_drafter, register_policy
     from minivllm.processing.outputs import CompletionOutput, RequestOutput
     from minivllm.sampling.logits_processors import BatchUpdate, LogitsProcessor
@@ -93,7 +93,7 @@ _HOMES = {
     "Turns": "minivllm.scheduler.policy",
     "register_attention": "minivllm.plugins",
     "register_drafter": "minivllm.plugins",
-    "register_family": "minivllm.models.families.registry",
+    "register_family": "minivllm.models.registry.registry",
     "register_policy": "minivllm.plugins",
     "rule_attention": "minivllm.attention",
 }

@@ -82,6 +82,22 @@ FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
     "mistral-window": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 24}),
+    "ministral3": (
+        "Ministral3Config",
+        "Ministral3ForCausalLM",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
     "smollm3": (
         "SmolLM3Config",
         "SmolLM3ForCausalLM",
@@ -229,6 +245,62 @@ FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2-moe-window": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "max_window_layers": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4-moe": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
+    "glm4-moe-groups": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {
+            "head_dim": 32,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+            "norm_topk_prob": False,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
     "mixtral": (
         "MixtralConfig",
         "MixtralForCausalLM",
@@ -319,5 +391,8 @@ def save_tiny_model(directory: Path, family: str, overrides: dict[str, Any]) -> 
                 parameter.copy_(0.5 * noise)
             else:
                 parameter.copy_(1.2 * noise / parameter.shape[-1] ** 0.5)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(directory, safe_serialization=True)
     return save_word_tokenizer(directory)

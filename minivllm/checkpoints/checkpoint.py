@@ -28,8 +28,8 @@ from minivllm.gguf.gguf_quants import GROUPED_BITS
 from minivllm.linear.stored_weight import QuantizedWeight, RestoredWeight, RowScaledWeight, StoredWeight
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.families.family import Family
-from minivllm.models.families.registry import FAMILIES
 from minivllm.models.layer_specs import FeedForwardSpec, LayerSpec, MlpSpec, MoeSpec
+from minivllm.models.registry.registry import FAMILIES
 from minivllm.weight_formats.packed_weights import FLOATS, PackedWeights, StoredPart
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ SINGLE_NAME = "model.safetensors"
 FLOAT_TYPES = FLOATS
 DUMMY_STD = 0.02
 _ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
+# Used in float32, and read as they are stored: rounded scores may choose other experts.
+_EXACT = (*_ROUTERS, "mlp.gate.bias", "mlp.gate.e_score_correction_bias", "self_attn.sinks")
 
 # Buffers that old checkpoints carry and every engine computes by itself.
 _IGNORED = re.compile(r".*(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))")
@@ -117,11 +119,12 @@ def iterate_weights(
 ) -> Iterator[tuple[str, StoredWeight]]:
     """Yield (Hugging Face name, CPU tensor of ``dtype``) for exactly the names of ``expected_shapes``.
 
-    A tensor may be a view of the mapped file: copy it before changing it. With tied embeddings no lm_head is
-    yielded. seed: used by load_format "dummy" only. kept_bits: a GGUF file's matrices of linear layers whose blocks are
-    groups of that many bits come as ``GroupedWeight``; with 4 among them, other quantised types come as
-    ``RestoredWeight``, since rounding those to 4 bits would spoil what the file holds. Raises ModelError, naming file
-    and tensor, for a missing or broken file, a missing, unexpected or misshapen tensor, before anything is yielded.
+    What a router decides by, and sinks, come in the type in which they are stored. A tensor may be a view of the
+    mapped file: copy it before changing it. With tied embeddings no lm_head is yielded. seed: used by load_format
+    "dummy" only. kept_bits: a GGUF file's matrices of linear layers whose blocks are groups of that many bits come
+    as ``GroupedWeight``; with 4 among them, other quantised types come as ``RestoredWeight``, since rounding those
+    to 4 bits would spoil what the file holds. Raises ModelError, naming file and tensor, for a missing or broken
+    file, a missing, unexpected or misshapen tensor, before anything is yielded.
     """
     expected, family = expected_shapes(decoder_config), FAMILIES[decoder_config.architecture]
     if load_format == "dummy":
@@ -134,7 +137,8 @@ def iterate_weights(
     else:
         packed = None if decoder_config.quantization is None else PackedWeights(decoder_config.quantization)
         experts = ExpertTensors(expected, family.transposes_experts)
-        weights = _safetensors_weights(Path(model_path), family, experts, expected, dtype, packed)
+        num_layers = decoder_config.num_layers
+        weights = _safetensors_weights(Path(model_path), family, num_layers, experts, expected, dtype, packed)
     rewrite = family.rewrite_weight
     if rewrite is None:
         return weights
@@ -257,6 +261,7 @@ class _StoredTensor:
 def _safetensors_weights(
     directory: Path,
     family: Family,
+    num_layers: int,
     experts: ExpertTensors,
     expected: Mapping[str, Shape],
     dtype: torch.dtype,
@@ -268,7 +273,7 @@ def _safetensors_weights(
     parts_of: dict[str, dict[str, _StoredTensor]] = {}
 
     def is_unused(stored: str, name: str) -> bool:
-        left_out = stored.startswith(family.left_out) or (packed is not None and packed.is_unused(name))
+        left_out = family.leaves_out(stored, num_layers) or (packed is not None and packed.is_unused(name))
         return left_out or _is_ignored(name, expected)
 
     for path in files:
@@ -318,7 +323,7 @@ def _safetensors_weights(
                 value = read(parts[""])
                 if family.norm_offset and weight.endswith("norm.weight"):
                     value = value.float() + family.norm_offset
-                value = value.to(dtype)
+                value = value if weight.endswith(_EXACT) else value.to(dtype)
             for name, one in experts.split(weight, value):
                 yield from _parts(name, one, expected, family)
 

@@ -17,7 +17,7 @@ from minivllm.gguf.gguf_config import read_gguf_config
 from minivllm.gguf.gguf_file import find_gguf
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.entries.entries import MAX_VOCAB_SIZE, MAX_WIDTH, Entries
-from minivllm.models.families.registry import find_family
+from minivllm.models.registry.registry import find_family
 from minivllm.weight_formats.quantization_config import read_quantization
 
 MAX_CONFIG_BYTES = 64 * 1024 * 1024

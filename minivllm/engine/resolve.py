@@ -25,7 +25,7 @@ from minivllm.errors import ConfigError
 from minivllm.hub.fetch import resolve_model
 from minivllm.model_facts.choose import choose_implementation, read_model_facts
 from minivllm.model_facts.facts import ModelFacts
-from minivllm.models.families.registry import load_family
+from minivllm.models.registry.registry import load_family
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.scheduler.policy import make_policy
 

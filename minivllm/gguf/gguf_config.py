@@ -11,7 +11,7 @@ import torch
 from kernels_triton_free.rotary import default_frequencies, llama3_frequencies
 from minivllm.errors import ModelError
 from minivllm.gguf.gguf_file import LONGROPE_FACTORS, ROPE_FACTORS, GGUFFile
-from minivllm.models.families.registry import FAMILIES, find_gguf_family
+from minivllm.models.registry.registry import FAMILIES, find_gguf_family
 
 # config.json entry -> metadata key without the architecture prefix
 _REQUIRED = {

@@ -10,7 +10,7 @@ from minivllm.checkpoints.hf_config import read_decoder_config, read_json_object
 from minivllm.gguf.gguf_file import find_gguf
 from minivllm.model_facts.facts import ModelFacts
 from minivllm.model_facts.transformers_config import read_transformers_config
-from minivllm.models.families.registry import is_in_table
+from minivllm.models.registry.registry import is_in_table
 
 
 def read_model_facts(

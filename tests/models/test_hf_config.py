@@ -16,8 +16,8 @@ from minivllm.checkpoints.hf_config import build_decoder_config, read_decoder_co
 from minivllm.errors import ModelError
 from minivllm.gguf.gguf_config import llama3_parameters
 from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
-from minivllm.models.families.registry import FAMILIES as SUPPORTED
 from minivllm.models.layer_specs import ClampedSwiglu, MoeSpec
+from minivllm.models.registry.registry import FAMILIES as SUPPORTED
 from minivllm.models.rotary import rotary_frequencies
 from tests.model_families import FAMILIES
 from tests.models.rotary_reference import llama3_factors

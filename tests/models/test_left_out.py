@@ -17,7 +17,7 @@ from torch import Tensor
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
-from minivllm.models.layer_specs import SelfAttentionSpec
+from minivllm.models.layer_specs import ClampedSwiglu, MoeSpec, SelfAttentionSpec
 from minivllm.models.reference import reference_forward
 from tests.model_families import FAMILIES
 from tests.parity_reference import MAX_MODEL_LEN, random_prompts
@@ -65,9 +65,55 @@ def without_facts(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterator
         yield "second table", changed(lambda mixer: {"rotary": 0}), weights
     if mixer.qk_norm is not None:
         yield "norms of q and k", changed(lambda mixer: {"qk_norm": None}), weights
+    if mixer.query_scaling is not None:
+        yield "query scaling", changed(lambda mixer: {"query_scaling": None}), weights
+        interval = mixer.query_scaling.interval
+        longer = replace(mixer.query_scaling, interval=interval + 1)
+        yield "interval", changed(lambda mixer: {"query_scaling": longer}), weights
     layers = tuple(replace(layer, mlp=replace(layer.mlp, activation="gelu")) for layer in config.layers)
     if config.layers[0].mlp.activation == "silu":  # the two forms of gelu differ by less than is noticed
         yield "activation", replace(config, layers=layers), weights
+
+
+def without_choices(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterator[Changed]:
+    """What a layer with experts adds to a dense one, piece by piece."""
+
+    def changed(change: Callable[[MoeSpec], dict[str, Any]]) -> DecoderConfig:
+        layers = (
+            replace(layer, mlp=replace(layer.mlp, **change(layer.mlp))) if isinstance(layer.mlp, MoeSpec) else layer
+            for layer in config.layers
+        )
+        return replace(config, layers=tuple(layers))
+
+    def routed(**fields: Any) -> DecoderConfig:
+        return changed(lambda spec: {"routing": replace(spec.routing, **fields)})
+
+    specs = [layer.mlp for layer in config.layers if isinstance(layer.mlp, MoeSpec)]
+    if not specs:
+        return
+    spec, routing = specs[0], specs[0].routing
+    yield "an expert of a token", routed(top_k=routing.top_k - 1), weights
+    yield "normalised", routed(normalized=not routing.normalized), weights
+    yield "scores", routed(scores="softmax" if routing.scores == "sigmoid" else "sigmoid"), weights
+    if routing.scale != 1.0:
+        yield "scale of routing", routed(scale=1.0), weights
+    if routing.groups > 1:
+        yield "groups", routed(groups=1, groups_kept=1), weights
+        yield "groups kept", routed(groups_kept=routing.groups_kept + 1), weights
+        yield "best of a group", routed(group_best=1), weights
+    if spec.shared is not None:
+        yield "shared", changed(lambda spec: {"shared": None}), weights
+    if spec.shared_gate:
+        yield "its gate", changed(lambda spec: {"shared_gate": False}), weights
+    uncorrected = {
+        name: torch.zeros_like(tensor) if "correction" in name else tensor for name, tensor in weights.items()
+    }
+    if spec.has_correction:
+        yield "all corrections", config, uncorrected
+    if isinstance(spec.activation, ClampedSwiglu):
+        for field, other in (("alpha", 1.0), ("limit", 100.0)):
+            activation = replace(spec.activation, **{field: other})
+            yield field, changed(lambda spec, activation=activation: {"activation": activation}), weights
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,7 +128,7 @@ def test_a_piece_that_is_left_out_is_noticed(tiny_model: Callable[..., Path], fa
     }
     (prompt,) = random_prompts((70,), vocab_size=config.vocab_size)
     whole = reference_forward(config, weights, prompt, MAX_MODEL_LEN)
-    for changed in (without_weights, without_facts):
+    for changed in (without_weights, without_facts, without_choices):
         for piece, other_config, other_weights in changed(config, weights):
             logits = reference_forward(other_config, other_weights, prompt, MAX_MODEL_LEN)
             difference = float((logits - whole).abs().max() / whole.abs().max())

@@ -16,7 +16,7 @@ import pytest
 
 from minivllm.bench.reports.figures import median
 from minivllm.bench.reports.report import Measurement, make_report, read_report
-from minivllm.models.families import registry
+from minivllm.models.registry import registry
 from tests.structure.code_map import BEGIN, END, ORDER, ROOT, count_lines
 from tests.transformers_models.families import FAMILIES
 from tutorials import speed_picture

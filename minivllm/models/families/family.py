@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -59,6 +60,8 @@ class Family:
     norm_offset: norms are stored less this (1 where a family multiplies by 1 + w). GGUF files hold them whole.
     prefixes: beginnings of names in the checkpoint -> what the decoder has in their place.
     left_out: beginnings of the names of tensors that are not needed (those of an image encoder).
+    has_drafting_layers: checkpoints hold layers behind the last one, which are not needed: they guess further tokens
+    (multi-token prediction).
     from_gguf: (metadata without the architecture's name, entries found so far) -> more entries of config.json.
     transposes_experts: stacked experts of its checkpoints lie [in, out], gates and ups in turn (gpt-oss).
     rewrite_weight: (name in the decoder, tensor, configuration) -> the tensor this decoder needs in its place;
@@ -79,6 +82,7 @@ class Family:
     norm_offset: float = 0.0
     prefixes: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    has_drafting_layers: bool = False
     from_gguf: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] | None = None
     transposes_experts: bool = False
     rewrite_weight: Callable[[str, Tensor, DecoderConfig], Tensor] | None = None
@@ -89,6 +93,11 @@ class Family:
             if stored.startswith(prefix):
                 stored = own + stored.removeprefix(prefix)
         return ".".join(self.renamed.get(part, part) for part in stored.split("."))
+
+    def leaves_out(self, stored: str, num_layers: int) -> bool:
+        """Whether a tensor of a safetensors file is not needed in a model of so many layers."""
+        layer = re.match(r"model\.layers\.(\d{1,6})\.", stored) if self.has_drafting_layers else None
+        return stored.startswith(self.left_out) or (layer is not None and int(layer[1]) >= num_layers)
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Names of the decoder's tensors that one of this name holds, one below the other."""

@@ -1,17 +1,52 @@
-"""Llama and those that hardly differ from it: Mistral, SmolLM3."""
+"""Llama and those that hardly differ from it: Mistral, Ministral 3, SmolLM3."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from minivllm.models.entries.entries import MAX_LAYERS, MAX_POSITIONS, Entries
-from minivllm.models.families.dense import dense
+from minivllm.models.families.dense import Description, dense
 from minivllm.models.families.family import Family, defaults
+from minivllm.models.layer_specs import LayerSpec, PositionScaling
 
 
 def window_in_every_layer(entries: Entries) -> Sequence[int | None]:
     return (entries.optional_whole("sliding_window", 1, MAX_POSITIONS),) * entries.num_layers
+
+
+def _ministral3(entries: Entries) -> Description:
+    """Queries grow with their position, by entries of the rotary embedding."""
+    plain = dense(entries, windows=window_in_every_layer)
+    given = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
+    rope = Entries(given, {}, entries.source, "rope_parameters.")
+    beta = rope.optional_number("llama_4_scaling_beta")
+    if beta is None:
+        return plain
+    scaling = PositionScaling(beta=beta, interval=rope.whole("original_max_position_embeddings", 1, MAX_POSITIONS))
+
+    def scaled(layer: LayerSpec) -> LayerSpec:
+        return replace(layer, mixer=replace(layer.mixer, query_scaling=scaling))
+
+    return replace(plain, layers=tuple(map(scaled, plain.layers)))
+
+
+def _ministral3_rotary(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary embedding of a Ministral 3 whose configuration names none."""
+    if entries.get("rope_parameters") or entries.get("rope_scaling"):
+        return entries
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+    return {**entries, "rope_parameters": yarn}
 
 
 def _smollm3_tables(entries: Entries) -> Sequence[int | None]:
@@ -63,6 +98,26 @@ FAMILIES = (
             eos_token_id=2,
         ),
         describe=partial(dense, windows=window_in_every_layer),
+        has_windows=True,
+    ),
+    Family(
+        architecture="Ministral3ForCausalLM",
+        model_type="ministral3",
+        gguf_architecture=None,
+        defaults=defaults(
+            vocab_size=131072,
+            intermediate_size=14336,
+            num_hidden_layers=34,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=262144,
+            rms_norm_eps=1e-5,
+            sliding_window=None,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        describe=_ministral3,
+        rewrite_config=_ministral3_rotary,
         has_windows=True,
     ),
     Family(

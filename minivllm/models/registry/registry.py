@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from minivllm.errors import ConfigError, ModelError
-from minivllm.models.families import gemma, glm, granite, llama, moe, olmo, phi, qwen
+from minivllm.models.expert_families import glm as glm_moe
+from minivllm.models.expert_families import gpt_oss, mixtral
+from minivllm.models.expert_families import qwen as qwen_moe
+from minivllm.models.families import gemma, glm, granite, llama, olmo, phi, qwen
 from minivllm.models.families.family import Family
 from minivllm.plugins import Plugins
 
-_MODULES = (llama, qwen, gemma, phi, olmo, glm, granite, moe)
+_MODULES = (llama, qwen, gemma, phi, olmo, glm, granite, qwen_moe, mixtral, gpt_oss, glm_moe)
 PLUGINS = Plugins("family", {family.architecture: family for module in _MODULES for family in module.FAMILIES})
 FAMILIES: Mapping[str, Family] = PLUGINS.known
 
