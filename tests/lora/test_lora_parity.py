@@ -90,6 +90,24 @@ def test_preempted_requests_keep_their_adapters(tiny_model: TinyModel, tmp_path:
             assert output.outputs[0].token_ids == merged_tokens(model, adapter, prompt, 24), adapter
 
 
+@pytest.mark.parametrize("num_blocks", [64, 9])
+def test_adapters_over_layers_that_forget(tiny_model: TinyModel, tmp_path: Path, num_blocks: int) -> None:
+    """Twice: cached prefixes belong to one adapter in the pool of windows too. With 8 blocks, requests are preempted."""
+    model = tiny_model("qwen2-window", sliding_window=16)
+    adapters = mixed_adapters(tmp_path, model)[:3]
+    prompts = [random_prompts((21,))[0]] * 3
+    with lora_llm(model, max_model_len=48, num_gpu_blocks_override=num_blocks, max_loras=3) as llm:
+        assert [group.reach for group in runner_of(llm).limits.groups] == [None, 16]
+        for _ in range(2):
+            outputs = run_mixed(llm, prompts, adapters, max_tokens=20)
+            for output, prompt, adapter in zip(outputs, prompts, adapters):
+                assert output.outputs[0].token_ids == merged_tokens(model, adapter, prompt, 20), adapter
+        if num_blocks == 64:
+            assert [output.num_cached_tokens for output in outputs] == [16] * 3
+        assert (llm.get_metrics().num_preemptions > 0) == (num_blocks == 9)
+        assert_pool_unused(llm)
+
+
 @pytest.mark.slow
 def test_adding_adapters_compiles_nothing(tiny_model: TinyModel, tmp_path: Path) -> None:
     model = tiny_model("llama")

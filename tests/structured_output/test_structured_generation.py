@@ -54,6 +54,27 @@ def text_of(output: RequestOutput) -> str:
     return output.outputs[0].text
 
 
+def test_layers_that_forget_write_what_those_write_that_keep_everything(tiny_model: Callable[..., Path]) -> None:
+    """A model with windows of 16 tokens, and answers of several windows, drafted in part by the grammar."""
+    model = str(tiny_model("qwen2-window", sliding_window=16))
+    settings = {"enforce_eager": True, "dtype": "float32", "max_model_len": 256, "block_size": 8}
+    written = []
+    for backend in ("sdpa", "minivllm.attention:SdpaAttention"):  # of a foreign one nobody knows what it reads
+        with LLM(model, attention_backend=backend, num_gpu_blocks_override=100, **settings) as llm:
+            pools = [pool.name for pool in llm.get_metrics().kv_cache_pools]
+            assert pools == ["full attention", *["sliding window of 16"] * (backend == "sdpa")]
+            outputs = generate(
+                llm,
+                params(json_only(json=PERSON), temperature=0.0),
+                params(StructuredOutputs(regex=r"([0-9]{3}-(ab|cd)+ ){12}"), temperature=0.0),
+                params(StructuredOutputs(choice=CHOICES), temperature=0.0),
+            )
+            written.append([list(output.outputs[0].token_ids) for output in outputs])
+            assert re.match(r"([0-9]{3}-(ab|cd)+ )+", text_of(outputs[1])) and text_of(outputs[2]) in CHOICES
+    assert written[0] == written[1]
+    assert len(written[0][1]) > 3 * 16
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_finished_outputs_keep_to_their_structure_whatever_the_sampling(llm: LLM, temperature: float) -> None:
     structures = [

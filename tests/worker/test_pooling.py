@@ -44,6 +44,20 @@ def assert_equal_reference(directory: Path, vectors: list[Tensor], params: Pooli
         torch.testing.assert_close(vector, reference_embedding(directory, prompt, params), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_by_layers_that_forget(tiny_model: TinyModel, pooling: str) -> None:
+    """Texts of up to four windows, in chunks, and again from the cache where the pooling reads only the end."""
+    model = tiny_model("qwen2-window", sliding_window=2 * BLOCK_SIZE)
+    params = PoolingParams(pooling=pooling, normalize=False)
+    with tiny_llm(model, max_num_batched_tokens=7) as llm:
+        assert [group.reach for group in runner_of(llm).limits.groups] == [None, 2 * BLOCK_SIZE]
+        for _ in range(2):
+            vectors, num_cached = embed(llm, PROMPTS, params)
+            assert_equal_reference(model, vectors, params)
+        assert (sum(num_cached) > 0) == (pooling == "last")
+        assert_pool_unused(llm)
+
+
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"enable_prefix_caching": False}])
 @pytest.mark.parametrize("family", ["llama", "qwen3-tied"])
 def test_embeddings_equal_pooled_hidden_states(tiny_model: TinyModel, family: str, settings: dict[str, Any]) -> None:
