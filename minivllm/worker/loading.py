@@ -55,7 +55,11 @@ def check_weights(config: EngineConfig, facts: ModelFacts, model: Model, directo
         next(iterate_weights(directory, "safetensors", facts, dtype))
 
 
-def _load(config: EngineConfig, facts: ModelFacts, path: str, load_format: str) -> tuple[Model, Callable[[], None]]:
+def new_model(config: EngineConfig, facts: ModelFacts) -> tuple[Model, MethodChooser]:
+    """The model without its weights, for which no memory is taken yet, and what chooses how its layers are quantised.
+
+    Raises ModelError for a model that cannot be served.
+    """
     device = torch.device(config.device)
     policy = DevicePolicy.of(device)
     dtype, cache_dtype = getattr(torch, config.dtype), getattr(torch, config.cache.dtype)
@@ -70,14 +74,21 @@ def _load(config: EngineConfig, facts: ModelFacts, path: str, load_format: str) 
         "cache_dtype": cache_dtype,
     }
     if isinstance(facts, TransformersConfig):
-        other = TransformersModel(facts, **settings)
-        if load_format == "dummy":
-            other.load_weights(dummy_parameters(other.names, config.seed))
-        else:
-            other.load_weights(iterate_parameters(Path(path), other.names, _packed(facts)))
-        return other, chooser.log_choices
+        return TransformersModel(facts, **settings), chooser
     assert isinstance(facts, DecoderConfig)
-    model = Decoder(facts, **settings)
+    return Decoder(facts, **settings), chooser
+
+
+def _load(config: EngineConfig, facts: ModelFacts, path: str, load_format: str) -> tuple[Model, Callable[[], None]]:
+    model, chooser = new_model(config, facts)
+    if isinstance(model, TransformersModel):
+        if load_format == "dummy":
+            model.load_weights(dummy_parameters(model.names, config.seed))
+        else:
+            model.load_weights(iterate_parameters(Path(path), model.names, _packed(facts)))
+        return model, chooser.log_choices
+    assert isinstance(facts, DecoderConfig)
+    dtype = getattr(torch, config.dtype)
     model.load_weights(iterate_weights(path, load_format, facts, dtype, config.seed, chooser.kept_bits))
     return model, chooser.log_choices
 

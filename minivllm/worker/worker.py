@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from minivllm.attention import find_attention
-from minivllm.batch.layer_caches import kv_groups
 from minivllm.batch.paged_model import RunnerLimits
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.compilation.region_packages import PackagedRegionCompiler
@@ -32,18 +31,18 @@ from minivllm.device.memory import (
     touched_bytes,
 )
 from minivllm.device.policy import DevicePolicy
-from minivllm.errors import ConfigError, RequestError
+from minivllm.errors import RequestError
 from minivllm.graphs.graph_capture import CudaGraphs
-from minivllm.kv_cache.specs import GroupSpec, PoolLimits, enough_blocks, fit_pools, size_pools, total_bytes
+from minivllm.kv_cache.specs import GroupSpec
 from minivllm.lora.manager import AdapterManager
 from minivllm.messages import EngineRequest, LoRARequest, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenMasks
 from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.model import Model
-from minivllm.plugins import ATTENTION
 from minivllm.profiling.spans import listen, spanned, torch_range
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.sampling_params import SamplingParams
 from minivllm.spec_decode.speculation import Speculation, measured_step_cost
+from minivllm.worker.cache_size import groups_of, pool_text, size_groups
 from minivllm.worker.loading import check_weights, load_draft_model, load_model
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.pending_step import PendingStep
@@ -108,52 +107,17 @@ class Worker:
         return [self._decoder] if self._draft_decoder is None else [self._decoder, self._draft_decoder]
 
     def size_cache(self) -> list[GroupSpec]:
-        """The KV groups, and how many blocks the pool of each gets, the null block included.
-
-        Explicit sizes come first; otherwise a share of the memory that is free now, and no more than
-        max_num_seqs requests of max_model_len tokens can use. Raises ConfigError if not even one request of
-        max_model_len fits.
-        """
-        cache, scheduler, groups = self.config.cache, self.config.scheduler, self._new_groups()
-        limits = PoolLimits(
-            max_num_seqs=scheduler.max_num_seqs,
-            max_model_len=scheduler.max_model_len,
-            longest_chunk=scheduler.longest_chunk,
+        """The KV groups with their pools; see ``size_groups``."""
+        utilization = self.config.cache.memory_utilization
+        groups, origin = size_groups(
+            self.config, self._new_groups(), lambda: cache_memory(self.device, utilization, self._profile_step)
         )
-        needed = 1 + groups[0].max_blocks(scheduler.max_model_len, scheduler.longest_chunk)
-        if cache.num_blocks is not None:
-            groups, origin = size_pools(groups, cache.num_blocks, limits), "num_gpu_blocks_override"
-        elif cache.memory_bytes is not None:
-            groups, origin = fit_pools(groups, cache.memory_bytes, limits), "kv_cache_memory_bytes"
-        else:
-            free = cache_memory(self.device, cache.memory_utilization, self._profile_step)
-            fitting, enough = fit_pools(groups, free, limits)[0].num_blocks, enough_blocks(groups[0], limits)
-            groups = size_pools(groups, min(fitting, enough), limits)
-            origin = f"a share of {cache.memory_utilization:g} of the free memory"
-        if groups[0].num_blocks < needed:
-            size = total_bytes(size_pools(groups, needed, limits))
-            raise ConfigError(
-                f"The KV cache gets {max(groups[0].num_blocks, 0)} blocks of {groups[0].block_size} tokens ({origin}), "
-                f"but one request of max_model_len = {scheduler.max_model_len} tokens needs {needed} with the "
-                f"null block ({size / 2**20:.0f} MiB): lower max_model_len or give the cache more memory."
-            )
-        blocks = [f"{group.num_blocks} blocks of {group.block_size} tokens" for group in groups]
-        if len(groups) > 1 or groups[0].reach is not None:
-            blocks = [f"{text} for {group.name} in {len(group.layers)} layers" for text, group in zip(blocks, groups)]
-        logger.info("KV cache: %s, %.0f MiB (%s).", ", ".join(blocks), total_bytes(groups) / 2**20, origin)
+        pools = "; ".join(map(pool_text, groups))
+        logger.info("KV cache: %s (%s).", pools, origin)
         return groups
 
     def _new_groups(self) -> list[GroupSpec]:
-        """The KV groups without their sizes."""
-        scheduler, model, draft = self.config.scheduler, self._decoder, self._draft_decoder
-        block_size, length = self.config.cache.block_size, scheduler.max_model_len
-        knows_windows = ATTENTION.is_ours(self.config.attention_backend)
-        groups = kv_groups(model, block_size, length, draft=draft, may_drop=knows_windows)
-        forgets = any(group.reach for group in kv_groups(model, block_size, length))
-        if forgets and not any(group.reach for group in groups):
-            reason = "the draft model keeps its own in the same blocks" if knows_windows else "attention may read it"
-            logger.info("Layers with sliding windows keep all keys and values, since %s.", reason)
-        return groups
+        return groups_of(self.config, self._decoder, self._draft_decoder)
 
     @torch.inference_mode()
     def _profile_step(self) -> None:

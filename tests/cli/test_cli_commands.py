@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from minivllm import __version__
+from minivllm import LLM, __version__
 from minivllm.bench.command import bench
 from minivllm.cli.commands import app
 from minivllm.cli.engine import engine_start
@@ -419,6 +420,27 @@ def test_env_tells_the_defaults_that_an_engine_resolves_to() -> None:
     assert report["dtype"]["value"] == resolve_dtype("auto", "bfloat16", device)[0]
     assert report["max_num_seqs"]["value"] == str(DEFAULTS[device].max_num_seqs)
     assert report["max_num_batched_tokens"]["value"] == str(DEFAULTS[device].max_num_batched_tokens)
+
+
+def test_env_tells_the_pools_that_an_engine_of_this_model_gets(
+    tiny_model: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = str(tiny_model("qwen2-window", sliding_window=48))
+    planned = json.loads(CliRunner().invoke(app, ["env", "--json", "--model", model]).output)["kv_cache_pools"]
+    with caplog.at_level(logging.INFO), LLM(model, enforce_eager=True) as llm:
+        groups = llm.llm_engine.client.core.executor.kv_groups  # type: ignore[attr-defined]
+    assert [(pool["kind"], pool["layers"], pool["block_size"]) for pool in planned["pools"]] == [
+        ("full attention", 1, 64),
+        ("sliding window of 48", 2, 32),
+    ]
+    readable = CliRunner().invoke(app, ["env", "--model", model], env={"COLUMNS": "200"}).output
+    assert f"for requests of up to {planned['max_model_len']:,} tokens ({planned['why']}):" in readable
+    for group, pool in zip(groups, planned["pools"], strict=True):
+        assert (group.num_blocks - 1, group.block_size) == (pool["blocks"], pool["block_size"])
+        assert pool["tokens"] == pool["blocks"] * pool["block_size"]
+        assert pool["bytes"] == group.num_blocks * group.block_bytes
+        size = f"{pool['blocks']:,} blocks of {pool['block_size']} tokens, {pool['tokens']:,} tokens in "
+        assert size in readable and f"{pool['kind']} in {pool['layers']} layer" in caplog.text and size in caplog.text
 
 
 def test_env_explains_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,8 +250,8 @@ def test_the_start_up_line_and_the_statistics_name_the_pools(
         tiny_llm(windowed(tiny_model, "qwen2"), num_gpu_blocks_override=None, kv_cache_memory_bytes=megabyte) as llm,
     ):
         full, window = runner_of(llm).limits.groups
-        assert f"{full.num_blocks} blocks of 8 tokens for full attention in 1 layers, " in caplog.text
-        assert f"{window.num_blocks} blocks of 8 tokens for sliding window of {WINDOW} in 3 layers, " in caplog.text
+        assert f"full attention in 1 layer: {full.num_blocks - 1:,} blocks of 8 tokens, " in caplog.text
+        assert f"sliding window of {WINDOW} in 3 layers: {window.num_blocks - 1:,} blocks of 8 tokens, " in caplog.text
         core: Any = llm.llm_engine.client.core  # type: ignore[attr-defined]
         assert 0.9 * megabyte < core.executor.worker.memory_bytes()["kv_cache"] <= megabyte
         pools = llm.get_metrics().kv_cache_pools

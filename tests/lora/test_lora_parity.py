@@ -92,7 +92,7 @@ def test_preempted_requests_keep_their_adapters(tiny_model: TinyModel, tmp_path:
 
 @pytest.mark.parametrize("num_blocks", [64, 9])
 def test_adapters_over_layers_that_forget(tiny_model: TinyModel, tmp_path: Path, num_blocks: int) -> None:
-    """Twice: cached prefixes belong to one adapter in the pool of windows too. With 8 blocks, requests are preempted."""
+    """Twice: cached prefixes belong to one adapter in the pool of windows too. In 8 blocks, requests are preempted."""
     model = tiny_model("qwen2-window", sliding_window=16)
     adapters = mixed_adapters(tmp_path, model)[:3]
     prompts = [random_prompts((21,))[0]] * 3

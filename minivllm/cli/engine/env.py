@@ -23,7 +23,10 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "a
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="Also say whose layers would compute this model, and why.", metavar="MODEL")
+        str | None,
+        typer.Option(
+            help="Also say whose layers would compute this model, and what its KV cache holds.", metavar="MODEL"
+        ),
     ] = None,
 ) -> None:
     """Show versions, devices, what will be used and why.
@@ -34,6 +37,7 @@ def env(
         report = collect()
         if model is not None:
             report["defaults"]["implementation"] = implementation(model)
+            report["kv_cache_pools"] = kv_cache_pools(model)
     print(json.dumps(report, indent=2) if as_json else _readable(report))
 
 
@@ -46,6 +50,37 @@ def implementation(model: str) -> dict[str, str]:
     value, why = choose_implementation(path)
     read_model_facts(path, wanted=value)
     return {"value": value, "why": why}
+
+
+def kv_cache_pools(model: str) -> dict[str, Any]:
+    """What the KV cache of a model holds in an engine with default settings: one pool for each kind of layers.
+
+    Raises ModelError if the model cannot be served, ConfigError if the cache is too small for it.
+    """
+    from minivllm.config import EngineArgs
+    from minivllm.engine.resolve import resolve
+    from minivllm.hub.fetch import resolve_model
+    from minivllm.worker.cache_size import planned_pools
+
+    config, facts = resolve(EngineArgs(model=str(resolve_model(model, weights=False))))
+    groups, why = planned_pools(config, facts)
+    if config.device == "cuda":
+        why += ", of which weights and activations will leave less"
+    return {
+        "max_model_len": config.scheduler.max_model_len,
+        "why": why,
+        "pools": [
+            {
+                "kind": group.name,
+                "layers": len(group.layers),
+                "block_size": group.block_size,
+                "blocks": group.num_blocks - 1,
+                "tokens": (group.num_blocks - 1) * group.block_size,
+                "bytes": group.num_blocks * group.block_bytes,
+            }
+            for group in groups
+        ],
+    }
 
 
 def collect() -> dict[str, Any]:
@@ -211,9 +246,21 @@ def _readable(report: dict[str, Any]) -> str:
     lines.append(f"{'C++ compiler':<14} {report['cpp_compiler'] or 'not found'}")
     lines += ["", "What an engine uses unless told otherwise:"]
     lines += [f"{name:<22} {choice['value']} ({choice['why']})" for name, choice in report["defaults"].items()]
+    if "kv_cache_pools" in report:
+        lines += _readable_pools(report["kv_cache_pools"])
     lines += ["", "Directories:"]
     lines += [f"{name:<14} {path}" for name, path in report["directories"].items()]
     return "\n".join(lines)
+
+
+def _readable_pools(planned: dict[str, Any]) -> list[str]:
+    lines = ["", f"Its KV cache, for requests of up to {planned['max_model_len']:,} tokens ({planned['why']}):"]
+    for pool in planned["pools"]:
+        lines.append(
+            f"{pool['kind']:<22} {pool['layers']} layers, {pool['blocks']:,} blocks of {pool['block_size']} tokens, "
+            f"{pool['tokens']:,} tokens in {format_bytes(pool['bytes'])}"
+        )
+    return lines
 
 
 def _size(count: int | None) -> str:

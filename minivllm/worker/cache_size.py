@@ -1,0 +1,85 @@
+"""How the memory of the KV cache is shared out among the layers of a model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from minivllm.batch.layer_caches import kv_groups
+from minivllm.config import EngineConfig
+from minivllm.device.memory import cache_memory
+from minivllm.errors import ConfigError
+from minivllm.kv_cache.specs import GroupSpec, PoolLimits, enough_blocks, fit_pools, size_pools, total_bytes
+from minivllm.model_facts.facts import ModelFacts
+from minivllm.models.model import Model
+from minivllm.plugins import ATTENTION
+from minivllm.worker.loading import new_model
+
+logger = logging.getLogger(__name__)
+
+
+def groups_of(config: EngineConfig, model: Model, draft: Model | None) -> list[GroupSpec]:
+    """The KV groups of a model, without their sizes. draft: see ``kv_groups``."""
+    block_size, length = config.cache.block_size, config.scheduler.max_model_len
+    knows_windows = ATTENTION.is_ours(config.attention_backend)
+    groups = kv_groups(model, block_size, length, draft=draft, may_drop=knows_windows)
+    forgets = any(group.reach for group in kv_groups(model, block_size, length))
+    if forgets and not any(group.reach for group in groups):
+        reason = "the draft model keeps its own in the same blocks" if knows_windows else "attention may read it"
+        logger.info("Layers with sliding windows keep all keys and values, since %s.", reason)
+    return groups
+
+
+def size_groups(
+    config: EngineConfig, groups: list[GroupSpec], free_bytes: Callable[[], int]
+) -> tuple[list[GroupSpec], str]:
+    """The groups with the blocks that the pool of each gets, the null block included, and what their size follows from.
+
+    Explicit sizes come first; otherwise a share of the memory that is free now, and no more than max_num_seqs requests
+    of max_model_len tokens can use. free_bytes: tells that share. Raises ConfigError if not even one request of
+    max_model_len fits.
+    """
+    cache, scheduler = config.cache, config.scheduler
+    limits = PoolLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_model_len=scheduler.max_model_len,
+        longest_chunk=scheduler.longest_chunk,
+    )
+    needed = 1 + groups[0].max_blocks(scheduler.max_model_len, scheduler.longest_chunk)
+    if cache.num_blocks is not None:
+        groups, origin = size_pools(groups, cache.num_blocks, limits), "num_gpu_blocks_override"
+    elif cache.memory_bytes is not None:
+        groups, origin = fit_pools(groups, cache.memory_bytes, limits), "kv_cache_memory_bytes"
+    else:
+        fitting, enough = fit_pools(groups, free_bytes(), limits)[0].num_blocks, enough_blocks(groups[0], limits)
+        groups = size_pools(groups, min(fitting, enough), limits)
+        origin = f"a share of {cache.memory_utilization:g} of the free memory"
+    if groups[0].num_blocks < needed:
+        size = total_bytes(size_pools(groups, needed, limits))
+        raise ConfigError(
+            f"The KV cache gets {max(groups[0].num_blocks, 0)} blocks of {groups[0].block_size} tokens ({origin}), "
+            f"but one request of max_model_len = {scheduler.max_model_len} tokens needs {needed} with the "
+            f"null block ({size / 2**20:.0f} MiB): lower max_model_len or give the cache more memory."
+        )
+    return groups, origin
+
+
+def planned_pools(config: EngineConfig, facts: ModelFacts) -> tuple[list[GroupSpec], str]:
+    """What ``size_groups`` would give a model on this machine, without its weights. On a CUDA device that is more than
+    an engine takes, since nobody knows yet what weights and activations leave.
+
+    Raises ModelError for a model that cannot be served.
+    """
+    model, _ = new_model(config, facts)
+    groups = groups_of(config, model, None)
+    utilization = config.cache.memory_utilization
+    return size_groups(config, groups, lambda: cache_memory(model.device, utilization, lambda: None))
+
+
+def pool_text(group: GroupSpec) -> str:
+    """ "full attention in 5 layers: 100 blocks of 64 tokens, 6,400 tokens in 30.0 MiB"; the null block is left out."""
+    blocks, size = group.num_blocks - 1, group.num_blocks * group.block_bytes
+    return (
+        f"{group.name} in {len(group.layers)} layer{'s' * (len(group.layers) != 1)}: {blocks:,} blocks of "
+        f"{group.block_size} tokens, {blocks * group.block_size:,} tokens in {size / 2**20:,.1f} MiB"
+    )
