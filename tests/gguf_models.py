@@ -77,6 +77,8 @@ def write_gguf(source: Path, target: Path, architecture: str, types: Mapping[str
     writer.add_key_length(mixer.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rotary[0].theta)
+    if mixer.attend.window is not None:
+        writer.add_sliding_window(mixer.attend.window)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_layers)

@@ -38,9 +38,14 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 FLOAT_TYPES = FLOATS
 DUMMY_STD = 0.02
-_ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 # Used in float32, and read as they are stored: rounded scores may choose other experts.
-_EXACT = (*_ROUTERS, "mlp.gate.bias", "mlp.gate.e_score_correction_bias", "self_attn.sinks")
+_EXACT = (
+    "mlp.gate.weight",
+    "mlp.gate.bias",
+    "mlp.gate.e_score_correction_bias",
+    "mlp.shared_expert_gate.weight",
+    "self_attn.sinks",
+)
 
 # Buffers that old checkpoints carry and every engine computes by itself.
 _IGNORED = re.compile(r".*(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))")
@@ -210,10 +215,16 @@ def _gguf_weights(
 ) -> Iterator[tuple[str, StoredWeight]]:
     with GGUFFile(path) as file:
         family = FAMILIES[config.architecture]
+        behind = re.compile(r"blk\.(\d{1,6})\.")
+        skip = {
+            name
+            for name in file.tensors
+            if name in ROPE_TENSORS or family.leaves_out(behind.sub(r"model.layers.\1.", name), config.num_layers)
+        }
         found: dict[str, Shape] = {}
         for gguf_name, tensor in file.tensors.items():
-            name = hugging_face_name(gguf_name, family.fused)
-            if gguf_name not in ROPE_TENSORS:
+            if gguf_name not in skip:
+                name = hugging_face_name(gguf_name, family.fused, family.gguf_renamed)
                 found[name or gguf_name] = tensor.shape
         found, file_of = experts.unstacked(found, dict.fromkeys(found, path))
         check_tensors(*_unfused(found, expected, file_of, family), path)
@@ -222,14 +233,16 @@ def _gguf_weights(
         counts: Counter[tuple[str, Treatment]] = Counter()
 
         def treatment(name: str, tensor: GGUFTensor) -> Treatment:
+            if name.endswith(_EXACT):
+                return "exact"
             is_product = name != "model.embed_tokens.weight" or config.tie_word_embeddings
-            if not kept_bits or not is_product or len(tensor.shape) < 2 or name.endswith(_ROUTERS):
+            if not kept_bits or not is_product or len(tensor.shape) < 2:
                 return "dequantize"
             chosen = _treatment(tensor.type_name, kept_bits)
             counts[tensor.type_name, chosen] += 1
             return chosen
 
-        for name, weight in file.weights(dtype, heads, family.fused, treatment=treatment):
+        for name, weight in file.weights(dtype, heads, family.fused, family.gguf_renamed, skip, treatment):
             for own, part in experts.split(name, weight):
                 yield from _parts(own, part, expected, family)
         for (type_name, chosen), count in counts.items():
@@ -240,6 +253,7 @@ _TREATMENTS: dict[Treatment, str] = {
     "keep": "keep their blocks",
     "restore": "are dequantised and stay so, since no operator here multiplies that type",
     "dequantize": "are dequantised and quantised anew",
+    "exact": "are dequantised to float32",
 }
 
 

@@ -91,13 +91,12 @@ class ExpertTensors:
     def split(self, name: str, weight: StoredWeight) -> Iterator[tuple[str, StoredWeight]]:
         """The tensors of every expert in a stack, under their own names; any other tensor as it is.
 
-        A quantised stack has its experts one below the other, [experts * out, in].
+        A quantised stack has its experts one below the other, [experts * out, in], whatever the shape in the file.
         """
         stack = self._stack(name)
         if stack is None:
             yield name, weight
             return
-        first = 0
         for expert in range(self._counts[stack.prefix]):
             for index, part in enumerate(stack.parts):
                 own = f"{stack.prefix}{expert}.{part}.{stack.kind}"
@@ -108,7 +107,12 @@ class ExpertTensors:
                     yield own, RestoredWeight(values)
                 else:
                     assert isinstance(weight, QuantizedWeight)
-                    rows = slice(first, first := first + self._expected[own][0])
+                    height = self._expected[own][0]
+                    first = expert * len(stack.parts) * height
+                    if self._is_transposed:
+                        rows = slice(first + index, first + len(stack.parts) * height, len(stack.parts))
+                    else:
+                        rows = slice(first + index * height, first + (index + 1) * height)
                     yield own, weight.part(rows, slice(None))
 
     def _of_expert(self, whole: Tensor, index: int, count: int, shape: Shape) -> Tensor:

@@ -43,11 +43,11 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         if embedding is None or len(embedding.shape) != 2:
             raise ModelError(f"{path} has no token_embd.weight matrix, so its vocabulary size is unknown.")
         entries: dict[str, Any] = {
-            "architectures": [family.architecture],
             "vocab_size": embedding.shape[0],
             "tie_word_embeddings": "output.weight" not in file.tensors,
             "attention_bias": "blk.0.attn_q.bias" in file.tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
             "dtype": _dtype(file),
         }
         for entry, key in {**_REQUIRED, **_OPTIONAL}.items():
@@ -76,7 +76,9 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         window = _number(metadata.get(key), f"{path}: {key}")
         if window and window < entries["max_position_embeddings"] and family.windowed is not None:
             family = FAMILIES[family.windowed]
-            entries["architectures"] = [family.architecture]
+        if metadata.get(f"{name}.expert_count") and family.with_experts is not None:
+            family = FAMILIES[family.with_experts]
+        entries["architectures"] = [family.architecture]
         if family.has_windows:
             entries["sliding_window"] = window or None
         if family.from_gguf is not None:

@@ -11,11 +11,11 @@ import re
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal
 
 import torch
@@ -62,13 +62,19 @@ _LAYER_NAMES = {
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_LAYER_VECTORS = {"attn_sinks.weight": "self_attn.sinks", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 ROPE_TENSORS = frozenset({ROPE_FACTORS, *LONGROPE_FACTORS.values()})
 
-Treatment = Literal["keep", "restore", "dequantize"]
-"""Keep a tensor's blocks; dequantise it and mark the values as quantised before; or dequantise it and forget that."""
+Treatment = Literal["keep", "restore", "dequantize", "exact"]
+"""Keep a tensor's blocks; dequantise it and mark the values as quantised before; dequantise it and forget that; or
+dequantise it to float32, whatever the model computes in."""
 
 
 SETTLED_NANOSECONDS = 2 * 10**9
@@ -123,18 +129,23 @@ def find_gguf(model_path: str | Path, load_format: str = "auto") -> Path | None:
     return None
 
 
-def hugging_face_name(gguf_name: str, fused: Collection[str] = ()) -> str | None:
+def hugging_face_name(
+    gguf_name: str, fused: Collection[str] = (), renamed: Mapping[str, str] = MappingProxyType({})
+) -> str | None:
     """Map ``blk.0.attn_q.weight`` to ``model.layers.0.self_attn.q_proj.weight``; None for an unknown name.
 
     fused: modules that hold several matrices in this family; ``ffn_up`` is one of them where there is no ``ffn_gate``.
+    renamed: modules that mean something else in this family -> what they mean.
     """
     if gguf_name in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[gguf_name]
     match = re.fullmatch(r"blk\.(\d{1,6})\.([a-z_]+)\.(weight|bias)", gguf_name)
+    if match is not None and f"{match[2]}.{match[3]}" in _LAYER_VECTORS:
+        return f"model.layers.{int(match[1])}.{_LAYER_VECTORS[f'{match[2]}.{match[3]}']}"
     if match is None or match[2] not in _LAYER_NAMES:
         return None
     module = "mlp.gate_up_proj" if match[2] == "ffn_up" and "gate_up_proj" in fused else _LAYER_NAMES[match[2]]
-    return f"model.layers.{int(match[1])}.{module}.{match[3]}"
+    return f"model.layers.{int(match[1])}.{renamed.get(module, module)}.{match[3]}"
 
 
 def unpermute_rotary_rows(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -387,14 +398,15 @@ class GGUFFile:
         dtype: torch.dtype,
         permuted_heads: dict[str, int],
         fused: Collection[str] = (),
-        skip: frozenset[str] = ROPE_TENSORS,
+        renamed: Mapping[str, str] = MappingProxyType({}),
+        skip: Collection[str] = ROPE_TENSORS,
         treatment: Callable[[str, GGUFTensor], Treatment] = lambda name, tensor: "dequantize",
     ) -> Iterator[tuple[str, StoredWeight]]:
         """Yield (Hugging Face name, tensor) one at a time, dequantised to ``dtype``, TENSORS_AHEAD of them in advance.
 
         permuted_heads: Hugging Face suffix (``"q_proj"``, ``"k_proj"``) -> heads, for files whose rotary rows are
-        interleaved; empty otherwise. fused: see hugging_face_name. skip: GGUF names that are not weights. treatment:
-        what becomes of each tensor, by its Hugging Face name and description.
+        interleaved; empty otherwise. fused, renamed: see hugging_face_name. skip: GGUF names that are not weights.
+        treatment: what becomes of each tensor, by its Hugging Face name and description.
         """
         # numpy lets go of the interpreter lock, so some tensors are dequantised while the receiver works on another.
         with ThreadPoolExecutor(TENSORS_AHEAD) as ahead:
@@ -402,7 +414,7 @@ class GGUFFile:
             for gguf_name, tensor in self.tensors.items():
                 if gguf_name in skip:
                     continue
-                name = hugging_face_name(gguf_name, fused)
+                name = hugging_face_name(gguf_name, fused, renamed)
                 if name is None:
                     raise ModelError(f"{self.path} holds a tensor {gguf_name!r} that no supported architecture uses.")
                 heads = permuted_heads.get(name.split(".")[-2])
@@ -421,7 +433,7 @@ class GGUFFile:
         if treatment == "keep":
             stored = self.grouped(tensor.name)
             return GroupedWeight(rows(stored.codes), rows(stored.scale), rows(stored.offset), bits=stored.bits)
-        values = rows(self.dequantize(tensor.name, dtype))
+        values = rows(self.dequantize(tensor.name, torch.float32 if treatment == "exact" else dtype))
         return RestoredWeight(values) if treatment == "restore" else values
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from minivllm.errors import ModelError
 from minivllm.linear.stored_weight import GroupedWeight, RestoredWeight, RowScaledWeight, StoredWeight
 from minivllm.weight_formats.mxfp4 import GROUP as MXFP4_GROUP
-from minivllm.weight_formats.mxfp4 import dequantize_mxfp4
+from minivllm.weight_formats.mxfp4 import group_mxfp4
 from minivllm.weight_formats.quantization_config import Layout, StoredQuantization, WeightFormat
 
 Shape = tuple[int, ...]
@@ -103,7 +103,7 @@ class PackedWeights:
         if parts.keys() == {"weight"}:
             return parts["weight"].to(dtype)
         if stored.layout == "mxfp4":
-            return dequantize_mxfp4(parts["blocks"], parts["scales"], dtype).transpose(-1, -2).contiguous()
+            return group_mxfp4(parts["blocks"], parts["scales"])
         if stored.layout == "float8":
             return _float8(stored, parts, dtype)
         if stored.layout == "int8" and not stored.group_size:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +15,9 @@ from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import build_decoder_config, read_decoder_config
 from minivllm.errors import ModelError
 from minivllm.linear.stored_weight import GroupedWeight
-from minivllm.models.layer_specs import MoeSpec
+from minivllm.models.reference import reference_forward
+from tests.gguf_families import write_expert_gguf
+from tests.parity_reference import random_prompts, reference_logits
 
 TinyModel = Callable[..., Path]
 PREFIX = "model.layers.0.mlp.experts."
@@ -118,57 +119,45 @@ def test_impossible_experts_are_refused_in_a_sentence(
         build_decoder_config({**given, **entries}, {}, "config.json")
 
 
-def write_gguf(source: Path, target: Path, kind: str) -> None:
-    """As published converters write a Qwen3-MoE: the experts of a layer stacked, in one type."""
-    config, weights = read_decoder_config(source), load(source)
-    mixer, mlp = config.layers[0].mixer, config.layers[0].mlp
-    assert isinstance(mlp, MoeSpec)
-    writer: Any = gguf.GGUFWriter(target, "qwen3moe")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(96)
-    writer.add_block_count(config.num_layers)
-    writer.add_head_count(mixer.heads)
-    writer.add_head_count_kv(mixer.kv_heads)
-    writer.add_key_length(mixer.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rotary[0].theta)
-    writer.add_expert_count(mlp.num_experts)
-    writer.add_expert_used_count(mlp.routing.top_k)
-    writer.add_expert_feed_forward_length(mlp.inner)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config.num_layers)
-    for name, tensor in weights.items():
-        stored, data, number = names.get_name(name, try_suffixes=(".weight",)), tensor, gguf.GGMLQuantizationType.F32
-        if ".experts." in name:
-            if ".experts.0." not in name:
-                continue
-            data = torch.stack([weights[name.replace("experts.0", f"experts.{e}")] for e in range(mlp.num_experts)])
-            part = name.split(".")[-2].removesuffix("_proj")
-            stored, number = f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight", gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(stored, gguf.quants.quantize(data.numpy(), number), raw_dtype=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+# family -> what a GGUF file cannot say otherwise
+CONVERTIBLE: dict[str, dict[str, Any]] = {
+    "qwen2-moe": {"mlp_only_layers": []},
+    "qwen3-moe": {"mlp_only_layers": []},
+    "mixtral": {"sliding_window": None},
+    "gpt-oss": {"swiglu_limit": 7.0},
+    "glm4-moe": {},
+    "glm4-moe-groups": {},
+}
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q4_0"])
-def test_experts_of_a_gguf_file_keep_their_blocks(tiny_model: TinyModel, tmp_path: Path, kind: str) -> None:
-    source = tiny_model("qwen3-moe", mlp_only_layers=[])
-    path = tmp_path / "model.gguf"
-    write_gguf(source, path, kind)
-    config, original = read_decoder_config(path), read_decoder_config(source)
-    assert [layer.mlp for layer in config.layers] == [layer.mlp for layer in original.layers]
-    expected = load(source)
+@pytest.mark.parametrize("kind", ["F32", "Q4_0", "MXFP4"])
+@pytest.mark.parametrize("family", CONVERTIBLE)
+@torch.inference_mode()
+def test_experts_of_a_gguf_file_mean_what_they_say_and_keep_their_blocks(
+    tiny_model: TinyModel, tmp_path: Path, family: str, kind: str
+) -> None:
+    sizes = {"intermediate_size": 64} if family in ("mixtral", "gpt-oss") else {"moe_intermediate_size": 32}
+    source, path = tiny_model(family, **CONVERTIBLE[family], **sizes), tmp_path / "model.gguf"
+    stored = write_expert_gguf(source, path, kind, num_drafting=family.startswith("glm4"))
+    config = read_decoder_config(path)
     kept = dict(iterate_weights(path, "auto", config, torch.float32, kept_bits=frozenset({4, 8})))
-    assert set(kept) == set(expected)
+    assert set(kept) == set(stored)
     for name, weight in kept.items():
-        if ".experts." in name and kind != "F32":
-            assert isinstance(weight, GroupedWeight)
-            number = gguf.GGMLQuantizationType[kind]
-            blocks = gguf.quants.quantize(expected[name].numpy(), number)
-            stored = torch.from_numpy(gguf.quants.dequantize(blocks, number))
-            torch.testing.assert_close(weight.restore(torch.float32), stored)
-        else:
-            assert isinstance(weight, torch.Tensor)
-            assert torch.equal(weight, expected[name])
+        assert isinstance(weight, GroupedWeight) is (kind != "F32" and ".experts." in name and "weight" in name)
+        values = weight.restore(torch.float32) if isinstance(weight, GroupedWeight) else weight
+        torch.testing.assert_close(values, stored[name])
+    (prompt,) = random_prompts((70,))
+    logits = reference_forward(config, stored, prompt)
+    torch.testing.assert_close(logits, reference_forward(read_decoder_config(source), stored, prompt))
+    if kind == "F32":
+        torch.testing.assert_close(logits, reference_logits(source, prompt), rtol=1e-4, atol=1e-4)
+
+
+def test_a_router_is_read_as_it_is_stored_whatever_the_model_computes_in(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tiny_model("glm4-moe")
+    write_expert_gguf(source, tmp_path / "model.gguf")
+    exact = load(source)
+    for path in (source, tmp_path / "model.gguf"):
+        for name, tensor in iterate_weights(path, "auto", read_decoder_config(path), torch.bfloat16):
+            assert isinstance(tensor, torch.Tensor)
+            assert torch.equal(tensor.float(), exact[name]) is (".gate." in name or name.endswith("shared_expert_gate"))

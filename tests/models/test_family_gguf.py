@@ -15,6 +15,7 @@ from minivllm.errors import ModelError
 from minivllm.linear.stored_weight import QuantizedWeight
 from minivllm.models.reference import reference_forward
 from tests.gguf_families import write_family_gguf
+from tests.gguf_models import write_gguf
 from tests.parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
 
 TinyModel = Callable[..., Path]
@@ -68,6 +69,18 @@ def test_a_gguf_file_gives_the_logits_of_transformers(
     expected = reference_logits(source, prompt)
     logits = reference_forward(config, weights_of(path), prompt)
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@torch.inference_mode()
+def test_a_llama_file_with_a_window_is_a_mistral_whose_rotary_rows_are_put_back(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source, path = tiny_model("mistral-window"), tmp_path / "model.gguf"
+    write_gguf(source, path, "llama")
+    config, (prompt,) = read_decoder_config(path), random_prompts((70,))
+    assert config.architecture == "MistralForCausalLM"
+    expected = reference_logits(source, prompt)
+    assert (reference_forward(config, weights_of(path), prompt) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("family", ["gemma3", "glm4"])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from minivllm.models.entries.entries import MAX_LAYERS, Entries
 from minivllm.models.expert_families.experts import (
     MAX_EXPERTS,
+    experts_from_gguf,
     experts_of,
     inner_of_experts,
     shared_mlp,
@@ -14,6 +18,9 @@ from minivllm.models.expert_families.experts import (
 from minivllm.models.families.dense import Description
 from minivllm.models.families.family import Family, defaults
 from minivllm.models.layer_specs import MoeSpec
+
+SCORES = {1: "softmax", 2: "sigmoid"}
+"""llama.cpp's numbers of gating functions."""
 
 
 def glm_experts(entries: Entries, layer: int) -> MoeSpec | None:
@@ -38,11 +45,33 @@ def _glm4_moe(entries: Entries) -> Description:
     return with_experts(entries, glm_experts, qkv_bias="attention_bias", qk_norm=qk_norm)
 
 
+def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Layers that guess further tokens are counted among the others there."""
+    keys = {
+        "n_shared_experts": "expert_shared_count",
+        "first_k_dense_replace": "leading_dense_block_count",
+        "routed_scaling_factor": "expert_weights_scale",
+        "norm_topk_prob": "expert_weights_norm",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
+    }
+    found = {entry: metadata[key] for entry, key in keys.items() if key in metadata}
+    named = {"scoring_func": SCORES.get(metadata.get("expert_gating_func", 2), "unknown to this decoder")}
+    layers, drafting = entries["num_hidden_layers"], metadata.get("nextn_predict_layers", 0)
+    is_known = isinstance(layers, int) and isinstance(drafting, int)
+    return {
+        **experts_from_gguf(metadata),
+        **found,
+        **named,
+        "num_hidden_layers": layers - drafting if is_known else None,
+    }
+
+
 FAMILIES = (
     Family(
         architecture="Glm4MoeForCausalLM",
         model_type="glm4_moe",
-        gguf_architecture=None,
+        gguf_architecture="glm4moe",
         defaults=defaults(
             vocab_size=151552,
             intermediate_size=10944,
@@ -65,5 +94,7 @@ FAMILIES = (
         ),
         describe=_glm4_moe,
         has_drafting_layers=True,
+        gguf_renamed={"post_self_attn_layernorm": "post_attention_layernorm"},
+        from_gguf=_from_gguf,
     ),
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from kernels_triton_free.experts.routing import Routing
 from minivllm.models.entries.entries import MAX_POSITIONS, MAX_WIDTH, Entries
-from minivllm.models.expert_families.experts import experts_of, with_experts
+from minivllm.models.expert_families.experts import experts_from_gguf, experts_of, with_experts
 from minivllm.models.families.dense import Description
 from minivllm.models.families.family import Family, defaults
 from minivllm.models.layer_specs import ClampedSwiglu, LayerSpec, MoeSpec
@@ -53,11 +53,16 @@ def _with_yarn(entries: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**entries, "rope_parameters": yarn}
 
 
+def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Its YaRN ramps between frequencies that are not rounded, which a GGUF file cannot say."""
+    return {**experts_from_gguf(metadata), "rope_parameters": {**entries["rope_parameters"], "truncate": False}}
+
+
 FAMILIES = (
     Family(
         architecture="GptOssForCausalLM",
         model_type="gpt_oss",
-        gguf_architecture=None,
+        gguf_architecture="gpt-oss",
         defaults=defaults(
             vocab_size=201088,
             hidden_size=2880,
@@ -80,5 +85,7 @@ FAMILIES = (
         rewrite_config=_with_yarn,
         has_windows=True,
         transposes_experts=True,
+        gguf_renamed={"post_self_attn_layernorm": "post_attention_layernorm"},
+        from_gguf=_from_gguf,
     ),
 )

@@ -6,7 +6,7 @@ from functools import partial
 
 from kernels_triton_free.experts.routing import Routing
 from minivllm.models.entries.entries import MAX_WIDTH, Entries
-from minivllm.models.expert_families.experts import experts_of, with_experts
+from minivllm.models.expert_families.experts import experts_from_gguf, experts_of, with_experts
 from minivllm.models.families.family import Family, defaults
 from minivllm.models.families.llama import window_in_every_layer
 from minivllm.models.layer_specs import MoeSpec
@@ -42,5 +42,7 @@ FAMILIES = (
         ),
         describe=partial(with_experts, experts=_mixtral, windows=window_in_every_layer),
         has_windows=True,
+        gguf_permutes_rotary=True,
+        from_gguf=lambda metadata, entries: experts_from_gguf(metadata),
     ),
 )

@@ -51,7 +51,8 @@ class Family:
     architecture, model_type: the family's names in config.json. gguf_architecture: its name in GGUF files.
     defaults: what an entry that config.json leaves out stands for (the values transformers assumes).
     describe: the entries, checked -> the layers and what else is true of the model.
-    windowed: architecture that GGUF files of this one mean if they name a window. has_windows: some layers may attend
+    windowed: architecture that GGUF files of this one mean if they name a window. with_experts: the one that they mean
+    if they count experts. has_windows: some layers may attend
     within a sliding window; their size is then an entry, also of GGUF files. gguf_permutes_rotary: GGUF files store the
     q and k rows of this family interleaved (see ``gguf_file``). rewrite_config: config.json's entries -> the same under
     the names and in the values that ``describe`` understands. renamed: module in the checkpoint -> its name in the
@@ -62,6 +63,7 @@ class Family:
     left_out: beginnings of the names of tensors that are not needed (those of an image encoder).
     has_drafting_layers: checkpoints hold layers behind the last one, which are not needed: they guess further tokens
     (multi-token prediction).
+    gguf_renamed: module, as its name in GGUF files is understood elsewhere -> its name in the decoder.
     from_gguf: (metadata without the architecture's name, entries found so far) -> more entries of config.json.
     transposes_experts: stacked experts of its checkpoints lie [in, out], gates and ups in turn (gpt-oss).
     rewrite_weight: (name in the decoder, tensor, configuration) -> the tensor this decoder needs in its place;
@@ -75,6 +77,7 @@ class Family:
     describe: Callable[[Entries], Description] = dense
     has_windows: bool = False
     windowed: str | None = None
+    with_experts: str | None = None
     gguf_permutes_rotary: bool = False
     rewrite_config: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -83,6 +86,7 @@ class Family:
     prefixes: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     has_drafting_layers: bool = False
+    gguf_renamed: Mapping[str, str] = field(default_factory=dict)
     from_gguf: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] | None = None
     transposes_experts: bool = False
     rewrite_weight: Callable[[str, Tensor, DecoderConfig], Tensor] | None = None

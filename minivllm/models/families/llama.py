@@ -83,6 +83,7 @@ FAMILIES = (
         describe=partial(dense, qkv_bias="attention_bias", o_bias="attention_bias", reads_mlp_bias=True),
         gguf_permutes_rotary=True,
         windowed="MistralForCausalLM",
+        with_experts="MixtralForCausalLM",
     ),
     Family(
         architecture="MistralForCausalLM",
@@ -99,6 +100,7 @@ FAMILIES = (
         ),
         describe=partial(dense, windows=window_in_every_layer),
         has_windows=True,
+        gguf_permutes_rotary=True,
     ),
     Family(
         architecture="Ministral3ForCausalLM",
