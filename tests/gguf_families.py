@@ -93,11 +93,14 @@ _STORED_NAMES = (
 )
 
 
-def write_expert_gguf(source: Path, target: Path, kind: str = "F32", num_drafting: int = 0) -> dict[str, torch.Tensor]:
+def write_expert_gguf(
+    source: Path, target: Path, kind: str = "F32", num_drafting: int = 0, gating: int = 2
+) -> dict[str, torch.Tensor]:
     """Convert a model with experts as published converters do: those of a layer stacked, gates and ups apart.
 
     kind: GGML type of the experts' matrices. num_drafting: layers behind the last one, of tensors that no decoder
-    needs. Returns the weights that the file holds, by their names in the decoder.
+    needs. gating: llama.cpp's number of what the router does with its logits, 2 for sigmoids. Returns the weights that
+    the file holds, by their names in the decoder.
     """
     config, given = read_decoder_config(source), json.loads((source / "config.json").read_text())
     weights = {name: w.clone() for name, w in iterate_weights(source, "auto", config, torch.float32)}  # type: ignore[union-attr]
@@ -132,7 +135,7 @@ def write_expert_gguf(source: Path, target: Path, kind: str = "F32", num_draftin
         writer.add_expert_weights_norm(spec.routing.normalized)
         writer.add_expert_group_count(spec.routing.groups)
         writer.add_expert_group_used_count(spec.routing.groups_kept)
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_uint32(gguf.Keys.LLM.EXPERT_GATING_FUNC.format(arch=architecture), gating)
         writer.add_nextn_predict_layers(num_drafting)
         for layer in range(config.num_layers, config.num_layers + num_drafting):
             writer.add_tensor(f"blk.{layer}.nextn.eh_proj.weight", np.zeros((64, 128), np.float32))

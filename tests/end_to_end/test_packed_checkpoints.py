@@ -182,8 +182,14 @@ def test_float8_checkpoints_are_read_with_their_scales(tiny_model: TinyModel, tm
     assert_same_logits(path, reference)
 
 
-def assert_same_logits(path: Path, reference: Path) -> None:
-    with tiny_llm(path) as llm:
+@pytest.mark.slow
+def test_inputs_in_another_order_are_compiled_as_well(tiny_model: TinyModel, tmp_path: Path) -> None:
+    path, reference, _ = quantised_copy(tiny_model("qwen2"), tmp_path, "gptq", {"desc_act": True})
+    assert_same_logits(path, reference, enforce_eager=False)
+
+
+def assert_same_logits(path: Path, reference: Path, **settings: Any) -> None:
+    with tiny_llm(path, **settings) as llm:
         for prompt in random_prompts((2, 62)):
             completion, logits = engine_logits(llm, prompt, max_tokens=3)
             expected = reference_logits(reference, prompt + completion[:-1])

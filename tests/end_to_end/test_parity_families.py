@@ -29,9 +29,14 @@ from tests.parity_reference import (
 TinyModel = Callable[..., Path]
 
 BUDGETS = (1, 7, 64)
-COMPILED_FAMILIES = ("qwen2-window",)  # biases, full and windowed layers: every kind of attention graph at once
-# One of each structure: norms behind, both; two tables, caps, fused weights, pairs, multipliers.
-DISTINCT_FAMILIES = ("qwen3", "gemma2", "gemma3", "gemma3-far", "phi3-long", "olmo2", "olmo3", "glm4", "granite")
+# Biases, full and windowed layers: every kind of attention graph at once. Norms around both sublayers, caps and two
+# rotary tables; experts with a shared one; sinks and biased experts.
+COMPILED_FAMILIES = ("qwen2-window", "gemma2", "gemma3", "qwen2-moe", "gpt-oss")
+# One of each structure: norms behind, both; two tables, caps, fused weights, pairs, multipliers; experts.
+DISTINCT_FAMILIES = (
+    *("qwen3", "gemma2", "gemma3", "gemma3-far", "phi3-long", "olmo2", "olmo3", "glm4", "granite", "ministral3"),
+    *("qwen2-moe", "gpt-oss", "glm4-moe-groups"),
+)
 RELATIVE = 1e-4
 
 

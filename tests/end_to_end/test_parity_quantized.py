@@ -80,6 +80,39 @@ def test_rounded_weights_give_the_logits_of_transformers_with_the_rounded_values
         assert_logits_equal(llm, reference)
 
 
+@pytest.mark.parametrize(("quantization", "values"), [("int8", rounded_to_int8), ("int4", rounded_to_int4)])
+def test_rounded_experts_give_the_logits_of_transformers_with_the_rounded_values(
+    tiny_model: TinyModel, tmp_path: Path, quantization: str, values: Values
+) -> None:
+    """The router and the gate of the shared expert are never rounded."""
+    source = tiny_model("qwen2-moe", shared_expert_intermediate_size=64)
+    reference = with_values(source, tmp_path / "reference", values, tied=False)
+    with tiny_llm(source, quantization=quantization, max_num_batched_tokens=48) as llm:
+        assert_logits_equal(llm, reference, lengths=[1, 33, 64])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_compiled_experts_as_well(tiny_model: TinyModel, tmp_path: Path, quantization: str) -> None:
+    source = tiny_model("qwen2-moe", shared_expert_intermediate_size=64)
+    values = rounded_to_int8 if quantization == "int8" else rounded_to_int4
+    reference = with_values(source, tmp_path / "reference", values, tied=False)
+    with tiny_llm(source, quantization=quantization, enforce_eager=False) as llm:
+        assert_logits_equal(llm, reference, lengths=[1, 33, 64])
+        assert llm.llm_engine.client.core.executor.num_recompilations() == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_groups_that_are_spread_are_compiled_as_well(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tiny_model("llama-tied", hidden_size=256, intermediate_size=256)
+    types = {"proj": "Q2_K", "embed": "Q5_K"}
+    write_gguf(source, tmp_path / "model.gguf", "llama", types)
+    reference = with_values(source, tmp_path / "reference", stored_in(types), tied=True)
+    with tiny_llm(tmp_path / "model.gguf", quantization="int4", tokenizer=str(source), enforce_eager=False) as llm:
+        assert isinstance(decoder_of(llm).layers[0].qkv.method, SpreadGroups)
+        assert_logits_equal(llm, reference, lengths=[1, 2, INT4_MAX_ROWS + 1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_compiled_as_well_without_compiling_again(tiny_model: TinyModel, tmp_path: Path, quantization: str) -> None:

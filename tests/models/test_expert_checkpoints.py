@@ -119,6 +119,92 @@ def test_impossible_experts_are_refused_in_a_sentence(
         build_decoder_config({**given, **entries}, {}, "config.json")
 
 
+@pytest.mark.parametrize(
+    ("family", "entries", "message"),
+    [
+        (
+            "qwen2-moe",
+            {"shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size is 0, but must be a whole",
+        ),
+        ("qwen2-moe", {"qkv_bias": 1}, "qkv_bias is 1, but must be true or false"),
+        ("qwen2-moe", {"hidden_act": "swiglu"}, "hidden_act is 'swiglu', but must be one of silu"),
+        ("mixtral", {"num_local_experts": -8}, "num_local_experts is -8, but must be a whole number"),
+        ("mixtral", {"num_experts_per_tok": 5}, r"there are only 4 experts \(num_local_experts\)"),
+        ("gpt-oss", {"swiglu_limit": -1.0}, "swiglu_limit is -1.0, but must be a number above 0"),
+        ("gpt-oss", {"sliding_window": None}, "sliding_attention needs sliding_window"),
+        ("glm4-moe", {"scoring_func": "tanh"}, "scoring_func is 'tanh', but must be 'sigmoid' in this family"),
+        ("glm4-moe", {"topk_method": "greedy"}, "topk_method is 'greedy', but must be 'noaux_tc' in this family"),
+        ("glm4-moe", {"n_group": 3}, "n_group is 3, but must divide the 8 experts into groups of at least 2"),
+        ("glm4-moe", {"n_group": 8}, "n_group is 8, but must divide the 8 experts into groups of at least 2"),
+        ("glm4-moe", {"n_group": 4, "topk_group": 5}, "topk_group is 5, but must name some of the 4 groups"),
+        ("glm4-moe", {"n_group": 4, "topk_group": 1}, "with at least 3 experts together"),
+        ("glm4-moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0.0, but must be a number above 0"),
+        ("glm4-moe", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1, but must be a whole number"),
+        ("glm4-moe", {"n_shared_experts": 1.5}, "n_shared_experts is 1.5, but must be a whole number"),
+        ("glm4-moe", {"n_routed_experts": "all"}, "n_routed_experts is 'all', but must be a whole number"),
+        (
+            "qwen3-moe",
+            {"num_experts": 4096, "num_hidden_layers": 1000},
+            "must make at most 131072 experts together with",
+        ),
+    ],
+)
+def test_what_a_family_of_experts_cannot_have_is_refused_in_a_sentence(
+    tiny_model: TinyModel, family: str, entries: dict[str, Any], message: str
+) -> None:
+    given = json.loads((tiny_model(family) / "config.json").read_text())
+    with pytest.raises(ModelError, match=message):
+        build_decoder_config({**given, **entries}, {}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("family", "piece", "shape"),
+    [
+        ("glm4-moe", "model.layers.2.mlp.gate.e_score_correction_bias", (8,)),
+        ("qwen2-moe", "model.layers.0.mlp.shared_expert_gate.weight", (1, 64)),
+        ("qwen2-moe", "model.layers.0.mlp.gate.weight", (6, 64)),
+        ("gpt-oss", "model.layers.1.mlp.router.bias", (6,)),
+        ("gpt-oss", "model.layers.1.mlp.experts.down_proj_bias", (6, 64)),
+        ("gpt-oss", "model.layers.1.self_attn.sinks", (4,)),
+    ],
+)
+def test_a_piece_that_is_missing_or_misshapen_is_refused_before_anything_is_read(
+    tiny_model: TinyModel, tmp_path: Path, family: str, piece: str, shape: tuple[int, ...]
+) -> None:
+    def shortened(tensors: dict[str, torch.Tensor]) -> None:
+        assert tensors[piece].shape == shape
+        tensors[piece] = tensors[piece][..., :-1].clone()
+
+    module = piece.split(".")[-2] if piece.endswith(("weight", ".bias")) else piece.split(".")[-1].removesuffix("_bias")
+    module = {"router": "gate"}.get(module, module)
+    for name, change, message in (
+        ("less", lambda tensors: tensors.pop(piece), f"lacks tensor .*{module}"),
+        ("short", shortened, f"{module}.* has shape"),
+    ):
+        path = copied(tiny_model(family), tmp_path / name, change)
+        with pytest.raises(ModelError, match=message):
+            next(iterate_weights(path, "auto", read_decoder_config(path), torch.float32))
+
+
+def test_layers_that_guess_further_tokens_are_left_out(tiny_model: TinyModel, tmp_path: Path) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
+        tensors["model.layers.3.mlp.gate.weight"] = torch.zeros(8, 64)
+
+    source = tiny_model("glm4-moe")
+    assert set(load(copied(source, tmp_path / "more", add))) == set(load(source))
+
+
+@pytest.mark.parametrize(("number", "name"), [(1, "softmax"), (7, "unknown to this decoder")])
+def test_a_gguf_file_with_another_router_is_refused(
+    tiny_model: TinyModel, tmp_path: Path, number: int, name: str
+) -> None:
+    write_expert_gguf(tiny_model("glm4-moe"), tmp_path / "model.gguf", gating=number)
+    with pytest.raises(ModelError, match=f"scoring_func is '{name}', but must be 'sigmoid'"):
+        read_decoder_config(tmp_path / "model.gguf")
+
+
 # family -> what a GGUF file cannot say otherwise
 CONVERTIBLE: dict[str, dict[str, Any]] = {
     "qwen2-moe": {"mlp_only_layers": []},

@@ -11,7 +11,7 @@ from minivllm.models.entries.entries import MAX_LAYERS, MAX_WIDTH, Entries
 from minivllm.models.families.dense import Description, dense
 from minivllm.models.layer_specs import MlpSpec, MoeSpec
 
-MAX_EXPERTS = 4096
+MAX_EXPERTS, MAX_EXPERTS_IN_ALL = 4096, 2**17
 GROUP_BEST = 2
 """Experts by whose scores a group of them is judged (DeepSeek-V3)."""
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -34,6 +34,9 @@ def experts_of(entries: Entries) -> tuple[int, int]:
 def with_experts(entries: Entries, experts: ExpertRule, **options: Any) -> Description:
     """A dense model (with ``options`` of ``dense``) some of whose layers have experts in place of their MLP."""
     plain = dense(entries, **options)
+    if entries.num_layers * experts_of(entries)[0] > MAX_EXPERTS_IN_ALL:
+        rule = f"must make at most {MAX_EXPERTS_IN_ALL} experts together with {experts_of(entries)[0]} in each layer"
+        raise entries.refuse("num_hidden_layers", entries.num_layers, rule)
     mlps = [experts(entries, index) or layer.mlp for index, layer in enumerate(plain.layers)]
     return replace(plain, layers=tuple(replace(layer, mlp=mlp) for layer, mlp in zip(plain.layers, mlps, strict=True)))
 

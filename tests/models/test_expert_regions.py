@@ -1,0 +1,67 @@
+"""A block of experts as compiled code: the package of a region finds the loop over the experts by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from kernels_triton_free.experts.routing import Routing
+from minivllm.compilation.region_packages import PackagedRegionCompiler, find_package, package_key
+from minivllm.compilation.regions import Region, Size, TensorSpec, specs_of
+from minivllm.linear.quantized_methods import Int8Linear
+from minivllm.models.decoder.feed_forward import LinearFactory
+from minivllm.models.decoder.moe import MixtureOfExperts
+from minivllm.models.layer_specs import MlpSpec, MoeSpec
+
+HIDDEN, EXPERTS = 32, 6
+SPEC = MoeSpec(
+    num_experts=EXPERTS,
+    inner=24,
+    routing=Routing(top_k=2, scores="sigmoid", normalized=True, scale=1.5, groups=3, groups_kept=2),
+    bias=True,
+    router_bias=True,
+    has_correction=True,
+    shared=MlpSpec(inner=40),
+    shared_gate=True,
+)
+
+
+def random_block() -> MixtureOfExperts:
+    """Rounded experts, with every piece that a block of experts may have."""
+    choose = LinearFactory(torch.float32, torch.device("cpu"), lambda name, weight: Int8Linear(torch.float32))
+    block, generator = MixtureOfExperts(SPEC, HIDDEN, choose), torch.Generator().manual_seed(0)
+
+    def load(name: str, *shape: int) -> None:
+        block.load(name, torch.randn(*shape, generator=generator) / shape[-1] ** 0.5)
+
+    load("gate.weight", EXPERTS, HIDDEN)
+    load("gate.bias", EXPERTS)
+    load("gate.e_score_correction_bias", EXPERTS)
+    load("shared_expert_gate.weight", 1, HIDDEN)
+    for expert in range(EXPERTS):
+        for part, shape in (("gate", (24, HIDDEN)), ("up", (24, HIDDEN)), ("down", (HIDDEN, 24))):
+            load(f"experts.{expert}.{part}_proj.weight", *shape)
+            load(f"experts.{expert}.{part}_proj.bias", shape[0])
+    for part, shape in (("gate", (40, HIDDEN)), ("up", (40, HIDDEN)), ("down", (HIDDEN, 40))):
+        load(f"shared_expert.{part}_proj.weight", *shape)
+    return block
+
+
+@torch.inference_mode()
+def test_packaged_experts_compute_what_uncompiled_ones_do(tmp_path: Path) -> None:
+    """And so they do for another compiler, which finds the package on disk."""
+    block = random_block()
+    declared: object = TensorSpec((Size("tokens", 13), HIDDEN), torch.float32, torch.device("cpu"))
+    inputs = {"x": declared, "weights": specs_of(block.weights)}
+    region = Region("experts", lambda x, weights: block.apply(x, weights, None), inputs, (SPEC, block.methods))
+    for is_kept in (False, True):
+        compiler = PackagedRegionCompiler(tmp_path)
+        run = compiler(region)
+        assert compiler.is_complete is is_kept
+        compiler.build()
+        assert find_package(tmp_path, package_key(region)) is not None
+        for tokens in (2, 7, 64):
+            x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
+            expected = block.apply(x, block.weights, None)
+            torch.testing.assert_close(run(x, block.weights), expected, rtol=1e-5, atol=1e-5)
