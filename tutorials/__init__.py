@@ -1,4 +1,4 @@
-"""Fifteen chapters that take a serving engine apart. ``python -m tutorials`` lists them."""
+"""Seventeen chapters that take a serving engine apart. ``python -m tutorials`` lists them."""
 
 from __future__ import annotations
 

@@ -35,14 +35,19 @@ SHAPE: dict[str, Any] = {
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
-@cache
-def small_model() -> Path:
+def model_folder(entries: dict[str, Any]) -> Path:
     """A directory that holds a config.json and nothing else: load it with ``load_format="dummy"``."""
     folder = tempfile.TemporaryDirectory(prefix="minivllm-tutorial-")
     _folders.append(folder)  # it lives as long as the process
     path = Path(folder.name)
-    (path / "config.json").write_text(json.dumps(SHAPE))
+    (path / "config.json").write_text(json.dumps(entries))
     return path
+
+
+@cache
+def small_model() -> Path:
+    """The directory of the model that most chapters use."""
+    return model_folder(SHAPE)
 
 
 def engine_arguments(**arguments: Any) -> dict[str, Any]:
