@@ -16,7 +16,7 @@ from pathlib import Path
 from minivllm.config import CacheConfig, EngineArgs, EngineConfig, SchedulerConfig
 from minivllm.engine.core import EngineCore
 from minivllm.engine_process import client
-from minivllm.errors import ConfigError, ModelError
+from minivllm.errors import ConfigError, MinivllmError, ModelError
 from minivllm.kv_cache.specs import one_group
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
@@ -88,6 +88,9 @@ class MockExecutor:
 
     def num_recompilations(self) -> int:
         return 0
+
+    def when_dead(self, tell: Callable[[MinivllmError], None]) -> None:
+        """Its workers live as long as it."""
 
     def shutdown(self) -> None:
         self._requests.clear()

@@ -29,7 +29,8 @@ MAX_REPORT_BYTES = 2**15
 POLL_SECONDS = 0.02
 
 _lifelines: set[int] = set()
-"""Descriptors that this process holds open for its children. A child that inherits them must close them."""
+"""Descriptors whose end others wait for: what this process holds open for its children, and what ``close_in_children``
+was told of. A child that inherits them must close them."""
 _is_in_background = False
 """True in a child in the background and in its own children."""
 
@@ -37,6 +38,16 @@ _is_in_background = False
 def can_fork() -> bool:
     """True where a process with threads may be forked to generate code."""
     return sys.platform == "linux"
+
+
+def close_in_children(descriptor: int) -> None:
+    """Keep a descriptor from living on in the children that build packages, until ``forget_descriptor``."""
+    _lifelines.add(descriptor)
+
+
+def forget_descriptor(descriptor: int) -> None:
+    """The descriptor is about to be closed."""
+    _lifelines.discard(descriptor)
 
 
 class Child:

@@ -21,6 +21,7 @@ from minivllm.config.engine_args import (
     CudaGraphMode,
     Device,
     EngineArgs,
+    ExecutorKind,
     SpeculativeConfig,
 )
 from minivllm.config.engine_config import CacheConfig, EngineConfig, LoRAConfig, SchedulerConfig
@@ -41,6 +42,7 @@ __all__ = [
     "Device",
     "EngineArgs",
     "EngineConfig",
+    "ExecutorKind",
     "LoRAConfig",
     "SchedulerConfig",
     "SpeculativeConfig",

@@ -19,6 +19,7 @@ DEVICES = ("auto", "cpu", "cuda")
 MODEL_IMPLS = ("auto", "minivllm", "transformers")
 QUANTIZATIONS = ("int8", "int4", "fp8")
 PERFORMANCE_MODES = ("throughput", "interactivity")
+ExecutorKind = Literal["uni", "mp"]
 CUDA_GRAPH_MODES = get_args(CudaGraphMode)
 # Method of speculative decoding -> the keys of speculative_config that it has for itself.
 _SPECULATIVE_KEYS: dict[Any, tuple[str, ...]] = {
@@ -213,6 +214,11 @@ class EngineArgs:
         "Run the engine core in a process of its own, as AsyncLLM and serve always do; what is plugged in then needs "
         "an import path. In one process a debugger steps from a prompt into a kernel.",
     ] = False
+    distributed_executor_backend: Annotated[
+        str,
+        "Where the worker lives: uni, in the engine's process; mp, in a process of its own, whose end is told with its "
+        "reason. What is plugged in then needs an import path.",
+    ] = "uni"
     heartbeat_timeout: Annotated[
         float, "Seconds after which an engine process that does not finish its step is taken for hung and killed."
     ] = 300.0
@@ -247,6 +253,12 @@ class EngineArgs:
             _choice("quantization", self.quantization, QUANTIZATIONS)
         POLICIES.check(self.scheduling_policy)
         ATTENTION.check(self.attention_backend)
+        _choice("distributed_executor_backend", self.distributed_executor_backend, get_args(ExecutorKind))
+        if self.profile is not None and self.distributed_executor_backend == "mp":
+            raise ConfigError(
+                "profile records the engine's own process, but distributed_executor_backend='mp' moves the model into "
+                "another: use 'uni', or start_profile and stop_profile, which record the workers."
+            )
         if self.performance_mode is not None:
             _choice("performance_mode", self.performance_mode, PERFORMANCE_MODES)
         if self.cudagraph_mode is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.config.engine_args import CudaGraphMode, Device, SpeculativeConfig
+from minivllm.config.engine_args import CudaGraphMode, Device, ExecutorKind, SpeculativeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,9 @@ class LoRAConfig:
 class EngineConfig:
     """Everything the engine runs with, after resolution. ``model_path`` is local: a directory or a ``.gguf`` file.
     ``lora`` is None where no adapters are served. tokenizer: where the tokenizer comes from, if not from the model.
-    attention_backend, logits_processors: see EngineArgs. async_scheduling: up to two steps are in flight."""
+    attention_backend, logits_processors: see EngineArgs. async_scheduling: up to two steps are in flight. family,
+    model_impl, hf_overrides: what workers in other processes read the model's configuration with. executor: whether
+    the worker lives in the engine's process ("uni") or in one of its own ("mp")."""
 
     model: str
     model_path: str
@@ -76,3 +78,7 @@ class EngineConfig:
     attention_backend: str = "flex"
     logits_processors: tuple[Any, ...] = ()
     async_scheduling: bool = False
+    family: str | None = None
+    model_impl: str = "auto"
+    hf_overrides: dict[str, Any] | None = None
+    executor: ExecutorKind = "uni"

@@ -16,6 +16,7 @@ from minivllm.config import (
     Device,
     EngineArgs,
     EngineConfig,
+    ExecutorKind,
     LoRAConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -129,6 +130,10 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         else None,
         attention_backend=args.attention_backend,
         logits_processors=tuple(args.logits_processors or ()),
+        family=args.family,
+        model_impl=implementation,
+        hf_overrides=overrides,
+        executor=cast(ExecutorKind, args.distributed_executor_backend),
     )
     logger.info("Model %s: %s, weights in %s (%s).", args.model, decoder.architecture, dtype, dtype_reason)
     logger.info("Its layers are those of %s (%s).", implementation, why)

@@ -5,58 +5,24 @@ Nothing but data is decoded, into the types named here; a frame that is anything
 
 from __future__ import annotations
 
-import signal
-import traceback
 from typing import Any
 
 import msgspec
 
-from minivllm import errors
 from minivllm.config import EngineArgs, EngineConfig
-from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.executor.child_reports import ErrorInfo, Log
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import EngineOutput, EngineRequest
 
 REQUESTS_SOCKET, OUTPUTS_SOCKET, TRACES_FILE = "requests", "outputs", "traces"
 """Names in the private directory: ROUTER and PULL of the frontend; where the engine's faulthandler writes stacks."""
 
-FRONTEND_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""What they mean is for the frontend to decide, which may want to drain first."""
 GRACE_SECONDS = 3.0
 """How long a running step may delay the engine's end once the frontend has gone."""
 
 
 class MalformedFrame(Exception):
     """Bytes that are no message of this protocol; the text says what is wrong with them."""
-
-
-class ErrorInfo(msgspec.Struct, frozen=True):
-    """An exception on its way to the other process. kind: the name of its class."""
-
-    kind: str
-    message: str
-    traceback: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> ErrorInfo:
-        text = "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, printable(str(error)), printable(text))
-
-    def exception(self) -> MinivllmError:
-        """The same error if its text is a sentence for the user; for every other one, EngineDeadError with the
-        original traceback."""
-        kind = getattr(errors, self.kind, None)
-        if isinstance(kind, type) and issubclass(kind, MinivllmError):
-            return kind(self.message)
-        return EngineDeadError(
-            f"The engine core died of {self.kind}: {self.message}\n\n"
-            f"Traceback of the engine core:\n{self.traceback.rstrip()}"
-        )
-
-
-def printable(text: str) -> str:
-    """Text that UTF-8 can write: half surrogate pairs are escaped."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,14 +75,6 @@ class Result(msgspec.Struct, frozen=True, tag="result"):
     call_id: int
     value: Any = None
     error: ErrorInfo | None = None
-
-
-class Log(msgspec.Struct, frozen=True, tag="log"):
-    """A line of the engine's log, for the frontend's handlers."""
-
-    logger: str
-    level: int
-    message: str
 
 
 class Died(msgspec.Struct, frozen=True, tag="died"):

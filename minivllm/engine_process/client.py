@@ -106,10 +106,14 @@ def load_core(args: EngineArgs) -> tuple[EngineCore, ModelFacts]:
     with without_collections():
         from minivllm.engine.core import EngineCore
         from minivllm.engine.resolve import resolve
+        from minivllm.executor.multiproc import MultiprocExecutor
         from minivllm.executor.uniproc import UniProcExecutor
 
-    config, decoder = resolve(args)
-    return EngineCore(config, UniProcExecutor(config, decoder)), decoder
+    if args.distributed_executor_backend == "mp":
+        config, facts = resolve(args.for_another_process())
+        return EngineCore(config, MultiprocExecutor(config, facts)), facts
+    config, facts = resolve(args)
+    return EngineCore(config, UniProcExecutor(config, facts)), facts
 
 
 def make_client(args: EngineArgs) -> EngineClient:

@@ -26,6 +26,7 @@ import zmq
 from minivllm.config import EngineArgs
 from minivllm.engine import wire
 from minivllm.errors import EngineDeadError
+from minivllm.executor.child_reports import FRONTEND_SIGNALS, describe_exit
 from minivllm.messages import EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class EngineConnection:
         self.life_fd, life_write = os.pipe()
         # Ctrl-C goes to the whole process group. The new process begins with it blocked, until it can ignore it; this
         # one hears of it again when it is settled who cleans up.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, wire.FRONTEND_SIGNALS)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FRONTEND_SIGNALS)
         try:
             try:
                 self.process = subprocess.Popen(
@@ -170,7 +171,7 @@ class EngineConnection:
             logger.warning("A malformed frame was refused: %s", error)
             return None
         if isinstance(message, wire.Log):
-            logging.getLogger(message.logger).log(message.level, "%s", message.message)
+            message.handle()
             return None
         return message
 
@@ -202,7 +203,7 @@ class EngineConnection:
 
     def ended(self, status: int | None) -> EngineDeadError:
         """The error for all who wait, unless the engine gave a reason itself."""
-        return self.dead_error or self._dead(_describe_exit(status))
+        return self.dead_error or self._dead(describe_exit("engine process", status))
 
     def hung(self) -> EngineDeadError:
         """The engine did not answer in time: kill it, and say where it hung."""
@@ -262,13 +263,3 @@ def _has_fileno(stream: object) -> bool:
     except (AttributeError, OSError, ValueError):
         return False
     return True
-
-
-def _describe_exit(status: int | None) -> str:
-    if status is None:
-        return "The engine process closed its pipe to this one."
-    if status >= 0:
-        return f"The engine process ended with status {status} and without a word; its stderr may say why."
-    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-    hint = ": the operating system does so when memory runs out" if name == "SIGKILL" else ""
-    return f"The engine process was killed by {name}{hint}."

@@ -29,6 +29,7 @@ from minivllm.engine import wire
 from minivllm.engine.administration import Administration
 from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError, RequestError
+from minivllm.executor.child_reports import FRONTEND_SIGNALS, LogSender, printable
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason
 from minivllm.request import Request
 
@@ -39,8 +40,8 @@ IDLE_SECONDS = 1.0
 FLUSH_MILLISECONDS = 2000
 """How long the last messages may take to leave a process that ends."""
 
-InputItem = Request | wire.Abort | wire.Call | None
-"""None: stop."""
+InputItem = Request | wire.Abort | wire.Call | MinivllmError | None
+"""None: stop. An error: a worker died."""
 
 
 class EngineProcess:
@@ -100,6 +101,7 @@ class EngineProcess:
         from minivllm.engine_process.client import load_core
 
         self._core, facts = load_core(self._start.args)
+        self._core.executor.when_dead(self._inputs.put)
         # What exists now lives as long as the process. Collections that the loop triggers should not walk through it.
         gc.collect()
         gc.freeze()
@@ -135,6 +137,8 @@ class EngineProcess:
                 continue
             if item is None:
                 return False
+            if isinstance(item, MinivllmError):
+                raise item
             self._handle(core, item)
             block = False
 
@@ -200,7 +204,7 @@ class EngineProcess:
         return None
 
     def _refuse(self, request_id: str, reason: str) -> None:
-        output = EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=wire.printable(reason))
+        output = EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=printable(reason))
         self._outputs.put(wire.Outputs([output]))
 
     def _send_outputs(self) -> None:
@@ -222,21 +226,11 @@ class EngineProcess:
         self._push.close(linger=0 if self._status == 0 else FLUSH_MILLISECONDS)
 
 
-class _LogToFrontend(logging.Handler):
-    def __init__(self, outputs: SimpleQueue[wire.ToFrontend | None]) -> None:
-        super().__init__()
-        self._outputs = outputs
-        self.setFormatter(logging.Formatter())  # the message, and the traceback where there is one
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._outputs.put(wire.Log(record.name, record.levelno, wire.printable(self.format(record))))
-
-
 @contextlib.contextmanager
 def _log_to(outputs: SimpleQueue[wire.ToFrontend | None], level: int) -> Iterator[None]:
     """Lines of minivllm's log go to the frontend, whose handlers decide what becomes of them."""
     package = logging.getLogger("minivllm")
-    handler = _LogToFrontend(outputs)
+    handler = LogSender(outputs.put)
     package.addHandler(handler)
     package.setLevel(level)
     package.propagate = False
@@ -257,9 +251,9 @@ def main() -> None:
     for fd in (start_fd, life_fd):
         os.set_inheritable(fd, False)
     # They were blocked so far, see EngineConnection. Without a frontend the engine ends anyway.
-    for number in wire.FRONTEND_SIGNALS:
+    for number in FRONTEND_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, wire.FRONTEND_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FRONTEND_SIGNALS)
     start_pipe = os.fdopen(start_fd, "rb")
     header = start_pipe.read(4)
     if not header:

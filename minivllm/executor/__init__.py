@@ -1,5 +1,5 @@
-"""Where workers live and how they are called.
+"""Where workers live and how they are called: in this process, or in others.
 
-May import: config, kv_cache, model_facts, worker.
+May import: compilation, config, kv_cache, model_facts, models.families, worker.
 Door: `Executor` in protocol.py.
 """

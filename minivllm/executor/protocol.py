@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from minivllm.errors import RequestError
+from minivllm.errors import MinivllmError, RequestError
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
@@ -44,12 +44,29 @@ class Executor(Protocol):
     def num_recompilations(self) -> int:
         """Regions that were compiled after warm-up."""
 
+    def when_dead(self, tell: Callable[[MinivllmError], None]) -> None:
+        """Have ``tell`` called, from any thread, if a worker dies: also while nobody waits for one."""
+
     def shutdown(self) -> None:
         """Release the workers and their memory."""
 
 
 WORKER_METHODS = frozenset({"adapter_shapes", "memory_bytes", "weight_checksums"})
 """Methods of a Worker that ``collective_rpc`` of a frontend may call: they only look."""
+ENGINE_METHODS = WORKER_METHODS | {
+    "initialize_pools",
+    "load_adapter",
+    "load_model",
+    "num_recompilations",
+    "size_cache",
+    "sleep",
+    "start_profile",
+    "stop_profile",
+    "take_weights_from",
+    "unload_adapter",
+    "wake_up",
+}
+"""What an executor calls on workers in other processes, by name."""
 
 
 def check_arguments(function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:

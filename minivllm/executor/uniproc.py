@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from minivllm.config import EngineConfig
+from minivllm.errors import MinivllmError
 from minivllm.executor.protocol import PendingOutput, check_arguments
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import SchedulerOutput, TokenMasks
@@ -61,6 +62,9 @@ class UniProcExecutor:
 
     def num_recompilations(self) -> int:
         return self.worker.num_recompilations
+
+    def when_dead(self, tell: Callable[[MinivllmError], None]) -> None:
+        """Nothing to tell: this worker dies with the engine core."""
 
     def shutdown(self) -> None:
         if self._thread is not None:

@@ -128,6 +128,11 @@ class Worker:
         counts = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
         run_on_null_block(self._make_runner(RegionCompiler(enabled=False), limits), counts)
 
+    def initialize_pools(self, num_blocks: list[int]) -> None:
+        """``initialize`` with pools of so many blocks, one number for each KV group."""
+        groups = zip(self._new_groups(), num_blocks, strict=True)
+        self.initialize([replace(group, num_blocks=count) for group, count in groups])
+
     @torch.inference_mode()
     def initialize(self, groups: Sequence[GroupSpec]) -> None:
         """Allocate the cache and all buffers, have everything compiled, and run it once."""

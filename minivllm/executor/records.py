@@ -1,0 +1,128 @@
+"""What crosses between an executor and its worker processes: typed msgpack messages, and nothing else is decoded.
+
+To all workers, through the ring: ``Step`` (then ``Masks``, where it says so), ``Call`` and ``Stop``. From each worker,
+through its socket: ``Output`` of the output rank, ``Answer`` to every call, ``Log`` and ``Died``.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from typing import Any
+
+import msgspec
+
+from minivllm.config import EngineConfig
+from minivllm.executor.child_reports import ErrorInfo, Log
+from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
+
+OUTPUT_RANK = 0
+"""Whose outputs count: all ranks sample alike."""
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message to a worker, through its socket. rank: its place among ``size`` workers."""
+
+    config: EngineConfig
+    rank: int
+    size: int
+    log_level: int
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """Run a step. has_masks: the next record is its Masks."""
+
+    step: SchedulerOutput
+    has_masks: bool
+
+
+class Masks(msgspec.Struct, frozen=True, tag="masks"):
+    """Which tokens may come next in the step before."""
+
+    masks: TokenMasks
+
+
+class Call(msgspec.Struct, frozen=True, tag="call"):
+    """Call a method of every worker that is on the list of allowed ones."""
+
+    method: str
+    args: list[Any]
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End, after what came before."""
+
+
+ToWorkers = Step | Masks | Call | Stop
+
+
+class Output(msgspec.Struct, frozen=True, tag="output"):
+    """Results of the oldest step that has none yet."""
+
+    output: ModelRunnerOutput
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """What a call returned, or the error it raised."""
+
+    value: Any = None
+    error: ErrorInfo | None = None
+
+
+class Died(msgspec.Struct, frozen=True, tag="died"):
+    """The last message of a worker that cannot go on."""
+
+    error: ErrorInfo
+
+
+FromWorker = Output | Answer | Log | Died
+
+_LENGTH = struct.Struct("<I")
+_RECEIVED_BYTES = 2**18
+
+
+class Channel:
+    """One end of a worker's socket: messages with their length in front. Any thread may send, one may receive."""
+
+    def __init__(self, end: socket.socket, received: Any) -> None:
+        """received: the type of what comes in."""
+        self._socket, self._decoder = end, msgspec.msgpack.Decoder(received)
+        self._lock, self._buffer = threading.Lock(), bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Any) -> None:
+        """Raises OSError if the other side has gone."""
+        data = msgspec.msgpack.encode(message)
+        with self._lock:
+            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> list[Any] | None:
+        """Wait for bytes; the messages that are complete now. None at the end: the other side has closed, or ended."""
+        try:
+            received = self._socket.recv(_RECEIVED_BYTES)
+        except ConnectionError:
+            received = b""
+        if not received:
+            return None
+        self._buffer += received
+        messages = []
+        while len(self._buffer) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
+            if len(self._buffer) < end:
+                break
+            messages.append(self._decoder.decode(memoryview(self._buffer)[_LENGTH.size : end].tobytes()))
+            del self._buffer[:end]
+        return messages
+
+    def receive_one(self) -> Any:
+        """Wait for a first message that nothing follows; None at the end."""
+        while (messages := self.receive()) is not None:
+            if messages:
+                return messages[0]
+        return None
+
+    def close(self) -> None:
+        self._socket.close()

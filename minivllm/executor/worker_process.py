@@ -1,0 +1,144 @@
+"""One worker in a process of its own: reads records from the ring, runs them in order, answers through its socket.
+
+Started by ``minivllm.executor.multiproc``; ``main`` is what runs in the child. The socket is the life line too: its end
+tells the worker that the engine has gone, and the engine that the worker has, however they went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from minivllm.compilation.package_builds import close_in_children
+from minivllm.errors import MinivllmError, RequestError
+from minivllm.executor.broadcast_ring import RingReader
+from minivllm.executor.child_reports import FRONTEND_SIGNALS, ErrorInfo, LogSender
+from minivllm.executor.protocol import ENGINE_METHODS, PendingOutput, check_arguments
+from minivllm.executor.records import OUTPUT_RANK, Answer, Call, Channel, Died, Masks, Output, Start, Step, ToWorkers
+from minivllm.messages import TokenMasks
+from minivllm.model_facts.choose import read_model_facts
+from minivllm.models.families.registry import load_family
+from minivllm.worker.worker import Worker
+
+MAX_IN_FLIGHT = 2
+"""Steps that a device works through while this process waits for the older one."""
+
+
+class WorkerProcess:
+    """Serves one executor until it says Stop."""
+
+    def __init__(self, start: Start, ring: RingReader, channel: Channel) -> None:
+        self._start, self._ring, self._channel = start, ring, channel
+        self._decoder = msgspec.msgpack.Decoder(ToWorkers)
+        self._worker: Worker | None = None
+        self._pending: deque[PendingOutput] = deque()
+
+    def run(self) -> int:
+        """Load, serve, end; the exit status: 1 if the worker died and said so."""
+        try:
+            self._worker = self._make_worker(self._start)
+            self._serve(self._worker)
+            self._worker.leave_builds()
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # the engine has gone as well
+                self._channel.send(Died(ErrorInfo.of(error)))
+            return 1
+        return 0
+
+    @staticmethod
+    def _make_worker(start: Start) -> Worker:
+        config = start.config
+        if config.family is not None:
+            load_family(config.family)
+        facts = read_model_facts(config.model_path, config.load_format, config.hf_overrides, config.model_impl)
+        return Worker(config, facts)
+
+    def _serve(self, worker: Worker) -> None:
+        # On a CPU launching is computing: a result is there before the next record is looked at.
+        in_flight = 1 if worker.device.type == "cpu" else MAX_IN_FLIGHT
+        while True:
+            if self._pending and (len(self._pending) == in_flight or not self._ring.has_record):
+                self._send_output()
+                continue
+            record = self._read()
+            if isinstance(record, Step):
+                self._pending.append(worker.launch(record.step, self._read_masks if record.has_masks else None))
+            elif isinstance(record, Call):
+                while self._pending:
+                    self._send_output()
+                self._channel.send(self._call(worker, record))
+            else:
+                return
+
+    def _send_output(self) -> None:
+        output = self._pending.popleft().result()
+        if self._start.rank == OUTPUT_RANK:
+            self._channel.send(Output(output))
+
+    def _read(self) -> ToWorkers:
+        record: ToWorkers = self._decoder.decode(self._ring.read())
+        return record
+
+    def _read_masks(self) -> TokenMasks:
+        record = self._read()
+        assert isinstance(record, Masks), "the executor writes them right behind their step"
+        return record.masks
+
+    @staticmethod
+    def _call(worker: Worker, call: Call) -> Answer:
+        try:
+            if call.method not in ENGINE_METHODS:
+                raise RequestError(f"{call.method!r} is no method of a worker that may be called.")
+            found: Any = getattr(worker, call.method)
+            value = found(*check_arguments(found, call.args)) if callable(found) else found
+        except MinivllmError as error:
+            return Answer(error=ErrorInfo.of(error))
+        if call.method == "initialize_pools":  # what exists now stays
+            gc.collect()
+            gc.freeze()
+        return Answer(value)
+
+
+def main() -> None:
+    """``python -m minivllm.executor.worker_process SOCKET MEMORY ARRIVED FREED RANK SIZE``: four inherited descriptors
+    and the worker's place."""
+    descriptor, memory, arrived, freed, rank, size = (int(argument) for argument in sys.argv[1:7])
+    for inherited in (descriptor, memory, arrived, freed):
+        os.set_inheritable(inherited, False)
+        close_in_children(inherited)
+    # What they mean is for the frontend to decide. They were blocked so far, see WorkerGroup.
+    for number in FRONTEND_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FRONTEND_SIGNALS)
+    faulthandler.enable(all_threads=True)
+    channel = Channel(socket.socket(fileno=descriptor), Start)
+    start: Start | None = channel.receive_one()
+    if start is None:
+        os._exit(0)  # the engine has gone before it said what to start
+
+    def watch_engine() -> None:
+        while channel.receive() is not None:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch_engine, name="engine watch", daemon=True).start()
+    package = logging.getLogger("minivllm")
+    package.addHandler(LogSender(channel.send))
+    package.setLevel(start.log_level if rank == OUTPUT_RANK else max(start.log_level, logging.WARNING))
+    package.propagate = False
+    sys.exit(WorkerProcess(start, RingReader(memory, arrived, freed, rank, size), channel).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""A worker process without a model: answers the calls of an executor, and has faults on demand.
+
+``python -m tests.executor.mock_worker FAULT SOCKET MEMORY ARRIVED FREED RANK SIZE``. Every step gives each scheduled
+request the token 7. FAULT is "none", or "PLACE:RANK", where that rank raises: start, load_model, step; or hang (in
+every step), or config (ConfigError at load_model).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+
+import msgspec
+
+from minivllm.errors import ConfigError
+from minivllm.executor.broadcast_ring import RingReader
+from minivllm.executor.child_reports import ErrorInfo
+from minivllm.executor.records import Answer, Call, Channel, Died, Log, Masks, Output, Start, Step, Stop, ToWorkers
+from minivllm.kv_cache.specs import one_group
+from minivllm.messages import ModelRunnerOutput
+
+
+def answer(call: Call, rank: int, fault: str) -> Answer:
+    if call.method == "load_model" and fault == "load_model":
+        raise KeyError("lm_head")
+    if call.method == "load_model" and fault == "config":
+        return Answer(error=ErrorInfo.of(ConfigError("the weights are no good.")))
+    if call.method == "size_cache":
+        return Answer([one_group(2, 16, 1024, 10 + rank)])
+    if call.method == "weight_checksums":
+        return Answer([float(rank)])
+    return Answer(os.getpid() if call.method == "num_recompilations" else None)
+
+
+def serve(ring: RingReader, channel: Channel, rank: int, fault: str) -> None:
+    decoder = msgspec.msgpack.Decoder(ToWorkers)
+    while not isinstance(record := decoder.decode(ring.read()), Stop):
+        if isinstance(record, Call):
+            channel.send(answer(record, rank, fault))
+            continue
+        assert isinstance(record, Step)
+        if fault == "step":
+            raise ValueError("the model has a fever")
+        if fault == "hang":
+            time.sleep(600)
+        token = 7
+        if record.has_masks:
+            masks = decoder.decode(ring.read())
+            assert isinstance(masks, Masks)
+            token = masks.masks.words
+        if rank == 0:
+            tokens = {request_id: [token] for request_id in record.step.num_scheduled_tokens}
+            channel.send(Output(ModelRunnerOutput(sampled_token_ids=tokens)))
+
+
+def main() -> None:
+    fault, victim = [*sys.argv[1].split(":"), "-1"][:2]
+    descriptor, memory, arrived, freed, rank, size = map(int, sys.argv[2:8])
+    fault = fault if rank == int(victim) else "none"
+    channel = Channel(socket.socket(fileno=descriptor), Start)
+    try:
+        assert channel.receive_one().rank == rank
+        if fault == "start":
+            raise OSError("no such device")
+        channel.send(Log("minivllm.mock", 30, f"hello from {rank}"))
+        threading.Thread(target=lambda: (channel.receive(), os._exit(0)), daemon=True).start()
+        serve(RingReader(memory, arrived, freed, rank, size), channel, rank, fault)
+    except BaseException as error:
+        channel.send(Died(ErrorInfo.of(error)))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
