@@ -28,7 +28,7 @@ from minivllm.executor.protocol import ENGINE_METHODS, PendingOutput, check_argu
 from minivllm.executor.records import OUTPUT_RANK, Answer, Call, Channel, Died, Masks, Output, Start, Step, ToWorkers
 from minivllm.messages import TokenMasks
 from minivllm.model_facts.choose import read_model_facts
-from minivllm.models.families.registry import load_family
+from minivllm.models.registry.registry import load_family
 from minivllm.worker.worker import Worker
 
 MAX_IN_FLIGHT = 2
