@@ -9,9 +9,8 @@ sinks. What a layer says of its mask (``AttentionMaskInterface``) counts, not wh
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +20,9 @@ from torch.overrides import TorchFunctionMode
 from kernels_triton_free.paged_cache import write_kv
 from minivllm.errors import ModelError
 from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.model import Attend, LayerCache, TokenInputs
+from minivllm.models.model import LayerCache
+from minivllm.models.transformers_model.experts import OURS, compute_experts
+from minivllm.models.transformers_regions.operators import LayerAttention, StepHolder
 
 PAGED, PROBE = "minivllm", "minivllm_probe"
 PROBE_TOKENS = 7
@@ -31,34 +32,6 @@ MaskRule = Callable[[Any, Any, Any, Any], Any]
 
 _KNOWN_TENSORS = ("s_aux", "position_ids", "cache_position", "position_embeddings")
 """Tensors that attention functions are given and that need nothing here but what is done with them."""
-
-
-@dataclass(frozen=True)
-class LayerAttention:
-    """What one layer told of itself. value_dim: of v, where it is less than that of q and k (it is padded).
-
-    modules: the attention module that calls, by its name in the model.
-    """
-
-    module: str
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    spec: AttentionSpec
-
-    @property
-    def cache_dim(self) -> int:
-        """K and V are stored as wide as the wider of them."""
-        return max(self.head_dim, self.value_dim)
-
-
-class Step:
-    """What the attention of all layers needs of the step that is being computed."""
-
-    def __init__(self, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend | None) -> None:
-        """attend: None where a layer runs by itself, to be traced or compared."""
-        self.tokens, self.caches, self.attend = tokens, caches, attend
-        self.attending: PagedLayer | None = None
 
 
 class PagedLayer:
@@ -72,12 +45,11 @@ class PagedLayer:
         step, layer = self.holder.step, self.layer
         assert step is not None, "the model runs outside of a step"
         if step.attend is None:
-            return torch.ops.minivllm.attend(q, k, v, sinks)
+            return torch.ops.minivllm.attend(q, k, v, sinks, self.index)
         cache: LayerCache = step.caches[self.index]
-        write_kv(cache.k, cache.v, *keys_and_values(layer, k, v), cache.slots)
-        own_sinks = sinks.float() if sinks is not None and layer.spec.has_sinks else None
-        o = step.attend(self.index, grouped_queries(layer, q, self.dtype), own_sinks)
-        return o.flatten(1, 2)[None, :, :, : layer.value_dim].to(q.dtype)
+        write_kv(cache.k, cache.v, *layer.keys_and_values(k, v), cache.slots)
+        own_sinks = None if sinks is None else sinks.float()
+        return layer.output(step.attend(self.index, layer.queries(q, self.dtype), own_sinks), q.dtype)
 
 
 class OwnPositions:
@@ -85,7 +57,8 @@ class OwnPositions:
     is cached: for each token of the step, the difference between its position and its place in the step."""
 
     def __init__(self, positions: Tensor) -> None:
-        self._before = positions - torch.arange(len(positions), dtype=positions.dtype, device=positions.device)
+        places = torch.arange(positions.shape[0], dtype=positions.dtype, device=positions.device)
+        self._before = positions - places
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
         """int [tokens]."""
@@ -99,61 +72,6 @@ class OwnPositions:
 def counts_positions(module: nn.Module) -> bool:
     """Whether a layer's attention asks the cache how long it is, besides being told positions."""
     return "get_seq_length" in inspect.getsource(type(module).forward)
-
-
-class StepHolder:
-    """The place of the current step. Models are run by one thread."""
-
-    def __init__(self) -> None:
-        self.step: Step | None = None
-
-    @contextmanager
-    def running(self, step: Step) -> Iterator[None]:
-        global _running
-        before, self.step = (_running, self.step), step
-        _running = step
-        try:
-            yield
-        finally:
-            _running, self.step = before
-
-
-_running: Step | None = None
-"""The step that compiled code belongs to: its operator is given tensors and nothing else."""
-
-_library = torch.library.Library("minivllm", "DEF")
-_library.define("attend(Tensor q, Tensor k, Tensor v, Tensor? sinks) -> Tensor")
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-    step = _running
-    if step is None or step.attending is None:
-        # A layer that is only compared with another one: something that depends on all that it was given.
-        mixed = q + (k + v.sum() * 1e-3).mean(1, keepdim=True).sum(-1, keepdim=True)
-        return mixed.transpose(1, 2)[..., : v.shape[-1]].contiguous()
-    return step.attending.attend(q, k, v, sinks).contiguous()
-
-
-def _attend_shape(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
-
-
-_library.impl("attend", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("minivllm::attend", _attend_shape, lib=_library)
-
-
-def keys_and_values(layer: LayerAttention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k, v [1, kv_heads, tokens, D] -> [tokens, kv_heads, cache_dim] each, zeros behind what is narrower."""
-    width = layer.cache_dim
-    k, v = (x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1])) for x in (k, v))
-    return k[0].transpose(0, 1), v[0].transpose(0, 1)
-
-
-def grouped_queries(layer: LayerAttention, q: Tensor, dtype: torch.dtype) -> Tensor:
-    """q [1, heads, tokens, D] -> [tokens, kv_heads, G, cache_dim], a buffer of its own."""
-    q = q if q.shape[-1] == layer.cache_dim else nn.functional.pad(q, (0, layer.cache_dim - q.shape[-1]))
-    shape = (-1, layer.kv_heads, layer.spec.query_group, layer.cache_dim)
-    return q[0].transpose(0, 1).to(dtype).reshape(shape).contiguous()
 
 
 def _paged_attention(
@@ -311,3 +229,4 @@ def register_with_transformers() -> None:
     # PAGED has no function for masks, and so no mask is built.
     AttentionMaskInterface.register(PROBE, _probe_mask)
     ExpertsInterface.register(PROBE, _probe_experts)
+    ExpertsInterface.register(OURS, compute_experts)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minivllm.errors import ModelError
 from minivllm.model_facts.transformers_config import TransformersConfig
@@ -14,10 +14,10 @@ from minivllm.models.transformers_model.attention import (
     PAGED,
     PROBE,
     PROBE_TOKENS,
-    LayerAttention,
     Probe,
     register_with_transformers,
 )
+from minivllm.models.transformers_regions.operators import LayerAttention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,13 +28,14 @@ class Architecture:
     """model: on the meta device, its constants excepted. body: the module of it that computes hidden states.
 
     layers: what attention does, in the order of the calls. per_token: linear layers that see every token of a step
-    just once, which is what adapters need.
+    just once, which is what adapters need. siblings: those of one block that read the same input.
     """
 
     model: PreTrainedModel
     body: nn.Module
     layers: tuple[LayerAttention, ...]
     per_token: frozenset[str]
+    siblings: tuple[tuple[str, ...], ...]
 
 
 def build_architecture(config: TransformersConfig, dtype: torch.dtype, device: torch.device) -> Architecture:
@@ -64,22 +65,19 @@ def build_architecture(config: TransformersConfig, dtype: torch.dtype, device: t
         )
     if model._can_set_experts_implementation():
         model.set_experts_implementation(PROBE)
-    layers, body, per_token = _probe(model, config)
+    probed = _probe(model, config)
+    layers = probed.layers
     if len(layers) != config.num_layers:
         raise ModelError(
             f"{config.source}: {config.architecture} has {config.num_layers} layers, but {len(layers)} of them attend: "
             "the others keep another state, or attend by themselves, and cannot run on the engine's attention."
         )
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")
     model.set_attn_implementation(PAGED)
     _make_constants(model, device)
-    return Architecture(model, body, layers, per_token)
+    return probed
 
 
-def _probe(
-    model: PreTrainedModel, config: TransformersConfig
-) -> tuple[tuple[LayerAttention, ...], nn.Module, frozenset[str]]:
+def _probe(model: PreTrainedModel, config: TransformersConfig) -> Architecture:
     """Run the whole model once on the meta device."""
     from transformers import PreTrainedModel
     from transformers.pytorch_utils import Conv1D
@@ -89,21 +87,23 @@ def _probe(
     chunks = {size for size in (getattr(own, "attention_chunk_size", None),) if size}
     probe = Probe(model, windows, chunks)
     called: list[nn.Module] = []
-    rows: dict[str, list[int]] = {}
+    inputs: dict[str, list[Tensor]] = {}
+    versions: dict[str, int] = {}
 
-    def note_rows(name: str, arguments: tuple[Any, ...]) -> None:
-        rows.setdefault(name, []).append(arguments[0].numel() // arguments[0].shape[-1])
+    def note_input(name: str, x: Tensor) -> None:
+        inputs.setdefault(name, []).append(x)
+        versions[name] = x._version
 
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel) and module is not model:
             hooks.append(module.register_forward_pre_hook(lambda module, _: called.append(module)))
         elif isinstance(module, nn.Linear | Conv1D):
-            hooks.append(module.register_forward_pre_hook(lambda _, given, name=name: note_rows(name, given)))
+            hooks.append(module.register_forward_pre_hook(lambda _, given, name=name: note_input(name, given[0])))
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(PROBE_TOKENS, device="meta")[None]
     try:
-        with probe.recording(), torch.no_grad():
+        with probe.recording(), torch.inference_mode(False), torch.no_grad():
             model(input_ids=ids, position_ids=positions, use_cache=False)
     except ModelError:
         raise
@@ -117,8 +117,17 @@ def _probe(
             hook.remove()
     if not called:
         raise ModelError(f"{config.source}: {config.architecture} has no body apart from its head.")
-    per_token = frozenset(name for name, counts in rows.items() if counts == [PROBE_TOKENS])
-    return tuple(probe.layers), called[0], per_token
+    once = {name: given[0] for name, given in inputs.items() if len(given) == 1}
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, x in once.items():
+        groups.setdefault((name.rpartition(".")[0], id(x), versions[name]), []).append(name)
+    return Architecture(
+        model=model,
+        body=called[0],
+        layers=tuple(probe.layers),
+        per_token=frozenset(name for name, x in once.items() if x.numel() == PROBE_TOKENS * x.shape[-1]),
+        siblings=tuple(tuple(names) for names in groups.values() if len(names) > 1),
+    )
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from minivllm.linear.layer import ChooseMethod, Linear, Shard
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
-from minivllm.models.transformers_model.attention import StepHolder
+from minivllm.models.transformers_regions.operators import StepHolder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -21,13 +21,52 @@ HEAD = "lm_head"
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
+class SharedProduct:
+    """One product for all linear layers of a block that read the same input, such as q, k and v.
+
+    index: of the product in the model.
+    """
+
+    def __init__(self, linear: Linear, index: int, holder: StepHolder) -> None:
+        self.linear, self.index, self._holder = linear, index, holder
+        self._input: Tensor | None = None
+        self._parts: dict[str, Tensor] = {}
+
+    def part(self, name: str, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out of that part]. What is computed for one part is kept until all others have asked."""
+        if len(self.linear.sizes) == 1:
+            return self._compute(x)
+        if self._input is not x or name not in self._parts:
+            parts = self._compute(x).split(list(self.linear.sizes.values()), dim=-1)
+            self._input, self._parts = x, dict(zip(self.linear.sizes, parts))
+        out = self._parts.pop(name)
+        if not self._parts:
+            self._input = None
+        return out
+
+    def _compute(self, x: Tensor) -> Tensor:
+        if self._holder.is_traced:
+            out: Tensor = torch.ops.minivllm.product(x, self.index, self.linear.out_features)
+            return out
+        step = self._holder.step
+        adapters = None if step is None or not self.linear.adapters else step.tokens.adapters
+        arguments = self.linear.tensors if adapters is None else self.linear.arguments
+        out = self.linear.apply(x.reshape(-1, x.shape[-1]), arguments, adapters)
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
 class LinearModule(nn.Module):
     """Stands in the place of an ``nn.Linear`` (or of GPT-2's ``Conv1D``, which stores its weight [in, out])."""
 
-    def __init__(self, linear: Linear, part: str, is_transposed: bool, holder: StepHolder) -> None:
+    def __init__(self, product: SharedProduct, part: str, is_transposed: bool) -> None:
         super().__init__()
-        self.linear, self.part, self._is_transposed, self._holder = linear, part, is_transposed, holder
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._product, self.part, self._is_transposed = product, part, is_transposed
+        self.in_features, self.out_features = product.linear.in_features, product.linear.sizes[part]
+
+    @property
+    def linear(self) -> Linear:
+        """What holds the weight, and those of the layers that are computed with it."""
+        return self._product.linear
 
     @property
     def weight(self) -> Tensor:
@@ -42,49 +81,72 @@ class LinearModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        step = self._holder.step
-        adapters = None if step is None or not self.linear.adapters else step.tokens.adapters
-        arguments = self.linear.tensors if adapters is None else self.linear.arguments
-        out = self.linear.apply(x.reshape(-1, x.shape[-1]), arguments, adapters)
-        return out.reshape(*x.shape[:-1], out.shape[-1])
+        return self._product.part(self.part, x)
 
 
 def replace_linears(
-    model: PreTrainedModel, dtype: torch.dtype, device: torch.device, choose: ChooseMethod, holder: StepHolder
+    model: PreTrainedModel,
+    siblings: Sequence[Sequence[str]],
+    dtype: torch.dtype,
+    device: torch.device,
+    choose: ChooseMethod,
+    holder: StepHolder,
 ) -> dict[str, LinearModule]:
     """Put a LinearModule in the place of every linear layer. Returns them by their names in the model.
 
-    Classes derived from ``nn.Linear`` compute something else and stay, and so do the products that choose experts,
-    which are small, and on whose exact values the choice depends.
+    siblings: names of layers of one block that read the same input. Classes derived from ``nn.Linear`` compute
+    something else and stay, and so do the products that choose experts, which are small, and on whose exact values the
+    choice depends.
     """
     from transformers.pytorch_utils import Conv1D
 
     expert_counts = {getattr(model.config, name, None) for name in _EXPERT_COUNTS} - {None}
     head = model.get_output_embeddings()
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, Conv1D) and (module is head or _shape(module)[0] not in expert_counts)
+    }
     replaced: dict[str, LinearModule] = {}
-    for name, module in list(model.named_modules()):
-        if type(module) not in (nn.Linear, Conv1D):
-            continue
-        is_transposed = type(module) is Conv1D
-        shape: Any = module.weight.shape  # on the meta device
-        out_features, in_features = reversed(shape) if is_transposed else shape
-        if out_features in expert_counts and module is not head:
-            continue
-        parent, _, part = name.rpartition(".")
-        part = HEAD if module is head else part
+    for names in _together(found, siblings):
+        first = found[names[0]]
+        parts = {HEAD if found[name] is head else name.rpartition(".")[2]: name for name in names}
         linear = Linear(
-            {part: out_features},
-            in_features,
-            bias=module.bias is not None,
+            {part: _shape(found[name])[0] for part, name in parts.items()},
+            _shape(first)[1],
+            bias=first.bias is not None,
             split="column",
             shard=Shard(),
             dtype=dtype,
             device=device,
             choose=choose,
         )
-        replaced[name] = LinearModule(linear, part, is_transposed, holder)
-        setattr(model.get_submodule(parent), name.rpartition(".")[2], replaced[name])
+        product = SharedProduct(linear, len({id(one.linear) for one in replaced.values()}), holder)
+        for part, name in parts.items():
+            parent, _, own = name.rpartition(".")
+            replaced[name] = LinearModule(product, part, type(found[name]) is Conv1D)
+            setattr(model.get_submodule(parent), own, replaced[name])
     return replaced
+
+
+def _shape(module: nn.Module) -> tuple[int, int]:
+    """[out, in]; the weight may lie on the meta device."""
+    weight: Any = module.weight
+    out_features, in_features = weight.shape if type(module) is nn.Linear else reversed(weight.shape)
+    return out_features, in_features
+
+
+def _together(found: Mapping[str, nn.Module], siblings: Sequence[Sequence[str]]) -> list[list[str]]:
+    """All names, those in one list whose layers can be computed as one product: both or none with a bias."""
+    group_of: dict[str, tuple[object, ...]] = {name: (name,) for name in found}
+    for number, names in enumerate(siblings):
+        for name in names:
+            if name in found:
+                group_of[name] = number, found[name].bias is not None
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, group in group_of.items():
+        groups.setdefault(group, []).append(name)
+    return list(groups.values())
 
 
 def settle_rotary(model: nn.Module, max_model_len: int, device: torch.device) -> None:

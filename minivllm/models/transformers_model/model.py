@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,17 +11,23 @@ from torch import Tensor, nn
 
 from minivllm.compilation.regions import CompileRegion
 from minivllm.errors import ModelError
+from minivllm.linear.experts import Experts
 from minivllm.linear.layer import ChooseMethod, Linear, PlainLinear, never_quantized
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.model_facts.transformers_config import TransformersConfig
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import Attend, CacheSpec, Hidden, HiddenTap, LayerCache, TokenInputs
-from minivllm.models.transformers_model.attention import OwnPositions, PagedLayer, Step, StepHolder, counts_positions
+from minivllm.models.transformers_model.attention import OwnPositions, PagedLayer, counts_positions
 from minivllm.models.transformers_model.build import build_architecture
-from minivllm.models.transformers_model.compiled import compile_layers, dummy_caches, find_layers
+from minivllm.models.transformers_model.experts import replace_experts
 from minivllm.models.transformers_model.linears import replace_linears, settle_rotary
+from minivllm.models.transformers_regions.operators import Step, StepHolder
+from minivllm.models.transformers_regions.trace import CannotTrace, OwnTensors
+from minivllm.models.transformers_regions.traced import TracedModel
 from minivllm.models.transformers_weights.names import CheckpointNames
-from minivllm.profiling.spans import span, spanned
+from minivllm.profiling.spans import span
+
+logger = logging.getLogger(__name__)
 
 LEAK = 0.05
 """Share of the largest hidden value by which a token may change when others do that it does not attend to: rounding."""
@@ -69,14 +76,16 @@ class TransformersModel:
         self.module, self._body, self.layers = architecture.model, architecture.body, architecture.layers
         self.names = CheckpointNames(self.module)
         self._holder = StepHolder()
-        self._linears = replace_linears(self.module, dtype, device, choose_method, self._holder)
+        self._linears = replace_linears(self.module, architecture.siblings, dtype, device, choose_method, self._holder)
+        self._products = list({id(module.linear): module.linear for module in self._linears.values()}.values())
+        self._experts = replace_experts(self.module, dtype, device, choose_method, self._holder)
         self._per_token, self._max_model_len = architecture.per_token, max_model_len
         modules = [self.module.get_submodule(layer.module) for layer in self.layers]
         self._own_positions = any(map(counts_positions, modules))
         settle_rotary(self.module, max_model_len, device)
         for index, (layer, module) in enumerate(zip(self.layers, modules)):
             module.paged_layer = PagedLayer(index, layer, attention_dtype, self._holder)  # type: ignore[assignment]
-        self._compiled = find_layers(self._body, len(self.layers), self._holder)
+        self._traced: TracedModel | None = None
         self._picked: Tensor | None = None
         self._compute_body = self._body.forward
         self._body.forward = self._run_body
@@ -96,17 +105,28 @@ class TransformersModel:
     @property
     def linears(self) -> list[tuple[str, Linear]]:
         """Those of the body that see every token of a step once, which experts do not."""
-        names = [name for name in self._linears if name in self._per_token and "." in name]
-        return [(name.rpartition(".")[0], self._linears[name].linear) for name in names]
+        found = {
+            id(module.linear): (name.rpartition(".")[0], module.linear)
+            for name, module in self._linears.items()
+            if name in self._per_token and "." in name
+        }
+        return list(found.values())
 
     @property
     def weights_per_token(self) -> int:
         own = self.module.config
-        total = sum(module.in_features * module.out_features for module in self._linears.values())
+        total = sum(linear.in_features * linear.out_features for linear in self._products)
         experts = sum(parameter.numel() for parameter in self.module.parameters() if parameter.dim() == 3)
+        stacks = [module.experts for module in self._experts.values()]
+        experts += sum(3 * stack.inner * stack.hidden_size * stack.num_experts for stack in stacks)
         counts = (getattr(own, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
         num_experts = next((count for count in counts if count), 1)
         return total + experts * (getattr(own, "num_experts_per_tok", None) or 1) // num_experts
+
+    @property
+    def _stored(self) -> list[Linear | Experts]:
+        """All that keeps weights in tensors of the engine's."""
+        return [*self._products, *(module.experts for module in self._experts.values())]
 
     def load_weights(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
         """Take parameters under transformers' names (see ``weights.iterate_parameters``).
@@ -126,6 +146,7 @@ class TransformersModel:
                 self._set(source, module.linear.tensors[0])
         missing = [name for name, tensor in self._own_tensors() if tensor.is_meta]
         missing += [f"{name}.weight" for name, module in self._linears.items() if not module.linear.tensors]
+        missing += [f"{name}.gate_up_proj" for name, module in self._experts.items() if not module.experts.tensors]
         if missing:
             raise ModelError(f"The checkpoint of {self.config.architecture} lacks {missing[0]!r}; it is incomplete.")
         self._check_that_only_attention_mixes()
@@ -134,6 +155,9 @@ class TransformersModel:
         module, _, kind = name.rpartition(".")
         if module in self._linears:
             self._linears[module].load(kind, weight)
+            return
+        if module in self._experts:
+            self._experts[module].load(kind, weight)
             return
         value = weight.restore(self.dtype) if isinstance(weight, QuantizedWeight) else weight
         try:
@@ -201,15 +225,16 @@ class TransformersModel:
 
         for name, tensor in self._own_tensors():
             self._set(name, once(tensor.data if isinstance(tensor, nn.Parameter) else tensor))
-        for module in self._linears.values():
-            module.linear.tensors = tuple(map(once, module.linear.tensors))
+        for stored in self._stored:
+            stored.tensors = tuple(map(once, stored.tensors))
+        self._refresh()
 
     def take_weights(self, other: TransformersModel) -> None:
         """Take over the weights of another model of the same configuration; adapters stay.
 
         Raises ModelError if they are quantised differently: the layers are compiled for the methods there are.
         """
-        pairs = [(module.linear, other._linears[name].linear) for name, module in self._linears.items()]
+        pairs = list(zip(self._stored, other._stored, strict=True))
         if any(mine.method != theirs.method for mine, theirs in pairs):
             raise ModelError(
                 "The weights are quantised otherwise than those they replace: start a new engine with them."
@@ -218,43 +243,74 @@ class TransformersModel:
             mine.tensors = theirs.tensors
         for name, tensor in other._own_tensors():
             self._set(name, tensor.data)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self._traced is not None:
+            self._traced.refresh()
 
     def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
-        """Compile layer by layer what can be traced; see ``compiled``. Where nothing is compiled, layers are run as
-        they are."""
+        """Trace the model and compile what lies between attentions. Where nothing is compiled, or tracing fails, the
+        layers are run as transformers wrote them."""
+        self._traced = None
         if not getattr(compile_region, "enabled", True):
-            for layer in self._compiled:
-                layer.module.forward = layer.compute
             return
-        import transformers
+        try:
+            self._traced = self._trace()
+        except CannotTrace as error:
+            logger.warning("%s runs uncompiled, since it cannot be traced: %s.", self.config.architecture, error)
+            return
+        self._traced.build_regions(compile_region, tokens, caches)
 
-        constants = (self.config.architecture, dict(self.config.entries), transformers.__version__, self.dtype)
-        compile_layers(self._compiled, self._run_alone, compile_region, tokens, constants, self._holder)
+    def _trace(self) -> TracedModel:
+        def body(token_ids: Tensor, positions: Tensor) -> Tensor:
+            return self._run(token_ids, Step(TokenInputs(positions), (), None))
 
-    @torch.inference_mode()
-    def _run_alone(self, count: int) -> None:
-        """A step of so many tokens that touches no cache."""
-        numbers = torch.arange(count, dtype=torch.int32, device=self.device)
-        inputs = TokenInputs(numbers % self._max_model_len)
-        caches = dummy_caches([layer.paged for layer in self._compiled], self.cache_dtype, self.device)
-        here = [cache.at(torch.zeros_like(numbers)) for cache in caches]
-        self.forward(numbers % self.vocab_size, inputs, here, lambda layer, q, sinks=None: q)
+        def head(hidden: Tensor, ids: Tensor) -> Tensor:
+            with self._holder.running(Step(TokenInputs(ids), (), None)):
+                return self._run_head(hidden, ids)
+
+        return TracedModel(
+            body,
+            head,
+            self.layers,
+            OwnTensors(self.module),
+            self._products,
+            [module.experts for module in self._experts.values()],
+            hidden_size=self.module.config.hidden_size,
+            dtype=self.dtype,
+            attention_dtype=self.attention_dtype,
+            device=self.device,
+        )
 
     def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
-        """Run the body. Returns (final hidden states [tokens, hidden],), normalised."""
-        with self._holder.running(Step(tokens, caches, attend)), span("body"):
-            ids, positions = token_ids.long()[None], tokens.positions.long()[None]
-            past = {"past_key_values": OwnPositions(positions[0])} if self._own_positions else {}
-            out: Any = self._body(input_ids=ids, position_ids=positions, use_cache=False, **past)
-        return (out.last_hidden_state[0],)
+        """Run the body. Returns (final hidden states [tokens, hidden],), normalised, where nothing is compiled."""
+        if self._traced is not None:
+            return self._traced.forward(token_ids, tokens, caches, attend)
+        with span("body"):
+            return (self._run(token_ids, Step(tokens, caches, attend)),)
 
-    @spanned("head")
+    def _run(self, token_ids: Tensor, step: Step) -> Tensor:
+        """Final hidden states [tokens, hidden], by transformers' own layers."""
+        ids, positions = token_ids.long()[None], step.tokens.positions.long()[None]
+        past = {"past_key_values": OwnPositions(positions[0])} if self._own_positions else {}
+        with self._holder.running(step):
+            out: Any = self._body(input_ids=ids, position_ids=positions, use_cache=False, **past)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
     def logits(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """Logits [len(rows), vocab] of the picked rows (int32)."""
-        self._picked = hidden[0][rows][None]
+        if self._traced is not None:
+            return self._traced.logits(hidden, rows, tokens)
+        with span("head"):
+            return self._run_head(hidden[0][rows], rows)
+
+    def _run_head(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> logits [rows, vocab]. ids: never looked at, since the body hands out ``hidden``."""
+        self._picked = hidden[None]
         try:
-            # The ids are never looked at: the body hands out the picked rows instead.
-            out: Any = self.module(input_ids=rows.long()[None], use_cache=False)
+            out: Any = self.module(input_ids=ids.long()[None], use_cache=False)
         finally:
             self._picked = None
         logits: Tensor = out.logits[0]
@@ -262,6 +318,8 @@ class TransformersModel:
 
     def hidden_states(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """Final hidden states [len(rows), hidden] of the picked rows (int32)."""
+        if self._traced is not None:
+            return self._traced.hidden_states(hidden, rows, tokens)
         return hidden[0][rows]
 
     def _run_body(self, *args: Any, **kwargs: Any) -> Any:
