@@ -25,7 +25,7 @@ from minivllm.errors import ModelError, RequestError
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
-_TENSOR = re.compile(r"base_model\.model\.(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])(?:\.default)?\.weight")
+_TENSOR = re.compile(r"base_model\.model\.([\w.]+)\.lora_([AB])(?:\.default)?\.weight")
 _EMBEDDING_MODULES = ("embed_tokens", "lm_head")
 
 # Options of PEFT's LoraConfig that change what the adapter computes and have no counterpart here: each with what it is.
@@ -33,7 +33,6 @@ _REFUSED_OPTIONS = {
     "use_dora": "magnitude vectors (DoRA)",
     "modules_to_save": "whole trained modules",
     "lora_bias": "biases of its own",
-    "fan_in_fan_out": "transposed weights",
     "layer_replication": "repeated layers",
     "target_parameters": "single trained parameters",
     "trainable_token_indices": "trained embeddings",

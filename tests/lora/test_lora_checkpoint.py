@@ -31,7 +31,6 @@ def load(model: Path, directory: Path, max_rank: int = 8, dtype: torch.dtype = t
         ({"use_dora": True}, r"use_dora, that is magnitude vectors \(DoRA\), which is not served"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save, that is whole trained modules"),
         ({"bias": "lora_only"}, "bias to 'lora_only', but trained biases are not served"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out, that is transposed weights"),
         ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights to 'pissa_niter_16', which changes the base"),
         ({"lora_alpha": "16"}, "lora_alpha is '16', but must be a finite number"),
         ({"lora_alpha": math.inf}, "lora_alpha is inf, but must be a finite number"),

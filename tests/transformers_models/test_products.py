@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -15,6 +17,14 @@ from tests.transformers_models.families import save_model
 from tests.transformers_models.test_parity import GREEDY, prompts, reference
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 4}
+
+ADAPTED = {
+    "olmo2": ("self_attn.q_proj", "mlp.down_proj"),
+    "gpt2": ("attn.c_attn", "mlp.c_proj"),
+    "gpt_neox": ("attention.query_key_value", "mlp.dense_4h_to_h"),
+    "opt": ("self_attn.v_proj", "fc2"),
+}
+"""Family -> two linear layers of each of its layers."""
 
 
 def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -27,7 +37,7 @@ def test_weights_of_eight_bits_are_those_that_rounding_gives(tmp_path: Path) -> 
     weights = llm.llm_engine.client.core.executor.worker.runner.decoder._linears  # type: ignore[attr-defined]
     model = reference(directory)
     with torch.no_grad():
-        for name in weights:
+        for name in weights:  # q, k and v are rounded row by row, as they would be alone
             weight = model.get_submodule(name).weight
             scale = weight.abs().amax(1, keepdim=True) / 127
             weight.copy_((weight / scale).round() * scale)
@@ -39,22 +49,27 @@ def test_weights_of_eight_bits_are_those_that_rounding_gives(tmp_path: Path) -> 
         assert bool((logits.max(-1).values - chosen < 0.05).all())
 
 
-def test_an_adapter_changes_what_it_names_and_nobody_else(tmp_path: Path) -> None:
-    directory = save_model(tmp_path / "model", "olmo2", WIDE)
-    names = ("self_attn.q_proj", "mlp.down_proj")
+@pytest.mark.parametrize("family", ADAPTED)
+def test_an_adapter_changes_what_it_names_and_nobody_else(family: str, tmp_path: Path) -> None:
+    """Also where layers have other names, and where PEFT notes that the base model stores its weights transposed."""
+    differences: dict[str, Any] = {"ffn_dim": 96} if family == "opt" else {}
+    directory = save_model(tmp_path / "model", family, {**WIDE, **differences})
     model, generator = reference(directory), torch.Generator().manual_seed(0)
     state, updates = {}, {}
-    for layer in range(3):
-        for name in names:
-            module = f"model.layers.{layer}.{name}"
-            rows, columns = model.get_submodule(module).weight.shape
-            a, b = (torch.randn(shape, generator=generator) / 8 for shape in ((4, columns), (rows, 4)))
-            state |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
-            updates[module] = 2 * b @ a
+    for module, part in model.named_modules():
+        if not module.endswith(ADAPTED[family]):
+            continue
+        is_transposed = type(part).__name__ == "Conv1D"
+        rows, columns = reversed(part.weight.shape) if is_transposed else part.weight.shape
+        a, b = (torch.randn(shape, generator=generator) / 8 for shape in ((4, columns), (rows, 4)))
+        state |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
+        updates[module] = (2 * b @ a).T if is_transposed else 2 * b @ a
+    assert len(updates) == 6
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     save_file(state, adapter / "adapter_model.safetensors")
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    options = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "fan_in_fan_out": family == "gpt2"}
+    (adapter / "adapter_config.json").write_text(json.dumps(options))
     llm = tiny_llm(directory, model_impl="transformers", max_model_len=64, enable_lora=True)
     lora = [LoRARequest("own", str(adapter)), None] * 3
     texts = [{"prompt_token_ids": prompt} for prompt in prompts()]
