@@ -16,6 +16,7 @@ from minivllm.bench.command import bench as bench_app
 from minivllm.bench.engines import parse_loads, without_features
 from minivllm.bench.parts.parts import timed_spans
 from minivllm.bench.reports.report import read_report
+from minivllm.bench.rounds import side_processes
 from minivllm.bench.rounds.rounds import common_room
 from minivllm.bench.rounds.side_processes import (
     Side,
@@ -151,6 +152,13 @@ def test_a_python_without_llama_cpp_is_told_with_the_remedy(tmp_path: Path) -> N
     other.chmod(0o755)
     with pytest.raises(ConfigError, match=r"has no llama_cpp: install llama-cpp-python there"):
         check_installed(SideSpec("llama.cpp", "llama.cpp", python=str(other)))
+
+
+def test_implementations_are_compared_on_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_processes, "hf_directory", lambda model: Path("made of", model))
+    sides = parse_sides(["minivllm,model_impl=minivllm", "minivllm,model_impl=transformers", "minivllm"])
+    models = [complete(side, "m.gguf", "auto", Room(10, 1, 10)).arguments["model"] for side in sides]
+    assert models == ["made of/m.gguf", "made of/m.gguf", "m.gguf"]
 
 
 def test_llama_cpp_wants_a_gguf_file(tiny_model: Callable[..., Path]) -> None:

@@ -229,6 +229,9 @@ def complete(side: SideSpec, model: str, dtype: str, room: Room) -> SideSpec:
         path = str(openvino_directory(model, weights, side.python))
         fixed = {"path": path, "weights": weights, "vocab_size": decoder.vocab_size, "tokens": room.tokens}
         return replace(side, arguments=fixed | {"running": room.running, "properties": properties})
+    if side.engine == "minivllm" and given.get("model_impl", "auto") != "auto" and "model" not in given:
+        # Implementations are compared on the same weights, and transformers' layers do not read GGUF files.
+        given = {"model": str(hf_directory(model))} | given
     arguments: dict[str, Any] = {"model": model, "dtype": dtype} | given
     if side.engine in _WITHOUT_ARGUMENTS:
         arguments |= sizes
