@@ -35,6 +35,7 @@ __all__ = [
     "Turns",
     "__version__",
     "register_attention",
+    "register_connector",
     "register_drafter",
     "register_family",
     "register_policy",
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from minivllm.models.families.dense import Description
     from minivllm.models.families.family import Family
     from minivllm.models.registry.registry import register_family
-    from minivllm.plugins import register_attention, register_drafter, register_policy
+    from minivllm.plugins import register_attention, register_connector, register_drafter, register_policy
     from minivllm.processing.outputs import CompletionOutput, RequestOutput
     from minivllm.sampling.logits_processors import BatchUpdate, LogitsProcessor
     from minivllm.sampling_params import (
@@ -92,6 +93,7 @@ _HOMES = {
     "StructuredOutputs": "minivllm.sampling_params",
     "Turns": "minivllm.scheduler.policy",
     "register_attention": "minivllm.plugins",
+    "register_connector": "minivllm.plugins",
     "register_drafter": "minivllm.plugins",
     "register_family": "minivllm.models.registry.registry",
     "register_policy": "minivllm.plugins",

@@ -120,11 +120,29 @@ class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
     resumed: bool = False
 
 
+class BlockTransfer(msgspec.Struct, frozen=True, kw_only=True):
+    """Whole blocks that travel. keys: their hashes. block_ids: of each KV group, one for each key; the null block where
+    nobody reads the group's. places: a connector's own numbers for them. transfer_id: names a load, and no other."""
+
+    keys: list[bytes]
+    block_ids: BlockIds
+    places: list[int] = msgspec.field(default_factory=list)
+    transfer_id: str = ""
+
+
+class KVConnectorMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What a connector's scheduler side tells its worker side with a step. loads: begin before the step computes, and
+    need not end with it. saves: blocks that are full once the step has computed."""
+
+    loads: list[BlockTransfer] = msgspec.field(default_factory=list)
+    saves: list[BlockTransfer] = msgspec.field(default_factory=list)
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step: how many tokens to compute for whom, and what changed since the last step.
 
     num_scheduled_tokens keeps the order in which requests were scheduled. draft_token_ids: tokens to verify.
-    finished_request_ids: each id is sent exactly once.
+    finished_request_ids: each id is sent exactly once. kv_connector_metadata: None if nothing travels.
     """
 
     num_scheduled_tokens: dict[str, int] = msgspec.field(default_factory=dict)
@@ -133,6 +151,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     draft_token_ids: dict[str, list[int]] = msgspec.field(default_factory=dict)
     finished_request_ids: list[str] = msgspec.field(default_factory=list)
     preempted_request_ids: list[str] = msgspec.field(default_factory=list)
+    kv_connector_metadata: KVConnectorMetadata | None = None
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -141,7 +160,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_empty(self) -> bool:
         """True if there is nothing in it that workers would have to know."""
-        return not (self.num_scheduled_tokens or self.finished_request_ids or self.preempted_request_ids)
+        known = self.num_scheduled_tokens or self.finished_request_ids or self.preempted_request_ids
+        return not (known or self.kv_connector_metadata)
 
 
 class TokenMasks(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,13 +202,25 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     usage: float
 
 
+class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What has travelled since the start. tier: the connector's name. hit_tokens: found there. num_failed_blocks: were
+    missing or broken. block_bytes: of one block over all layers."""
+
+    tier: str
+    block_bytes: int
+    hit_tokens: int
+    num_loaded_blocks: int
+    num_saved_blocks: int
+    num_failed_blocks: int
+
+
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """The core's state after a step; counters run from the start of the engine.
 
     kv_cache_usage: share of the blocks that are in use, 0 to 1, in the pool that has the fewest left. kv_cache_pools:
     of each KV group. num_drafts: verifications of at least one drafted token. num_draft_tokens, num_accepted_tokens:
     drafted tokens that were verified, and those of them that were kept. num_accepted_tokens_per_position: how many
-    verifications kept their first, second, … drafted token.
+    verifications kept their first, second, … drafted token. kv_transfer: None without a connector.
     """
 
     num_running: int = 0
@@ -204,6 +236,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_position: list[int] = msgspec.field(default_factory=list)
+    kv_transfer: KVTransferStats | None = None
 
 
 class RecentStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -113,4 +113,13 @@ DRAFTERS = Plugins(
     },
 )
 """DraftContext -> Drafter: a function, or the class of a drafter."""
+CONNECTORS = Plugins(
+    "kv_transfer_config['kv_connector']",
+    {
+        "OffloadingConnector": "minivllm.kv_transfer.connectors.offloading:OffloadingConnector",
+        "SharedStorageConnector": "minivllm.kv_transfer.connectors.shared_storage:SharedStorageConnector",
+    },
+)
+"""A connector is a subclass of KVConnector, the class itself, which names its two sides."""
+register_connector = CONNECTORS.register
 register_policy, register_attention, register_drafter = POLICIES.register, ATTENTION.register, DRAFTERS.register

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(Enum):
-    """WAITING and PREEMPTED requests are in the waiting queue; BLOCKED ones are set aside until what they need is
-    there (a grammar, remote KV); the rest have left."""
+    """WAITING and PREEMPTED requests are in the waiting queue, or beside it while keys and values are loaded for them;
+    BLOCKED ones are set aside until what they need is there (a grammar); the rest have left."""
 
     WAITING = auto()
     BLOCKED = auto()
@@ -86,7 +86,8 @@ class Request:
     There is no prefill and no decode: ``num_computed_tokens`` catches up with ``num_tokens_with_drafts``, and a new
     token is sampled whenever it does. (vLLM V1's unified scheduler.)
 
-    num_output_placeholders: steps in flight that will each add a token of unknown value.
+    num_output_placeholders: steps in flight that will each add a token of unknown value. load_failed: keys and values
+    that a connector promised did not arrive, so it is not asked again.
 
     engine_request: what was sent, unchanged. max_tokens: of the answer, at most what max_model_len leaves.
     """
@@ -110,6 +111,7 @@ class Request:
         self.num_cached_tokens: int | None = None
         self.num_output_placeholders = 0
         self.num_preemptions = 0
+        self.load_failed = False
         self.block_hashes: list[bytes] = []
         self.events: list[EngineEvent] = []
 

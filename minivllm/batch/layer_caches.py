@@ -21,10 +21,16 @@ def block_bytes(model: Model, block_size: int) -> int:
 
 
 def kv_groups(
-    model: Model, block_size: int, max_model_len: int, *, draft: Model | None = None, may_drop: bool = True
+    model: Model,
+    block_size: int,
+    max_model_len: int,
+    *,
+    draft: Model | None = None,
+    may_drop: bool = True,
+    one_size: bool = False,
 ) -> list[GroupSpec]:
     """The KV groups of a model, not sized yet: one for all layers with the same window or chunk, full attention first,
-    then the longest windows. Those of a short window or chunk have smaller blocks.
+    then the longest windows. Those of a short window or chunk have smaller blocks, unless ``one_size`` is wanted.
 
     A window as long as a request can be is full attention. draft: keeps what it computes in the blocks of the first
     group, which must then be one of full attention: without one among the layers, all of them form it. may_drop: False
@@ -40,7 +46,7 @@ def kv_groups(
         return [one_group(len(of_token), block_size, block_size * sum(of_token) + of_draft)]
     groups: list[GroupSpec] = []
     for kind, reach in sorted(layers, key=lambda group: -(group[1] or max_model_len)):
-        own, size = layers[kind, reach], local_block_size(block_size, reach)
+        own, size = layers[kind, reach], local_block_size(block_size, None if one_size else reach)
         num_bytes = size * sum(of_token[layer] for layer in own) + (0 if groups else of_draft)
         groups.append(GroupSpec(kind=kind, reach=reach, layers=tuple(own), block_size=size, block_bytes=num_bytes))
     return groups

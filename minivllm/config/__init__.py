@@ -25,6 +25,7 @@ from minivllm.config.engine_args import (
     SpeculativeConfig,
 )
 from minivllm.config.engine_config import CacheConfig, EngineConfig, LoRAConfig, SchedulerConfig
+from minivllm.config.kv_transfer_config import KVLoadFailurePolicy, KVTransferConfig
 
 __all__ = [
     "CUDA_GRAPH_MODES",
@@ -43,6 +44,8 @@ __all__ = [
     "EngineArgs",
     "EngineConfig",
     "ExecutorKind",
+    "KVLoadFailurePolicy",
+    "KVTransferConfig",
     "LoRAConfig",
     "SchedulerConfig",
     "SpeculativeConfig",

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, cast, get_args
 
+from minivllm.config.kv_transfer_config import KVTransferConfig
 from minivllm.errors import ConfigError
-from minivllm.plugins import ATTENTION, DRAFTERS, POLICIES, import_path
+from minivllm.plugins import ATTENTION, CONNECTORS, DRAFTERS, POLICIES, import_path
 
 Device = Literal["cpu", "cuda"]
 CudaGraphMode = Literal["none", "piecewise", "full_decode", "full_and_piecewise"]
@@ -239,6 +240,11 @@ class EngineArgs:
     max_cpu_loras: Annotated[
         int | None, "LoRA adapters kept in host memory, more only while requests use more. [default: max_loras]"
     ] = None
+    kv_transfer_config: Annotated[
+        dict[str, Any] | None,
+        f"Keep keys and values elsewhere too, and take them from there: JSON object with a kv_connector "
+        f"({', '.join(CONNECTORS.known)}) and its settings; see KVTransferConfig.",
+    ] = None
     logits_processors: Annotated[
         list[Any] | None, "Custom logits processor, as package.module:Class (may be repeated), in order."
     ] = None
@@ -300,6 +306,17 @@ class EngineArgs:
             SpeculativeConfig.from_dict(self.speculative_config)
             if self.compile_in_background:
                 raise ConfigError("compile_in_background does not go with speculative_config: set only one of them.")
+        if self.kv_transfer_config is not None:
+            KVTransferConfig.from_dict(self.kv_transfer_config)
+            if not self.enable_prefix_caching:
+                raise ConfigError(
+                    "kv_transfer_config needs enable_prefix_caching: what travels is named by the hashes of its blocks."
+                )
+            if self.distributed_executor_backend == "mp":
+                raise ConfigError(
+                    "kv_transfer_config needs a worker in the engine's process, but distributed_executor_backend='mp' "
+                    "moves it into another: set only one of them."
+                )
         if self.async_scheduling not in (None, True, False):
             raise ConfigError(f"async_scheduling is {self.async_scheduling!r}, but must be True, False or None.")
         if self.async_scheduling and self.speculative_config is not None:
@@ -331,8 +348,12 @@ class EngineArgs:
         speculative = self.speculative_config
         if speculative is not None:
             speculative = {**speculative, "method": DRAFTERS.portable(speculative["method"])}
+        transfer = self.kv_transfer_config
+        if transfer is not None:
+            transfer = {**transfer, "kv_connector": CONNECTORS.portable(transfer["kv_connector"])}
         return replace(
             self,
+            kv_transfer_config=transfer,
             scheduling_policy=POLICIES.portable(self.scheduling_policy),
             attention_backend=ATTENTION.portable(self.attention_backend),
             speculative_config=speculative,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.config.engine_args import CudaGraphMode, Device, ExecutorKind, SpeculativeConfig
+from minivllm.config.kv_transfer_config import KVTransferConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class EngineConfig:
     ``lora`` is None where no adapters are served. tokenizer: where the tokenizer comes from, if not from the model.
     attention_backend, logits_processors: see EngineArgs. async_scheduling: up to two steps are in flight. family,
     model_impl, hf_overrides: what workers in other processes read the model's configuration with. executor: whether
-    the worker lives in the engine's process ("uni") or in one of its own ("mp")."""
+    the worker lives in the engine's process ("uni") or in one of its own ("mp"). kv_transfer: None where no keys and values travel."""
 
     model: str
     model_path: str
@@ -82,3 +83,4 @@ class EngineConfig:
     model_impl: str = "auto"
     hf_overrides: dict[str, Any] | None = None
     executor: ExecutorKind = "uni"
+    kv_transfer: KVTransferConfig | None = None

@@ -80,10 +80,13 @@ class Administration:
     # -- the model as a whole ------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes. Returns False, and changes nothing, while requests hold blocks.
+        """Forget cached prefixes, also those that a connector keeps in this process; files stay. Returns False, and
+        changes nothing, while requests hold blocks.
 
         Steps in flight need not be waited for: what they write for requests that have ended is never found again.
         """
+        if not self._core.has_unfinished_requests():
+            self._core.drain_transfers()
         return self._core.scheduler.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
@@ -110,9 +113,14 @@ class Administration:
     def update_weights(self, directory: str) -> None:
         """Replace the weights by those of a directory of safetensors files, and forget all cached prefixes.
 
-        Raises RequestError while requests are unfinished, and ModelError for weights that are not those of this
-        architecture; both change nothing.
+        Raises RequestError while requests are unfinished or with kv_transfer_config, and ModelError for weights that
+        are not those of this architecture; both change nothing.
         """
+        if self._core.config.kv_transfer is not None:
+            raise RequestError(
+                "update_weights needs an engine without kv_transfer_config: what is kept elsewhere are keys and values "
+                "of the weights that it was started with."
+            )
         self._require_idle("update_weights")
         self._core.executor.collective("take_weights_from", directory)
         # Old and new weights may not fit beside each other.

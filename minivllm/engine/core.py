@@ -13,6 +13,7 @@ from minivllm.errors import RequestError
 from minivllm.kv_cache.group_manager import make_group
 from minivllm.kv_cache.hashing import extend_block_hashes
 from minivllm.kv_cache.manager import KVCacheManager
+from minivllm.kv_transfer.connector import make_scheduler_side
 from minivllm.lora.registry import AdapterAdmission, AdapterRegistry
 from minivllm.messages import EngineOutput, EngineRequest, LoRARequest, ModelRunnerOutput, SchedulerOutput
 from minivllm.profiling.spans import span, spanned
@@ -48,9 +49,16 @@ class EngineCore:
         )
         self.adapters = None if config.lora is None else AdapterRegistry(config.lora, executor.collective)
         admission = None if config.lora is None else AdapterAdmission(config.lora.max_loras)
+        transfer = config.kv_transfer
         self.scheduler = Scheduler(
-            config.scheduler, kv_cache, async_scheduling=config.async_scheduling, admission=admission
+            config.scheduler,
+            kv_cache,
+            async_scheduling=config.async_scheduling,
+            connector=make_scheduler_side(transfer, executor.kv_groups),
+            load_failure_policy="recompute" if transfer is None else transfer.kv_load_failure_policy,
+            admission=admission,
         )
+        self._is_stalled = False
         self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
         self._max_in_flight = 2 if config.async_scheduling else 1
         self.is_asleep = False
@@ -64,12 +72,15 @@ class EngineCore:
         With async scheduling the results are those of the step before, while the workers run the one decided on now.
         """
         outputs: list[EngineOutput] = []
+        self.take_transfers()
         self._release_blocked_requests()
         while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
             with span("schedule"):
                 step = self.scheduler.schedule()
-            if step.is_empty:  # everybody waits: for a token in flight, for a grammar
+            if step.is_empty:  # everybody waits: for a token in flight, for a grammar, for keys and values
                 outputs += self._update(step, ModelRunnerOutput())
+                is_loading = self.scheduler.loads.num_transfers > 0
+                self._is_stalled = is_loading and not self._in_flight and not self.structured_output.has_blocked
                 break
             token_masks = self.structured_output.start_masks(step, self.scheduler.requests)
             with span("dispatch", step):
@@ -85,6 +96,18 @@ class EngineCore:
     @spanned("output")
     def _update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineOutput]:
         return self.scheduler.update_from_output(step, output)
+
+    def take_transfers(self, may_wait: bool = False) -> None:
+        """Take in what connectors report. may_wait: there is nothing to do before the next report, so wait for it."""
+        if self.scheduler.loads.num_transfers:
+            for report in self.executor.transfers.take(may_wait):
+                self.scheduler.update_connector_output(report)
+                self._is_stalled = False
+
+    def drain_transfers(self) -> None:
+        """Wait until nothing is under way. Connectors end every transfer, by a deadline of their own if need be."""
+        while self.scheduler.loads.num_transfers:
+            self.take_transfers(may_wait=True)
 
     def _release_blocked_requests(self) -> None:
         may_wait = not self.scheduler.running and not self._in_flight
@@ -115,19 +138,24 @@ class EngineCore:
             raise RequestError("The engine is asleep: wake it up before sending requests.")
         if request.engine_request.lora is not None:
             request.lora_digest = self.load_adapter(request.engine_request.lora)
+        self._is_stalled = False
         self.scheduler.add_request(request)
         self.structured_output.prepare(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Abort requests; ids that are unknown or finished are ignored."""
+        self._is_stalled = False
         self.scheduler.abort_requests(request_ids)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests()
 
     def has_work(self) -> bool:
-        """True while step() has something to do: also for steps in flight whose results nobody wants any more."""
-        return self.scheduler.has_requests() or bool(self._in_flight)
+        """True while step() has something to do: also for steps in flight whose results nobody wants any more.
+
+        Not while everybody waits for keys and values: ``executor.transfers`` wakes whoever waits when they are there.
+        """
+        return (self.scheduler.has_requests() and not self._is_stalled) or bool(self._in_flight)
 
     def load_adapter(self, adapter: LoRARequest) -> str:
         """Have an adapter in memory; the digest of what it holds. Raises RequestError if it cannot be served."""

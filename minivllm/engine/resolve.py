@@ -17,13 +17,16 @@ from minivllm.config import (
     EngineArgs,
     EngineConfig,
     ExecutorKind,
+    KVTransferConfig,
     LoRAConfig,
     SchedulerConfig,
     SpeculativeConfig,
 )
 from minivllm.engine.draft_model import resolve_draft_model
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, ModelError
 from minivllm.hub.fetch import resolve_model
+from minivllm.kv_transfer.connector import load_connector
+from minivllm.kv_transfer.fingerprint import fingerprint
 from minivllm.model_facts.choose import choose_implementation, read_model_facts
 from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.registry.registry import load_family
@@ -87,6 +90,8 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     speculative = resolve_speculation(args.speculative_config, decoder)
     if speculative is not None and speculative.model is not None:
         speculative = resolve_draft_model(speculative, path, decoder, max_model_len, args.load_format)
+    transfer = None if args.kv_transfer_config is None else KVTransferConfig.from_dict(args.kv_transfer_config)
+    outlives_engine = transfer is not None and load_connector(transfer).outlives_engine
     find_attention(args.attention_backend)
     load_logits_processors(args.logits_processors or ())  # what is wrong with them is said before the model is loaded
     config = EngineConfig(
@@ -134,7 +139,10 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         model_impl=implementation,
         hf_overrides=overrides,
         executor=cast(ExecutorKind, args.distributed_executor_backend),
+        kv_transfer=transfer,
     )
+    if transfer is not None and outlives_engine:
+        config = replace(config, kv_transfer=replace(transfer, fingerprint=fingerprint_of(config, decoder)))
     logger.info("Model %s: %s, weights in %s (%s).", args.model, decoder.architecture, dtype, dtype_reason)
     logger.info("Its layers are those of %s (%s).", implementation, why)
     logger.info(
@@ -203,6 +211,28 @@ def resolve_speculation(values: dict[str, Any] | None, decoder: ModelFacts) -> S
             f"{decoder.num_layers}: num_layers must be fewer."
         )
     return replace(config, num_layers=num_layers)
+
+
+def fingerprint_of(config: EngineConfig, facts: ModelFacts) -> str:
+    """Digest of all that decides which keys and values known tokens have, but for adapters and salts, which are part of
+    the blocks' hashes. Raises ModelError if the model's files cannot be read."""
+    settings = {
+        "facts": facts,
+        "implementation": facts.implementation,
+        "random weights": config.seed if config.load_format == "dummy" else None,
+        "dtype": config.dtype,
+        "cache dtype": config.cache.dtype,
+        "block size": config.cache.block_size,
+        "quantization": config.quantization,
+        "attention": config.attention_backend,
+        # Scaled rotary tables depend on it.
+        "max_model_len": config.scheduler.max_model_len,
+    }
+    logger.info("Reading the files of %s once, to know its blocks from those of other models …", config.model)
+    try:
+        return fingerprint((f"{name}: {value!r}" for name, value in settings.items()), config.model_path)
+    except OSError as error:
+        raise ModelError(f"The files of {config.model} cannot be read ({error}).") from None
 
 
 def resolve_device(device: str) -> Device:

@@ -64,6 +64,8 @@ class InProcessClient:
 
     def get_outputs(self) -> list[EngineOutput]:
         """One step. An empty list means that nothing came out, not that nothing is left to do."""
+        if not self.core.has_work():
+            self.core.take_transfers(may_wait=True)
         return self.core.step()
 
     def has_unfinished_requests(self) -> bool:

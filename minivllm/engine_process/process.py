@@ -102,6 +102,9 @@ class EngineProcess:
 
         self._core, facts = load_core(self._start.args)
         self._core.executor.when_dead(self._inputs.put)
+        if self._core.config.kv_transfer is not None:
+            # A message that aborts nobody wakes the loop, which looks for what has travelled in every step.
+            self._core.executor.transfers.wake = lambda: self._inputs.put(wire.Abort([]))
         # What exists now lives as long as the process. Collections that the loop triggers should not walk through it.
         gc.collect()
         gc.freeze()

@@ -33,6 +33,7 @@ from minivllm.executor.child_reports import FRONTEND_SIGNALS, ErrorInfo, Log, de
 from minivllm.executor.protocol import PendingOutput
 from minivllm.executor.records import Answer, Call, Channel, Died, FromWorker, Masks, Output, Start, Step, Stop
 from minivllm.kv_cache.specs import GroupSpec
+from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from minivllm.model_facts.facts import ModelFacts
 from minivllm.worker.worker import Worker
@@ -227,7 +228,8 @@ class WorkerGroup:
 
 
 class MultiprocExecutor:
-    """One worker process per rank. Loads, sizes and warms them up; all ranks get the smallest cache of any.
+    """One worker process per rank. Loads, sizes and warms them up; all ranks get the smallest cache of any. No keys and
+    values travel: EngineArgs refuses a connector here.
 
     Raises what a worker raises while it loads: ConfigError, ModelError, or EngineDeadError that names the rank.
     """
@@ -236,6 +238,7 @@ class MultiprocExecutor:
         self, config: EngineConfig, facts: ModelFacts, size: int = 1, command: Sequence[str] = WORKER_COMMAND
     ) -> None:
         self.vocab_size = facts.vocab_size
+        self.transfers = TransferInbox()
         self._group = WorkerGroup(config, size, command)
         self._close = weakref.finalize(self, self._group.close)
         self.pids = [process.pid for process in self._group.processes]

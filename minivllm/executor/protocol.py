@@ -10,6 +10,7 @@ import msgspec
 
 from minivllm.errors import MinivllmError, RequestError
 from minivllm.kv_cache.specs import GroupSpec
+from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 
@@ -27,6 +28,8 @@ class Executor(Protocol):
     """With the sizes of their pools."""
     vocab_size: int
     """Width of the logits."""
+    transfers: TransferInbox
+    """What a connector's worker side reports."""
 
     def execute_model(
         self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None

@@ -10,6 +10,7 @@ from minivllm.config import EngineConfig
 from minivllm.errors import MinivllmError
 from minivllm.executor.protocol import PendingOutput, check_arguments
 from minivllm.kv_cache.specs import GroupSpec
+from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import SchedulerOutput, TokenMasks
 from minivllm.model_facts.facts import ModelFacts
 from minivllm.worker.worker import Worker
@@ -29,6 +30,7 @@ class UniProcExecutor:
         has_thread = config.async_scheduling and config.device == "cpu"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker") if has_thread else None
         self._worker: Worker | None = None
+        self.transfers = TransferInbox()
         self.vocab_size = facts.vocab_size
         try:
             self.kv_groups: Sequence[GroupSpec] = self._call(self._load, config, facts)
@@ -37,7 +39,7 @@ class UniProcExecutor:
             raise
 
     def _load(self, config: EngineConfig, facts: ModelFacts) -> list[GroupSpec]:
-        self._worker = Worker(config, facts)
+        self._worker = Worker(config, facts, self.transfers.put)
         self._worker.load_model()
         groups = self._worker.size_cache()
         self._worker.initialize(groups)
@@ -72,6 +74,7 @@ class UniProcExecutor:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.leave_builds()
+            worker.stop_transfers()
 
     def _call(self, function: Callable[..., Result], *args: Any) -> Result:
         """Call something that touches the worker where the worker lives."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from minivllm.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool
 from minivllm.kv_cache.coordinator import BlocksPerGroup, KVCacheCoordinator
@@ -11,6 +12,13 @@ from minivllm.kv_cache.group_manager import SingleGroupManager
 from minivllm.kv_cache.hashing import extend_block_hashes
 from minivllm.messages import BlockIds, PoolStats
 from minivllm.request import Request
+
+
+class FullBlock(NamedTuple):
+    """A block that has just become full. key: its hash. block_ids: one for each KV group."""
+
+    key: bytes
+    block_ids: tuple[int, ...]
 
 
 class KVCacheManager:
@@ -35,6 +43,7 @@ class KVCacheManager:
         self._groups = self._coordinator.groups
         self._dropping = [group for group in groups if group.drops_blocks]
         self._num_reserved = [0] * len(groups)
+        self._newly_full: list[tuple[Request, int, int]] | None = None
 
     @property
     def hash_block_size(self) -> int:
@@ -137,7 +146,78 @@ class KVCacheManager:
             num_full_blocks = num_tokens // group.block_size
             if num_full_blocks > group.tables[request.request_id].num_cached:
                 extend_block_hashes(request, self.hash_block_size)
+                if self._newly_full is not None and group is self._groups[0]:
+                    start = group.tables[request.request_id].num_cached
+                    self._newly_full.append((request, start, num_full_blocks))
                 group.cache_blocks(request.request_id, request.block_hashes, num_full_blocks)
+
+    # -- blocks that travel ----------------------------------------------------------------------------------------
+
+    def watch_full_blocks(self) -> None:
+        """Let take_full_blocks know of every block from now on."""
+        self._newly_full = []
+
+    def take_full_blocks(self) -> list[FullBlock]:
+        """Blocks that became full since the last call, of requests that still have them."""
+        if not self._newly_full:
+            return []
+        ranges, self._newly_full, found = self._newly_full, [], []
+        for request, start, end in ranges:
+            tables = [group.tables.get(request.request_id) for group in self._groups]
+            for place in range(start, end):
+                block_ids = tuple(NULL_BLOCK_ID if table is None else table.blocks[place].block_id for table in tables)
+                if NULL_BLOCK_ID not in block_ids:
+                    found.append(FullBlock(request.block_hashes[place], block_ids))
+        return found
+
+    def take_for_load(
+        self, request: Request, hits: BlocksPerGroup, num_hit_tokens: int, num_tokens: int, reserved: Sequence[int]
+    ) -> BlocksPerGroup | None:
+        """Blocks for the ``num_tokens`` tokens of a waiting request that lie behind its hits and come from elsewhere.
+
+        Null blocks in groups that will not read what lies there. The hits are kept from eviction as well: all of it
+        goes back with give_back. None, and nothing is taken, if not all known tokens have room besides the reserved
+        blocks.
+        """
+        start, end = num_hit_tokens // self.hash_block_size, (num_hit_tokens + num_tokens) // self.hash_block_size
+        firsts = [max(start, group.first_read(end * group.block_size) // group.block_size) for group in self._groups]
+        needed = []
+        for group, first, found in zip(self._groups, firsts, hits):
+            missing = group.num_missing_blocks(request.request_id, request.num_tokens, found)
+            unused = sum(block.ref_count == 0 and block.block_id != NULL_BLOCK_ID for block in found)
+            needed.append(max(missing, end - first) + unused)
+        if not self._have_free(needed, reserved):
+            return None
+        blocks = []
+        for group, first, found in zip(self._groups, firsts, hits):
+            group.pool.touch(found)
+            blocks.append([group.pool.null_block] * (first - start) + group.pool.get_new_blocks(end - first))
+        return tuple(blocks)
+
+    def hold(self, request_id: str) -> BlocksPerGroup:
+        """All blocks of a request, kept from reuse until they are given back."""
+        held = tuple(
+            list(group.tables[request_id].blocks) if request_id in group.tables else [] for group in self._groups
+        )
+        for group, blocks in zip(self._groups, held):
+            group.pool.touch(blocks)
+        return held
+
+    def give_back(self, blocks: BlocksPerGroup, keys: Sequence[bytes] = ()) -> None:
+        """Free blocks that were taken or held; the first ones hold what these hashes name, and can be found."""
+        for group, own in zip(self._groups, blocks):
+            group.pool.cache_full_blocks(own[: len(keys)], keys)
+            group.pool.free_blocks(reversed(own))
+
+    def num_blocks_missing_behind(self, request: Request, blocks: BlocksPerGroup) -> list[int]:
+        """Blocks of each group by which a waiting request, whose first blocks these are, will grow at most until all
+        known tokens are computed."""
+        return [
+            group.num_missing_blocks(request.request_id, request.num_tokens, own)
+            for group, own in zip(self._groups, blocks)
+        ]
+
+    # -- the end, and a look inside --------------------------------------------------------------------------------
 
     def free(self, request: Request) -> None:
         """Give up the blocks of a request that finished or is preempted; unknown requests are ignored.
@@ -157,17 +237,20 @@ class KVCacheManager:
             return False
         return all([pool.reset_prefix_cache() for pool in self.pools])
 
-    def check_integrity(self, running_requests: Iterable[Request]) -> None:
+    def check_integrity(self, running_requests: Iterable[Request], held: Iterable[BlocksPerGroup] = ()) -> None:
         """Check that exactly the running requests hold blocks, enough of them, and that the pools agree.
 
+        held: blocks that are taken or held besides.
         For tests and idle checks, between steps. Raises RuntimeError that says what is wrong.
         """
         running = {request.request_id: request for request in running_requests}
-        for group in self._groups:
+        held_besides = list(held)
+        for place, group in enumerate(self._groups):
             if group.tables.keys() != running.keys():
                 differing = sorted(group.tables.keys() ^ running.keys())
                 raise RuntimeError(f"KV cache integrity: block tables and running requests differ in {differing}.")
-            users: Counter[int] = Counter()
+            users: Counter[int] = Counter(block.block_id for blocks in held_besides for block in blocks[place])
+            del users[NULL_BLOCK_ID]
             for request_id, table in group.tables.items():
                 num_computed = running[request_id].num_computed_tokens
                 what = ""
@@ -175,14 +258,14 @@ class KVCacheManager:
                     what = f"{len(table.blocks)} blocks"
                 if table.num_cached * group.block_size > num_computed:
                     what = f"{table.num_cached} cached blocks"
-                held = [block.block_id for block in table.blocks[table.num_dropped :]]
-                if table.num_dropped * group.block_size > group.first_read(num_computed) or NULL_BLOCK_ID in held:
+                own = [block.block_id for block in table.blocks[table.num_dropped :]]
+                if table.num_dropped * group.block_size > group.first_read(num_computed) or NULL_BLOCK_ID in own:
                     what = f"no block in a place that its next token reads, of {len(table.blocks)} blocks"
                 if what:
                     raise RuntimeError(
                         f"KV cache integrity: {request_id} has {num_computed} computed tokens, but {what}."
                     )
-                users.update(held)
+                users.update(own)
             group.pool.check_integrity(users)
 
     def _admit(self, request: Request, hits: BlocksPerGroup) -> None:

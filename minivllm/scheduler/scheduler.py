@@ -17,9 +17,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from minivllm.config import SchedulerConfig
+from minivllm.config import KVLoadFailurePolicy, SchedulerConfig
 from minivllm.errors import RequestError
 from minivllm.kv_cache.manager import KVCacheManager
+from minivllm.kv_transfer.connector import KVConnectorScheduler
+from minivllm.kv_transfer.inbox import KVConnectorOutput
+from minivllm.kv_transfer.remote_loads import RemoteLoads
 from minivllm.messages import (
     BlockIds,
     CachedRequestData,
@@ -34,7 +37,6 @@ from minivllm.messages import (
 )
 from minivllm.request import Request, RequestStatus
 from minivllm.scheduler.admission import AdmissionPolicy, AdmitAll
-from minivllm.scheduler.connector import KVConnector, NoConnector
 from minivllm.scheduler.drafting_stats import DraftingStats
 from minivllm.scheduler.policy import SchedulingPolicy, make_policy
 from minivllm.scheduler.step_plan import InFlightStep, StepPlan
@@ -69,8 +71,8 @@ class Scheduler:
     before the results are there, and the results must come back in the order of the schedules.
 
     async_scheduling: schedule the next token of a request while its last one is still unknown; the workers read it
-    from device memory. connector, admission: see there; by default nothing is added to cache and memory. policy: by
-    default the one that ``config.policy`` names.
+    from device memory. connector, admission: see there; by default nothing is added to cache and memory.
+    load_failure_policy: see KVTransferConfig. policy: by default the one that ``config.policy`` names.
     """
 
     def __init__(
@@ -79,7 +81,8 @@ class Scheduler:
         kv_cache_manager: KVCacheManager,
         *,
         async_scheduling: bool = False,
-        connector: KVConnector | None = None,
+        connector: KVConnectorScheduler | None = None,
+        load_failure_policy: KVLoadFailurePolicy = "recompute",
         admission: AdmissionPolicy | None = None,
         policy: SchedulingPolicy | None = None,
     ) -> None:
@@ -90,7 +93,11 @@ class Scheduler:
         self.policy = policy or make_policy(config.policy)
         self.waiting = self.policy.make_queue()
         self._async_scheduling = async_scheduling
-        self._connector = connector or NoConnector()
+        self._connector = connector or KVConnectorScheduler()
+        self._load_failure_policy = load_failure_policy
+        self.loads = RemoteLoads(kv_cache_manager, self._connector)
+        if self._connector.is_connected:
+            kv_cache_manager.watch_full_blocks()
         self._admission = admission or AdmitAll()
         self._in_flight: deque[InFlightStep] = deque()
         self._finished_request_ids: dict[str, None] = {}
@@ -109,7 +116,7 @@ class Scheduler:
         A request that can never fit is finished at once: its output with finish_reason ERROR comes with the next
         update_from_output. Raises RequestError if a request of this id is unfinished.
         """
-        if request.request_id in self.requests:
+        if request.request_id in self.requests or self.loads.is_sending(request.request_id):
             raise RequestError(f"Request id {request.request_id!r} is in use by an unfinished request; choose another.")
         request.record_event(EventType.QUEUED)
         error = self._reason_to_refuse(request)
@@ -143,9 +150,20 @@ class Scheduler:
                 continue
             if request.status is RequestStatus.RUNNING:
                 self.running.remove(request)
-            else:
+            elif request_id not in self.loads.waiting:
                 self.waiting.remove(request)
             self._finish(request, RequestStatus.FINISHED_ABORTED)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Take in what travelled. Requests whose load has ended go to the head of the queue; what did not arrive is
+        computed, or ends the request, as load_failure_policy says."""
+        for request, is_whole in reversed(self.loads.end(output)):
+            if is_whole or self._load_failure_policy == "recompute":
+                self.waiting.prepend(request)
+                continue
+            request.error = "Keys and values of the prompt did not arrive, and kv_load_failure_policy is 'fail'."
+            self._finish(request, RequestStatus.FINISHED_ERROR)
+            self._refuse(request, request.error)
 
     def set_draft_token_ids(self, draft_token_ids: dict[str, list[int]]) -> None:
         """Guesses of the tokens that follow the last known one, to be verified by the next step.
@@ -254,7 +272,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + len(self.loads.waiting),
             kv_cache_usage=self.kv_cache_manager.usage,
             kv_cache_pools=self.kv_cache_manager.pool_stats(),
             prefix_cache_queried_tokens=self.kv_cache_manager.prefix_cache_queried_tokens,
@@ -266,6 +284,7 @@ class Scheduler:
             num_draft_tokens=self._drafting.num_draft_tokens,
             num_accepted_tokens=sum(self._drafting.num_accepted_per_position),
             num_accepted_tokens_per_position=list(self._drafting.num_accepted_per_position),
+            kv_transfer=self.loads.stats() if self._connector.is_connected else None,
         )
 
     def recent_steps(self, after: int) -> list[RecentStep]:
@@ -273,13 +292,17 @@ class Scheduler:
         return [step for step in self._recent_steps if step.step > after]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing happens, while a request holds blocks."""
-        return self.kv_cache_manager.reset_prefix_cache()
+        """Forget all cached prefixes, and what a connector has in this process; False, and nothing happens, while a
+        request or a load holds blocks."""
+        if self.loads.num_transfers or not self.kv_cache_manager.reset_prefix_cache():
+            return False
+        self._connector.reset_cache()
+        return True
 
     def check_integrity(self) -> None:
         """Check requests against block tables and pool, between steps. Raises RuntimeError that says what is wrong."""
-        self.kv_cache_manager.check_integrity(self.running)
-        if len(self.running) + len(self.waiting) != len(self.requests):
+        self.kv_cache_manager.check_integrity(self.running, self.loads.held())
+        if len(self.running) + len(self.waiting) + len(self.loads.waiting) != len(self.requests):
             raise RuntimeError("Scheduler integrity: a request is neither running nor waiting, or both.")
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -343,7 +366,8 @@ class Scheduler:
         set_aside: list[Request] = []
         promised: list[int] | None = None
         self._admission.begin_step()
-        while waiting and plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
+        seats = self.config.max_num_seqs - len(self.loads.waiting)
+        while waiting and plan.budget > 0 and len(self.running) < seats:
             request = waiting.peek()
             if request.status is RequestStatus.BLOCKED or request.num_output_placeholders:
                 # A preempted request with a token in flight must know that token before it starts over.
@@ -352,21 +376,27 @@ class Scheduler:
             if not self._admission.may_run(request, self.running):
                 set_aside.append(waiting.pop())
                 continue
-            hits, num_hit_tokens = manager.get_computed_blocks(request)
-            num_computed = num_hit_tokens + self._connector.num_matched_tokens(request, num_hit_tokens)
+            hits, num_computed = manager.get_computed_blocks(request)
+            num_remote = self.loads.num_tokens(request, num_computed)
+            if num_remote is None:
+                set_aside.append(waiting.pop())
+                continue
+            if promised is None:
+                promised = self._num_promised_blocks(plan)
+            if num_remote:
+                if not self.loads.begin(request, hits, num_computed, num_remote, promised):
+                    break
+                waiting.pop()
+                seats, promised = seats - 1, self._num_promised_blocks(plan)
+                continue
             num_new = min(request.num_tokens - num_computed, plan.budget)
             if 0 < threshold < num_new:
                 num_new = threshold
-            if promised is None:
-                promised = self._num_promised_blocks(plan)
             if manager.allocate_slots(request, num_new, num_computed, hits, num_reserved_blocks=promised) is None:
                 break
             promised = [sum(counts) for counts in zip(promised, manager.num_missing_blocks(request))]
             waiting.pop()
-            block_ids = manager.get_block_ids(request.request_id)
-            if num_computed > num_hit_tokens:
-                self._connector.load(request, block_ids, num_hit_tokens, num_computed - num_hit_tokens)
-            self._admit(request, num_computed, block_ids, plan)
+            self._admit(request, num_computed, manager.get_block_ids(request.request_id), plan)
             plan.add(request, num_new)
         for request in reversed(set_aside):
             waiting.prepend(request)
@@ -378,6 +408,7 @@ class Scheduler:
             for request in self.running
             if request.num_computed_tokens + plan.num_scheduled_tokens.get(request.request_id, 0) < request.num_tokens
         ]
+        promised += self.loads.num_promised_blocks()
         return [sum(counts) for counts in zip([0] * len(self.kv_cache_manager.pools), *promised)]
 
     def _admit(self, request: Request, num_computed_tokens: int, block_ids: BlockIds, plan: StepPlan) -> None:
@@ -429,6 +460,7 @@ class Scheduler:
             draft_token_ids=plan.drafts,
             finished_request_ids=list(self._finished_request_ids),
             preempted_request_ids=plan.preempted,
+            kv_connector_metadata=self._connector.build_connector_meta(self.kv_cache_manager.take_full_blocks()),
         )
         self._finished_request_ids = {}
         if plan.differences and self._rolled_back:
@@ -485,6 +517,7 @@ class Scheduler:
         """Free what a request holds. The caller takes it out of ``running`` or ``waiting``."""
         request.status = status
         request.record_event(EventType.FINISHED)
+        self.loads.finish(request)
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
         self._finished_request_ids[request.request_id] = None
@@ -524,8 +557,9 @@ class Scheduler:
         return None
 
     def _refuse(self, request: Request, error: str) -> None:
-        request.status = RequestStatus.FINISHED_ERROR
-        request.record_event(EventType.FINISHED)
+        if not request.is_finished:
+            request.status = RequestStatus.FINISHED_ERROR
+            request.record_event(EventType.FINISHED)
         self._refused.append(
             EngineOutput(
                 request_id=request.request_id,

@@ -115,6 +115,11 @@ class StructuredOutputManager:
             compiling = _submit(self._compile_pool, lambda: self._compile(structured, sent.eos_token_ids))
             self._compiling[structured.key] = structured, compiling
 
+    @property
+    def has_blocked(self) -> bool:
+        """Whether requests wait for their grammars."""
+        return bool(self._blocked)
+
     def poll(self, may_wait: bool) -> Iterator[tuple[Request, str | None]]:
         """Requests that need not be blocked any longer, each with None or with the reason why it has to be refused.
 

@@ -22,7 +22,8 @@ def groups_of(config: EngineConfig, model: Model, draft: Model | None) -> list[G
     """The KV groups of a model, without their sizes. draft: see ``kv_groups``."""
     block_size, length = config.cache.block_size, config.scheduler.max_model_len
     knows_windows = ATTENTION.is_ours(config.attention_backend)
-    groups = kv_groups(model, block_size, length, draft=draft, may_drop=knows_windows)
+    travels = config.kv_transfer is not None  # then one hash names a block of each group
+    groups = kv_groups(model, block_size, length, draft=draft, may_drop=knows_windows, one_size=travels)
     forgets = any(group.reach for group in kv_groups(model, block_size, length))
     if forgets and not any(group.reach for group in groups):
         reason = "the draft model keeps its own in the same blocks" if knows_windows else "attention may read it"

@@ -21,7 +21,7 @@ from minivllm.attention import find_attention
 from minivllm.batch.paged_model import RunnerLimits
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.compilation.region_packages import PackagedRegionCompiler
-from minivllm.config import EngineConfig, SpeculativeConfig
+from minivllm.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from minivllm.device.buffers import rounded_capacity
 from minivllm.device.freed_memory import return_freed_memory
 from minivllm.device.memory import (
@@ -34,8 +34,18 @@ from minivllm.device.policy import DevicePolicy
 from minivllm.errors import RequestError
 from minivllm.graphs.graph_capture import CudaGraphs
 from minivllm.kv_cache.specs import GroupSpec
+from minivllm.kv_transfer.connector import load_connector, make_context
+from minivllm.kv_transfer.connectors.worker_side import KVConnectorWorker, WorkerContext
+from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.lora.manager import AdapterManager
-from minivllm.messages import EngineRequest, LoRARequest, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenMasks
+from minivllm.messages import (
+    EngineRequest,
+    LoRARequest,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+    TokenMasks,
+)
 from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.model import Model
 from minivllm.profiling.spans import listen, spanned, torch_range
@@ -57,8 +67,16 @@ rows that compiling needs."""
 class Worker:
     """All workers are identical and receive the same SchedulerOutput; none decides anything."""
 
-    def __init__(self, config: EngineConfig, facts: ModelFacts) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        facts: ModelFacts,
+        report_transfer: Callable[[KVConnectorOutput], None] = lambda report: None,
+    ) -> None:
+        """report_transfer: for what a connector has done, called from any thread."""
         self.config, self.facts = config, facts
+        self._report_transfer = report_transfer
+        self._connector: KVConnectorWorker | None = None
         self.device = torch.device(config.device)
         self.policy = DevicePolicy.of(self.device)
         self._make_attention = find_attention(config.attention_backend)
@@ -155,6 +173,8 @@ class Worker:
         )
         if speculative is not None:
             self.runner.speculate(speculative, self._draft_decoder)
+        if self.config.kv_transfer is not None:
+            self._connector = self._make_connector(self.config.kv_transfer, groups)
         started = time.perf_counter()
         self._warm_up(warm_up)
         if self._compiler.enabled:
@@ -165,6 +185,12 @@ class Worker:
         for processor in load_logits_processors(self.config.logits_processors):
             # Not earlier: the made-up requests of the warm-up are none of theirs.
             self.runner.sampling_state.add_processor(processor(self.facts.vocab_size, self.device))
+
+    def _make_connector(self, config: KVTransferConfig, groups: Sequence[GroupSpec]) -> KVConnectorWorker:
+        context = WorkerContext(transfer=make_context(config, groups), device=self.device, report=self._report_transfer)
+        connector: KVConnectorWorker = load_connector(config).worker_side(context)
+        connector.register_kv_caches(self.runner.model.caches)
+        return connector
 
     def _make_runner(self, compiler: RegionCompiler, limits: RunnerLimits) -> ModelRunner:
         return ModelRunner(self._decoder, compiler, limits, self.policy, self._make_attention, self._adapters)
@@ -247,7 +273,18 @@ class Worker:
         """Start one step; see ModelRunner.launch."""
         if self._unfinished_warm_up:
             self._finish_warm_up()
-        return self.runner.launch(step, token_masks)
+        metadata = step.kv_connector_metadata
+        if metadata is None or self._connector is None:
+            return self.runner.launch(step, token_masks)
+        self._connector.start_load_kv(metadata)
+        pending = self.runner.launch(step, token_masks)
+        self._connector.wait_for_save(metadata)
+        return pending
+
+    def stop_transfers(self) -> None:
+        """Finish what a connector has under way, for good."""
+        if self._connector is not None:
+            self._connector.shutdown()
 
     @property
     def adapters(self) -> AdapterManager:
@@ -290,6 +327,8 @@ class Worker:
     def sleep(self, level: int) -> None:
         """Free the KV cache, and the weights: level 1 moves them to host memory (where they are on a CPU), level 2
         drops them. LoRA adapters stay. No request may be unfinished."""
+        if self._connector is not None:
+            self._connector.register_kv_caches(())
         for caches in self._caches:
             caches.clear()
         for decoder in self._decoders:
@@ -322,6 +361,8 @@ class Worker:
         self.runner.model.allocate_caches()
         for model in self.runner.guessing_models:
             model.allocate_caches()
+        if self._connector is not None:
+            self._connector.register_kv_caches(self.runner.model.caches)
         self._sleep_level = 0
         self.capture_graphs()
 

@@ -9,7 +9,6 @@ from minivllm.errors import RequestError
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import (
-    BlockIds,
     EngineOutput,
     EngineRequest,
     EventType,
@@ -406,33 +405,6 @@ def test_a_request_whose_token_is_in_flight_waits_unless_scheduling_is_async() -
         engine.scheduler.schedule()
         assert engine.scheduler.schedule().num_scheduled_tokens == expected
         assert engine.scheduler.schedule().num_scheduled_tokens == {}  # the second token is the last one
-
-
-class HostMemory:
-    """A connector that has the first tokens of every prompt."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        self.loads: list[tuple[str, BlockIds, int, int]] = []
-
-    def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        return max(0, min(self.num_tokens, request.num_tokens - 1) - num_computed_tokens)
-
-    def load(self, request: Request, block_ids: BlockIds, start: int, num_tokens: int) -> None:
-        self.loads.append((request.request_id, block_ids, start, num_tokens))
-
-
-def test_a_connector_supplies_what_the_prefix_cache_lacks() -> None:
-    engine, connector = Engine(), HostMemory(10)
-    engine.scheduler = Scheduler(engine.config, engine.manager, connector=connector)
-    engine.add("R1", distinct(16))
-    planned = engine.scheduler.schedule()
-    assert planned.num_scheduled_tokens == {"R1": 6}
-    assert planned.new_requests[0].num_computed_tokens == 10
-    assert connector.loads == [("R1", engine.manager.get_block_ids("R1"), 0, 10)]
-    engine.add("R2", distinct(9))
-    assert engine.scheduler.schedule().num_scheduled_tokens == {"R2": 1}
-    assert len(connector.loads) == 1
 
 
 def test_the_scheduler_and_the_cache_do_not_import_torch() -> None:

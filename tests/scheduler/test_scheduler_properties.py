@@ -77,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         managers = [layers.manager(num_blocks, budget) for layers, num_blocks in groups]
         self.manager = KVCacheManager(managers, MAX_MODEL_LEN, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(self.config, self.manager, async_scheduling=is_async)
+        self.scheduler = self.make_scheduler(is_async)
         self.worker = SimulatedWorker(1, max_num_seqs, [layers for layers, _ in groups])
         self.depth = depth
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -86,6 +86,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.tables: dict[str, list[list[int]]] = {}
         self.contents: dict[bytes, int] = {}
+
+    def make_scheduler(self, is_async: bool) -> Scheduler:
+        return Scheduler(self.config, self.manager, async_scheduling=is_async)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether requests may wait although nothing runs."""
+        return False
+
+    def settle(self) -> None:
+        """Let everything arrive that is on its way beside the steps."""
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=MAX_MODEL_LEN + 1),
@@ -161,7 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for counts, pool in zip(missing, self.manager.pools):
                 assert sum(counts) <= pool.num_free_blocks, "somebody was admitted whose prompt has no room"
         assert step.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
-        assert step.num_scheduled_tokens or not (idle and ready), "a step made no progress"
+        assert step.num_scheduled_tokens or not (idle and ready) or self.is_held_up, "a step made no progress"
         if self.config.long_prefill_token_threshold:
             assert all(
                 count <= self.config.long_prefill_token_threshold for count in step.num_scheduled_tokens.values()
@@ -198,7 +209,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        assert self.scheduler.reset_prefix_cache() == (not self.scheduler.running)
+        may_forget = not self.scheduler.running and not self.scheduler.loads.num_transfers
+        assert self.scheduler.reset_prefix_cache() == may_forget
 
     @invariant()
     def requests_and_blocks_agree(self) -> None:
@@ -265,6 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.unblock_all()
         for _ in range(3000):
+            self.settle()
             if not self.scheduler.has_requests() and not self.in_flight:
                 break
             if len(self.in_flight) < self.depth:
@@ -272,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 self.deliver()
         assert not self.scheduler.has_requests() and not self.scheduler.has_unfinished_requests()
-        assert not self.worker.requests
+        assert not self.worker.requests and not self.scheduler.loads.num_transfers
         refused = {
             request_id
             for request_id, outputs in self.received.items()

@@ -19,6 +19,7 @@ ORDER = (
     "minivllm/engine",
     "minivllm/scheduler",
     "minivllm/kv_cache",
+    "minivllm/kv_transfer",
     "minivllm/executor",
     "minivllm/worker",
     "minivllm/batch",

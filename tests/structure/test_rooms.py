@@ -163,7 +163,9 @@ def test_kernels_need_only_torch_and_the_standard_library() -> None:
         assert {module.split(".")[0] for module, _ in imported_modules(path)} <= known, path.name
 
 
-@pytest.mark.parametrize("package", [VOCABULARY, "minivllm.kv_cache", "minivllm.scheduler", "minivllm.executor"])
+@pytest.mark.parametrize(
+    "package", [VOCABULARY, "minivllm.kv_cache", "minivllm.kv_transfer", "minivllm.scheduler", "minivllm.executor"]
+)
 def test_decisions_are_made_without_torch(package: str) -> None:
     for path in SOURCES:
         if package_of(module_name(path)) == package:

@@ -31,11 +31,16 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="The same as MO
 _WRITTEN: dict[str, tuple[Any, str]] = {
     "hf_overrides": (str | None, "JSON"),
     "speculative_config": (str | None, "JSON"),
+    "kv_transfer_config": (str | None, "JSON"),
     "logits_processors": (list[str] | None, "MODULE:CLASS"),
     "profile": (str | None, "DIR"),
 }
 """Engine argument -> the type that its flag has on a command line, and how its value is called there."""
-_JSON_EXAMPLES = {"hf_overrides": '{"num_hidden_layers": 2}', "speculative_config": '{"method": "ngram"}'}
+_JSON_EXAMPLES = {
+    "hf_overrides": '{"num_hidden_layers": 2}',
+    "speculative_config": '{"method": "ngram"}',
+    "kv_transfer_config": '{"kv_connector": "OffloadingConnector"}',
+}
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

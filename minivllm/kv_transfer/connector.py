@@ -1,0 +1,204 @@
+"""A connector: a place besides the KV cache where keys and values are kept (vLLM V1's KV connector).
+
+It has two sides. The scheduler's side knows which blocks are to be had, and says in each step which ones travel. The
+worker's side moves them. What lies between a prompt's first token and the end of a block is named by the block's hash,
+which covers all tokens before it, the cache salt and what the adapter holds; so a name says everything.
+
+Two things are simpler than in vLLM. A load always ends before its request is scheduled, so its failure is known before
+anything is computed from it; there are no hooks around single layers, and no CUDA graph has to make way. And a load
+fills blocks of the prefix cache, not of a request: the request is admitted later, like any whose beginning is cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from minivllm.config import KVTransferConfig
+from minivllm.errors import ConfigError
+from minivllm.kv_cache.manager import FullBlock
+from minivllm.kv_cache.specs import GroupSpec
+from minivllm.messages import BlockIds, BlockTransfer, KVConnectorMetadata
+from minivllm.plugins import CONNECTORS
+from minivllm.request import Request
+
+if TYPE_CHECKING:
+    from minivllm.kv_transfer.remote_loads import Load
+
+Options = TypeVar("Options", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferContext:
+    """What both sides are made with. options: of the connector's type. groups: the KV groups with their pools; blocks
+    of all of them hold equally many tokens, so one hash names one block in each."""
+
+    config: KVTransferConfig
+    options: Any
+    groups: Sequence[GroupSpec]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.groups[0].block_size
+
+
+class KVConnectorScheduler:
+    """The scheduler's side. As it stands it holds nothing, which is the default connector: no step costs anything.
+
+    tier: its name among the metrics. block_bytes: of one block over all layers. num_saved_blocks: since the start.
+    """
+
+    is_connected = False
+    tier = ""
+    block_bytes = 0
+    num_saved_blocks = 0
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Tokens to be had beyond the ``num_computed_tokens`` found in the prefix cache, whole blocks; None: not known
+        yet, ask again in the next step. Changes nothing.
+
+        What lies beyond the last whole block of ``num_tokens - 1`` tokens is not taken: one must run to give logits.
+        """
+        return 0
+
+    def update_state_after_alloc(self, request: Request, load: Load) -> None:
+        """A load begins with the next metadata: ``load.keys`` into ``load.block_ids``."""
+
+    def build_connector_meta(self, full_blocks: Sequence[FullBlock]) -> KVConnectorMetadata | None:
+        """Called once at the end of every schedule. full_blocks: hold what they should when that step is computed."""
+        return None
+
+    def update_connector_output(self, load: Load, num_valid_blocks: int) -> None:
+        """A load has ended, with as many of its blocks as they should be, from the first one on."""
+
+    def request_finished(self, request: Request, block_ids: BlockIds) -> bool:
+        """A request ends, whatever the reason. True: its blocks are still read, so they are held until its id is among
+        ``finished_sending``."""
+        return False
+
+    def reset_cache(self) -> None:
+        """Forget what is held in this process; nothing is under way."""
+
+
+class BlockStore(KVConnectorScheduler):
+    """The scheduler's side of a connector that keeps blocks by their hashes. A subclass says what it ``holds``.
+
+    A hit is an unbroken run of blocks, each with the layers of all KV groups. Windows would do with the last ones; but
+    a block that is full has all of its groups at that moment, and a prompt that ends earlier needs other ones.
+    """
+
+    is_connected = True
+
+    def __init__(self, context: TransferContext) -> None:
+        self.context = context
+        self.tier = context.config.kv_connector
+        self.block_bytes = sum(group.block_bytes for group in context.groups)
+        self._loads: list[BlockTransfer] = []
+
+    def holds(self, key: bytes) -> bool:
+        """Whether the block of this hash can be loaded."""
+        raise NotImplementedError
+
+    def places(self, keys: Sequence[bytes]) -> list[int]:
+        """Where they are, for the worker's side; called when a load begins."""
+        return []
+
+    def save(self, blocks: Sequence[FullBlock]) -> list[BlockTransfer]:
+        """Which of the blocks that became full are saved; all of them, unless a subclass knows better."""
+        return [transfer_of(block) for block in blocks]
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        if not self.context.config.loads:
+            return 0
+        size, count = self.context.block_size, 0
+        for key in request.block_hashes[num_computed_tokens // size : (request.num_tokens - 1) // size]:
+            if not self.holds(key):
+                break
+            count += 1
+        return count * size
+
+    def update_state_after_alloc(self, request: Request, load: Load) -> None:
+        places = self.places(load.keys)
+        self._loads.append(
+            BlockTransfer(keys=load.keys, block_ids=load.block_ids, places=places, transfer_id=load.transfer_id)
+        )
+
+    def build_connector_meta(self, full_blocks: Sequence[FullBlock]) -> KVConnectorMetadata | None:
+        saves = self.save(full_blocks) if full_blocks and self.context.config.saves else []
+        self.num_saved_blocks += len(saves)
+        if not saves and not self._loads:
+            return None
+        loads, self._loads = self._loads, []
+        return KVConnectorMetadata(loads=loads, saves=saves)
+
+
+def transfer_of(block: FullBlock, places: Sequence[int] = ()) -> BlockTransfer:
+    """A single block, to be saved."""
+    return BlockTransfer(keys=[block.key], block_ids=tuple([one] for one in block.block_ids), places=list(places))
+
+
+class KVConnector:
+    """What is plugged in: a subclass that names both sides and the type of the options.
+
+    scheduler_side: TransferContext -> KVConnectorScheduler. worker_side: WorkerContext -> KVConnectorWorker. Options:
+    what kv_connector_extra_config may hold. outlives_engine: what is saved can be loaded by another process, so it must
+    be kept apart by KVTransferConfig.fingerprint.
+    """
+
+    Options: type[msgspec.Struct] = msgspec.defstruct("Options", [], forbid_unknown_fields=True)
+    outlives_engine = False
+    scheduler_side: Callable[[TransferContext], KVConnectorScheduler]
+    worker_side: Callable[[Any], Any]
+
+    @classmethod
+    def check(cls, config: KVTransferConfig) -> None:
+        """Raise ConfigError for settings that this connector cannot work with."""
+        cls.options(config)
+
+    @classmethod
+    def options(cls, config: KVTransferConfig) -> Any:
+        """kv_connector_extra_config in the connector's own type. Raises ConfigError."""
+        try:
+            return msgspec.convert(config.kv_connector_extra_config, cls.Options)
+        except msgspec.ValidationError as error:
+            known = ", ".join(cls.Options.__struct_fields__) or "nothing"
+            raise ConfigError(
+                f"kv_transfer_config['kv_connector_extra_config'] does not fit {config.kv_connector}: {error}. It may "
+                f"hold: {known}."
+            ) from None
+
+
+def load_connector(config: KVTransferConfig) -> type[KVConnector]:
+    """The connector of this name, its settings checked. Raises ConfigError."""
+    found = CONNECTORS.load(config.kv_connector)
+    if not isinstance(found, type) or not issubclass(found, KVConnector):
+        raise ConfigError(
+            f"kv_transfer_config['kv_connector'] {config.kv_connector!r} must be a subclass of minivllm.KVConnector "
+            "(the class)."
+        )
+    found.check(config)
+    return found
+
+
+def make_context(config: KVTransferConfig, groups: Sequence[GroupSpec]) -> TransferContext:
+    """Raises ConfigError for KV groups whose blocks cannot travel together."""
+    if len({group.block_size for group in groups}) > 1 or not all(
+        "attention" in group.kind or group.reach for group in groups
+    ):
+        kinds = ", ".join(f"{group.name} in blocks of {group.block_size}" for group in groups)
+        raise ConfigError(
+            f"kv_transfer_config needs keys and values in blocks of one size, but this model keeps {kinds}: leave it "
+            "out for this model."
+        )
+    return TransferContext(config=config, options=load_connector(config).options(config), groups=groups)
+
+
+def make_scheduler_side(config: KVTransferConfig | None, groups: Sequence[GroupSpec]) -> KVConnectorScheduler:
+    """The connector that the settings name, or the one that holds nothing. Raises ConfigError."""
+    if config is None:
+        return KVConnectorScheduler()
+    return load_connector(config).scheduler_side(make_context(config, groups))

@@ -1,0 +1,220 @@
+"""A directory as a tier of the prefix cache: one safetensors file per block, which any later process can hit.
+
+A file's name is the block's hash, in a folder named by the fingerprint of all else that decides what the block holds.
+A file appears whole: it is written under another name and renamed. It is used only if its size, its header and the
+digest of its contents are what they must be; everything else is ignored, once with a line in the log, and replaced when
+the block has been computed anew. (vLLM's SharedStorageConnector, with the hash of a block in place of raw tokens.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import stat
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Semaphore
+
+import msgspec
+import torch
+from torch import Tensor
+
+from minivllm.config import KVTransferConfig
+from minivllm.errors import ConfigError
+from minivllm.kv_cache.manager import FullBlock
+from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferContext
+from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, KVConnectorWorker, WorkerContext
+from minivllm.kv_transfer.remote_loads import Load
+from minivllm.messages import BlockTransfer
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_BLOCKS = 64
+"""Blocks that wait for the disk. Those that come while it is behind are not saved."""
+MAX_KNOWN_BLOCKS = 2**17
+"""Names that are remembered, so that a request that waits is not looked up on the disk in every step."""
+SAFETENSORS_DTYPES = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+
+
+class SharedStorageOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """shared_storage_path: a directory, made if it does not exist."""
+
+    shared_storage_path: str
+
+
+def folder_of(context: TransferContext) -> Path:
+    """Where blocks of this model, with these settings, lie. rank: one worker has all layers and heads."""
+    return Path(context.options.shared_storage_path) / context.config.fingerprint / "rank0of1"
+
+
+def path_of(folder: Path, key: bytes) -> Path:
+    return folder / f"{key.hex()}.safetensors"
+
+
+class BlockFile:
+    """The format: a safetensors file with the tensors "0.k", "0.v", "1.k", … and the digest of their bytes."""
+
+    def __init__(self, blocks: CacheBlocks) -> None:
+        self.block_bytes = blocks.block_bytes
+        self._tensors: dict[str, object] = {}
+        start = 0
+        for index, (dtype, shape) in enumerate(blocks.layout):
+            stop = start + getattr(torch, dtype).itemsize * torch.Size(shape).numel()
+            name = f"{index // 2}.{'kv'[index % 2]}"
+            self._tensors[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": shape, "data_offsets": [start, stop]}
+            start = stop
+
+    def header(self, key: bytes, contents: Tensor) -> bytes:
+        """Everything before the tensors' bytes. There is one right header for a block, so it is simply compared."""
+        digest = hashlib.sha256(contents.numpy().data).hexdigest()
+        entries = {"__metadata__": {"block_hash": key.hex(), "sha256": digest}, **self._tensors}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+    def write(self, path: Path, key: bytes, contents: Tensor) -> None:
+        """Raises OSError."""
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with open(os.open(part, flags, 0o600), "wb") as file:
+                file.write(self.header(key, contents))
+                file.write(contents.numpy().data)
+            os.replace(part, path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+
+    def read(self, path: Path, key: bytes) -> Tensor:
+        """The contents, uint8 [block_bytes]. Raises OSError, or ValueError for anything but the block's file."""
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                raise ValueError("it is no regular file")
+            expected = len(self.header(key, torch.empty(0, dtype=torch.uint8))) + self.block_bytes
+            if info.st_size != expected:
+                raise ValueError(f"it has {info.st_size} bytes in place of {expected}")
+            data = bytearray(expected)
+            if file.readinto(data) != expected:
+                raise ValueError("it ends early")
+        contents = torch.frombuffer(data, dtype=torch.uint8)[expected - self.block_bytes :]
+        if data[: expected - self.block_bytes] != self.header(key, contents):
+            raise ValueError("its header or its contents are not those of this block")
+        return contents
+
+
+class SharedStorageScheduler(BlockStore):
+    """Asks the directory whether a file is there. What failed to load is not asked for again."""
+
+    def __init__(self, context: TransferContext) -> None:
+        super().__init__(context)
+        self._folder = folder_of(context)
+        self._known: OrderedDict[bytes, bool] = OrderedDict()
+
+    def holds(self, key: bytes) -> bool:
+        if key not in self._known:
+            if not path_of(self._folder, key).is_file():
+                return False
+            self._remember(key, True)
+        return self._known[key]
+
+    def save(self, blocks: Sequence[FullBlock]) -> list[BlockTransfer]:
+        missing = [block for block in blocks if not self.holds(block.key)]
+        for block in missing:  # a file that was not good is about to be replaced
+            self._known.pop(block.key, None)
+        return super().save(missing)
+
+    def _remember(self, key: bytes, is_good: bool) -> None:
+        self._known[key] = is_good
+        if len(self._known) > MAX_KNOWN_BLOCKS:
+            self._known.popitem(last=False)
+
+    def update_connector_output(self, load: Load, num_valid_blocks: int) -> None:
+        if num_valid_blocks < len(load.keys):
+            self._remember(load.keys[num_valid_blocks], False)
+
+    def reset_cache(self) -> None:
+        self._known.clear()
+
+
+class SharedStorageWorker(KVConnectorWorker):
+    """Reads in the loads' thread, and writes in another one."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._folder = folder_of(context.transfer)
+        if context.transfer.config.saves:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        self._bad: set[bytes] = set()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-saves")
+        self._room = Semaphore(MAX_QUEUED_BLOCKS)
+        self._cannot_write = False
+
+    def load_block(self, key: bytes, place: int) -> Tensor | None:
+        path = path_of(self._folder, key)
+        try:
+            return None if self.blocks is None else BlockFile(self.blocks).read(path, key)
+        except (OSError, ValueError) as error:
+            if key not in self._bad:
+                self._bad.add(key)
+                logger.warning("%s is ignored, and will be written anew: %s.", path, error)
+            return None
+
+    def save_block(self, key: bytes, place: int) -> Tensor | None:
+        if self.blocks is None or not self._room.acquire(blocking=False):
+            return None
+        is_cuda = self.context.device.type == "cuda"
+        return torch.empty(self.blocks.block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+
+    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
+        if self.blocks is not None:
+            self._writer.submit(self._write, BlockFile(self.blocks), data, wait)
+
+    def _write(self, form: BlockFile, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
+        wait()
+        for key, contents in data:
+            try:
+                form.write(path_of(self._folder, key), key, contents)
+                self._bad.discard(key)
+            except OSError as error:
+                if not self._cannot_write:
+                    logger.warning("Blocks cannot be saved in %s: %s.", self._folder, error)
+                self._cannot_write = True
+            finally:
+                self._room.release()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._writer.shutdown()
+
+
+class SharedStorageConnector(KVConnector):
+    """Keeps full blocks in a directory. kv_connector_extra_config: {"shared_storage_path": …}."""
+
+    Options = SharedStorageOptions
+    outlives_engine = True
+    scheduler_side = SharedStorageScheduler
+    worker_side = SharedStorageWorker
+
+    @classmethod
+    def check(cls, config: KVTransferConfig) -> None:
+        path = Path(cls.options(config).shared_storage_path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"shared_storage_path {str(path)!r} cannot be used ({error}): name a directory."
+            ) from None
+        if not os.access(path, os.R_OK | os.X_OK | (os.W_OK if config.saves else 0)):
+            raise ConfigError(f"shared_storage_path {str(path)!r} cannot be read or written: name another directory.")

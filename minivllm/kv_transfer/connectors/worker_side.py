@@ -1,0 +1,150 @@
+"""The worker's side of a connector: blocks leave the KV cache in the order of steps, and come back beside them.
+
+A save is launched behind the step that fills the block, and before the next step, which may write into it: nobody has
+to keep the block meanwhile. A load runs in a thread of its own. It begins when all earlier steps are computed, since
+one of them may still write into blocks whose owner has left, and its blocks belong to it until it has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
+from minivllm.kv_transfer.connector import TransferContext
+from minivllm.kv_transfer.inbox import KVConnectorOutput
+from minivllm.messages import BlockTransfer, KVConnectorMetadata
+from minivllm.models.model import LayerCache
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """What a worker's side is made with. report: called from any thread, wakes the engine core."""
+
+    transfer: TransferContext
+    device: torch.device
+    report: Callable[[KVConnectorOutput], None]
+
+
+class CacheBlocks:
+    """Whole blocks of a KV cache as flat bytes, K and V of one layer after the other.
+
+    layout: (dtype, shape) of each piece. block_bytes: of a block over all layers.
+    """
+
+    def __init__(self, caches: Sequence[LayerCache], context: WorkerContext) -> None:
+        group_of = {layer: index for index, group in enumerate(context.transfer.groups) for layer in group.layers}
+        self._pieces: list[tuple[Tensor, int, slice]] = []
+        self.layout: list[tuple[str, list[int]]] = []
+        self.block_bytes = 0
+        for layer, cache in enumerate(caches):
+            for tensor in (cache.k, cache.v):
+                num_bytes = prod(tensor.shape[1:]) * tensor.element_size()
+                place = slice(self.block_bytes, self.block_bytes + num_bytes)
+                self._pieces.append((tensor, group_of[layer], place))
+                self.layout.append((str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])))
+                self.block_bytes += num_bytes
+
+    def read(self, block_ids: Sequence[int], data: Tensor) -> None:
+        """Copy a block into ``data``, uint8 [block_bytes], when what was launched so far is computed."""
+        for tensor, group, place in self._pieces:
+            block = tensor[block_ids[group]]
+            data[place].view(block.dtype).view(block.shape).copy_(block, non_blocking=True)
+
+    def write(self, block_ids: Sequence[int], data: Tensor) -> None:
+        """The way back; groups in which the block is the null block get nothing."""
+        for tensor, group, place in self._pieces:
+            if block_ids[group] != NULL_BLOCK_ID:
+                block = tensor[block_ids[group]]
+                block.copy_(data[place].view(block.dtype).view(block.shape), non_blocking=True)
+
+
+class KVConnectorWorker:
+    """One thread calls its methods, in the order of steps. A subclass says what ``load_block`` and ``save_block`` do.
+
+    blocks: the KV cache; None while it has no memory.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self.blocks: CacheBlocks | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-loads")
+        self._stream: Any = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
+
+    # -- what a subclass says --------------------------------------------------------------------------------------
+
+    def load_block(self, key: bytes, place: int) -> Tensor | None:
+        """What a block holds, uint8 [block_bytes] in host memory; None if it is missing or not what it should be.
+        Called by the loads' thread. place: what the scheduler's side said, or -1."""
+        raise NotImplementedError
+
+    def save_block(self, key: bytes, place: int) -> Tensor | None:
+        """Memory for a block that is saved, uint8 [block_bytes] on the host; None if it need not be."""
+        raise NotImplementedError
+
+    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
+        """The blocks' contents are in the memory that save_block gave, once ``wait`` has returned."""
+
+    # -- what the worker calls -------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, caches: Sequence[LayerCache]) -> None:
+        """The caches of all layers from now on; none while the engine sleeps. No load is under way."""
+        self.blocks = CacheBlocks(caches, self.context) if caches else None
+
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        """Begin the loads of a step, before it is launched."""
+        for load in metadata.loads:
+            self._thread.submit(self._load, load, self._fence())
+
+    def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
+        """Launch the saves of a step, behind it: no later step can write into their blocks before they are read."""
+        kept = []
+        for save in metadata.saves:
+            for index, key in enumerate(save.keys):
+                data = self.save_block(key, save.places[index] if save.places else -1)
+                if data is not None and self.blocks is not None:
+                    self.blocks.read([own[index] for own in save.block_ids], data)
+                    kept.append((key, data))
+        if kept:
+            self.saved(kept, self._fence())
+
+    def shutdown(self) -> None:
+        """Finish what is under way."""
+        self._thread.shutdown()
+
+    def _fence(self) -> Callable[[], None]:
+        """Waits, when it is called, for what the device was given before."""
+        if self._stream is None:
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.context.device))
+        return event.synchronize
+
+    @torch.inference_mode()
+    def _load(self, load: BlockTransfer, wait: Callable[[], None]) -> None:
+        num_valid = 0
+        try:
+            wait()
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                for index, key in enumerate(load.keys):
+                    data = self.load_block(key, load.places[index] if load.places else -1)
+                    if data is None or self.blocks is None or data.numel() != self.blocks.block_bytes:
+                        break
+                    self.blocks.write([own[index] for own in load.block_ids], data)
+                    num_valid += 1
+            if self._stream is not None:
+                self._stream.synchronize()
+        except Exception:  # whatever it is, the request must not wait for ever
+            logger.exception("Loading %d blocks failed.", len(load.keys))
+            num_valid = 0
+        self.context.report(KVConnectorOutput(finished_recving={load.transfer_id: num_valid}))

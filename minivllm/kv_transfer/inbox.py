@@ -1,0 +1,42 @@
+"""What the workers report of transfers, on its way to the engine core: a message that wakes it, so nobody polls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+import msgspec
+
+
+class KVConnectorOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What a connector's worker side has done, reported whenever it is done.
+
+    finished_recving: transfer id of each load that has ended -> how many of its blocks, from the first one on, hold
+    what they should; from here on nothing writes into any of them. finished_sending: requests that have ended, of whose
+    blocks nothing is read any longer.
+    """
+
+    finished_recving: dict[str, int] = msgspec.field(default_factory=dict)
+    finished_sending: list[str] = msgspec.field(default_factory=list)
+
+
+class TransferInbox:
+    """Written by the workers' threads, read by the thread that drives the core. wake: called after every report."""
+
+    def __init__(self) -> None:
+        self._reports: SimpleQueue[KVConnectorOutput] = SimpleQueue()
+        self.wake: Callable[[], None] = lambda: None
+
+    def put(self, report: KVConnectorOutput) -> None:
+        self._reports.put(report)
+        self.wake()
+
+    def take(self, may_wait: bool = False) -> list[KVConnectorOutput]:
+        """All reports that are there. may_wait: wait for the first one."""
+        reports = [self._reports.get()] if may_wait else []
+        while not self._reports.empty():
+            try:
+                reports.append(self._reports.get_nowait())
+            except Empty:
+                break
+        return reports

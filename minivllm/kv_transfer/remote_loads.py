@@ -1,0 +1,148 @@
+"""Loads under way: the blocks that they fill, and the requests that wait for them.
+
+The blocks of a load are its own until it has ended, whatever becomes of the request: freed earlier, they could be
+written into when they are another request's already. They are found under their hashes only once they are known to hold
+what they should, so nobody ever shares a block that may turn out to be bad. What arrived becomes part of the prefix
+cache. The request comes back to the head of the queue, and is admitted like any whose beginning is cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from minivllm.kv_cache.coordinator import BlocksPerGroup
+from minivllm.kv_cache.manager import KVCacheManager
+from minivllm.kv_transfer.connector import KVConnectorScheduler
+from minivllm.kv_transfer.inbox import KVConnectorOutput
+from minivllm.messages import BlockIds, KVTransferStats
+from minivllm.request import Request
+
+
+class Load:
+    """keys: hashes of its blocks. blocks: one for each key in every KV group, the null block where nothing is read.
+    hits: what the prefix cache holds before them, kept from eviction meanwhile."""
+
+    __slots__ = ("blocks", "hits", "keys", "request", "transfer_id")
+
+    def __init__(
+        self, transfer_id: str, request: Request, keys: list[bytes], hits: BlocksPerGroup, blocks: BlocksPerGroup
+    ) -> None:
+        self.transfer_id, self.request, self.keys = transfer_id, request, keys
+        self.hits, self.blocks = hits, blocks
+
+    @property
+    def block_ids(self) -> BlockIds:
+        return tuple([block.block_id for block in group] for group in self.blocks)
+
+
+class RemoteLoads:
+    """Asks the connector for what the prefix cache lacks, and keeps what is under way.
+
+    waiting: the requests that wait for a load (vLLM's WAITING_FOR_REMOTE_KVS), beside the queue, by id.
+    """
+
+    def __init__(self, manager: KVCacheManager, connector: KVConnectorScheduler) -> None:
+        self._manager, self._connector = manager, connector
+        self.waiting: dict[str, Load] = {}
+        self._loads: dict[str, Load] = {}
+        self._sending: dict[str, BlocksPerGroup] = {}
+        self._num_begun = 0
+        self._hit_tokens = self._num_loaded = self._num_failed = 0
+
+    @property
+    def num_transfers(self) -> int:
+        """Transfers that hold blocks."""
+        return len(self._loads) + len(self._sending)
+
+    def num_tokens(self, request: Request, num_hit_tokens: int) -> int | None:
+        """Tokens that a load would bring, in whole blocks; None: the connector cannot say yet."""
+        if request.load_failed or request.skips_prefix_cache:
+            return 0
+        count = self._connector.get_num_new_matched_tokens(request, num_hit_tokens)
+        if not count:
+            return count
+        size = self._manager.hash_block_size
+        return min(count, request.num_tokens - 1 - num_hit_tokens) // size * size
+
+    def begin(
+        self, request: Request, hits: BlocksPerGroup, num_hit_tokens: int, num_tokens: int, reserved: list[int]
+    ) -> bool:
+        """Take blocks for the tokens behind the hits and have them filled; False, and nothing has changed, if there is
+        no room for all known tokens of the request besides the reserved blocks."""
+        blocks = self._manager.take_for_load(request, hits, num_hit_tokens, num_tokens, reserved)
+        if blocks is None:
+            return False
+        start, self._num_begun = num_hit_tokens // self._manager.hash_block_size, self._num_begun + 1
+        keys = request.block_hashes[start : start + len(blocks[0])]
+        load = Load(str(self._num_begun), request, keys, hits, blocks)
+        self._loads[load.transfer_id] = load
+        self.waiting[request.request_id] = load
+        self._hit_tokens += num_tokens
+        self._connector.update_state_after_alloc(request, load)
+        return True
+
+    def end(self, output: KVConnectorOutput) -> list[tuple[Request, bool]]:
+        """Take in what the workers report; the requests that need not wait any longer, and whether all of it came.
+
+        A transfer that is not known has been reported before: it is ignored.
+        """
+        released = []
+        for transfer_id, num_valid in output.finished_recving.items():
+            load = self._loads.pop(transfer_id, None)
+            if load is None:
+                continue
+            num_valid = min(num_valid, len(load.keys))
+            is_whole = num_valid == len(load.keys)
+            self._num_loaded += num_valid
+            self._num_failed += len(load.keys) - num_valid
+            self._connector.update_connector_output(load, num_valid)
+            self._manager.give_back(load.blocks, load.keys[:num_valid])
+            self._manager.give_back(load.hits)
+            if self.waiting.get(load.request.request_id) is load:
+                del self.waiting[load.request.request_id]
+                load.request.load_failed = not is_whole
+                released.append((load.request, is_whole))
+        for request_id in output.finished_sending:
+            blocks = self._sending.pop(request_id, None)
+            if blocks is not None:
+                self._manager.give_back(blocks)
+        return released
+
+    def finish(self, request: Request) -> None:
+        """A request ends, and its blocks are about to be freed: hold those that the connector still reads."""
+        self.waiting.pop(request.request_id, None)
+        connector = self._connector
+        if connector.is_connected and connector.request_finished(
+            request, self._manager.get_block_ids(request.request_id)
+        ):
+            self._sending[request.request_id] = self._manager.hold(request.request_id)
+
+    def is_sending(self, request_id: str) -> bool:
+        """Whether blocks of a request that has ended are still read."""
+        return request_id in self._sending
+
+    def num_promised_blocks(self) -> list[list[int]]:
+        """Blocks of each KV group that the requests which wait for a load will take besides those it fills."""
+        return [
+            self._manager.num_blocks_missing_behind(
+                load.request, tuple(hits + blocks for hits, blocks in zip(load.hits, load.blocks))
+            )
+            for load in self.waiting.values()
+        ]
+
+    def held(self) -> Iterable[BlocksPerGroup]:
+        """Blocks that are in use besides those of running requests."""
+        for load in self._loads.values():
+            yield load.blocks
+            yield load.hits
+        yield from self._sending.values()
+
+    def stats(self) -> KVTransferStats:
+        return KVTransferStats(
+            tier=self._connector.tier,
+            hit_tokens=self._hit_tokens,
+            num_loaded_blocks=self._num_loaded,
+            num_saved_blocks=self._connector.num_saved_blocks,
+            num_failed_blocks=self._num_failed,
+            block_bytes=self._connector.block_bytes,
+        )

@@ -1,0 +1,125 @@
+"""A connector whose blocks are hashes of what should be in them, and whose transport does whatever a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from minivllm.config import KVTransferConfig
+from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
+from minivllm.kv_cache.specs import GroupSpec, one_group
+from minivllm.kv_transfer.connector import BlockStore, TransferContext
+from minivllm.kv_transfer.inbox import KVConnectorOutput
+from minivllm.kv_transfer.remote_loads import Load
+from minivllm.messages import BlockIds, BlockTransfer, SchedulerOutput
+from minivllm.request import Request
+from tests.scheduler.simulated_worker import SimulatedWorker
+
+GARBAGE = -1
+Contents = tuple[list[int | None], ...]
+"""What the cache slots of a block hold, in every KV group."""
+
+
+class SimulatedStore(BlockStore):
+    """Scheduler's side. Names stay known when contents were lost, until a load fails. sends_every: which of the
+    requests that end are still read afterwards."""
+
+    def __init__(self, block_size: int, sends_every: int = 0, groups: Sequence[GroupSpec] = ()) -> None:
+        config = KVTransferConfig(kv_connector="simulated")
+        super().__init__(TransferContext(config=config, options=None, groups=groups or [one_group(1, block_size, 1)]))
+        self.names: set[bytes] = set()
+        self.is_shy = False
+        self._sends_every, self._num_finished = sends_every, 0
+        self.sent: list[tuple[str, BlockIds]] = []
+
+    def holds(self, key: bytes) -> bool:
+        return key in self.names
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        return None if self.is_shy else super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_connector_output(self, load: Load, num_valid_blocks: int) -> None:
+        self.names.difference_update(load.keys[num_valid_blocks:])
+
+    def request_finished(self, request: Request, block_ids: BlockIds) -> bool:
+        self._num_finished += 1
+        if not self._sends_every or self._num_finished % self._sends_every or not block_ids[0]:
+            return False
+        self.sent.append((request.request_id, block_ids))
+        return True
+
+    def reset_cache(self) -> None:
+        self.names.clear()
+
+
+@dataclass
+class Transport:
+    """Worker's side: what is stored, what is on its way, and what was reported before."""
+
+    worker: SimulatedWorker
+    store: SimulatedStore
+    stored: dict[bytes, Contents] = field(default_factory=dict)
+    loads: list[BlockTransfer] = field(default_factory=list)
+    sends: list[tuple[str, BlockIds, Contents]] = field(default_factory=list)
+    reports: list[KVConnectorOutput] = field(default_factory=list)
+    num_whole: int = 0
+
+    def follow(self, step: SchedulerOutput) -> None:
+        """After the worker has executed a step."""
+        metadata = step.kv_connector_metadata
+        for save in metadata.saves if metadata else ():
+            for index, key in enumerate(save.keys):
+                contents = tuple(self._read(group, ids[index]) for group, ids in enumerate(save.block_ids))
+                assert all(None not in own and GARBAGE not in own for own in contents), "saved before it was computed"
+                assert self.stored.setdefault(key, contents) == contents, "one hash, two contents"
+                self.store.names.add(key)
+        self.loads += metadata.loads if metadata else ()
+
+    def start_sends(self) -> None:
+        for request_id, block_ids in self.store.sent:
+            contents = tuple([slot for one in ids for slot in self._read(g, one)] for g, ids in enumerate(block_ids))
+            self.sends.append((request_id, block_ids, contents))
+        self.store.sent = []
+
+    def scribble(self) -> None:
+        """Loads under way may write whatever they like into their blocks, at any time."""
+        for load in self.loads:
+            for group, ids in enumerate(load.block_ids):
+                for block_id in ids:
+                    self._write(group, block_id, None)
+
+    def carry(self, choice: int, num_good: int) -> KVConnectorOutput:
+        """One load ends: its first blocks arrive, the next ones are broken. What was lost from the store is lost."""
+        load = self.loads.pop(choice % len(self.loads))
+        num_valid = 0
+        for index, key in enumerate(load.keys[:num_good]):
+            if key not in self.stored:
+                break
+            for group, ids in enumerate(load.block_ids):
+                self._write(group, ids[index], self.stored[key][group])
+            num_valid += 1
+        for group, ids in enumerate(load.block_ids):
+            for block_id in ids[num_valid:]:
+                self._write(group, block_id, None)
+        self.num_whole += num_valid == len(load.keys)
+        self.reports.append(KVConnectorOutput(finished_recving={load.transfer_id: num_valid}))
+        return self.reports[-1]
+
+    def end_send(self, choice: int) -> KVConnectorOutput:
+        """A reader is done with the blocks of a request that ended, which must be as they were."""
+        request_id, block_ids, contents = self.sends.pop(choice % len(self.sends))
+        now = tuple([slot for one in ids for slot in self._read(g, one)] for g, ids in enumerate(block_ids))
+        assert now == contents, "somebody wrote into blocks that are still read"
+        self.reports.append(KVConnectorOutput(finished_sending=[request_id]))
+        return self.reports[-1]
+
+    def _read(self, group: int, block_id: int) -> list[int | None]:
+        size = self.worker.groups[group].block_size
+        return [self.worker.slots[group].get(block_id * size + place) for place in range(size)]
+
+    def _write(self, group: int, block_id: int, contents: list[int | None] | None) -> None:
+        size = self.worker.groups[group].block_size
+        for place in range(size if block_id != NULL_BLOCK_ID else 0):
+            value = GARBAGE if contents is None else contents[place]
+            assert value is not None
+            self.worker.slots[group][block_id * size + place] = value

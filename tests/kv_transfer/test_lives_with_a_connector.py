@@ -1,0 +1,229 @@
+"""Random lives of many requests whose keys and values travel: no foreign block, no leaked block, every answer right.
+
+The transport delays, repeats, loses and breaks what it carries, and dies; see the machine of the scheduler for the rest.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from minivllm.kv_transfer.inbox import KVConnectorOutput
+from minivllm.scheduler.scheduler import Scheduler
+from tests.kv_transfer.simulated_connector import SimulatedStore, Transport
+from tests.scheduler.simulated_worker import Layers
+from tests.scheduler.test_scheduler_properties import SchedulerMachine
+
+
+class ConnectorMachine(SchedulerMachine):
+    """The scheduler's machine with a connector."""
+
+    transport: Transport
+
+    @initialize(
+        policy=st.sampled_from(["fcfs", "priority"]),
+        budget=st.integers(1, 12),
+        max_num_seqs=st.integers(1, 5),
+        block_size=st.integers(1, 3),
+        kinds=st.lists(
+            st.tuples(st.sampled_from(["full", "window", "chunk"]), st.integers(1, 9), st.integers(4, 14)),
+            min_size=1,
+            max_size=3,
+        ),
+        threshold=st.integers(0, 3),
+        depth=st.integers(1, 3),
+        is_async=st.booleans(),
+        sends_every=st.integers(0, 3),
+    )
+    def start(  # type: ignore[override]
+        self,
+        policy: str,
+        budget: int,
+        max_num_seqs: int,
+        block_size: int,
+        kinds: list[tuple[str, int, int]],
+        threshold: int,
+        depth: int,
+        is_async: bool,
+        sends_every: int,
+    ) -> None:
+        self.store = SimulatedStore(block_size, sends_every)
+        groups = [(Layers(block_size, kind, reach), num_blocks) for kind, reach, num_blocks in kinds]
+        super().start(policy, budget, max_num_seqs, groups, threshold, True, depth, is_async)
+        self.transport = Transport(self.worker, self.store)
+
+    def make_scheduler(self, is_async: bool) -> Scheduler:
+        return Scheduler(self.config, self.manager, async_scheduling=is_async, connector=self.store)
+
+    @property
+    def is_held_up(self) -> bool:
+        return self.scheduler.loads.num_transfers > 0 or self.store.is_shy
+
+    @precondition(lambda self: len(self.in_flight) < self.depth)
+    @rule()
+    def schedule(self) -> None:
+        super().schedule()
+        self.transport.follow(self.in_flight[-1][0])
+
+    def report(self, output: KVConnectorOutput) -> None:
+        self.scheduler.update_connector_output(output)
+
+    @precondition(lambda self: self.transport.loads)
+    @rule(choice=st.integers(0, 9), num_good=st.sampled_from([0, 1, 2, 99, 99, 99]))
+    def carry(self, choice: int, num_good: int) -> None:
+        """A load ends: whole, with a broken block, or after its deadline."""
+        self.report(self.transport.carry(choice, num_good))
+
+    @precondition(lambda self: self.transport.loads)
+    @rule()
+    def scribble(self) -> None:
+        self.transport.scribble()
+
+    @precondition(lambda self: self.transport.sends or self.store.sent)
+    @rule(choice=st.integers(0, 9))
+    def end_send(self, choice: int) -> None:
+        self.transport.start_sends()
+        self.report(self.transport.end_send(choice))
+
+    @precondition(lambda self: self.transport.reports)
+    @rule(choice=st.integers(0, 99))
+    def repeat(self, choice: int) -> None:
+        """A report comes twice, or late; and one that nobody ever waited for."""
+        self.report(self.transport.reports[choice % len(self.transport.reports)])
+        self.report(KVConnectorOutput(finished_recving={"unknown": 1}, finished_sending=["unknown"]))
+
+    @rule(seed=st.integers(0, 9))
+    def lose(self, seed: int) -> None:
+        """Some of what is stored is gone, and the scheduler's side does not know."""
+        for key in Random(seed).sample(sorted(self.transport.stored), len(self.transport.stored) // 2):
+            del self.transport.stored[key]
+
+    @rule()
+    def die(self) -> None:
+        """The other end is gone, with all that was on its way."""
+        while self.transport.loads:
+            self.report(self.transport.carry(0, 0))
+
+    @rule(is_shy=st.booleans())
+    def hesitate(self, is_shy: bool) -> None:
+        """The connector does not know yet what it has."""
+        self.store.is_shy = is_shy
+
+    def settle(self) -> None:
+        self.store.is_shy = False
+        while self.transport.loads:
+            self.report(self.transport.carry(0, 99))
+        self.transport.start_sends()
+        while self.transport.sends:
+            self.report(self.transport.end_send(0))
+
+    @rule(num_free=st.integers(0, 3))
+    def forget(self, num_free: int) -> None:
+        """The device's cache forgets what is not in use, so that more has to travel."""
+        for pool in self.manager.pools:
+            for block in list(pool.free_queue)[num_free:]:
+                pool.forget(block)
+
+
+class LongConnectorMachine(ConnectorMachine):
+    """The same, for thousands of steps."""
+
+
+TestLivesWithAConnector = ConnectorMachine.TestCase
+TestLivesWithAConnector.settings = settings(
+    max_examples=60,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestLivesWithAConnectorLong = pytest.mark.slow(LongConnectorMachine.TestCase)
+TestLivesWithAConnectorLong.settings = settings(
+    max_examples=1000, stateful_step_count=120, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def busy_life(seed: int, num_actions: int) -> ConnectorMachine:
+    """The same machine under load: few blocks, few different prompts, so that much of it travels."""
+    random = Random(seed)
+    life = ConnectorMachine()
+    kinds = [("full", 1, random.randint(7, 18))]
+    if random.random() < 0.4:
+        kinds.append((random.choice(["window", "chunk"]), random.randint(1, 9), random.randint(6, 14)))
+    life.start(
+        policy=random.choice(["fcfs", "priority"]),
+        budget=random.randint(2, 12),
+        max_num_seqs=random.randint(1, 5),
+        block_size=random.randint(1, 3),
+        kinds=kinds,
+        threshold=random.choice([0, 0, 3]),
+        depth=random.choice([1, 1, 2, 3]),
+        is_async=random.random() < 0.5,
+        sends_every=random.choice([0, 0, 1, 3]),
+    )
+    for _ in range(num_actions):
+        action = random.random()
+        if action < 0.12 and len(life.scheduler.waiting) < 8:
+            life.arrive(
+                prompt=[random.randint(0, 1)] * random.randint(1, 6) + [1] * random.randint(0, 6),
+                max_tokens=random.randint(1, 9),
+                eos=[],
+                stop=[],
+                ignore_eos=True,
+                min_tokens=0,
+                priority=random.randint(-2, 2),
+                arrival=random.randint(0, 3),
+                salt=random.choice([None, None, "tenant"]),
+                logprobs=None,
+                prompt_logprobs=random.choice([None, None, None, 0]),
+                blocked=random.random() < 0.05,
+            )
+        elif action < 0.15 and life.given:
+            life.abort(random.randrange(1000))
+        elif action < 0.18:
+            life.unblock_all()
+        elif action < 0.24:
+            life.draft(random.randrange(1000))
+        elif action < 0.30:
+            life.forget(random.randint(0, 3))
+        elif action < 0.31:
+            random.choice([lambda: life.lose(1), life.die, lambda: life.hesitate(random.random() < 0.5)])()
+        elif action < 0.45 and life.transport.loads:
+            life.scribble()
+            life.carry(random.randrange(10), random.choice([0, 1, 2, 99, 99, 99, 99]))
+        elif action < 0.48 and (life.transport.sends or life.store.sent):
+            life.end_send(random.randrange(10))
+        elif action < 0.5 and life.transport.reports:
+            life.repeat(random.randrange(100))
+        elif len(life.in_flight) < life.depth and random.random() < 0.6:
+            life.schedule()
+        elif life.in_flight:
+            life.deliver()
+        life.requests_and_blocks_agree()
+    life.teardown()
+    return life
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_busy_lives_keep_every_invariant(seed: int) -> None:
+    assert not busy_life(seed, num_actions=400).scheduler.has_requests()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1100))
+def test_long_busy_lives_keep_every_invariant(seed: int) -> None:
+    assert not busy_life(seed, num_actions=2000).scheduler.has_requests()
+
+
+def test_busy_lives_do_meet_hits_failures_and_preempted_requests_that_come_back() -> None:
+    lives = [busy_life(seed, num_actions=400) for seed in range(100, 108)]
+    stats = [life.scheduler.stats() for life in lives]
+    transfers = [entry.kv_transfer for entry in stats if entry.kv_transfer is not None]
+    assert sum(entry.num_loaded_blocks for entry in transfers) > 50
+    assert sum(entry.num_failed_blocks for entry in transfers) > 20
+    assert sum(entry.num_preemptions for entry in stats) > 8
+    assert sum(life.transport.num_whole for life in lives) > 20
