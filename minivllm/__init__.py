@@ -14,6 +14,7 @@ __all__ = [
     "AttentionRule",
     "BatchUpdate",
     "BeamSearchParams",
+    "BlockStore",
     "CompletionOutput",
     "Description",
     "DraftContext",
@@ -22,6 +23,8 @@ __all__ = [
     "EngineArgs",
     "Entries",
     "Family",
+    "KVConnector",
+    "KVConnectorWorker",
     "LoRARequest",
     "LogitsProcessor",
     "OutputKind",
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
     from minivllm.config import EngineArgs
     from minivllm.frontend.async_llm import AsyncLLM
     from minivllm.frontend.llm import LLM
+    from minivllm.kv_transfer.connector import BlockStore, KVConnector
+    from minivllm.kv_transfer.connectors.worker_side import KVConnectorWorker
     from minivllm.messages import LoRARequest
     from minivllm.models.entries.entries import Entries
     from minivllm.models.families.dense import Description
@@ -79,6 +84,9 @@ _HOMES = {
     "DraftContext": "minivllm.spec_decode.drafter",
     "DraftTask": "minivllm.spec_decode.drafter",
     "Drafter": "minivllm.spec_decode.drafter",
+    "BlockStore": "minivllm.kv_transfer.connector",
+    "KVConnector": "minivllm.kv_transfer.connector",
+    "KVConnectorWorker": "minivllm.kv_transfer.connectors.worker_side",
     "EngineArgs": "minivllm.config",
     "Entries": "minivllm.models.entries.entries",
     "Family": "minivllm.models.families.family",

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from minivllm.messages import SchedulerStats
+from minivllm.messages import KVTransferStats, SchedulerStats
 from minivllm.processing.outputs import CompletionOutput, RequestOutput
 
 TOKEN_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
@@ -145,6 +145,8 @@ class _EngineCollector:
             for pool in stats.kv_cache_pools:
                 of_pools.add_metric([pool.name], getattr(pool, field))
             yield of_pools
+        if stats.kv_transfer is not None:
+            yield from _transfers(stats.kv_transfer)
         # Tokens that a client's grammar forces count as drafts too, and those can be many.
         accepted = CounterMetricFamily(
             "minivllm_spec_decode_num_accepted_tokens_per_pos",
@@ -154,6 +156,27 @@ class _EngineCollector:
         for position, count in enumerate(stats.num_accepted_tokens_per_position[:MAX_DRAFT_POSITIONS]):
             accepted.add_metric([str(position)], count)
         yield accepted
+
+
+def _transfers(stats: KVTransferStats) -> Iterable[Metric]:
+    """What a connector has done. Its name, which the operator chose, is the only tier."""
+    loaded, saved = stats.num_loaded_blocks, stats.num_saved_blocks
+    counters = (
+        ("hit_tokens", "Tokens found in the tier that the KV cache did not have.", stats.hit_tokens),
+        ("loaded_blocks", "KV blocks that came from the tier.", loaded),
+        ("loaded_bytes", "Bytes that came from the tier.", loaded * stats.block_bytes),
+        ("saved_blocks", "KV blocks that were given to the tier.", saved),
+        ("saved_bytes", "Bytes that were given to the tier.", saved * stats.block_bytes),
+        (
+            "failed_blocks",
+            "KV blocks that the tier promised, but did not have whole.",
+            stats.num_failed_blocks,
+        ),
+    )
+    for name, text, value in counters:
+        family = CounterMetricFamily(f"minivllm_kv_transfer_{name}", text, labels=["tier"])
+        family.add_metric([stats.tier], value)
+        yield family
 
 
 def _observe(histogram: Histogram, seconds: float | None) -> None:

@@ -1,6 +1,6 @@
 """Random lives of many requests whose keys and values travel: no foreign block, no leaked block, every answer right.
 
-The transport delays, repeats, loses and breaks what it carries, and dies; see the machine of the scheduler for the rest.
+The transport delays, repeats, loses and breaks what it carries, and dies. The rest is the machine of the scheduler.
 """
 
 from __future__ import annotations
