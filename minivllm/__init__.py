@@ -14,7 +14,6 @@ __all__ = [
     "AttentionRule",
     "BatchUpdate",
     "BeamSearchParams",
-    "BlockStore",
     "CompletionOutput",
     "Description",
     "DraftContext",
@@ -24,7 +23,6 @@ __all__ = [
     "Entries",
     "Family",
     "KVConnector",
-    "KVConnectorWorker",
     "LoRARequest",
     "LogitsProcessor",
     "OutputKind",
@@ -50,8 +48,7 @@ if TYPE_CHECKING:
     from minivllm.config import EngineArgs
     from minivllm.frontend.async_llm import AsyncLLM
     from minivllm.frontend.llm import LLM
-    from minivllm.kv_transfer.connector import BlockStore, KVConnector
-    from minivllm.kv_transfer.connectors.worker_side import KVConnectorWorker
+    from minivllm.kv_transfer.connector import KVConnector
     from minivllm.messages import LoRARequest
     from minivllm.models.entries.entries import Entries
     from minivllm.models.families.dense import Description
@@ -84,9 +81,7 @@ _HOMES = {
     "DraftContext": "minivllm.spec_decode.drafter",
     "DraftTask": "minivllm.spec_decode.drafter",
     "Drafter": "minivllm.spec_decode.drafter",
-    "BlockStore": "minivllm.kv_transfer.connector",
     "KVConnector": "minivllm.kv_transfer.connector",
-    "KVConnectorWorker": "minivllm.kv_transfer.connectors.worker_side",
     "EngineArgs": "minivllm.config",
     "Entries": "minivllm.models.entries.entries",
     "Family": "minivllm.models.families.family",

@@ -8,7 +8,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from minivllm import BlockStore, KVConnector, KVConnectorWorker
+from minivllm import KVConnector
+from minivllm.kv_transfer.connector import BlockStore
+from minivllm.kv_transfer.connectors.worker_side import KVConnectorWorker
 
 SHELF: dict[bytes, Tensor] = {}
 """Block hash -> what the block holds. It stands for whatever keeps bytes under a name."""
