@@ -58,7 +58,8 @@ class EngineConfig:
     ``lora`` is None where no adapters are served. tokenizer: where the tokenizer comes from, if not from the model.
     attention_backend, logits_processors: see EngineArgs. async_scheduling: up to two steps are in flight. family,
     model_impl, hf_overrides: what workers in other processes read the model's configuration with. executor: whether
-    the worker lives in the engine's process ("uni") or in one of its own ("mp"). kv_transfer: None where no keys and values travel."""
+    the worker lives in the engine's process ("uni") or in one of its own ("mp"). kv_transfer: None where no keys and
+    values travel."""
 
     model: str
     model_path: str
