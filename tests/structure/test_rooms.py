@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,11 @@ FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "job
 FORBIDDEN_CALLS = {"torch.load", "torch.jit.load", "numpy.load", "np.load", "torch.utils.cpp_extension"}
 
 
+@cache
+def syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -61,7 +67,7 @@ PACKAGES = sorted({package_of(module) for module in MODULES} - {VOCABULARY})
 
 
 def declaration(package: str) -> str:
-    docstring = ast.get_docstring(ast.parse(MODULES[package].read_text(encoding="utf-8")))
+    docstring = ast.get_docstring(syntax(MODULES[package]))
     assert docstring, f"{package} has no docstring"
     return docstring
 
@@ -78,7 +84,7 @@ def declared_imports(package: str) -> set[str]:
 
 def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
     """(module, line) of every import, inside functions and type-checking blocks too; members count as modules."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(syntax(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -87,10 +93,12 @@ def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
             yield node.module, node.lineno
 
 
-def own_imports() -> Iterator[tuple[str, str, str]]:
+@cache
+def own_imports() -> list[tuple[str, str, str]]:
     """(importing module, imported module, place) within the two packages."""
+    found = []
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(syntax(path)):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -99,7 +107,8 @@ def own_imports() -> Iterator[tuple[str, str, str]]:
                 continue
             for name in names:
                 if name.split(".")[0] in ("minivllm", "kernels_triton_free"):
-                    yield module_name(path), name, f"{path.relative_to(ROOT)}:{node.lineno}"
+                    found.append((module_name(path), name, f"{path.relative_to(ROOT)}:{node.lineno}"))
+    return found
 
 
 def real_imports() -> dict[str, set[str]]:
@@ -174,7 +183,7 @@ def test_decisions_are_made_without_torch(package: str) -> None:
 
 @pytest.mark.parametrize("path", EVERYTHING, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_is_imported_that_runs_code_while_reading_data(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = syntax(path)
     for module, line in imported_modules(path):
         assert module.split(".")[0] not in FORBIDDEN_MODULES, f"{path}:{line} imports {module}"
         assert module not in FORBIDDEN_CALLS, f"{path}:{line} imports {module}"
@@ -199,7 +208,7 @@ def test_nothing_is_checked_by_assert_that_a_caller_could_get_wrong() -> None:
         checked = (VOCABULARY, "minivllm.frontend", "minivllm.processing", "minivllm.tokenizer", "minivllm.cli")
         if not package_of(module).startswith(checked[1:]) and package_of(module) != VOCABULARY:
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(syntax(path)):
             assert not isinstance(node, ast.Assert), f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
@@ -237,7 +246,7 @@ def test_every_module_says_what_it_is_for() -> None:
 @pytest.mark.parametrize("name", ["e01", "e02", "e03", "t14", "t15"])
 def test_a_worked_example_plugs_in_by_public_names(name: str) -> None:
     [path] = ROOT.glob(f"tutorials/{name}_*.py")
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(syntax(path)):
         if isinstance(node, ast.Attribute):
             is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             is_private = node.attr.startswith("_") and not node.attr.startswith("__") and not is_own
