@@ -13,6 +13,7 @@ from minivllm.checkpoints.hf_config import (
     read_token_ids,
 )
 from minivllm.errors import ModelError
+from minivllm.model_facts.transformers_checks import check_config, check_entries, rope_sets
 from minivllm.models.decoder_config import StoredQuantization
 from minivllm.models.entries.entries import MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB_SIZE, MAX_WIDTH
 from minivllm.weight_formats.quantization_config import read_quantization
@@ -65,7 +66,9 @@ def read_transformers_config(directory: str | Path, overrides: Mapping[str, Any]
     entries = {**read_json_object(path), **(overrides or {})}
     generation_path = path.with_name("generation_config.json")
     generation = read_json_object(generation_path) if generation_path.is_file() else {}
+    check_entries(entries, source)
     config = _load(entries, source)
+    check_config(config, source)
     architecture = _architecture(config, entries, source)
     for name, value, most in _sizes(config):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
@@ -103,7 +106,7 @@ def _load(entries: Mapping[str, Any], source: str) -> PretrainedConfig:
     try:
         config = CONFIG_MAPPING[model_type].from_dict(known)
     except Exception as error:  # a configuration class raises whatever its checks raise
-        raise ModelError(f"{source} is refused by transformers: {_sentence(error)}") from error
+        raise ModelError(f"{source} is refused by transformers: {one_sentence(error)}") from error
     return config
 
 
@@ -143,9 +146,7 @@ def _sizes(config: PretrainedConfig) -> list[tuple[str, Any, int]]:
 
 def _rope_types(config: PretrainedConfig) -> set[str]:
     """Of all layers: rope_parameters is one set of values, or one for every type of layer."""
-    given = getattr(config, "rope_parameters", None) or {}
-    sets = [value for value in given.values() if isinstance(value, dict)] or [given]
-    return {str(one.get("rope_type", "default")) for one in sets}
+    return {str(one.get("rope_type", "default")) for one in rope_sets(getattr(config, "rope_parameters", None))}
 
 
 def _eos_token_ids(
@@ -157,7 +158,9 @@ def _eos_token_ids(
     return read_token_ids("eos_token_id", named, default, config.vocab_size, source)
 
 
-def _sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())
+def one_sentence(error: Exception) -> str:
+    """What an error of transformers says, without line breaks; a KeyError says little but the key."""
+    said = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+    text = " ".join(said.split())
     text = text if len(text) <= 300 else text[:297] + "..."
     return text if text.endswith(".") else text + "."

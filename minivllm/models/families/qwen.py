@@ -13,8 +13,7 @@ from minivllm.models.families.family import Family, defaults
 def _windows(entries: Entries) -> Sequence[int | None]:
     """From layer ``max_window_layers`` on, or as ``layer_types`` says; none at all unless they are switched on."""
     num_layers = entries.num_layers
-    window = entries.optional_whole("sliding_window", 1, MAX_POSITIONS)
-    window = window if entries.flag("use_sliding_window") else None
+    window = entries.optional_whole("sliding_window", 1, MAX_POSITIONS) if entries.flag("use_sliding_window") else None
     types = entries.layer_types()
     if types is not None:
         return entries.windows_by_type(types, window)

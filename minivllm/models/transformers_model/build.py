@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.errors import ModelError
-from minivllm.model_facts.transformers_config import TransformersConfig
+from minivllm.model_facts.transformers_config import TransformersConfig, one_sentence
 from minivllm.models.transformers_model.attention import (
     PAGED,
     PROBE,
@@ -57,7 +57,9 @@ def build_architecture(config: TransformersConfig, dtype: torch.dtype, device: t
                 f"{config.source}: the attention of {config.architecture} does not go through transformers' attention "
                 "interface, and cannot be served."
             ) from error
-        raise ModelError(f"{config.source}: transformers cannot build {config.architecture}: {error}") from error
+        raise ModelError(
+            f"{config.source}: transformers cannot build {config.architecture}: {one_sentence(error)}"
+        ) from error
     if model._is_stateful:
         raise ModelError(
             f"{config.source}: {config.architecture} keeps another state than keys and values (a scan or a "
