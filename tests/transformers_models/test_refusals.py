@@ -42,6 +42,8 @@ def new_model(directory: Path) -> TransformersModel:
         (None, {}, "model_type is None, which neither minivllm nor transformers knows"),
         ("nobodys", {"auto_map": {"AutoConfig": "x.Y"}}, "Code that a model brings along is never run"),
         ("t5", {"d_model": 32}, "has no decoder of text|is an encoder"),
+        ("bart", {}, "is an encoder with a decoder, which is not served"),
+        ("recurrent_gemma", {}, "layer_types names linear_attention"),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "layer_types names conv"),
         ("gemma2", {"num_hidden_layers": -3}, "num_hidden_layers.*-3"),
         ("gemma2", {"architectures": ["Gemma2ForTokenClassification"]}, "only the decoder of text"),
@@ -55,7 +57,20 @@ def test_a_configuration_that_cannot_be_served_is_refused_with_its_entry(
         read_transformers_config(write_config(tmp_path, model_type, **entries))
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "falcon", "mamba", "jamba"])
+@pytest.mark.parametrize("model_type", ["bloom", "mpt"])
+def test_a_bias_for_distances_is_refused_by_its_name(model_type: str, tmp_path: Path) -> None:
+    config = read_transformers_config(write_config(tmp_path, model_type))
+    with pytest.raises(ModelError, match="it adds a bias such as ALiBi to its mask"):
+        build_architecture(config, torch.float32, CPU)
+
+
+def test_tokens_behind_the_query_are_refused(tmp_path: Path) -> None:
+    config = read_transformers_config(write_config(tmp_path, "bert"))
+    with pytest.raises(ModelError, match="its attention mask is neither causal, nor a sliding window, nor in chunks"):
+        build_architecture(config, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "gptj", "jamba", "mamba", "rwkv", "xlstm"])
 def test_attention_and_state_of_its_own_are_refused(model_type: str, tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"attention interface|keep another state|keeps another state|cannot run on|must be a whole"

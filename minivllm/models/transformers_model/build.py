@@ -15,6 +15,7 @@ from minivllm.models.transformers_model.attention import (
     PROBE,
     PROBE_TOKENS,
     Probe,
+    RecordedMask,
     register_with_transformers,
 )
 from minivllm.models.transformers_regions.operators import LayerAttention
@@ -110,9 +111,11 @@ def _probe(model: PreTrainedModel, config: TransformersConfig) -> Architecture:
     except ModelError:
         raise
     except Exception as error:  # attention of its own fails in a way of its own
+        adds_bias = RecordedMask.__name__ in str(error)
+        what = "it adds a bias such as ALiBi to its mask" if adds_bias else f"{type(error).__name__}: {error}"
         raise ModelError(
             f"{config.source}: the attention of {config.architecture} does not go through transformers' attention "
-            f"interface, or builds its own mask or bias, and cannot be served ({type(error).__name__}: {error})."
+            f"interface, or builds its own mask or bias, and cannot be served ({what})."
         ) from error
     finally:
         for hook in hooks:
