@@ -14,6 +14,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.messages import LoRARequest
 from tests.parity_reference import run, tiny_llm
 from tests.transformers_models.families import save_model
+from tests.transformers_models.test_features import use_regions
 from tests.transformers_models.test_parity import GREEDY, prompts, reference
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 4}
@@ -25,6 +26,8 @@ ADAPTED = {
     "opt": ("self_attn.v_proj", "fc2"),
 }
 """Family -> two linear layers of each of its layers."""
+
+IN_REGIONS = ("gpt2", "olmo2")
 
 
 def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -71,6 +74,8 @@ def test_an_adapter_changes_what_it_names_and_nobody_else(family: str, tmp_path:
     options = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "fan_in_fan_out": family == "gpt2"}
     (adapter / "adapter_config.json").write_text(json.dumps(options))
     llm = tiny_llm(directory, model_impl="transformers", max_model_len=64, enable_lora=True)
+    if family in IN_REGIONS:
+        use_regions(llm)
     lora = [LoRARequest("own", str(adapter)), None] * 3
     texts = [{"prompt_token_ids": prompt} for prompt in prompts()]
     answers = llm.generate(texts, GREEDY, use_tqdm=False, lora_request=lora[: len(texts)])

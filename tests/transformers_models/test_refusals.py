@@ -134,9 +134,25 @@ def test_layers_that_would_mix_requests_are_refused(broken: str, tmp_path: Path)
         model.load_weights(iterate_parameters(directory, model.names, None))
 
 
-def test_env_says_whose_layers_compute_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "value", "why"),
+    [
+        ("llama", "LlamaForCausalLM", "minivllm", "its decoder knows this family"),
+        ("starcoder2", "Starcoder2ForCausalLM", "transformers", "minivllm's own decoder does not know Starcoder2"),
+        ("olmoe", "OlmoeForCausalLM", "transformers", "minivllm's own decoder does not know Olmoe"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM", None, "keep another state than keys and values"),
+        ("nobodys", "NobodysForCausalLM", None, "which neither minivllm nor transformers knows"),
+    ],
+)
+def test_env_says_whose_layers_compute_a_model_or_why_nobody_s_do(
+    model_type: str, architecture: str, value: str | None, why: str, tmp_path: Path
+) -> None:
     from minivllm.cli.engine.env import implementation
 
-    other = write_config(tmp_path, "starcoder2", architectures=["Starcoder2ForCausalLM"])
-    why = "minivllm's own decoder does not know Starcoder2ForCausalLM"
-    assert implementation(str(other)) == {"value": "transformers", "why": why}
+    model = str(write_config(tmp_path, model_type, architectures=[architecture]))
+    if value is None:
+        with pytest.raises(ModelError, match=why):
+            implementation(model)
+    else:
+        said = implementation(model)
+        assert said["value"] == value and said["why"].startswith(why)

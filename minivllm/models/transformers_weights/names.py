@@ -7,7 +7,7 @@ knows of that, by class of model, is asked of it. Files, formats and errors are 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -134,6 +134,8 @@ def iterate_parameters(
     with ExitStack() as stack:
         handles: dict[Path, Any] = {path: stack.enter_context(open_safetensors(path)) for path in files}
         places = _find_places(files, names, packed)
+        if packed is not None:
+            _drop_empty_biases(places, expected, handles)
         found: dict[str, Shape] = {}
         file_of: dict[str, Path] = {}
         for name, sources in places.items():
@@ -208,6 +210,17 @@ def _find_places(
         if not names.is_ignored(name):
             places.setdefault(name, []).append(_Source(weight, pattern, whole[weight]))
     return places
+
+
+def _drop_empty_biases(
+    places: dict[str, list[_Source]], expected: Mapping[str, Shape], handles: Mapping[Path, Any]
+) -> None:
+    """GPTQ writers give every layer a bias, of zeros where the model has none. ModelError if there is more in one."""
+    for name in [name for name in places if name.endswith(".bias") and name not in expected]:
+        if places[name][0].pattern is None:
+            [(stored, path, _)] = places.pop(name)[0].parts.values()
+            if bool(handles[path].get_tensor(stored).any()):
+                raise ModelError(f"{path}: {stored!r} is not zero, but the model has no such bias.")
 
 
 def dummy_parameters(names: CheckpointNames, seed: int) -> Iterator[tuple[str, StoredWeight]]:
