@@ -366,8 +366,8 @@ def save_word_tokenizer(directory: Path) -> Path:
     return directory
 
 
-def save_tiny_model(directory: Path, family: str, overrides: dict[str, Any]) -> Path:
-    """Write a seeded float32 model of ``family`` and its tokenizer into ``directory`` as save_pretrained does.
+def save_tiny_model(directory: Path, family: str, overrides: dict[str, Any], dtype: str = "float32") -> Path:
+    """Write a seeded model of ``family`` in ``dtype`` and its tokenizer into ``directory`` as save_pretrained does.
 
     Weights are several times larger than a fresh initialisation, norms and biases are random too: a forgotten bias or
     a swapped norm changes the output, and the largest logit stands well clear of the second.
@@ -394,5 +394,5 @@ def save_tiny_model(directory: Path, family: str, overrides: dict[str, Any]) -> 
         for name, buffer in sorted(model.named_buffers()):
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
-    model.save_pretrained(directory, safe_serialization=True)
+    model.to(getattr(torch, dtype)).save_pretrained(directory, safe_serialization=True)
     return save_word_tokenizer(directory)
