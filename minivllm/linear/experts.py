@@ -1,7 +1,8 @@
 """The weights of a layer's experts, stacked, and how they are multiplied: in a loop on a CPU, all at once on a GPU.
 
 An expert's two products are those of a ``LinearMethod``, so experts are stored and quantised as all linear layers are:
-the tensors that the method prepares for each expert are stacked along a first dimension. Every ``ExpertsMethod`` can be
+the tensors that the method prepares for each expert are stacked along a first dimension, but for weights that oneDNN
+has packed: those stay one tensor for each expert. Every ``ExpertsMethod`` can be
 traced into a region: where only running it tells which experts are hit, it is one operator to the compiler.
 """
 
@@ -27,7 +28,16 @@ from kernels_triton_free.experts.products import (
     weighted_sum,
 )
 from minivllm.errors import ConfigError, ModelError
-from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard, never_quantized
+from minivllm.linear.layer import (
+    ChooseMethod,
+    Linear,
+    LinearMethod,
+    LinearTensors,
+    PackedLinear,
+    PlainLinear,
+    Shard,
+    never_quantized,
+)
 from minivllm.linear.stored_weight import StoredWeight
 
 GROUPED_MULTIPLE = 8
@@ -72,7 +82,8 @@ class ExpertsMethod(ABC):
     def apply(self, x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """x [tokens, hidden], ids int64 and weights float32 [tokens, top_k] -> [tokens, hidden].
 
-        tensors: of gate_up, then of down, each with the experts along its first dimension. A pure function of tensors.
+        tensors: of gate_up, then of down, each with the experts along its first dimension, or as many packed weights as
+        there are experts, and what is stacked beside them. A pure function of tensors.
         """
 
 
@@ -90,12 +101,17 @@ class LoopedExperts(ExpertsMethod):
         first, second = tensors[: self.num_gate_up], tensors[self.num_gate_up :]
 
         def gate_up(rows: Tensor, expert: int) -> Tensor:
-            return self.gate_up.apply(rows, tuple(tensor[expert] for tensor in first))
+            return self.gate_up.apply(rows, self._of_expert(self.gate_up, first, expert))
 
         def down(rows: Tensor, expert: int) -> Tensor:
-            return self.down.apply(rows, tuple(tensor[expert] for tensor in second))
+            return self.down.apply(rows, self._of_expert(self.down, second, expert))
 
         return loop(x, ids, weights, gate_up, partial(activate, activation=self.activation), down)
+
+    def _of_expert(self, method: LinearMethod, tensors: Sequence[Tensor], expert: int) -> LinearTensors:
+        """What the method takes of one expert. Packed weights, which cannot be stacked, come one by one."""
+        listed = self.num_experts if isinstance(method, PackedLinear) else 0
+        return (*tensors[:listed][expert : expert + 1], *(stacked[expert] for stacked in tensors[listed:]))
 
 
 @dataclass(frozen=True)
@@ -137,6 +153,7 @@ class _Stack:
         self.tensors: LinearTensors = ()
         self.method: LinearMethod | None = None
         self._loading: dict[int, Linear] = {}
+        self._listed = 0  # tensors in front that are those of one expert each
 
     def load(self, expert: int, part: str, kind: str, tensor: StoredWeight) -> None:
         """Take one tensor of one expert; an expert that is complete goes to its place in the stack."""
@@ -146,15 +163,24 @@ class _Stack:
             self._loading[expert] = linear
             return
         if self.method is None:
-            self.method = linear.method
-            self.tensors = tuple(one.new_empty(self.num_experts, *one.shape) for one in linear.tensors)
+            self.method, num_experts = linear.method, self.num_experts
+            self._listed = num_experts if isinstance(linear.method, PackedLinear) else 0
+            stacked = linear.tensors[1:] if self._listed else linear.tensors
+            self.tensors = (
+                *(linear.tensors[0],) * self._listed,  # until each one's own comes
+                *(one.new_empty(num_experts, *one.shape) for one in stacked),
+            )
         if linear.method != self.method:
             raise ModelError(
                 f"The experts of one layer are stored in different ways ({self.method} and {linear.method}), which "
                 f"cannot be multiplied together: use a checkpoint in which all are stored alike."
             )
-        for stacked, one in zip(self.tensors, linear.tensors, strict=True):
-            stacked[expert] = one
+        own = linear.tensors
+        if self._listed:
+            self.tensors = (*self.tensors[:expert], own[0], *self.tensors[expert + 1 :])
+            own = own[1:]
+        for one, other in zip(self.tensors[self._listed :], own, strict=True):
+            one[expert] = other
 
 
 class Experts:
@@ -193,7 +219,6 @@ class Experts:
                 device=device,
                 choose=choose if device.type == "cpu" else partial(_choose_restorable, choose),
             )
-            linear.method = PlainLinear()  # weights that are packed one by one cannot be stacked
             return linear
 
         self._gate_up = _Stack(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.experts.routing import Routing, route
+from kernels_triton_free.linear import can_pack
 from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm.errors import ConfigError, ModelError
 from minivllm.linear.experts import (
@@ -20,7 +21,7 @@ from minivllm.linear.experts import (
     _choose_restorable,
     activate,
 )
-from minivllm.linear.layer import ChooseMethod, LinearMethod, Shard, never_quantized
+from minivllm.linear.layer import ChooseMethod, LinearMethod, PackedLinear, Shard, never_quantized
 from minivllm.linear.quantized_methods import (
     DequantizedGroupLinear,
     DequantizedInt8Linear,
@@ -123,6 +124,24 @@ def test_plain_experts_equal_the_definition(tokens: int, activation: ExpertActiv
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
     if biases is not None:
         assert not torch.allclose(expected_output(x, ids, factors, weights, None, activation), expected, atol=0.1)
+
+
+@pytest.mark.skipif(not can_pack(BF16), reason="oneDNN cannot pack bfloat16 weights on this CPU")
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_packed_experts_equal_the_definition(tokens: int, has_bias: bool) -> None:
+    """In any order of loading; and their weights can be replaced one by one."""
+    weights, biases = random_weights(), random_biases() if has_bias else None
+    weights = dict(sorted(weights.items(), key=lambda item: -item[0][0]))
+    experts = make(weights, biases, dtype=BF16)
+    assert isinstance(experts.method.gate_up, PackedLinear) and isinstance(experts.method.down, PackedLinear)
+    x, ids, factors = inputs(tokens, BF16)
+    out = experts.method.apply(x, ids, factors, experts.tensors).double()
+    expected = expected_output(x, ids, factors, weights, biases)
+    assert (out - expected).norm() <= 0.02 * expected.norm()
+    moved = make(random_weights(), biases, dtype=BF16)
+    moved.tensors = tuple(tensor.clone() for tensor in experts.tensors)
+    assert torch.equal(moved.method.apply(x, ids, factors, moved.tensors).double(), out)
 
 
 def grouped_weights(bits: int) -> Weights:
