@@ -123,7 +123,7 @@ def test_bench_experts_of_a_single_token(
     # Other experts in every turn, so that none stays in a cache.
     routes = cycle([route(randn(1, EXPERTS).roll(turn), Routing(top_k=TOP_K)) for turn in range(TURNS)])
     x = randn(1, HIDDEN)
-    active = sum(tensor.nbytes for tensor in tensors) * TOP_K / EXPERTS
+    active = sum(tensor.numel() * tensor.element_size() for tensor in tensors) * TOP_K / EXPERTS
     speeds = measure(benchmark, lambda: method.apply(x, *next(routes), tensors), gigabytes_per_second=active)
     show(capsys, f"experts of one token, {kind}", speeds, bounds)
 

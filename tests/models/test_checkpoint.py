@@ -67,9 +67,11 @@ NORMS_BEHIND = {
 STORED_NAMES = {
     "gemma": {**NORMS_BEHIND, "post_attention_layernorm": "pre_feedforward_layernorm"},
     "olmo": NORMS_BEHIND,
+    "glm4-moe": {"shared_expert": "shared_experts"},
 }
 FUSED = {
     "phi3": {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
+    "glm4-moe": {},
     "glm4": {"gate_up_proj": ["gate_proj", "up_proj"]},
 }
 
@@ -83,7 +85,8 @@ def as_stored(ours: dict[str, torch.Tensor], family: str) -> dict[str, torch.Ten
             pieces = [stored.pop(first.replace(parts[0], part)) for part in parts]
             stored[first.replace(parts[0], whole)] = torch.cat(pieces)
     for first in [name for name in stored if ".experts.0." in name]:  # transformers stacks them when it loads them
-        matrices = [stored.pop(name) for name in sorted(stored) if re.sub(r"(experts)\.\d+", r"\1.0", name) == first]
+        own = [name for name in stored if re.sub(r"(experts)\.\d+", r"\1.0", name) == first]
+        matrices = [stored.pop(first.replace("experts.0", f"experts.{expert}")) for expert in range(len(own))]
         stored[first.replace(".experts.0", ".experts").removesuffix(".weight")] = torch.stack(matrices)
     for gates in [name for name in stored if name.endswith(".experts.gate_proj")]:
         both = stored.pop(gates), stored.pop(gates.replace("gate_proj", "up_proj"))
@@ -119,16 +122,27 @@ def test_every_family_yields_exactly_the_weights_that_transformers_loads(family:
     assert set(ours) == set(theirs)
     for name, value in theirs.items():
         own = ours[name]
-        if family.startswith("glm4") and name.split(".")[-2] in ("q_proj", "k_proj"):  # rows in another order
+        if family in ("glm4", "glm4-quarter", "glm4-whole-heads") and name.split(".")[-2] in (
+            "q_proj",
+            "k_proj",
+        ):  # rows in another order
             own, value = own.sort(0).values, value.sort(0).values
         torch.testing.assert_close(own, value, rtol=0, atol=1e-6 if family.startswith("gemma") else 0)
 
 
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("gemma3", ("Gemma3ForConditionalGeneration", "gemma3")),
+        ("ministral3", ("Mistral3ForConditionalGeneration", "mistral3")),
+        ("mistral", ("Mistral3ForConditionalGeneration", "mistral3")),
+    ],
+)
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_text_part_of_a_model_that_sees_images_is_loaded(
-    tiny_model: TinyModel, tmp_path: Path, prefix: str
+    tiny_model: TinyModel, tmp_path: Path, prefix: str, family: str, names: tuple[str, str]
 ) -> None:
-    source = tiny_model("gemma3")
+    source = tiny_model(family)
     stored = {
         name.replace("model.", prefix, 1): tensor for name, tensor in load_file(source / "model.safetensors").items()
     }
@@ -136,10 +150,10 @@ def test_the_text_part_of_a_model_that_sees_images_is_loaded(
     stored["multi_modal_projector.mm_soft_emb_norm.weight"] = torch.ones(3)
     save_file(stored, tmp_path / "model.safetensors")
     text = json.loads((source / "config.json").read_text())
-    names = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "dtype": text.pop("dtype")}
-    (tmp_path / "config.json").write_text(json.dumps({**names, "vision_config": {}, "text_config": text}))
+    outer = {"architectures": [names[0]], "model_type": names[1], "dtype": text.pop("dtype")}
+    (tmp_path / "config.json").write_text(json.dumps({**outer, "vision_config": {}, "text_config": text}))
     config = read_decoder_config(tmp_path)
-    assert replace(config, architecture="Gemma3ForCausalLM") == read_decoder_config(source)
+    assert replace(config, architecture=text["architectures"][0]) == read_decoder_config(source)
     expected, found = load(source), load(tmp_path)
     assert set(found) == set(expected) and all(torch.equal(found[name], expected[name]) for name in found)
 

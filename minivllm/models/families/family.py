@@ -44,6 +44,26 @@ def defaults(**values: Any) -> Mapping[str, Any]:
     return MappingProxyType({**SHARED_DEFAULTS, **values})
 
 
+TEXT_PREFIXES: Mapping[str, str] = MappingProxyType(
+    {
+        "language_model.model.": "model.",
+        "model.language_model.": "model.",
+        "language_model.lm_head.": "lm_head.",
+    }
+)
+IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+"""Names of a checkpoint that also sees images: where its language model lies, and what else is there."""
+
+
+def text_part(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model of a checkpoint that also sees images. Its dtype may stand outside."""
+    text = entries.get("text_config")
+    if not isinstance(text, Mapping):
+        return entries
+    outer = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id")
+    return {**{name: entries[name] for name in outer if name in entries}, **text}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One row of the table.

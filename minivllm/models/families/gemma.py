@@ -13,7 +13,7 @@ from minivllm.models.decoder_config import RotaryConfig
 from minivllm.models.entries.entries import MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Entries
 from minivllm.models.entries.rotary import read_rotary_by_type
 from minivllm.models.families.dense import Description, dense
-from minivllm.models.families.family import Family, defaults
+from minivllm.models.families.family import IMAGE_PARTS, TEXT_PREFIXES, Family, defaults, text_part
 
 _RENAMED = {
     "post_attention_layernorm": "post_self_attn_layernorm",
@@ -83,15 +83,6 @@ def _gemma3_from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -
     return {**_from_gguf(metadata, entries, largest=62), **rope, **local}
 
 
-def _text_part(entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model of a checkpoint that also sees images. Its dtype may stand outside."""
-    text = entries.get("text_config")
-    if not isinstance(text, Mapping):
-        return entries
-    outer = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id")
-    return {**{name: entries[name] for name in outer if name in entries}, **text}
-
-
 _DEFAULTS = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -147,12 +138,8 @@ _GEMMA3_IMAGES = replace(
     architecture="Gemma3ForConditionalGeneration",
     model_type="gemma3",
     gguf_architecture=None,  # its text part is published as "gemma3"
-    rewrite_config=_text_part,
-    prefixes={
-        "language_model.model.": "model.",
-        "model.language_model.": "model.",
-        "language_model.lm_head.": "lm_head.",
-    },
-    left_out=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    rewrite_config=text_part,
+    prefixes=TEXT_PREFIXES,
+    left_out=IMAGE_PARTS,
 )
 FAMILIES = (_GEMMA2, _GEMMA3, _GEMMA3_IMAGES)

@@ -9,7 +9,7 @@ from typing import Any
 
 from minivllm.models.entries.entries import MAX_LAYERS, MAX_POSITIONS, Entries
 from minivllm.models.families.dense import Description, dense
-from minivllm.models.families.family import Family, defaults
+from minivllm.models.families.family import IMAGE_PARTS, TEXT_PREFIXES, Family, defaults, text_part
 from minivllm.models.layer_specs import LayerSpec, PositionScaling
 
 
@@ -49,6 +49,12 @@ def _ministral3_rotary(entries: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**entries, "rope_parameters": yarn}
 
 
+def _mistral3_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model is a Mistral or a Ministral 3; only the second has a rotary embedding by default."""
+    text = text_part(entries)
+    return _ministral3_rotary(text) if text.get("model_type") == "ministral3" else text
+
+
 def _smollm3_tables(entries: Entries) -> Sequence[int | None]:
     """Every fourth layer, or as listed, has no rotary embedding."""
     num_layers, listed = entries.num_layers, entries.get("no_rope_layers")
@@ -68,6 +74,34 @@ def _smollm3_windows(entries: Entries) -> Sequence[int | None]:
     return tuple(window if enabled and table is None else None for table in _smollm3_tables(entries))
 
 
+_MINISTRAL3 = Family(
+    architecture="Ministral3ForCausalLM",
+    model_type="ministral3",
+    gguf_architecture=None,
+    defaults=defaults(
+        vocab_size=131072,
+        intermediate_size=14336,
+        num_hidden_layers=34,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=262144,
+        rms_norm_eps=1e-5,
+        sliding_window=None,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    describe=_ministral3,
+    rewrite_config=_ministral3_rotary,
+    has_windows=True,
+)
+_MINISTRAL3_IMAGES = replace(
+    _MINISTRAL3,
+    architecture="Mistral3ForConditionalGeneration",  # Mistral Small 3.1 and later, Ministral 3
+    model_type="mistral3",
+    rewrite_config=_mistral3_text,
+    prefixes=TEXT_PREFIXES,
+    left_out=IMAGE_PARTS,
+)
 FAMILIES = (
     Family(
         architecture="LlamaForCausalLM",  # Llama 2, Llama 3.x, SmolLM2
@@ -102,26 +136,8 @@ FAMILIES = (
         has_windows=True,
         gguf_permutes_rotary=True,
     ),
-    Family(
-        architecture="Ministral3ForCausalLM",
-        model_type="ministral3",
-        gguf_architecture=None,
-        defaults=defaults(
-            vocab_size=131072,
-            intermediate_size=14336,
-            num_hidden_layers=34,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=262144,
-            rms_norm_eps=1e-5,
-            sliding_window=None,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
-        describe=_ministral3,
-        rewrite_config=_ministral3_rotary,
-        has_windows=True,
-    ),
+    _MINISTRAL3,
+    _MINISTRAL3_IMAGES,
     Family(
         architecture="SmolLM3ForCausalLM",
         model_type="smollm3",
