@@ -9,14 +9,14 @@ from torch import Tensor
 
 from minivllm.device.memory import lazily_zeroed
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.specs import GroupKind, GroupSpec, local_block_size, one_group
+from minivllm.kv_cache.specs import GroupKind, GroupSpec, local_block_size
 from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.model import CacheSpec, LayerCache, Model
+from minivllm.models.model import CacheSpec, LayerCache, Model, StateSpec, StateTensors
 
 
 def block_bytes(model: Model, block_size: int) -> int:
-    """Memory of one block over all layers [bytes]."""
-    in_layers = sum(2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize for spec in model.cache_specs)
+    """Memory of one block over all layers that attend [bytes]."""
+    in_layers = sum(spec.bytes_per_token for spec in model.cache_specs if isinstance(spec, CacheSpec))
     return block_size * (in_layers + model.feature_size * model.dtype.itemsize)
 
 
@@ -30,25 +30,33 @@ def kv_groups(
     one_size: bool = False,
 ) -> list[GroupSpec]:
     """The KV groups of a model, not sized yet: one for all layers with the same window or chunk, full attention first,
-    then the longest windows. Those of a short window or chunk have smaller blocks, unless ``one_size`` is wanted.
+    then the longest windows, and layers that keep a state behind them. Groups of a short window or chunk have smaller
+    blocks, unless ``one_size`` is wanted.
 
     A window as long as a request can be is full attention. draft: keeps what it computes in the blocks of the first
     group, which must then be one of full attention: without one among the layers, all of them form it. may_drop: False
     where attention reads whatever it likes, so that all layers form one group too.
     """
-    of_token = [spec.kv_heads * spec.head_dim * spec.dtype.itemsize * 2 for spec in model.cache_specs]
+    of_token = {
+        layer: spec.bytes_per_token for layer, spec in enumerate(model.cache_specs) if isinstance(spec, CacheSpec)
+    }
     of_draft = 0 if draft is None else block_bytes(draft, block_size)
     layers: dict[tuple[GroupKind, int | None], list[int]] = {}
-    for layer, spec in enumerate(model.attention_specs):
-        layers.setdefault(_kind_of(spec, max_model_len), []).append(layer)
+    for layer, attention in enumerate(model.attention_specs):
+        if isinstance(attention, AttentionSpec):
+            layers.setdefault(_kind_of(attention, max_model_len), []).append(layer)
     has_full = ("full attention", None) in layers
     if len(layers) == has_full or not may_drop or (draft is not None and not has_full):
-        return [one_group(len(of_token), block_size, block_size * sum(of_token) + of_draft)]
+        layers = {("full attention", None): list(of_token)}
     groups: list[GroupSpec] = []
     for kind, reach in sorted(layers, key=lambda group: -(group[1] or max_model_len)):
         own, size = layers[kind, reach], local_block_size(block_size, None if one_size else reach)
         num_bytes = size * sum(of_token[layer] for layer in own) + (0 if groups else of_draft)
         groups.append(GroupSpec(kind=kind, reach=reach, layers=tuple(own), block_size=size, block_bytes=num_bytes))
+    states = {layer: spec.num_bytes for layer, spec in enumerate(model.cache_specs) if isinstance(spec, StateSpec)}
+    if states:
+        num_bytes = sum(states.values())
+        groups.append(GroupSpec(kind="state", layers=tuple(states), block_size=block_size, block_bytes=num_bytes))
     return groups
 
 
@@ -60,20 +68,26 @@ def _kind_of(spec: AttentionSpec, max_model_len: int) -> tuple[GroupKind, int | 
     return "full attention", None
 
 
-def allocate_caches(model: Model, num_blocks: int | Sequence[int], block_size: int | Sequence[int]) -> list[LayerCache]:
-    """Zeroed K and V of every layer, two tensors each. num_blocks, block_size: of all layers, or of each.
+def allocate_caches(
+    model: Model, num_blocks: int | Sequence[int], block_size: int | Sequence[int]
+) -> list[LayerCache | StateTensors]:
+    """Zeroed K and V of every layer, two tensors each; in layers that keep one, the tensors of a state, and a slot more
+    for what padding writes. num_blocks, block_size: of all layers, or of each.
 
     Raises ConfigError if the memory cannot be had.
     """
     layers = len(model.cache_specs)
     counts, sizes = ([given] * layers if isinstance(given, int) else given for given in (num_blocks, block_size))
 
-    def zeros(count: int, size: int, spec: CacheSpec) -> Tensor:
-        return _zeros((count, size, spec.kv_heads, spec.head_dim), spec.dtype, model.device)
+    def allocate(count: int, size: int, spec: CacheSpec | StateSpec) -> LayerCache | StateTensors:
+        if isinstance(spec, StateSpec):
+            parts = zip(spec.shapes, spec.dtypes)
+            return tuple(_zeros((count + 1, *shape), dtype, model.device) for shape, dtype in parts)
+        shape = count, size, spec.kv_heads, spec.head_dim
+        return LayerCache(*(_zeros(shape, spec.dtype, model.device) for _ in range(2)))
 
     try:
-        pools = list(zip(counts, sizes, model.cache_specs, strict=True))
-        return [LayerCache(zeros(*pool), zeros(*pool)) for pool in pools]
+        return [allocate(*pool) for pool in zip(counts, sizes, model.cache_specs, strict=True)]
     except (OSError, OverflowError, torch.OutOfMemoryError):
         num_tokens = max(count * size for count, size in zip(counts, sizes))
         raise too_large(max(counts), num_tokens * block_bytes(model, 1)) from None

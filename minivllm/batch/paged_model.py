@@ -15,6 +15,7 @@ from minivllm.attention import AttentionBackend, AttentionContext, StepRows
 from minivllm.attention.registry import AttentionFactory
 from minivllm.batch.layer_caches import allocate_caches
 from minivllm.batch.persistent_batch import GroupTables, PersistentBatch
+from minivllm.batch.state_tables import StateRowBuilder
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import Size
@@ -22,7 +23,20 @@ from minivllm.device.policy import DevicePolicy
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.lora.manager import BatchAdapters
 from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.model import Attend, CacheSpec, Hidden, LayerCache, Model
+from minivllm.models.layer_specs import StateMixerSpec
+from minivllm.models.mixers.mixer import StateUpdate
+from minivllm.models.mixers.registry import make_update
+from minivllm.models.model import (
+    NO_CACHE,
+    Attend,
+    CacheSpec,
+    Given,
+    Hidden,
+    LayerCache,
+    Model,
+    StateSpec,
+    StateTensors,
+)
 from minivllm.profiling.spans import span
 
 
@@ -41,8 +55,9 @@ class RunnerLimits:
 class PagedModel:
     """Builds the inputs of steps, and runs the model over them.
 
-    caches: K and V of every layer, which nothing else holds. layers: of each layer, what it keeps and how it attends.
-    backends: those that go with the regions in use, one for each KV group and each shape of queries and caches.
+    caches: K and V of every layer, or its states, which nothing else holds. layers: of each layer, what it keeps and
+    how it attends. backends: those that go with the regions in use, one for each KV group and each shape of queries
+    and caches.
     """
 
     def __init__(
@@ -67,7 +82,10 @@ class PagedModel:
         for index, group in enumerate(() if is_draft else limits.groups):
             for layer in group.layers:
                 self._group_of[layer] = index
-        self.caches: list[LayerCache] = []
+        states = batch.states if any(isinstance(cache, StateSpec) for cache, _ in self.layers) else []
+        self._state_rows = [StateRowBuilder(tables, limits.max_num_batched_tokens, model.device) for tables in states]
+        self._updates: list[StateUpdate] = []
+        self.caches: list[LayerCache | StateTensors] = []
         self.allocate_caches()
         self._min_rows = 1
         self._builder = StepInputBuilder(
@@ -83,7 +101,7 @@ class PagedModel:
 
     def allocate_caches(self) -> None:
         """Have caches, also again after they were cleared. Raises ConfigError if the memory cannot be had."""
-        groups = [self._groups[group] for group in self._group_of]
+        groups = [self._limits.groups[group] for group in self._group_of]
         num_blocks, sizes = [group.num_blocks for group in groups], [group.block_size for group in groups]
         self.caches += allocate_caches(self.model, num_blocks, sizes)
 
@@ -96,20 +114,28 @@ class PagedModel:
         varies = self._policy.keeps_packages or len(groups) > 1
         blocks = Size("blocks", min(64, fewest)) if varies else fewest
         caches = [
-            spec.declare(blocks, groups[group].block_size, model.device)
+            spec.declare(blocks, groups[group].block_size, model.device) if isinstance(spec, CacheSpec) else NO_CACHE
             for group, spec in zip(self._group_of, model.cache_specs)
         ]
         model.build_regions(compiler, self._builder.token_specs, caches)
         self._min_rows = compiler.min_rows
         specs_of_shape: dict[tuple[GroupTables, CacheSpec, int], list[AttentionSpec]] = {}
-        shape_of = [
-            (groups[group], cache, spec.query_group) for group, (cache, spec) in zip(self._group_of, self.layers)
-        ]
-        for shape, (_, spec) in zip(shape_of, self.layers):
-            specs_of_shape.setdefault(shape, []).append(spec)
-        shapes = list(specs_of_shape)
-        self._backend_of = [shapes.index(shape) for shape in shape_of]
+        updates: dict[StateMixerSpec, StateUpdate] = {}
+        cuts: list[tuple[GroupTables, CacheSpec, int] | StateMixerSpec] = []
+        for group, (cache, spec) in zip(self._group_of, self.layers):
+            if isinstance(cache, StateSpec):
+                assert isinstance(spec, StateMixerSpec)
+                if spec not in updates:
+                    updates[spec] = make_update(spec, cache, compiler)
+                cuts.append(spec)
+            else:
+                assert isinstance(spec, AttentionSpec)
+                specs_of_shape.setdefault((groups[group], cache, spec.query_group), []).append(spec)
+                cuts.append((groups[group], cache, spec.query_group))
+        order = [*specs_of_shape, *updates]
+        self._backend_of = [order.index(cut) for cut in cuts]
         self.backends = [self._new_backend(*shape, specs, compiler) for shape, specs in specs_of_shape.items()]
+        self._updates = list(updates.values())
 
     def _new_backend(
         self,
@@ -152,25 +178,39 @@ class PagedModel:
         return self._builder.build(rows, max(padded, self._min_rows), self._prepare)
 
     def _prepare(self, rows: StepRows) -> tuple[Any, ...]:
-        """What each backend wants to know of a step."""
-        return tuple(backend.prepare(rows) for backend in self.backends)
+        """What each backend, and then the update of each kind of state, wants to know of a step."""
+        prepared: list[Any] = [backend.prepare(rows) for backend in self.backends]
+        for builder in self._state_rows:
+            state_rows, counts = builder.build(rows)
+            prepared += [(state_rows, update.prepare(counts)) for update in self._updates]
+        return tuple(prepared)
 
     def attend(self, inputs: StepInputs) -> Attend:
-        """The attention of every layer over this step."""
+        """The attention of every layer over this step, or the update of its state."""
         caches, layers, backends, backend_of = self.caches, self.layers, self.backends, self._backend_of
 
-        def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        def attend(layer: int, q: Tensor, given: Given = None) -> Tensor:
+            index, cache, spec = backend_of[layer], caches[layer], layers[layer][1]
+            metadata = inputs.attention[index]
+            if isinstance(spec, StateMixerSpec):
+                assert isinstance(given, tuple)
+                rows, prepared = metadata
+                with span("state"):
+                    return self._updates[index - len(backends)](q, tuple(cache), rows, prepared, given)
+            assert isinstance(cache, LayerCache) and not isinstance(given, tuple)
             with span("attention"):
-                index, spec = backend_of[layer], layers[layer][1]
-                if spec.has_sinks == (sinks is None):
+                if spec.has_sinks == (given is None):
                     raise TypeError(f"Layer {layer} must give its sinks if, and only if, its spec has them: {spec}.")
-                return backends[index].attend(inputs.attention[index], caches[layer], spec, q, sinks)
+                return backends[index].attend(metadata, cache, spec, q, given)
 
         return attend
 
     def step_caches(self, inputs: StepInputs) -> list[LayerCache]:
         """Of every layer, and where the tokens of this step go."""
-        return [cache.at(inputs.slots[group]) for cache, group in zip(self.caches, self._group_of)]
+        return [
+            cache.at(inputs.slots[group]) if isinstance(cache, LayerCache) else NO_CACHE
+            for cache, group in zip(self.caches, self._group_of)
+        ]
 
     def forward(self, inputs: StepInputs, model: Model | None = None, attend: Attend | None = None) -> Hidden:
         """Run the model, or another one over its caches, over one step; see Model.forward. attend: in place of its

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.batch.state_tables import StateTables
 from minivllm.device.buffers import MirroredTable, rounded_capacity
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import BlockIds, EngineRequest, SchedulerOutput
@@ -55,8 +56,15 @@ class GroupTables:
         self._block_index = np.zeros(self.num_blocks, dtype=np.int32)
         self._offsets = np.arange(self.block_size, dtype=np.int32)
 
-    def append(self, slot: int, start: int, block_ids: list[int]) -> None:
-        """The blocks of a slot from place ``start`` on, which is where they end."""
+    def enter(self, slot: int, block_ids: list[int]) -> None:
+        """A request comes with these blocks."""
+        self._append(slot, 0, block_ids)
+
+    def extend(self, slot: int, block_ids: list[int]) -> None:
+        """More blocks behind those that the request has."""
+        self._append(slot, int(self.num_held[slot]), block_ids)
+
+    def _append(self, slot: int, start: int, block_ids: list[int]) -> None:
         self.num_held[slot] = start + len(block_ids)
         if not block_ids:
             return
@@ -84,7 +92,8 @@ class PersistentBatch:
     """Requests, their batch slots, and the device-resident tables indexed by batch slot.
 
     token_ids int32 [batch slots, max_model_len + 1]: prompt, answer and drafts. The last column is spare: positions end
-    at max_model_len - 1, and an EAGLE head reads one token further. groups: the block tables of each KV group.
+    at max_model_len - 1, and an EAGLE head reads one token further. tables: of each KV group. groups, states: those
+    with the blocks of layers that attend, and with the states of those that keep one, which come behind them.
     """
 
     def __init__(
@@ -93,7 +102,14 @@ class PersistentBatch:
         self.max_model_len = max_model_len
         self.requests: dict[str, WorkerRequest] = {}
         self.token_ids = MirroredTable(max_num_seqs, max_model_len + 1, device)
-        self.groups = [GroupTables(max_num_seqs, max_model_len, group, device) for group in groups]
+        self.tables: list[GroupTables | StateTables] = [
+            StateTables(max_num_seqs, group)
+            if group.kind == "state"
+            else GroupTables(max_num_seqs, max_model_len, group, device)
+            for group in groups
+        ]
+        self.groups = [tables for tables in self.tables if isinstance(tables, GroupTables)]
+        self.states = [tables for tables in self.tables if isinstance(tables, StateTables)]
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -119,8 +135,8 @@ class PersistentBatch:
                 self._enter(request, difference.new_block_ids)
                 entered.append(request)
             else:
-                for tables, block_ids in zip(self.groups, difference.new_block_ids):
-                    tables.append(request.slot, int(tables.num_held[request.slot]), block_ids)
+                for tables, block_ids in zip(self.tables, difference.new_block_ids):
+                    tables.extend(request.slot, block_ids)
         return freed, entered
 
     def append_tokens(self, request: WorkerRequest, token_ids: list[int]) -> None:
@@ -160,8 +176,8 @@ class PersistentBatch:
         self.token_ids.write(slot, 0, prompt)
         if request.output_token_ids:
             self.token_ids.write(slot, len(prompt), request.output_token_ids)
-        for tables, own in zip(self.groups, block_ids):
-            tables.append(slot, 0, own)
+        for tables, own in zip(self.tables, block_ids):
+            tables.enter(slot, own)
 
     def _release(self, request_id: str) -> int:
         request = self.requests.get(request_id)

@@ -28,7 +28,15 @@ from minivllm.gguf.gguf_quants import GROUPED_BITS
 from minivllm.linear.stored_weight import QuantizedWeight, RestoredWeight, RowScaledWeight, StoredWeight
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.families.family import Family
-from minivllm.models.layer_specs import FeedForwardSpec, LayerSpec, MlpSpec, MoeSpec
+from minivllm.models.layer_specs import (
+    FeedForwardSpec,
+    LayerSpec,
+    MixerSpec,
+    MlpSpec,
+    MoeSpec,
+    SelfAttentionSpec,
+    ShortConvSpec,
+)
 from minivllm.models.registry.registry import FAMILIES
 from minivllm.weight_formats.packed_weights import FLOATS, PackedWeights, StoredPart
 
@@ -67,13 +75,7 @@ def expected_shapes(config: DecoderConfig) -> dict[str, Shape]:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
         if isinstance(layer.mlp, MoeSpec) and layer.mlp.has_correction:
             shapes[prefix + "mlp.gate.e_score_correction_bias"] = (layer.mlp.num_experts,)
-        mixer = layer.mixer
-        if mixer.attend.has_sinks:
-            shapes[prefix + "self_attn.sinks"] = (mixer.heads,)
-        if mixer.qk_norm is not None:
-            heads, kv_heads = (mixer.heads, mixer.kv_heads) if mixer.qk_norm == "whole width" else (1, 1)
-            shapes[prefix + "self_attn.q_norm.weight"] = (heads * mixer.head_dim,)
-            shapes[prefix + "self_attn.k_norm.weight"] = (kv_heads * mixer.head_dim,)
+        shapes.update({prefix + name: shape for name, shape in _mixer_shapes(layer.mixer).items()})
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
@@ -82,15 +84,40 @@ def expected_shapes(config: DecoderConfig) -> dict[str, Shape]:
 
 def _projections(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, int, bool]]:
     """Name of each matrix of a layer -> its rows, its columns, and whether it has a bias."""
-    mixer = layer.mixer
-    query, key_value, inputs = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim, hidden * mixer.qkv_inputs
+    return {**_mixer_projections(layer.mixer, hidden), **_feed_forward(layer.mlp, hidden)}
+
+
+def _mixer_projections(spec: MixerSpec, hidden: int) -> dict[str, tuple[int, int, bool]]:
+    if isinstance(spec, ShortConvSpec):
+        return {
+            "conv.in_proj": (spec.widths[0], hidden, spec.bias),
+            "conv.o_proj": (hidden, spec.widths[1], spec.bias),
+        }
+    if not isinstance(spec, SelfAttentionSpec):
+        raise TypeError(f"Nothing is known of the weights of {spec}.")
+    query, key_value, inputs = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, hidden * spec.qkv_inputs
     return {
-        "self_attn.q_proj": (query, inputs, mixer.qkv_bias),
-        "self_attn.k_proj": (key_value, inputs, mixer.qkv_bias),
-        "self_attn.v_proj": (key_value, inputs, mixer.qkv_bias),
-        "self_attn.o_proj": (hidden, query, mixer.o_bias),
-        **_feed_forward(layer.mlp, hidden),
+        "self_attn.q_proj": (query, inputs, spec.qkv_bias),
+        "self_attn.k_proj": (key_value, inputs, spec.qkv_bias),
+        "self_attn.v_proj": (key_value, inputs, spec.qkv_bias),
+        "self_attn.o_proj": (hidden, query, spec.o_bias),
     }
+
+
+def _mixer_shapes(spec: MixerSpec) -> dict[str, Shape]:
+    """Of all that is no matrix of a linear layer."""
+    if isinstance(spec, ShortConvSpec):
+        bias = {"conv.conv.bias": (spec.channels,)} if spec.bias else {}
+        return {"conv.conv.weight": (spec.channels, spec.taps), **bias}
+    shapes: dict[str, Shape] = {}
+    if isinstance(spec, SelfAttentionSpec):
+        if spec.attend.has_sinks:
+            shapes["self_attn.sinks"] = (spec.heads,)
+        if spec.qk_norm is not None:
+            heads, kv_heads = (spec.heads, spec.kv_heads) if spec.qk_norm == "whole width" else (1, 1)
+            shapes["self_attn.q_norm.weight"] = (heads * spec.head_dim,)
+            shapes["self_attn.k_norm.weight"] = (kv_heads * spec.head_dim,)
+    return shapes
 
 
 def _feed_forward(spec: FeedForwardSpec, hidden: int) -> dict[str, tuple[int, int, bool]]:
@@ -228,8 +255,10 @@ def _gguf_weights(
                 found[name or gguf_name] = tensor.shape
         found, file_of = experts.unstacked(found, dict.fromkeys(found, path))
         check_tensors(*_unfused(found, expected, file_of, family), path)
-        mixer = config.layers[0].mixer
-        heads = {"q_proj": mixer.heads, "k_proj": mixer.kv_heads} if family.gguf_permutes_rotary else {}
+        heads: dict[str, int] = {}
+        if family.gguf_permutes_rotary:
+            mixer = config.layers[0].attention
+            heads = {"q_proj": mixer.heads, "k_proj": mixer.kv_heads}
         counts: Counter[tuple[str, Treatment]] = Counter()
 
         def treatment(name: str, tensor: GGUFTensor) -> Treatment:

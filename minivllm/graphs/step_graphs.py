@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,9 @@ from minivllm.batch.paged_model import PagedModel
 from minivllm.batch.step_inputs import StepInputs
 from minivllm.config import CudaGraphMode
 from minivllm.graphs.graph_capture import CudaGraphs, GraphBackend, GraphCapture
-from minivllm.models.model import Hidden
+from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.layer_specs import StateMixerSpec
+from minivllm.models.model import CacheSpec, Given, Hidden, StateSpec
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +96,7 @@ class StepGraphs:
         self._piecewise: dict[int, _Captured] = {}
         self._inputs: StepInputs | None = None
         own = model.model
-        widths = [cache.kv_heads * spec.query_group * cache.head_dim for cache, spec in model.layers]
+        widths = [_output_width(cache, spec) for cache, spec in model.layers]
         # Attention between segments writes where the next segment reads, whatever the shape of a layer.
         size = max(self.piecewise_buckets, default=0) * max(widths)
         self._o = torch.zeros(size, dtype=own.attention_dtype, device=own.device)
@@ -167,19 +170,29 @@ class StepGraphs:
 
     def _piecewise_step(self, inputs: StepInputs, capture: GraphCapture) -> StepHidden:
         self._inputs = inputs
+        specs = self._model.model.attention_specs
 
-        def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-            o = self._o[: q.numel()].view_as(q)
+        def attend(layer: int, q: Tensor, given: Given = None) -> Tensor:
+            shape = (len(q), spec.widths[1]) if isinstance(spec := specs[layer], StateMixerSpec) else q.shape
+            o = self._o[: prod(shape)].view(shape)
 
             def run() -> None:
                 assert self._inputs is not None
-                o.copy_(self._model.attend(self._inputs)(layer, q, sinks))
+                o.copy_(self._model.attend(self._inputs)(layer, q, given))
 
             capture.run_between(run)
             return o
 
         model = self._model
         return StepHidden(model.forward(inputs, attend=attend))
+
+
+def _output_width(cache: CacheSpec | StateSpec, spec: AttentionSpec | StateMixerSpec) -> int:
+    """Values per token that attention, or the update of a state, gives."""
+    if isinstance(spec, StateMixerSpec):
+        return spec.widths[1]
+    assert isinstance(cache, CacheSpec)
+    return cache.kv_heads * spec.query_group * cache.head_dim
 
 
 class _NoCapture(GraphCapture):

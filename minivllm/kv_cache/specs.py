@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-GroupKind = Literal["full attention", "sliding window", "chunked attention"]
+GroupKind = Literal["full attention", "sliding window", "chunked attention", "state"]
 
 LOCAL_SHARE = 0.5
 """Memory of the pools of windows and chunks, as a share of that of the first pool: their requests are mostly shorter

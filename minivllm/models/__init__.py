@@ -1,5 +1,6 @@
 """Models: what the worker needs of one, layers as data, and their arithmetic in plain PyTorch.
 
-May import: compilation, kernels_triton_free, kernels_triton_free.experts, linear, weight_formats.
+May import: compilation, kernels_triton_free, kernels_triton_free.experts, kernels_triton_free.state, linear,
+weight_formats.
 Door: `reference_forward` in reference.py, `Model` in model.py.
 """

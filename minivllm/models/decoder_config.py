@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from minivllm.models.layer_specs import LayerSpec
+    from minivllm.models.layer_specs import LayerSpec, StateMixerSpec
 
 from minivllm.weight_formats.quantization_config import StoredQuantization
 
@@ -111,6 +111,6 @@ class DecoderConfig:
         return any(rotary.type == "dynamic" for rotary in self.rotary)
 
     @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """How each layer attends."""
-        return tuple(layer.mixer.attend._replace(query_group=layer.mixer.query_group) for layer in self.layers)
+    def attention_specs(self) -> tuple[AttentionSpec | StateMixerSpec, ...]:
+        """How each layer attends; the mixer's spec of a layer that keeps a state instead."""
+        return tuple(layer.mixer.attends for layer in self.layers)

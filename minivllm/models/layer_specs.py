@@ -8,8 +8,9 @@ Every spec is frozen and has a repr that tells it from all others: compiled code
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kernels_triton_free.experts.routing import Routing
 from minivllm.linear.experts import ClampedSwiglu
@@ -56,6 +57,78 @@ class SelfAttentionSpec:
     def query_group(self) -> int:
         """Query heads per KV head."""
         return self.heads // self.kv_heads
+
+    @property
+    def attends(self) -> AttentionSpec:
+        """``attend``, complete."""
+        return self.attend._replace(query_group=self.query_group)
+
+    @property
+    def ahead(self) -> object:
+        """See LayerSpec: not on which table it rotates by, nor on how it attends, since tables are inputs and attention
+        is computed elsewhere."""
+        rotary = None if self.rotary is None else 0
+        return replace(self, attend=AttentionSpec(None, 1.0), rotary=rotary, o_bias=False)
+
+    @property
+    def behind(self) -> object:
+        return self.heads, self.kv_heads, self.head_dim, self.o_bias
+
+
+class StateTensor(NamedTuple):
+    """One of the tensors that a state is made of. name: for people. shape: in one state. is_float32: it is kept in
+    float32, whatever the model computes in."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_float32: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateMixerSpec(ABC):
+    """A mixer that remembers a request in a state, whose size does not grow with the request, in place of keys and
+    values. Its update by the tokens of a step is computed where other layers attend; see ``mixers``."""
+
+    @property
+    @abstractmethod
+    def state(self) -> tuple[StateTensor, ...]:
+        """The tensors of one state. All of them are zero before the first token."""
+
+    @property
+    @abstractmethod
+    def widths(self) -> tuple[int, int]:
+        """Values per token that the update is given, and that it gives."""
+
+    @property
+    def attends(self) -> StateMixerSpec:
+        return self
+
+    @property
+    def ahead(self) -> object:
+        return self
+
+    @property
+    def behind(self) -> object:
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvSpec(StateMixerSpec):
+    """A gated short convolution (LFM2): b, c, x = in(h), and out(c * convolved(b * x)), where every one of the
+    ``channels`` is convolved by itself, over the last ``taps`` tokens. The state is what the last taps - 1 tokens gave.
+    bias: both projections and the convolution carry one."""
+
+    channels: int
+    taps: int
+    bias: bool = False
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        return (StateTensor("last tokens", (self.taps - 1, self.channels)),)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return 3 * self.channels, self.channels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +191,7 @@ class NormSpec:
         return (*before, *after)
 
 
-MixerSpec = SelfAttentionSpec
+MixerSpec = SelfAttentionSpec | StateMixerSpec
 """How tokens learn of one another."""
 
 FeedForwardSpec = MlpSpec | MoeSpec
@@ -134,14 +207,18 @@ class LayerSpec:
     norms: NormSpec
 
     @property
+    def attention(self) -> SelfAttentionSpec:
+        """The mixer of a layer that attends. Raises TypeError for one that keeps a state."""
+        if isinstance(self.mixer, SelfAttentionSpec):
+            return self.mixer
+        raise TypeError(f"A layer with {self.mixer} does not attend.")
+
+    @property
     def ahead(self) -> tuple[object, ...]:
-        """All that the code in front of attention depends on: not on which table it rotates by, nor on how it attends,
-        since tables are inputs and attention is computed elsewhere."""
-        rotary = None if self.mixer.rotary is None else 0
-        return replace(self.mixer, attend=AttentionSpec(None, 1.0), rotary=rotary, o_bias=False), self.norms
+        """All that the code in front of attention, or of the update of a state, depends on."""
+        return self.mixer.ahead, self.norms
 
     @property
     def behind(self) -> tuple[object, ...]:
-        """All that the code behind attention depends on."""
-        mixer = self.mixer
-        return mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.o_bias, self.mlp, self.norms
+        """All that the code behind it depends on."""
+        return self.mixer.behind, self.mlp, self.norms

@@ -13,30 +13,39 @@ same arithmetic without any of this.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels_triton_free.lora import RowAdapters
+from kernels_triton_free.state.rows import StateRows
 from minivllm.compilation.regions import CompileRegion, Size, TensorSpec
 from minivllm.linear.layer import Linear
 from minivllm.linear.stored_weight import StoredWeight
 from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.layer_specs import StateMixerSpec
 
 TOKENS, ROWS = Size("tokens", 13, single=1), Size("rows", 9, single=1)
 """Tokens of a step, and those of them whose logits are wanted, as regions declare them."""
+STATE_ROWS, STATE_SLOTS = Size("state rows", 7, single=1), Size("state slots", 5)
+"""Rows of a step whose states are updated, and slots that states lie in."""
 
 Hidden = tuple[Tensor, ...]
 """What a model computed of a step: tensors [tokens, …], whose meaning is its own business."""
 
+Given = Tensor | tuple[Tensor, ...] | None
+"""What a layer hands over beside its queries: attention's sinks, or the weights that a state is updated with."""
+
 
 class Attend(Protocol):
-    """Attention of one layer over everything that the caches hold."""
+    """Attention of one layer over everything that the caches hold; in layers that keep a state, its update."""
 
-    def __call__(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """q [tokens, kv_heads, G, D] -> o of the same shape and dtype. sinks: float32 [query heads], where the layer's
-        spec has them."""
+    def __call__(self, layer: int, q: Tensor, given: Given = None) -> Tensor:
+        """q [tokens, kv_heads, G, D] -> o of the same shape and dtype. given: sinks, float32 [query heads], where the
+        layer's spec has them. In a layer that keeps a state: q [tokens, widths[0]] -> o [tokens, widths[1]], and given
+        are the weights of the update."""
 
 
 class TokenInputs(NamedTuple):
@@ -54,7 +63,7 @@ class LayerCache(NamedTuple):
     """K and V of one layer, [blocks, block_size, kv_heads, head_dim] each, and where the tokens of a step go.
 
     slots: int32 [tokens], block * block_size + offset; padding goes to slot 0. Layers whose blocks are not the same
-    have other slots. Empty between steps.
+    have other slots. Empty between steps. NO_CACHE is that of a layer which keeps a state.
     """
 
     k: Tensor
@@ -66,6 +75,9 @@ class LayerCache(NamedTuple):
         return LayerCache(self.k, self.v, slots)
 
 
+NO_CACHE = LayerCache(torch.empty(0), torch.empty(0))
+
+
 class CacheSpec(NamedTuple):
     """What one layer keeps of a token: K and V, [kv_heads, head_dim] of ``dtype`` each."""
 
@@ -73,11 +85,56 @@ class CacheSpec(NamedTuple):
     head_dim: int
     dtype: torch.dtype
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of K and V."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
     def declare(self, num_blocks: int | Size, block_size: int, device: torch.device) -> LayerCache:
         """The layer's cache as regions declare it."""
         each: Any = TensorSpec((num_blocks, block_size, self.kv_heads, self.head_dim), self.dtype, device)
         slots: Any = TensorSpec((TOKENS,), torch.int32, device)
         return LayerCache(each, each, slots)
+
+
+class StateSpec(NamedTuple):
+    """What one layer keeps of a request, however long that is: tensors of these shapes and dtypes. dtype: of what the
+    update is given, and gives."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, spec: StateMixerSpec, dtype: torch.dtype, device: torch.device) -> StateSpec:
+        """As a mixer's spec says, in a model that attends in ``dtype``."""
+        dtypes = tuple(torch.float32 if tensor.is_float32 else dtype for tensor in spec.state)
+        return cls(tuple(tensor.shape for tensor in spec.state), dtypes, dtype, device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one state."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes))
+
+    def update_inputs(self, width: int, weights: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+        """Inputs of a region that updates states, as it declares them. width: values per token. weights: shapes of the
+        weights, which are of ``dtype``."""
+
+        def spec(*shape: int | Size, dtype: torch.dtype = torch.int32) -> TensorSpec:
+            return TensorSpec(shape, dtype, self.device)
+
+        rows: Any = [spec(STATE_ROWS)] * 4 + [spec(TOKENS)] * 2
+        return {
+            "x": spec(TOKENS, width, dtype=self.dtype),
+            "state": tuple(spec(STATE_SLOTS, *shape, dtype=kind) for shape, kind in zip(self.shapes, self.dtypes)),
+            "rows": StateRows(*rows),
+            "weights": tuple(spec(*shape, dtype=self.dtype) for shape in weights),
+        }
+
+
+StateTensors = tuple[Tensor, ...]
+"""The states of one layer: tensors [slots, …], the last slot for what padding writes."""
 
 
 class HiddenTap(NamedTuple):
@@ -95,7 +152,8 @@ class Model(Protocol):
     """A model on one device. The worker runs whatever has these members; nothing else of it is looked at.
 
     vocab_size: tokens that there are logits of. dtype: of weights and activations. attention_dtype: of queries and of
-    attention's output. attention_specs, cache_specs: how each layer attends, and what it keeps. feature_size: values
+    attention's output. attention_specs, cache_specs: how each layer attends, and what it keeps; of a layer that keeps a
+    state, its mixer's spec, and what the state is made of. feature_size: values
     of ``dtype`` that are kept for every token beside keys and values. linears: the layers that LoRA adapters may
     change, by the block they lie in ("model.layers.0.mlp"). tap: hands out hidden states, if they are wanted; a model
     without taps never looks at it.
@@ -112,9 +170,9 @@ class Model(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
-    def attention_specs(self) -> Sequence[AttentionSpec]: ...
+    def attention_specs(self) -> Sequence[AttentionSpec | StateMixerSpec]: ...
     @property
-    def cache_specs(self) -> Sequence[CacheSpec]: ...
+    def cache_specs(self) -> Sequence[CacheSpec | StateSpec]: ...
     @property
     def feature_size(self) -> int: ...
     @property

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kernels_triton_free.experts.routing import route
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
-from minivllm.models.layer_specs import Activation, ClampedSwiglu, LayerSpec, MlpSpec, MoeSpec
+from minivllm.models.layer_specs import Activation, ClampedSwiglu, LayerSpec, MlpSpec, MoeSpec, SelfAttentionSpec
+from minivllm.models.reference_states import STATE_MIXERS
 from minivllm.models.rotary import rotary_frequencies
 
 Rotation = tuple[Tensor, Tensor]
@@ -38,44 +39,61 @@ def reference_forward(
     for index, layer in enumerate(config.layers):
         prefix = f"model.layers.{index}."
         own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-        x = reference_layer(layer, own, x, None if layer.mixer.rotary is None else rotations[layer.mixer.rotary])
+        x = reference_layer(layer, own, x, rotations)
     head = weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
     logits = norm(x, weights["model.norm.weight"], config.rms_norm_eps) @ head.T * config.logits_scale
     cap = config.logits_soft_cap
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def reference_layer(layer: LayerSpec, weights: Mapping[str, Tensor], x: Tensor, rotation: Rotation | None) -> Tensor:
+def reference_layer(
+    layer: LayerSpec, weights: Mapping[str, Tensor], x: Tensor, rotations: Sequence[Rotation]
+) -> Tensor:
     """One decoder layer: x [tokens, hidden] -> the same shape. weights: by their names in the layer."""
-    mixer, norms = layer.mixer, layer.norms
-
-    def project(x: Tensor, part: str) -> Tensor:
-        return F.linear(x, weights[f"{part}.weight"], weights.get(f"{part}.bias"))
+    norms = layer.norms
 
     def normed(x: Tensor, name: str, eps: float) -> Tensor:
         """A norm, where the layer has one of this name."""
         return norm(x, weights[f"{name}.weight"], eps) if f"{name}.weight" in weights else x
 
-    # Attention: every token asks those before it, head by head.
+    # The mixer: every token learns of those before it.
     h = normed(x, "input_layernorm", norms.eps)
-    q, k, v = (project(h, f"self_attn.{part}_proj") for part in "qkv")
-    if mixer.qk_norm == "whole width":
-        q, k = (normed(y, f"self_attn.{part}_norm", mixer.qk_norm_eps) for y, part in ((q, "q"), (k, "k")))
-    q, k, v = (y.unflatten(-1, (-1, mixer.head_dim)) for y in (q, k, v))
-    if mixer.qk_norm == "per head":
-        q, k = (normed(y, f"self_attn.{part}_norm", mixer.qk_norm_eps) for y, part in ((q, "q"), (k, "k")))
-    if rotation is not None:
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
-    if mixer.query_scaling is not None:
-        steps = torch.arange(len(x)) // mixer.query_scaling.interval
-        q = q * (1 + mixer.query_scaling.beta * torch.log1p(steps.to(q.dtype)))[:, None, None]
-    o = attention(q, k, v, mixer.attend, weights.get("self_attn.sinks"))
-    x = x + normed(project(o.flatten(1), "self_attn.o_proj"), "post_self_attn_layernorm", norms.after_eps)
+    if isinstance(layer.mixer, SelfAttentionSpec):
+        out = self_attention(h, layer.mixer, weights, rotations)
+    else:
+        out = STATE_MIXERS[type(layer.mixer)](h, layer.mixer, weights)
+    x = x + normed(out, "post_self_attn_layernorm", norms.after_eps)
 
     # MLP: every token by itself.
     h = normed(x, "post_attention_layernorm", norms.eps)
     out = mixture(h, layer.mlp, weights) if isinstance(layer.mlp, MoeSpec) else mlp(h, layer.mlp, "mlp", weights)
     return x + normed(out, "post_mlp_layernorm", norms.after_eps)
+
+
+def self_attention(
+    x: Tensor, spec: SelfAttentionSpec, weights: Mapping[str, Tensor], rotations: Sequence[Rotation]
+) -> Tensor:
+    """Attention with its projections, head by head: x [tokens, hidden] -> the same shape."""
+
+    def project(x: Tensor, part: str) -> Tensor:
+        return F.linear(x, weights[f"self_attn.{part}_proj.weight"], weights.get(f"self_attn.{part}_proj.bias"))
+
+    def normed(x: Tensor, part: str) -> Tensor:
+        return norm(x, weights[f"self_attn.{part}_norm.weight"], spec.qk_norm_eps)
+
+    q, k, v = (project(x, part) for part in "qkv")
+    if spec.qk_norm == "whole width":
+        q, k = normed(q, "q"), normed(k, "k")
+    q, k, v = (y.unflatten(-1, (-1, spec.head_dim)) for y in (q, k, v))
+    if spec.qk_norm == "per head":
+        q, k = normed(q, "q"), normed(k, "k")
+    if spec.rotary is not None:
+        q, k = rotate(q, *rotations[spec.rotary]), rotate(k, *rotations[spec.rotary])
+    if spec.query_scaling is not None:
+        steps = torch.arange(len(x)) // spec.query_scaling.interval
+        q = q * (1 + spec.query_scaling.beta * torch.log1p(steps.to(q.dtype)))[:, None, None]
+    o = attention(q, k, v, spec.attend, weights.get("self_attn.sinks"))
+    return project(o.flatten(1), "o")
 
 
 def mlp(x: Tensor, spec: MlpSpec | MoeSpec, name: str, weights: Mapping[str, Tensor]) -> Tensor:

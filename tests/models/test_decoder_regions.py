@@ -144,7 +144,7 @@ def region_calls(decoder: Decoder, caches: list[LayerCache]) -> list[tuple]:
     """(region, arguments) of the first, a between and the last region on made-up inputs."""
     generator = torch.Generator().manual_seed(2)
     config, tokens = decoder.config, 5
-    o = torch.randn(tokens, *decoder.layers[0].query_shape, generator=generator)
+    o = torch.randn(tokens, *decoder.layers[0].mixer.output_shape, generator=generator)
     residual = torch.randn(tokens, config.hidden_size, generator=generator)
     inputs = TokenInputs(torch.tensor([3, 4, 5, 0, 0], dtype=torch.int32))
     caches = [cache.at(torch.tensor([31, 8, 9, 44, 0], dtype=torch.int32)) for cache in caches]

@@ -32,7 +32,7 @@ from minivllm.batch.step_inputs import StepInputBuilder, StepInputs
 from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
 from minivllm.models.decoder import Decoder
-from minivllm.models.decoder import layer as layer_module
+from minivllm.models.mixers import attention as attention_module
 from minivllm.models.model import LayerCache
 from minivllm.processing.input_processor import PreparedRequest
 
@@ -296,7 +296,7 @@ def watch(engine: LLMEngine, record: Record, watching: ExitStack) -> None:
         (StepInputBuilder, "build", building),
         (Decoder, "forward", running),
         (Decoder, "logits", heading),
-        (layer_module, "write_kv", storing),
+        (attention_module, "write_kv", storing),
     ):
         watching.enter_context(patch.object(owner, name, wrapped(getattr(owner, name))))
 

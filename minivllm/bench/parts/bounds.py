@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_iter
 
 from minivllm.batch.layer_caches import block_bytes
 from minivllm.models.decoder import Decoder
-from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
+from minivllm.models.layer_specs import StateMixerSpec
 
 PROBES = 9
 WARM_UP_PROBES = 3
@@ -101,7 +102,7 @@ def kv_bytes_per_token(decoder: Decoder) -> int:
 
 def kv_tokens_read(config: DecoderConfig, context: float) -> float:
     """Tokens of KV that one decoding request reads per layer, on average over layers: windows cut them."""
-    windows = [spec.window for spec in config.attention_specs]
+    windows = [spec.window for spec in config.attention_specs if isinstance(spec, AttentionSpec)]
     seen = [context if window is None else min(context, window) for window in windows]
     return sum(seen) / len(seen)
 
@@ -114,9 +115,15 @@ def prefill_flops(config: DecoderConfig, tokens: int) -> float:
     hidden, flops = config.hidden_size, 2.0 * config.hidden_size * config.vocab_size
     for index, layer in enumerate(config.layers):
         mixer, is_last = layer.mixer, index == config.num_layers - 1
-        before_attention = hidden * (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim
-        after_attention = mixer.heads * mixer.head_dim * hidden + 3 * hidden * layer.mlp.active_inner
-        flops += 2.0 * tokens * before_attention + 2.0 * (1 if is_last else tokens) * after_attention
+        if isinstance(mixer, StateMixerSpec):
+            before, after = (hidden * width for width in mixer.widths)
+        else:
+            before = hidden * (layer.attention.heads + 2 * layer.attention.kv_heads) * layer.attention.head_dim
+            after = layer.attention.heads * layer.attention.head_dim * hidden
+        after += 3 * hidden * layer.mlp.active_inner
+        flops += 2.0 * tokens * before + 2.0 * (1 if is_last else tokens) * after
+        if isinstance(mixer, StateMixerSpec):  # the update of a state is linear in tokens, and small beside these
+            continue
         reach = tokens if mixer.attend.window is None else min(mixer.attend.window, tokens)
         # Query i sees min(i, reach) keys; each costs a product with K and one with V.
         keys = reach * (reach + 1) / 2 + (tokens - reach) * reach

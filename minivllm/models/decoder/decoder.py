@@ -6,8 +6,9 @@
               attention(q) ...
     last:     pick rows -> o-proj -> norm -> MLP -> final norm -> head                    -> logits
 
-A region is a pure function of tensors (it writes the KV cache it is given, and nothing else), so one compiled
-``between`` serves all layers, and the MLP of one layer fuses with the QKV projection of the next.
+A layer that keeps a state is cut in the same way, where the state is updated. A region is a pure function of tensors
+(it writes the KV cache it is given, and nothing else), so one compiled ``between`` serves all layers, and the MLP of
+one layer fuses with the QKV projection of the next.
 """
 
 from __future__ import annotations
@@ -28,10 +29,22 @@ from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, spec
 from minivllm.errors import ModelError
 from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard, never_quantized
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
-from minivllm.models.decoder.feed_forward import LinearFactory
-from minivllm.models.decoder.layer import AfterAttention, BeforeAttention, DecoderLayer
+from minivllm.models.decoder.layer import AfterMixer, BeforeMixer, DecoderLayer
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
-from minivllm.models.model import ROWS, TOKENS, Attend, CacheSpec, Hidden, HiddenTap, LayerCache, TokenInputs
+from minivllm.models.layer_specs import SelfAttentionSpec, StateMixerSpec
+from minivllm.models.linear_factory import LinearFactory
+from minivllm.models.mixers.attention import SelfAttention
+from minivllm.models.model import (
+    ROWS,
+    TOKENS,
+    Attend,
+    CacheSpec,
+    Hidden,
+    HiddenTap,
+    LayerCache,
+    StateSpec,
+    TokenInputs,
+)
 from minivllm.models.rotary import rotary_frequencies
 from minivllm.profiling.spans import span, spanned
 
@@ -78,25 +91,33 @@ class Decoder:
             rotary_table(rotary_frequencies(rotary, max_model_len), positions, rotary.attention_factor).to(device)
             for rotary in config.rotary
         ]
-        self.cos_sin = [tables[spec.mixer.rotary or 0] for spec in config.layers]
+        rotated = [spec.mixer.rotary if isinstance(spec.mixer, SelfAttentionSpec) else None for spec in config.layers]
+        self.cos_sin = [tables[index or 0] for index in rotated]
         self.tap: HiddenTap | None = None
         self._first: Callable
         self._between: list[Callable]
         self._last: Callable
         self._declared_tokens: TokenInputs
-        self._weights: list[tuple[BeforeAttention, AfterAttention]] = []
+        self._weights: list[tuple[BeforeMixer, AfterMixer]] = []
 
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
     @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+    def attention_specs(self) -> tuple[AttentionSpec | StateMixerSpec, ...]:
         return self.config.attention_specs
 
     @property
-    def cache_specs(self) -> list[CacheSpec]:
-        return [CacheSpec(layer.kv_heads, layer.spec.mixer.head_dim, self.cache_dtype) for layer in self.layers]
+    def cache_specs(self) -> list[CacheSpec | StateSpec]:
+        return [self._cache_spec(layer) for layer in self.layers]
+
+    def _cache_spec(self, layer: DecoderLayer) -> CacheSpec | StateSpec:
+        spec, mixer = layer.spec.mixer, layer.mixer
+        if isinstance(spec, StateMixerSpec):
+            return StateSpec.of(spec, self.attention_dtype, self.device)
+        assert isinstance(mixer, SelfAttention)
+        return CacheSpec(mixer.kv_heads, spec.head_dim, self.cache_dtype)
 
     @property
     def linears(self) -> list[tuple[str, Linear]]:
@@ -183,11 +204,11 @@ class Decoder:
                     "token_ids": TensorSpec((TOKENS,), torch.int32, self.device),
                     "tokens": tokens,
                     "cos_sin": specs_of(self.cos_sin[0]),
-                    "cache": caches[0],
+                    "cache": layers[0].own_cache(caches[0]),
                     "embedding": specs_of(self.embedding),
                     "before": specs_of(layers[0].before),
                 },
-                (common, layers[0].spec.ahead, layers[0].methods.qkv, self.embedding_method),
+                (common, layers[0].spec.ahead, layers[0].methods.ahead, self.embedding_method),
             )
         )
         # What tells two regions apart: the specs of both layers, how their products are computed, and the inputs. The
@@ -199,11 +220,11 @@ class Decoder:
                 **self._attended(layer),
                 "tokens": tokens,
                 "cos_sin": specs_of(self.cos_sin[index + 1]),
-                "cache": caches[index + 1],
+                "cache": following.own_cache(caches[index + 1]),
                 "after": specs_of(layer.after),
                 "before": specs_of(following.before),
             }
-            methods = layer.methods._replace(qkv=following.methods.qkv)
+            methods = layer.methods._replace(ahead=following.methods.ahead)
             kind = layer.spec.behind, following.spec.ahead, methods
             key = kind, tuple(inputs.values())
             if key not in regions:
@@ -222,7 +243,7 @@ class Decoder:
     def _attended(self, layer: DecoderLayer) -> dict[str, Any]:
         """Specs of what every region behind a layer's attention takes."""
         return {
-            "o": TensorSpec((TOKENS, *layer.query_shape), self.attention_dtype, self.device),
+            "o": TensorSpec((TOKENS, *layer.mixer.output_shape), self.attention_dtype, self.device),
             "residual": TensorSpec((TOKENS, self.config.hidden_size), self.dtype, self.device),
         }
 
@@ -259,18 +280,24 @@ class Decoder:
         stream [tokens, hidden])."""
         with span("first"):
             q, residual = self._first(
-                token_ids, tokens, self.cos_sin[0], caches[0], self.embedding, self._weights[0][0]
+                token_ids,
+                tokens,
+                self.cos_sin[0],
+                self.layers[0].own_cache(caches[0]),
+                self.embedding,
+                self._weights[0][0],
             )
         tapped = () if self.tap is None else self.tap.layers
         wanted = [residual] if 0 in tapped else []
         for layer, between in enumerate(self._between):
-            o = attend(layer, q, self.layers[layer].sinks)
+            o = attend(layer, q, self.layers[layer].given)
             after, before, table = self._weights[layer][1], self._weights[layer + 1][0], self.cos_sin[layer + 1]
+            cache = self.layers[layer + 1].own_cache(caches[layer + 1])
             with span("between"):
-                q, residual = between(o, residual, tokens, table, caches[layer + 1], after, before)
+                q, residual = between(o, residual, tokens, table, cache, after, before)
             if layer + 1 in tapped:
                 wanted.append(residual)
-        hidden = attend(len(self.layers) - 1, q, self.layers[-1].sinks), residual
+        hidden = attend(len(self.layers) - 1, q, self.layers[-1].given), residual
         if self.tap is not None:
             self.tap.take(wanted, hidden, tokens, caches)
         return hidden
@@ -309,15 +336,15 @@ class Decoder:
         token_ids: Tensor,
         tokens: TokenInputs,
         cos_sin: Tensor,
-        cache: LayerCache,
+        cache: LayerCache | None,
         embedding: LinearTensors,
-        before: BeforeAttention,
+        before: BeforeMixer,
     ) -> tuple[Tensor, Tensor]:
         residual = self.embedding_method.rows(token_ids, embedding)
         if self.config.embedding_scale != 1.0:
             residual = residual * self.config.embedding_scale
         x, residual = layer.enter(None, residual, before.norm)
-        return layer.queries(x, tokens, cos_sin, cache, before), residual
+        return layer.mixer.ahead(x, tokens, cos_sin, cache, before.mixer), residual
 
     def _between_region(
         self,
@@ -327,13 +354,13 @@ class Decoder:
         residual: Tensor,
         tokens: TokenInputs,
         cos_sin: Tensor,
-        cache: LayerCache,
-        after: AfterAttention,
-        before: BeforeAttention,
+        cache: LayerCache | None,
+        after: AfterMixer,
+        before: BeforeMixer,
     ) -> tuple[Tensor, Tensor]:
         x, residual = layer.output(o, residual, tokens.adapters, after)
         x, residual = following.enter(x, residual, before.norm)
-        return following.queries(x, tokens, cos_sin, cache, before), residual
+        return following.mixer.ahead(x, tokens, cos_sin, cache, before.mixer), residual
 
     def _last_region(
         self,
@@ -342,7 +369,7 @@ class Decoder:
         residual: Tensor,
         rows: Tensor,
         adapters: RowAdapters | None,
-        after: AfterAttention,
+        after: AfterMixer,
         final_norm: Tensor,
         head: LinearTensors,
     ) -> Tensor:
@@ -358,7 +385,7 @@ class Decoder:
         residual: Tensor,
         rows: Tensor,
         adapters: RowAdapters | None,
-        after: AfterAttention,
+        after: AfterMixer,
         final_norm: Tensor,
     ) -> Tensor:
         own = None if adapters is None else adapters.of(rows)

@@ -3,48 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from kernels_triton_free.activation import gated_activation
 from kernels_triton_free.lora import RowAdapters
-from minivllm.linear.layer import ChooseMethod, Linear, LinearTensors, Shard, never_quantized
+from minivllm.linear.layer import Linear, LinearTensors
 from minivllm.linear.stored_weight import StoredWeight
 from minivllm.models.layer_specs import MlpSpec
-
-
-class LinearFactory:
-    """Makes the linear layers of a model, all on one device, in one dtype, of one shard."""
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        choose: ChooseMethod = never_quantized,
-        shard: Shard | None = None,
-    ) -> None:
-        self.dtype, self.device, self.choose, self.shard = dtype, device, choose, shard or Shard()
-
-    def make(self, parts: dict[str, int], in_features: int, bias: bool, split: Literal["column", "row"]) -> Linear:
-        """See ``Linear``."""
-        return Linear(
-            parts,
-            in_features,
-            bias=bias,
-            split=split,
-            shard=self.shard,
-            dtype=self.dtype,
-            device=self.device,
-            choose=self.choose,
-        )
-
-
-class Stored(Protocol):
-    """What keeps weights that may be moved or replaced, all together: a ``Linear``, or the experts of a layer."""
-
-    tensors: LinearTensors
+from minivllm.models.linear_factory import LinearFactory, Stored
 
 
 class FeedForward(Protocol):

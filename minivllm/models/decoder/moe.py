@@ -13,8 +13,9 @@ from kernels_triton_free.lora import RowAdapters
 from minivllm.linear.experts import Experts
 from minivllm.linear.layer import Linear, LinearTensors
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
-from minivllm.models.decoder.feed_forward import GatedMlp, LinearFactory, Stored
+from minivllm.models.decoder.feed_forward import GatedMlp
 from minivllm.models.layer_specs import MoeSpec
+from minivllm.models.linear_factory import LinearFactory, Stored
 
 _ROUTER_PARTS = ("gate.weight", "gate.bias", "gate.e_score_correction_bias", "shared_expert_gate.weight")
 

@@ -106,7 +106,7 @@ def read_eagle_config(directory: str | Path, version: EagleVersion, target: Deco
 def _reads_two_vectors(model: DecoderConfig) -> DecoderConfig:
     """The same with attention on two vectors, side by side: that of the token and that of the feature."""
     (layer,) = model.layers
-    return replace(model, layers=(replace(layer, mixer=replace(layer.mixer, qkv_inputs=2)),))
+    return replace(model, layers=(replace(layer, mixer=replace(layer.attention, qkv_inputs=2)),))
 
 
 def _family_names(entries: Mapping[str, Any]) -> list[str]:

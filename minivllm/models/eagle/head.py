@@ -27,7 +27,7 @@ from minivllm.errors import ModelError
 from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard
 from minivllm.linear.stored_weight import StoredWeight
 from minivllm.models.decoder import Decoder
-from minivllm.models.decoder.layer import AfterAttention, BeforeAttention, DecoderLayer
+from minivllm.models.decoder.layer import AfterMixer, BeforeMixer, DecoderLayer
 from minivllm.models.eagle.checkpoint import EagleTensors
 from minivllm.models.eagle.config import NUM_FUSED_LAYERS, EagleConfig
 from minivllm.models.model import ROWS, TOKENS, Hidden, LayerCache, TokenInputs
@@ -38,13 +38,13 @@ class _InputWeights(NamedTuple):
 
     fc: LinearTensors
     hidden_norm: Tensor | None
-    before: BeforeAttention
+    before: BeforeMixer
 
 
 class _OutputWeights(NamedTuple):
     """Weights behind attention. norm and token_map: EAGLE-3's. head: of the target (EAGLE), or its own."""
 
-    after: AfterAttention
+    after: AfterMixer
     norm: Tensor | None
     head: LinearTensors
     token_map: Tensor | None
@@ -193,7 +193,7 @@ class EagleHead(Decoder):
     def _input_weights(self) -> _InputWeights:
         layer, norms = self.layers[0], self.layers[0].vectors
         norm = norms.get("input_layernorm", norms["post_attention_layernorm"])  # read by EAGLE-3 only
-        before = BeforeAttention(norm, layer.qkv.arguments, norms.get("q_norm"), norms.get("k_norm"))
+        before = BeforeMixer(norm, layer.mixer.ahead_weights(norms))
         fc = self.fc.tensors if self.eagle.version == "eagle" else ()
         return _InputWeights(fc, norms.get("hidden_norm"), before)
 
@@ -290,7 +290,7 @@ class EagleHead(Decoder):
             normed = rms_norm(feature, weights.hidden_norm, eps)
             residual = normed if self.eagle.norm_before_residual else feature
             x = torch.cat((rms_norm(embedded, weights.before.norm, eps), normed), dim=-1)
-        return layer.queries(x, tokens, cos_sin, cache, weights.before), residual
+        return layer.mixer.ahead(x, tokens, cos_sin, cache, weights.before.mixer), residual
 
     def _output_region(
         self,

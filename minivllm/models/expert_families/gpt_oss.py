@@ -40,7 +40,7 @@ def _describe_gpt_oss(entries: Entries) -> Description:
     )
 
     def with_sinks(layer: LayerSpec) -> LayerSpec:
-        return replace(layer, mixer=replace(layer.mixer, attend=layer.mixer.attend._replace(has_sinks=True)))
+        return replace(layer, mixer=replace(layer.attention, attend=layer.attention.attend._replace(has_sinks=True)))
 
     return replace(described, layers=tuple(map(with_sinks, described.layers)))
 

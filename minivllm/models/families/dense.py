@@ -35,7 +35,7 @@ class Description:
         def changed(mixer: SelfAttentionSpec) -> SelfAttentionSpec:
             return replace(mixer, attend=mixer.attend._replace(scale=scale, soft_cap=soft_cap))
 
-        return replace(self, layers=tuple(replace(layer, mixer=changed(layer.mixer)) for layer in self.layers))
+        return replace(self, layers=tuple(replace(layer, mixer=changed(layer.attention)) for layer in self.layers))
 
 
 def no_windows(entries: Entries) -> Sequence[int | None]:

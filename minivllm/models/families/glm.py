@@ -19,7 +19,7 @@ def pairs_to_halves(name: str, tensor: Tensor, config: DecoderConfig) -> Tensor:
     module = name.split(".")[-2]
     if module not in ("q_proj", "k_proj"):
         return tensor
-    mixer, dim = config.layers[0].mixer, config.rotary[0].dim
+    mixer, dim = config.layers[0].attention, config.rotary[0].dim
     heads = tensor.unflatten(0, (-1, mixer.head_dim)).clone()
     heads[:, : dim // 2], heads[:, dim // 2 : dim] = heads[:, 0:dim:2].clone(), heads[:, 1:dim:2].clone()
     return heads.flatten(0, 1)

@@ -28,7 +28,7 @@ def _ministral3(entries: Entries) -> Description:
     scaling = PositionScaling(beta=beta, interval=rope.whole("original_max_position_embeddings", 1, MAX_POSITIONS))
 
     def scaled(layer: LayerSpec) -> LayerSpec:
-        return replace(layer, mixer=replace(layer.mixer, query_scaling=scaling))
+        return replace(layer, mixer=replace(layer.attention, query_scaling=scaling))
 
     return replace(plain, layers=tuple(map(scaled, plain.layers)))
 

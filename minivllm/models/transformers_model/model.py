@@ -16,7 +16,7 @@ from minivllm.linear.layer import ChooseMethod, Linear, PlainLinear, never_quant
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.model_facts.transformers_config import TransformersConfig
 from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.model import Attend, CacheSpec, Hidden, HiddenTap, LayerCache, TokenInputs
+from minivllm.models.model import Attend, CacheSpec, Given, Hidden, HiddenTap, LayerCache, TokenInputs
 from minivllm.models.transformers_model.attention import OwnPositions, PagedLayer, counts_positions
 from minivllm.models.transformers_model.build import build_architecture
 from minivllm.models.transformers_model.experts import replace_experts
@@ -199,7 +199,7 @@ class TransformersModel:
         def compute(place: int, ids: list[int], positions: list[int]) -> list[Tensor]:
             seen: list[Tensor] = []
 
-            def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+            def attend(layer: int, q: Tensor, given: Given = None) -> Tensor:
                 seen.append(q[place])
                 return q * 0
 

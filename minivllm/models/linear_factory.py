@@ -1,0 +1,41 @@
+"""What the halves of a layer are built with: linear layers that are all made in the same way."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+
+from minivllm.linear.layer import ChooseMethod, Linear, LinearTensors, Shard, never_quantized
+
+
+class LinearFactory:
+    """Makes the linear layers of a model, all on one device, in one dtype, of one shard."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        choose: ChooseMethod = never_quantized,
+        shard: Shard | None = None,
+    ) -> None:
+        self.dtype, self.device, self.choose, self.shard = dtype, device, choose, shard or Shard()
+
+    def make(self, parts: dict[str, int], in_features: int, bias: bool, split: Literal["column", "row"]) -> Linear:
+        """See ``Linear``."""
+        return Linear(
+            parts,
+            in_features,
+            bias=bias,
+            split=split,
+            shard=self.shard,
+            dtype=self.dtype,
+            device=self.device,
+            choose=self.choose,
+        )
+
+
+class Stored(Protocol):
+    """What keeps weights that may be moved or replaced, all together: a ``Linear``, or the experts of a layer."""
+
+    tensors: LinearTensors

@@ -1,0 +1,29 @@
+"""The code behind each mixer's spec."""
+
+from __future__ import annotations
+
+import torch
+
+from minivllm.compilation.regions import CompileRegion
+from minivllm.models.layer_specs import MixerSpec, SelfAttentionSpec, ShortConvSpec, StateMixerSpec
+from minivllm.models.linear_factory import LinearFactory
+from minivllm.models.mixers.attention import SelfAttention
+from minivllm.models.mixers.mixer import Mixer, StateUpdate
+from minivllm.models.mixers.short_conv import ShortConv, ShortConvUpdate
+from minivllm.models.model import StateSpec
+
+
+def make_mixer(spec: MixerSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype) -> Mixer:
+    """The projections of a layer. attention_dtype: of what is computed at the cut."""
+    if isinstance(spec, SelfAttentionSpec):
+        return SelfAttention(spec, hidden_size, factory, attention_dtype)
+    if isinstance(spec, ShortConvSpec):
+        return ShortConv(spec, hidden_size, factory, attention_dtype)
+    raise TypeError(f"There is no mixer for {spec}.")
+
+
+def make_update(spec: StateMixerSpec, state: StateSpec, compile_region: CompileRegion) -> StateUpdate:
+    """What updates the states of layers with this spec. state: how their tensors are declared."""
+    if isinstance(spec, ShortConvSpec):
+        return ShortConvUpdate(spec, state, compile_region)
+    raise TypeError(f"There is no update of a state for {spec}.")

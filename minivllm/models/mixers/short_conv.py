@@ -1,0 +1,86 @@
+"""The gated short convolution of LFM2: its projections, and the update of its state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels_triton_free.lora import RowAdapters
+from kernels_triton_free.state.rows import StateRows
+from kernels_triton_free.state.short_conv import short_conv
+from minivllm.compilation.regions import CompileRegion, Region
+from minivllm.linear.layer import LinearMethod, LinearTensors
+from minivllm.models.layer_specs import ShortConvSpec
+from minivllm.models.linear_factory import LinearFactory
+from minivllm.models.mixers.mixer import Vectors
+from minivllm.models.model import LayerCache, StateSpec, TokenInputs
+
+
+class ShortConv:
+    """A ``Mixer``: x holds b, c and the input of every channel, o their convolution, gated."""
+
+    block = "conv"
+
+    def __init__(
+        self, spec: ShortConvSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype
+    ) -> None:
+        self.spec, self._dtype, self._attention_dtype = spec, factory.dtype, attention_dtype
+        self._in = factory.make({"in_proj": spec.widths[0]}, hidden_size, spec.bias, "column")
+        self._out = factory.make({"o_proj": hidden_size}, spec.widths[1], spec.bias, "row")
+        self.linears = (self._in, self._out)
+
+    @property
+    def ahead_methods(self) -> tuple[LinearMethod, ...]:
+        return (self._in.method,)
+
+    @property
+    def behind_methods(self) -> tuple[LinearMethod, ...]:
+        return (self._out.method,)
+
+    @property
+    def output_shape(self) -> tuple[int]:
+        return (self.spec.channels,)
+
+    def ahead_weights(self, vectors: Vectors) -> tuple[LinearTensors]:
+        return (self._in.arguments,)
+
+    def given(self, vectors: Vectors) -> tuple[Tensor, ...]:
+        """Weight [channels, taps], bias [channels]."""
+        names = ("conv", "conv.bias") if self.spec.bias else ("conv",)
+        return tuple(vectors[name] for name in names)
+
+    def behind_weights(self) -> tuple[LinearTensors]:
+        return (self._out.arguments,)
+
+    def ahead(
+        self, x: Tensor, tokens: TokenInputs, cos_sin: Tensor, cache: LayerCache | None, weights: tuple[LinearTensors]
+    ) -> Tensor:
+        return self._in.apply(x, weights[0], tokens.adapters).to(self._attention_dtype)
+
+    def behind(self, o: Tensor, adapters: RowAdapters | None, weights: tuple[LinearTensors]) -> Tensor:
+        return self._out.apply(o.to(self._dtype), weights[0], adapters)
+
+
+class ShortConvUpdate:
+    """A ``StateUpdate``, compiled as one region."""
+
+    def __init__(self, spec: ShortConvSpec, state: StateSpec, compile_region: CompileRegion) -> None:
+        weights = ((spec.channels, spec.taps), *[(spec.channels,)] * spec.bias)
+        inputs = state.update_inputs(spec.widths[0], weights)
+        self._region = compile_region(Region("short convolution", _update, inputs, spec))
+
+    def prepare(self, counts: object) -> None:
+        return None
+
+    def __call__(
+        self, x: Tensor, state: tuple[Tensor, ...], rows: StateRows, prepared: None, weights: tuple[Tensor, ...]
+    ) -> Tensor:
+        o: Tensor = self._region(x, state, rows, weights)
+        return o
+
+
+def _update(x: Tensor, state: tuple[Tensor, ...], rows: StateRows, weights: tuple[Tensor, ...]) -> Tensor:
+    b, c, inner = x.chunk(3, dim=-1)
+    weight, bias = (*weights, None)[:2]
+    assert weight is not None
+    return c * short_conv(b * inner, state[0], rows, weight, bias)
