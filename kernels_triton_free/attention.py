@@ -179,7 +179,8 @@ def gathered_sdpa_attention(
 
     q [queries, kv_heads, G, D] at consecutive positions from first_position; blocks int [n] in order, covering all of
     them. sinks, window, chunk, soft_cap, visibility, score_change: as for paged_flex_attention, but nothing stands for
-    the sinks. Returns a tensor like q. Runs uncompiled, wherever PyTorch does.
+    the sinks. Values may have another size than keys. Returns a tensor like q, of that size. Runs
+    uncompiled, wherever PyTorch does.
     """
     queries, kv_heads, group, head_dim = q.shape
     length = first_position + queries
@@ -204,7 +205,7 @@ def gathered_sdpa_attention(
         if sinks is not None:
             scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, queries, 1)], dim=-1)
         out = scores.softmax(-1)[..., :length] @ v.repeat_interleave(group, 0)
-    return out.transpose(0, 1).reshape(queries, kv_heads, group, head_dim)
+    return out.transpose(0, 1).reshape(queries, kv_heads, group, v.shape[-1])
 
 
 def chunks_of_tiles(tile_tokens: Tensor, tile_size: int, kv_heads: int) -> Tensor:

@@ -10,9 +10,14 @@ from torch import Tensor
 
 def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Store k, v [tokens, kv_heads, head_dim] in place at slot_mapping [tokens] = block * block_size + offset."""
-    rows = k_cache.shape[0] * k_cache.shape[1]
-    k_cache.view(rows, *k_cache.shape[2:])[slot_mapping] = rounded(k, k_cache.dtype)
-    v_cache.view(rows, *v_cache.shape[2:])[slot_mapping] = rounded(v, v_cache.dtype)
+    write_rows(k_cache, k, slot_mapping)
+    write_rows(v_cache, v, slot_mapping)
+
+
+def write_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
+    """The same for a single cache: values [tokens, kv_heads, head_dim]."""
+    rows = cache.shape[0] * cache.shape[1]
+    cache.view(rows, *cache.shape[2:])[slot_mapping] = rounded(values, cache.dtype)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

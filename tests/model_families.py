@@ -36,6 +36,28 @@ GRANITE: dict[str, Any] = {
     "logits_scaling": 0.4,
 }
 
+MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+MLA_YARN: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+        "original_max_position_embeddings": 64,
+    }
+}
+
 # family -> (transformers config class, transformers model class, what differs from SHAPE)
 FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
@@ -300,6 +322,61 @@ FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "norm_topk_prob": False,
             "partial_rotary_factor": 0.25,
         },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**MLA, "q_lora_rank": None, "num_hidden_layers": 4},
+    ),
+    "deepseek-v2-groups": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {
+            **MLA,
+            **MLA_YARN,
+            "q_lora_rank": 24,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek-v2-biases": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {
+            **MLA,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "n_shared_experts": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**MLA, **MLA_YARN, "q_lora_rank": 24, "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek-v3-halves": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            **MLA,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+        },
+    ),
+    "deepseek-v3-wide-values": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**MLA, "q_lora_rank": 32, "n_group": 2, "topk_group": 1, "v_head_dim": 32, "first_k_dense_replace": 0},
     ),
     "mixtral": (
         "MixtralConfig",

@@ -140,7 +140,8 @@ class AttentionBackend(Protocol):
     def attend(
         self, metadata: Any, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """q [tokens, kv_heads, query_group, head_dim] -> o of the same shape and dtype.
+        """q [tokens, kv_heads, query_group, head_dim] -> o of the same shape and dtype, but with spec.value_dim in the
+        place of head_dim where keys hold the values.
 
         metadata: of this step. cache: of one layer, and the keys and values of this step are in it already. sinks:
         float32 [query heads], if spec.has_sinks. Rows of o behind the step's tokens must be finite.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.backend import CAUSAL, AttentionBackend, AttentionContext, AttentionRule, StepRows
+from minivllm.attention.latents import GatheredLatents
 from minivllm.attention.sdpa import SdpaAttention
 from minivllm.attention.tiles import GatheredTiles, QueryTiles, Tiles
 from minivllm.errors import ConfigError
@@ -17,7 +18,14 @@ from minivllm.models.model import LayerCache
 
 
 def rule_attention(context: AttentionContext, rule: AttentionRule = CAUSAL) -> AttentionBackend:
-    """Attention by a rule: compiled FlexAttention, or the reference where nothing is compiled, which is slower."""
+    """Attention by a rule: compiled FlexAttention, or the reference where nothing is compiled, which is slower. Latents
+    are gathered and multiplied in both cases; ConfigError for a rule over them."""
+    if any(spec.value_dim is not None for spec in context.specs):
+        if rule != CAUSAL:
+            raise ConfigError(
+                "attention_backend changes a rule of FlexAttention, which does not compute latent attention."
+            )
+        return GatheredLatents(context)
     return FlexAttention(context, rule) if context.compiles else SdpaAttention(context, rule)
 
 

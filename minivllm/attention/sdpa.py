@@ -51,14 +51,15 @@ class SdpaAttention:
         q: Tensor,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        o = torch.zeros_like(q)
+        v = cache.v if spec.value_dim is None else cache.k[..., : spec.value_dim]
+        o = q.new_zeros(*q.shape[:-1], v.shape[-1])
         token = 0
         for blocks, start, count in metadata:
             own = slice(token, token + count)
             o[own] = gathered_sdpa_attention(
                 q[own],
                 cache.k,
-                cache.v,
+                v,
                 blocks,
                 start,
                 sinks,

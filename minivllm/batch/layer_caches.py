@@ -71,8 +71,8 @@ def _kind_of(spec: AttentionSpec, max_model_len: int) -> tuple[GroupKind, int | 
 def allocate_caches(
     model: Model, num_blocks: int | Sequence[int], block_size: int | Sequence[int]
 ) -> list[LayerCache | StateTensors]:
-    """Zeroed K and V of every layer, two tensors each; in layers that keep one, the tensors of a state, and a slot more
-    for what padding writes. num_blocks, block_size: of all layers, or of each.
+    """Zeroed K and V of every layer, two tensors each (V is empty where keys hold the values); in layers that keep one,
+    the tensors of a state, and a slot more for what padding writes. num_blocks, block_size: of all layers, or of each.
 
     Raises ConfigError if the memory cannot be had.
     """
@@ -83,8 +83,8 @@ def allocate_caches(
         if isinstance(spec, StateSpec):
             parts = zip(spec.shapes, spec.dtypes)
             return tuple(_zeros((count + 1, *shape), dtype, model.device) for shape, dtype in parts)
-        shape = count, size, spec.kv_heads, spec.head_dim
-        return LayerCache(*(_zeros(shape, spec.dtype, model.device) for _ in range(2)))
+        shapes = [(count, size, spec.kv_heads, dim) for dim in (spec.head_dim, spec.value_dim)]
+        return LayerCache(*(_zeros(shape, spec.dtype, model.device) for shape in shapes))
 
     try:
         return [allocate(*pool) for pool in zip(counts, sizes, model.cache_specs, strict=True)]
@@ -107,4 +107,6 @@ def allocate_features(model: Model, num_blocks: int, block_size: int) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device) if device.type != "cpu" else lazily_zeroed(shape, dtype)
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return lazily_zeroed(shape, dtype)

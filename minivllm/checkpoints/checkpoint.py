@@ -30,6 +30,7 @@ from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.families.family import Family
 from minivllm.models.layer_specs import (
     FeedForwardSpec,
+    LatentSpec,
     LayerSpec,
     MixerSpec,
     MlpSpec,
@@ -93,6 +94,20 @@ def _mixer_projections(spec: MixerSpec, hidden: int) -> dict[str, tuple[int, int
             "conv.in_proj": (spec.widths[0], hidden, spec.bias),
             "conv.o_proj": (hidden, spec.widths[1], spec.bias),
         }
+    if isinstance(spec, LatentSpec):
+        query = spec.heads * (spec.nope_dim + spec.rope_dim)
+        queries = {"self_attn.q_proj": (query, hidden, False)}
+        if spec.query_rank is not None:
+            queries = {
+                "self_attn.q_a_proj": (spec.query_rank, hidden, spec.bias),
+                "self_attn.q_b_proj": (query, spec.query_rank, False),
+            }
+        return {
+            **queries,
+            "self_attn.kv_a_proj_with_mqa": (spec.head_dim, hidden, spec.bias),
+            "self_attn.kv_b_proj": (spec.heads * (spec.nope_dim + spec.value_dim), spec.kv_rank, False),
+            "self_attn.o_proj": (hidden, spec.heads * spec.value_dim, spec.bias),
+        }
     if not isinstance(spec, SelfAttentionSpec):
         raise TypeError(f"Nothing is known of the weights of {spec}.")
     query, key_value, inputs = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, hidden * spec.qkv_inputs
@@ -110,6 +125,10 @@ def _mixer_shapes(spec: MixerSpec) -> dict[str, Shape]:
         bias = {"conv.conv.bias": (spec.channels,)} if spec.bias else {}
         return {"conv.conv.weight": (spec.channels, spec.taps), **bias}
     shapes: dict[str, Shape] = {}
+    if isinstance(spec, LatentSpec):
+        shapes["self_attn.kv_a_layernorm.weight"] = (spec.kv_rank,)
+        if spec.query_rank is not None:
+            shapes["self_attn.q_a_layernorm.weight"] = (spec.query_rank,)
     if isinstance(spec, SelfAttentionSpec):
         if spec.attend.has_sinks:
             shapes["self_attn.sinks"] = (spec.heads,)

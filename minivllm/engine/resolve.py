@@ -29,6 +29,8 @@ from minivllm.kv_transfer.connector import load_connector
 from minivllm.kv_transfer.fingerprint import fingerprint
 from minivllm.model_facts.choose import choose_implementation, read_model_facts
 from minivllm.model_facts.facts import ModelFacts
+from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.layer_specs import LatentSpec
 from minivllm.models.registry.registry import load_family
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.scheduler.policy import make_policy
@@ -103,7 +105,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         seed=args.seed,
         enforce_eager=args.enforce_eager,
         compile_in_background=bool(args.compile_in_background),
-        cudagraph_mode=resolve_graph_mode(args.cudagraph_mode, device, args.enforce_eager, implementation),
+        cudagraph_mode=resolve_graph_mode(args.cudagraph_mode, device, args.enforce_eager, decoder),
         cache=CacheConfig(
             block_size=args.block_size or DEFAULT_BLOCK_SIZE,
             num_blocks=args.num_gpu_blocks_override,
@@ -167,11 +169,12 @@ def resolve_token_budget(args: EngineArgs, defaults: DeviceDefaults, max_num_seq
 
 
 def resolve_graph_mode(
-    mode: str | None, device: str, enforce_eager: bool, implementation: str = "minivllm"
+    mode: str | None, device: str, enforce_eager: bool, facts: ModelFacts | None = None
 ) -> CudaGraphMode:
     """What cudagraph_mode means on this device. Raises ConfigError.
 
-    Left open, models of transformers get no graphs: loops over the experts that are hit cannot be captured.
+    Left open, models of transformers get no graphs: loops over the experts that are hit cannot be captured. Attention
+    over latents stays outside graphs: what it gathers grows with the contexts.
     """
     if device != "cuda":
         if mode not in (None, "none"):
@@ -179,8 +182,17 @@ def resolve_graph_mode(
                 f"cudagraph_mode is {mode!r}, but graphs need a CUDA device and this engine runs on a {device}."
             )
         return "none"
+    has_latents = isinstance(facts, DecoderConfig) and any(
+        isinstance(layer.mixer, LatentSpec) for layer in facts.layers
+    )
     if mode is None:
-        return "none" if enforce_eager or implementation == "transformers" else "full_and_piecewise"
+        if enforce_eager or (facts is not None and facts.implementation == "transformers"):
+            return "none"
+        return "piecewise" if has_latents else "full_and_piecewise"
+    if has_latents and mode not in ("none", "piecewise"):
+        raise ConfigError(
+            f"cudagraph_mode is {mode!r}, but attention over latents cannot be captured: use 'piecewise' or 'none'."
+        )
     return cast(CudaGraphMode, mode)
 
 

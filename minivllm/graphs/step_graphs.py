@@ -173,7 +173,11 @@ class StepGraphs:
         specs = self._model.model.attention_specs
 
         def attend(layer: int, q: Tensor, given: Given = None) -> Tensor:
-            shape = (len(q), spec.widths[1]) if isinstance(spec := specs[layer], StateMixerSpec) else q.shape
+            spec = specs[layer]
+            if isinstance(spec, StateMixerSpec):
+                shape: tuple[int, ...] = len(q), spec.widths[1]
+            else:
+                shape = *q.shape[:-1], spec.value_dim or q.shape[-1]
             o = self._o[: prod(shape)].view(shape)
 
             def run() -> None:

@@ -54,7 +54,8 @@ class AttentionSpec(NamedTuple):
     query_group: query heads per KV head (the layer's cache says how many KV heads there are, and of which size).
     chunk: a query sees only keys of its own chunk of so many positions (Llama 4), None for all. soft_cap: scaled
     scores s become cap * tanh(s / cap) (Gemma 2). has_sinks: a learned logit of each query head joins the softmax's
-    denominator and has no value (gpt-oss); ``attend`` is given it.
+    denominator and has no value (gpt-oss); ``attend`` is given it. value_dim: keys hold their values, which are so many
+    leading elements, and no V is kept (latent attention); o has that size then.
     """
 
     window: int | None
@@ -63,6 +64,7 @@ class AttentionSpec(NamedTuple):
     chunk: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    value_dim: int | None = None
 
     @property
     def reach(self) -> Reach:

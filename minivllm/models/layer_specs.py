@@ -75,6 +75,53 @@ class SelfAttentionSpec:
         return self.heads, self.kv_heads, self.head_dim, self.o_bias
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): a token keeps one latent, of which the keys and
+    values of all heads are made, and one key that is rotated, the same for all heads.
+
+    heads: of q. query_rank: values of the latent that queries are made of; None: they are made of the hidden state.
+    kv_rank: values of the latent that is kept. nope_dim, rope_dim: of the parts of a head's query and key that know no
+    position, and that are rotated. value_dim: of a head's value. scale: of the scores. rotary: see SelfAttentionSpec.
+    interleaved: elements 2i and 2i + 1 turn together, not i and i + rope_dim / 2. bias: of the projections to the
+    latents, and of the output. norm_eps: of the norms of both latents.
+    """
+
+    heads: int
+    query_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+    rotary: int = 0
+    interleaved: bool = True
+    bias: bool = False
+    norm_eps: float = 1e-6
+
+    @property
+    def head_dim(self) -> int:
+        """Of what is kept of a token, and of an absorbed query."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def attend(self) -> AttentionSpec:
+        """Of absorbed queries over what is kept."""
+        return AttentionSpec(None, self.scale, value_dim=self.kv_rank)
+
+    @property
+    def attends(self) -> AttentionSpec:
+        return self.attend._replace(query_group=self.heads)
+
+    @property
+    def ahead(self) -> object:
+        return replace(self, scale=1.0, rotary=0)
+
+    @property
+    def behind(self) -> object:
+        return self.heads, self.nope_dim, self.value_dim, self.kv_rank, self.bias
+
+
 class StateTensor(NamedTuple):
     """One of the tensors that a state is made of. name: for people. shape: in one state. is_float32: it is kept in
     float32, whatever the model computes in."""
@@ -191,7 +238,7 @@ class NormSpec:
         return (*before, *after)
 
 
-MixerSpec = SelfAttentionSpec | StateMixerSpec
+MixerSpec = SelfAttentionSpec | LatentSpec | StateMixerSpec
 """How tokens learn of one another."""
 
 FeedForwardSpec = MlpSpec | MoeSpec
@@ -208,10 +255,10 @@ class LayerSpec:
 
     @property
     def attention(self) -> SelfAttentionSpec:
-        """The mixer of a layer that attends. Raises TypeError for one that keeps a state."""
+        """The mixer of a layer with grouped-query attention. Raises TypeError for any other."""
         if isinstance(self.mixer, SelfAttentionSpec):
             return self.mixer
-        raise TypeError(f"A layer with {self.mixer} does not attend.")
+        raise TypeError(f"A layer with {self.mixer} has no grouped-query attention.")
 
     @property
     def ahead(self) -> tuple[object, ...]:

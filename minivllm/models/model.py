@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -43,9 +43,9 @@ class Attend(Protocol):
     """Attention of one layer over everything that the caches hold; in layers that keep a state, its update."""
 
     def __call__(self, layer: int, q: Tensor, given: Given = None) -> Tensor:
-        """q [tokens, kv_heads, G, D] -> o of the same shape and dtype. given: sinks, float32 [query heads], where the
-        layer's spec has them. In a layer that keeps a state: q [tokens, widths[0]] -> o [tokens, widths[1]], and given
-        are the weights of the update."""
+        """q [tokens, kv_heads, G, D] -> o of the same dtype, and shape: only with the spec's value_dim in the place of
+        D, if it has one. given: sinks, float32 [query heads], where the layer's spec has them. In a layer that keeps a
+        state: q [tokens, widths[0]] -> o [tokens, widths[1]], and given are the weights of the update."""
 
 
 class TokenInputs(NamedTuple):
@@ -62,8 +62,9 @@ class TokenInputs(NamedTuple):
 class LayerCache(NamedTuple):
     """K and V of one layer, [blocks, block_size, kv_heads, head_dim] each, and where the tokens of a step go.
 
-    slots: int32 [tokens], block * block_size + offset; padding goes to slot 0. Layers whose blocks are not the same
-    have other slots. Empty between steps. NO_CACHE is that of a layer which keeps a state.
+    V may be empty, see CacheSpec. slots: int32 [tokens], block * block_size + offset; padding goes to slot 0. Layers
+    whose blocks are not the same have other slots. Empty between steps. NO_CACHE is that of a layer that keeps a
+    state.
     """
 
     k: Tensor
@@ -79,22 +80,32 @@ NO_CACHE = LayerCache(torch.empty(0), torch.empty(0))
 
 
 class CacheSpec(NamedTuple):
-    """What one layer keeps of a token: K and V, [kv_heads, head_dim] of ``dtype`` each."""
+    """What one layer keeps of a token: K and V, [kv_heads, head_dim] of ``dtype`` each.
+
+    keeps_values: False where keys hold their values (AttentionSpec.value_dim): then V is [kv_heads, 0].
+    """
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    keeps_values: bool = True
+
+    @property
+    def value_dim(self) -> int:
+        """Last dimension of V."""
+        return self.head_dim if self.keeps_values else 0
 
     @property
     def bytes_per_token(self) -> int:
         """Of K and V."""
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
 
     def declare(self, num_blocks: int | Size, block_size: int, device: torch.device) -> LayerCache:
         """The layer's cache as regions declare it."""
-        each: Any = TensorSpec((num_blocks, block_size, self.kv_heads, self.head_dim), self.dtype, device)
+        shapes = [(num_blocks, block_size, self.kv_heads, dim) for dim in (self.head_dim, self.value_dim)]
+        k, v = (TensorSpec(shape, self.dtype, device) for shape in shapes)
         slots: Any = TensorSpec((TOKENS,), torch.int32, device)
-        return LayerCache(each, each, slots)
+        return LayerCache(cast(Any, k), cast(Any, v), slots)
 
 
 class StateSpec(NamedTuple):

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from kernels_triton_free.experts.routing import route
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
-from minivllm.models.layer_specs import Activation, ClampedSwiglu, LayerSpec, MlpSpec, MoeSpec, SelfAttentionSpec
+from minivllm.models.layer_specs import (
+    Activation,
+    ClampedSwiglu,
+    LatentSpec,
+    LayerSpec,
+    MlpSpec,
+    MoeSpec,
+    SelfAttentionSpec,
+)
 from minivllm.models.reference_states import STATE_MIXERS
 from minivllm.models.rotary import rotary_frequencies
 
@@ -60,6 +68,8 @@ def reference_layer(
     h = normed(x, "input_layernorm", norms.eps)
     if isinstance(layer.mixer, SelfAttentionSpec):
         out = self_attention(h, layer.mixer, weights, rotations)
+    elif isinstance(layer.mixer, LatentSpec):
+        out = latent_attention(h, layer.mixer, weights, rotations)
     else:
         out = STATE_MIXERS[type(layer.mixer)](h, layer.mixer, weights)
     x = x + normed(out, "post_self_attn_layernorm", norms.after_eps)
@@ -96,6 +106,32 @@ def self_attention(
     return project(o.flatten(1), "o")
 
 
+def latent_attention(
+    x: Tensor, spec: LatentSpec, weights: Mapping[str, Tensor], rotations: Sequence[Rotation]
+) -> Tensor:
+    """The same where queries, keys and values are made of latents: each head has keys and values of its own here."""
+
+    def project(x: Tensor, part: str) -> Tensor:
+        return F.linear(x, weights[f"self_attn.{part}.weight"], weights.get(f"self_attn.{part}.bias"))
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        name = f"self_attn.{name}.weight"
+        return norm(x, weights[name], spec.norm_eps) if name in weights else x
+
+    if spec.query_rank is None:
+        q = project(x, "q_proj")
+    else:
+        q = project(normed(project(x, "q_a_proj"), "q_a_layernorm"), "q_b_proj")
+    q_nope, q = q.unflatten(-1, (spec.heads, -1)).split([spec.nope_dim, spec.rope_dim], dim=-1)
+    latent, k = project(x, "kv_a_proj_with_mqa").split([spec.kv_rank, spec.rope_dim], dim=-1)
+    made = project(normed(latent, "kv_a_layernorm"), "kv_b_proj").unflatten(-1, (spec.heads, -1))
+    k_nope, v = made.split([spec.nope_dim, spec.value_dim], dim=-1)
+    turn = rotate_pairs if spec.interleaved else rotate
+    q, k = turn(q, *rotations[spec.rotary]), turn(k[:, None], *rotations[spec.rotary]).expand(-1, spec.heads, -1)
+    o = attention(torch.cat([q_nope, q], dim=-1), torch.cat([k_nope, k], dim=-1), v, spec.attend, None)
+    return project(o.flatten(1), "o_proj")
+
+
 def mlp(x: Tensor, spec: MlpSpec | MoeSpec, name: str, weights: Mapping[str, Tensor]) -> Tensor:
     """A gated MLP (Shazeer 2020): x [tokens, hidden] -> the same shape. name: of its block in the layer."""
 
@@ -127,8 +163,8 @@ def mixture(x: Tensor, spec: MoeSpec, weights: Mapping[str, Tensor]) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-    """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim] -> o like q. sinks [heads]: logits of keys that
-    every query sees and that have no value."""
+    """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, …] -> o [tokens, heads, size of v]. sinks [heads]: logits of
+    keys that every query sees and that have no value."""
     k, v = (y.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for y in (k, v))  # a KV head serves several of q
     scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
     if spec.soft_cap is not None:
@@ -159,3 +195,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same, but element 2i turns with element 2i + 1."""
+    a, b, cos, sin = x[..., 0::2], x[..., 1::2], cos[:, None], sin[:, None]
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)

@@ -35,7 +35,7 @@ COMPILED_FAMILIES = ("qwen2-window", "gemma2", "gemma3", "qwen2-moe", "gpt-oss")
 # One of each structure: norms behind, both; two tables, caps, fused weights, pairs, multipliers; experts.
 DISTINCT_FAMILIES = (
     *("qwen3", "gemma2", "gemma3", "gemma3-far", "phi3-long", "olmo2", "olmo3", "glm4", "granite", "ministral3"),
-    *("qwen2-moe", "gpt-oss", "glm4-moe-groups"),
+    *("qwen2-moe", "gpt-oss", "glm4-moe-groups", "deepseek-v3"),
 )
 RELATIVE = 1e-4
 

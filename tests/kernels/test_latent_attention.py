@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from kernels_triton_free.latent_attention import latent_attention
 
@@ -111,6 +112,21 @@ def test_large_scores_do_not_overflow() -> None:
     q, position = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2), torch.tensor([[4]])
     o = latent_attention(q, cache, torch.tensor([[1, 2, 3, 4, 5]]), position, value_dim=1, scale=1.0, blocks_at_once=1)
     assert o.item() == 9000.0
+
+
+def test_it_is_traced_as_one_graph_that_asks_the_device_nothing() -> None:
+    """As a compiler for a GPU wants it: shapes follow from shapes, and no value is looked at."""
+    q, cache = torch.randn(2, 3, 4, 16), torch.randn(9, 4, 1, 16)
+    table, position = torch.tensor([[1, 2, 3], [4, 0, 0]]), torch.tensor([[8, 9, 10], [2, -1, -1]])
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return latent_attention(*tensors, value_dim=12, scale=0.3, blocks_at_once=2)
+
+    traced = torch.compile(attend, backend="eager", fullgraph=True)
+    torch.testing.assert_close(traced(q, cache, table, position), attend(q, cache, table, position))
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(tensor) for tensor in (q, cache, table, position)]
+        assert attend(*fake).shape == (2, 3, 4, 12)
 
 
 def test_memory_does_not_grow_with_the_context() -> None:

@@ -16,7 +16,7 @@ from minivllm.checkpoints.hf_config import build_decoder_config, read_decoder_co
 from minivllm.errors import ModelError
 from minivllm.gguf.gguf_config import llama3_parameters
 from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
-from minivllm.models.layer_specs import ClampedSwiglu, MoeSpec
+from minivllm.models.layer_specs import ClampedSwiglu, LatentSpec, MoeSpec
 from minivllm.models.registry.registry import FAMILIES as SUPPORTED
 from minivllm.models.rotary import rotary_frequencies
 from tests.model_families import FAMILIES
@@ -45,6 +45,7 @@ CONFIG_CLASSES = {
     "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
     "MixtralForCausalLM": "MixtralConfig",
     "GptOssForCausalLM": "GptOssConfig",
+    "DeepseekV3ForCausalLM": "DeepseekV3Config",
 }
 
 
@@ -109,8 +110,14 @@ def assert_described_alike(ours: DecoderConfig, theirs: Any) -> None:
     """Everything that transformers' configuration says in one form or another."""
     mixer, mlp = ours.layers[0].mixer, ours.layers[0].mlp
     assert (ours.vocab_size, ours.hidden_size) == (theirs.vocab_size, theirs.hidden_size)
-    assert (mixer.heads, mixer.kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
-    assert mixer.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert mixer.heads == theirs.num_attention_heads
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    if isinstance(mixer, LatentSpec):
+        assert (mixer.query_rank, mixer.kv_rank) == (theirs.q_lora_rank, theirs.kv_lora_rank)
+        assert (mixer.nope_dim, mixer.rope_dim) == (theirs.qk_nope_head_dim, theirs.qk_rope_head_dim)
+        assert (mixer.value_dim, mixer.rope_dim) == (theirs.v_head_dim, head_dim)
+    else:
+        assert (mixer.kv_heads, mixer.head_dim) == (theirs.num_key_value_heads, head_dim)
     has_own_size = isinstance(mlp, MoeSpec) and hasattr(theirs, "moe_intermediate_size")
     assert mlp.inner == (theirs.moe_intermediate_size if has_own_size else theirs.intermediate_size)
     assert ours.num_layers == theirs.num_hidden_layers
@@ -139,7 +146,7 @@ def assert_described_alike(ours: DecoderConfig, theirs: Any) -> None:
         if layer.mixer.rotary is not None:
             table = ours.rotary[layer.mixer.rotary]
             assert (table.type, table.theta) == (own["rope_type"], own["rope_theta"])
-            assert table.dim == int(layer.mixer.head_dim * own.get("partial_rotary_factor", 1.0))
+            assert table.dim == int(head_dim * own.get("partial_rotary_factor", 1.0))
     if theirs.model_type == "smollm3":
         assert rotary(ours) == tuple(bool(flag) for flag in theirs.no_rope_layers)
     else:

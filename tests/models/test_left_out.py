@@ -17,7 +17,7 @@ from torch import Tensor
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
-from minivllm.models.layer_specs import ClampedSwiglu, MoeSpec, SelfAttentionSpec
+from minivllm.models.layer_specs import ClampedSwiglu, LatentSpec, MoeSpec, SelfAttentionSpec
 from minivllm.models.reference import reference_forward
 from tests.model_families import FAMILIES
 from tests.parity_reference import MAX_MODEL_LEN, random_prompts
@@ -44,14 +44,37 @@ def without_facts(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterator
         if getattr(config, field) != neutral:
             yield field, replace(config, **{field: neutral}), weights
 
+    layers = tuple(replace(layer, mlp=replace(layer.mlp, activation="gelu")) for layer in config.layers)
+    if config.layers[0].mlp.activation == "silu":  # the two forms of gelu differ by less than is noticed
+        yield "activation", replace(config, layers=layers), weights
+    without = without_latent_facts if isinstance(config.layers[0].mixer, LatentSpec) else without_attention_facts
+    yield from without(config, weights)
+
+
+def without_latent_facts(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterator[Changed]:
+    def changed(**fields: Any) -> DecoderConfig:
+        layers = (replace(layer, mixer=replace(layer.mixer, **fields)) for layer in config.layers)
+        return replace(config, layers=tuple(layers))
+
+    mixer = config.layers[0].mixer
+    assert isinstance(mixer, LatentSpec)
+    plain = (mixer.nope_dim + mixer.rope_dim) ** -0.5
+    assert (mixer.scale != plain) == (config.rotary[0].type == "yarn")
+    if mixer.scale != plain:
+        yield "mscale", changed(scale=plain), weights
+        yield "attention factor", replace(config, rotary=(replace(config.rotary[0], attention_factor=1.0),)), weights
+    yield "pairs", changed(interleaved=not mixer.interleaved), weights
+
+
+def without_attention_facts(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterator[Changed]:
     def changed(change: Callable[[SelfAttentionSpec], dict[str, Any]]) -> DecoderConfig:
-        layers = (replace(layer, mixer=replace(layer.mixer, **change(layer.mixer))) for layer in config.layers)
+        layers = (replace(layer, mixer=replace(layer.mixer, **change(layer.attention))) for layer in config.layers)
         return replace(config, layers=tuple(layers))
 
     def attending(change: Callable[[AttentionSpec], dict[str, Any]]) -> DecoderConfig:
         return changed(lambda mixer: {"attend": mixer.attend._replace(**change(mixer.attend))})
 
-    mixer, specs = config.layers[0].mixer, config.attention_specs
+    mixer, specs = config.layers[0].attention, config.attention_specs
     if any(spec.window for spec in specs):
         yield "window", attending(lambda spec: {"window": None}), weights
         yield "window - 1", attending(lambda spec: {"window": spec.window and spec.window - 1}), weights
@@ -70,9 +93,6 @@ def without_facts(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterator
         interval = mixer.query_scaling.interval
         longer = replace(mixer.query_scaling, interval=interval + 1)
         yield "interval", changed(lambda mixer: {"query_scaling": longer}), weights
-    layers = tuple(replace(layer, mlp=replace(layer.mlp, activation="gelu")) for layer in config.layers)
-    if config.layers[0].mlp.activation == "silu":  # the two forms of gelu differ by less than is noticed
-        yield "activation", replace(config, layers=layers), weights
 
 
 def without_choices(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterator[Changed]:
@@ -100,7 +120,7 @@ def without_choices(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterat
     if routing.groups > 1:
         yield "groups", routed(groups=1, groups_kept=1), weights
         yield "groups kept", routed(groups_kept=routing.groups_kept + 1), weights
-        yield "best of a group", routed(group_best=1), weights
+        yield "best of a group", routed(group_best=3 - routing.group_best), weights
     if spec.shared is not None:
         yield "shared", changed(lambda spec: {"shared": None}), weights
     if spec.shared_gate:

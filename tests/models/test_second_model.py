@@ -131,8 +131,8 @@ def greedy_by_hand(model: AttentionOnly, text: list[int], count: int) -> list[in
     weights = model.weights
     for _ in range(count):
         x = weights["embedding"][text] + weights["positions"][: len(text)]
-        for layer, (spec, (kv_heads, dim, _)) in enumerate(zip(model.attention_specs, model.cache_specs)):
-            group = spec.query_group
+        for layer, (spec, cache) in enumerate(zip(model.attention_specs, model.cache_specs)):
+            group, kv_heads, dim = spec.query_group, cache.kv_heads, cache.head_dim
             q, k, v = (x @ weights[str(layer)]).split([WIDTH, kv_heads * dim, kv_heads * dim], dim=-1)
             q, k, v = (y.unflatten(1, (-1, dim)).transpose(0, 1) for y in (q, k, v))
             k, v = (y.repeat_interleave(group, 0) for y in (k, v))

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 from minivllm.batch.layer_caches import block_bytes
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
-from minivllm.models.layer_specs import StateMixerSpec
+from minivllm.models.layer_specs import LatentSpec, MixerSpec, StateMixerSpec
 
 PROBES = 9
 WARM_UP_PROBES = 3
@@ -115,11 +115,7 @@ def prefill_flops(config: DecoderConfig, tokens: int) -> float:
     hidden, flops = config.hidden_size, 2.0 * config.hidden_size * config.vocab_size
     for index, layer in enumerate(config.layers):
         mixer, is_last = layer.mixer, index == config.num_layers - 1
-        if isinstance(mixer, StateMixerSpec):
-            before, after = (hidden * width for width in mixer.widths)
-        else:
-            before = hidden * (layer.attention.heads + 2 * layer.attention.kv_heads) * layer.attention.head_dim
-            after = layer.attention.heads * layer.attention.head_dim * hidden
+        before, after, per_key = _mixer_weights(mixer, hidden)
         after += 3 * hidden * layer.mlp.active_inner
         flops += 2.0 * tokens * before + 2.0 * (1 if is_last else tokens) * after
         if isinstance(mixer, StateMixerSpec):  # the update of a state is linear in tokens, and small beside these
@@ -127,5 +123,20 @@ def prefill_flops(config: DecoderConfig, tokens: int) -> float:
         reach = tokens if mixer.attend.window is None else min(mixer.attend.window, tokens)
         # Query i sees min(i, reach) keys; each costs a product with K and one with V.
         keys = reach * (reach + 1) / 2 + (tokens - reach) * reach
-        flops += 4.0 * mixer.heads * mixer.head_dim * keys
+        flops += 2.0 * per_key * keys
     return flops
+
+
+def _mixer_weights(spec: MixerSpec, hidden: int) -> tuple[int, int, int]:
+    """Weights that are multiplied with each token in front of the cut and behind it, and values that a query is
+    multiplied with for each key."""
+    if isinstance(spec, StateMixerSpec):
+        return hidden * spec.widths[0], hidden * spec.widths[1], 0
+    if isinstance(spec, LatentSpec):
+        query, rank = spec.heads * (spec.nope_dim + spec.rope_dim), spec.query_rank
+        queries = hidden * query if rank is None else (hidden + query) * rank
+        ahead = queries + hidden * spec.head_dim + spec.heads * spec.nope_dim * spec.kv_rank
+        behind = spec.heads * spec.value_dim * (spec.kv_rank + hidden)
+        return ahead, behind, spec.heads * (spec.head_dim + spec.kv_rank)
+    size = spec.heads * spec.head_dim
+    return hidden * (size + 2 * spec.kv_heads * spec.head_dim), size * hidden, 2 * size

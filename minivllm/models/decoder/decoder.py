@@ -31,7 +31,7 @@ from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTens
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder.layer import AfterMixer, BeforeMixer, DecoderLayer
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
-from minivllm.models.layer_specs import SelfAttentionSpec, StateMixerSpec
+from minivllm.models.layer_specs import LatentSpec, StateMixerSpec
 from minivllm.models.linear_factory import LinearFactory
 from minivllm.models.mixers.attention import SelfAttention
 from minivllm.models.model import (
@@ -91,7 +91,7 @@ class Decoder:
             rotary_table(rotary_frequencies(rotary, max_model_len), positions, rotary.attention_factor).to(device)
             for rotary in config.rotary
         ]
-        rotated = [spec.mixer.rotary if isinstance(spec.mixer, SelfAttentionSpec) else None for spec in config.layers]
+        rotated = (0 if isinstance(spec.mixer, StateMixerSpec) else spec.mixer.rotary for spec in config.layers)
         self.cos_sin = [tables[index or 0] for index in rotated]
         self.tap: HiddenTap | None = None
         self._first: Callable
@@ -116,6 +116,8 @@ class Decoder:
         spec, mixer = layer.spec.mixer, layer.mixer
         if isinstance(spec, StateMixerSpec):
             return StateSpec.of(spec, self.attention_dtype, self.device)
+        if isinstance(spec, LatentSpec):
+            return CacheSpec(1, spec.head_dim, self.cache_dtype, keeps_values=False)
         assert isinstance(mixer, SelfAttention)
         return CacheSpec(mixer.kv_heads, spec.head_dim, self.cache_dtype)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.norm import add_rms_norm, rms_norm
 from minivllm.linear.layer import Linear, LinearMethod, LinearTensors
-from minivllm.linear.stored_weight import StoredWeight
+from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder.feed_forward import FeedForward, GatedMlp
 from minivllm.models.decoder.moe import MixtureOfExperts
 from minivllm.models.layer_specs import FeedForwardSpec, LayerSpec, MoeSpec, StateMixerSpec
@@ -63,10 +63,10 @@ class DecoderLayer:
     """The weights of one layer, and its arithmetic."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype) -> None:
-        self.spec = spec
+        self.spec, self._dtype = spec, factory.dtype
         self.mixer = make_mixer(spec.mixer, hidden_size, factory, attention_dtype)
         self.mlp = make_feed_forward(spec.mlp, hidden_size, factory)
-        self.vectors: dict[str, Tensor] = {}  # norms, sinks, and the weights that a state is updated with
+        self.vectors: dict[str, Tensor] = {}  # norms, sinks, and weights that belong to no linear layer
         self.linears = (*self.mixer.linears, *self.mlp.linears)
         self._linear_of = {part: linear for linear in self.mixer.linears for part in linear.sizes}
 
@@ -78,7 +78,8 @@ class DecoderLayer:
         elif module in self._linear_of:
             self._linear_of[module].load(module, kind, tensor)
         else:
-            assert isinstance(tensor, Tensor)
+            if isinstance(tensor, QuantizedWeight):
+                tensor = tensor.restore(self._dtype)
             if kind in ("weight", "bias"):
                 self.vectors[module if kind == "weight" else f"{module}.{kind}"] = tensor.to(device)
             else:  # a parameter of the mixer itself, such as sinks
@@ -122,7 +123,7 @@ class DecoderLayer:
     def after(self) -> AfterMixer:
         norms = self.vectors.get
         return AfterMixer(
-            self.mixer.behind_weights(),
+            self.mixer.behind_weights(self.vectors),
             norms("post_self_attn_layernorm"),
             norms("post_attention_layernorm"),
             self.mlp.weights,

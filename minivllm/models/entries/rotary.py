@@ -101,12 +101,24 @@ def _longrope(rope: Entries, dim: int, max_positions: int, original: int) -> dic
     return {**values, "attention_factor": attention_factor}
 
 
+def score_magnitude(fields: Entries, rotary: RotaryConfig) -> float:
+    """Factor of queries, and of keys, that is no part of cosines and sines in DeepSeek's models: that of
+    ``mscale_all_dim``. It grows with the context's extension."""
+    given = fields.entries.get("rope_scaling") or fields.entries.get("rope_parameters") or {}
+    rope = Entries(given, {}, fields.source, "rope_parameters.")
+    if rotary.type == "default" or not rope.get("mscale_all_dim"):
+        return 1.0
+    return _magnitude(rotary.factor, rope.number("mscale_all_dim", 0.0, 1e6))
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    """YaRN's temperature of attention, for a context that is longer by ``factor``."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
 def _yarn(rope: Entries, implied_factor: float) -> dict[str, Any]:
     """YaRN's own values (Peng et al. 2023) with transformers' treatment of null and missing entries."""
     factor = implied_factor if rope.get("factor") is None else rope.number("factor", 0.0, 1e6)
-
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     mscale, mscale_all_dim = (
         rope.number(name, 0.0, 1e6) if rope.get(name) else None for name in ("mscale", "mscale_all_dim")
@@ -114,9 +126,9 @@ def _yarn(rope: Entries, implied_factor: float) -> dict[str, Any]:
     if rope.get("attention_factor") is not None:
         attention_factor = rope.number("attention_factor", 0.0, 1e6)
     elif mscale is not None and mscale_all_dim is not None:
-        attention_factor = magnitude(mscale) / magnitude(mscale_all_dim)
+        attention_factor = _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim)
     else:
-        attention_factor = magnitude(1.0)
+        attention_factor = _magnitude(factor, 1.0)
     return {
         "factor": factor,
         "attention_factor": attention_factor,

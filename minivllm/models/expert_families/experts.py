@@ -46,13 +46,7 @@ def sigmoid_routing(entries: Entries, num_experts: int, top_k: int) -> Routing:
 
     Raises ModelError where the groups do not hold as many experts as a token needs.
     """
-    groups, kept = entries.whole("n_group", 1, num_experts), entries.whole("topk_group", 1, num_experts)
-    if num_experts % groups or (groups > 1 and num_experts // groups < GROUP_BEST):
-        rule = f"must divide the {num_experts} experts into groups of at least {GROUP_BEST}"
-        raise entries.refuse("n_group", groups, rule)
-    if kept > groups or kept * (num_experts // groups) < top_k:
-        rule = f"must name some of the {groups} groups, with at least {top_k} experts together"
-        raise entries.refuse("topk_group", kept, rule)
+    groups, kept = groups_of(entries, num_experts, top_k, GROUP_BEST)
     check_named(entries, "scoring_func", "sigmoid")
     check_named(entries, "topk_method", "noaux_tc")
     return Routing(
@@ -66,7 +60,20 @@ def sigmoid_routing(entries: Entries, num_experts: int, top_k: int) -> Routing:
     )
 
 
-def check_named(entries: Entries, name: str, only: str) -> None:
+def groups_of(entries: Entries, num_experts: int, top_k: int, group_best: int) -> tuple[int, int]:
+    """(groups, those that a token may choose from). group_best: experts by which a group is judged. Raises ModelError
+    where the groups do not hold as many experts as a token needs."""
+    groups, kept = entries.whole("n_group", 1, num_experts), entries.whole("topk_group", 1, num_experts)
+    if num_experts % groups or (groups > 1 and num_experts // groups < group_best):
+        rule = f"must divide the {num_experts} experts into groups of at least {group_best}"
+        raise entries.refuse("n_group", groups, rule)
+    if kept > groups or kept * (num_experts // groups) < top_k:
+        rule = f"must name some of the {groups} groups, with at least {top_k} experts together"
+        raise entries.refuse("topk_group", kept, rule)
+    return groups, kept
+
+
+def check_named(entries: Entries, name: str, only: object) -> None:
     """Raises ModelError if an entry names something else than what its family has."""
     value = entries.get(name)
     if value is not None and value != only:

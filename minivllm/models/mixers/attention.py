@@ -62,7 +62,7 @@ class SelfAttention:
         """float32 [heads]: a logit of each head that has no value, where the layer has some."""
         return vectors.get("sinks")
 
-    def behind_weights(self) -> tuple[LinearTensors]:
+    def behind_weights(self, vectors: Vectors) -> tuple[LinearTensors]:
         return (self.o.arguments,)
 
     def ahead(

@@ -48,7 +48,7 @@ class Mixer(Protocol):
     def given(self, vectors: Vectors) -> Given:
         """What the cut is given besides q: attention's sinks, or the weights that a state is updated with."""
 
-    def behind_weights(self) -> tuple[Any, ...]:
+    def behind_weights(self, vectors: Vectors) -> tuple[Any, ...]:
         """What ``behind`` reads."""
 
     def ahead(self, x: Tensor, tokens: TokenInputs, cos_sin: Tensor, cache: LayerCache | None, weights: Any) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from minivllm.compilation.regions import CompileRegion
-from minivllm.models.layer_specs import MixerSpec, SelfAttentionSpec, ShortConvSpec, StateMixerSpec
+from minivllm.models.layer_specs import LatentSpec, MixerSpec, SelfAttentionSpec, ShortConvSpec, StateMixerSpec
 from minivllm.models.linear_factory import LinearFactory
 from minivllm.models.mixers.attention import SelfAttention
+from minivllm.models.mixers.latent import LatentAttention
 from minivllm.models.mixers.mixer import Mixer, StateUpdate
 from minivllm.models.mixers.short_conv import ShortConv, ShortConvUpdate
 from minivllm.models.model import StateSpec
@@ -17,6 +18,8 @@ def make_mixer(spec: MixerSpec, hidden_size: int, factory: LinearFactory, attent
     """The projections of a layer. attention_dtype: of what is computed at the cut."""
     if isinstance(spec, SelfAttentionSpec):
         return SelfAttention(spec, hidden_size, factory, attention_dtype)
+    if isinstance(spec, LatentSpec):
+        return LatentAttention(spec, hidden_size, factory, attention_dtype)
     if isinstance(spec, ShortConvSpec):
         return ShortConv(spec, hidden_size, factory, attention_dtype)
     raise TypeError(f"There is no mixer for {spec}.")

@@ -49,7 +49,7 @@ class ShortConv:
         names = ("conv", "conv.bias") if self.spec.bias else ("conv",)
         return tuple(vectors[name] for name in names)
 
-    def behind_weights(self) -> tuple[LinearTensors]:
+    def behind_weights(self, vectors: Vectors) -> tuple[LinearTensors]:
         return (self._out.arguments,)
 
     def ahead(
