@@ -30,8 +30,8 @@ TinyModel = Callable[..., Path]
 
 BUDGETS = (1, 7, 64)
 # Biases, full and windowed layers: every kind of attention graph at once. Norms around both sublayers, caps and two
-# rotary tables; experts with a shared one; sinks and biased experts.
-COMPILED_FAMILIES = ("qwen2-window", "gemma2", "gemma3", "qwen2-moe", "gpt-oss")
+# rotary tables; experts with a shared one; sinks and biased experts; latents.
+COMPILED_FAMILIES = ("qwen2-window", "gemma2", "gemma3", "qwen2-moe", "gpt-oss", "deepseek-v2-groups")
 # One of each structure: norms behind, both; two tables, caps, fused weights, pairs, multipliers; experts.
 DISTINCT_FAMILIES = (
     *("qwen3", "gemma2", "gemma3", "gemma3-far", "phi3-long", "olmo2", "olmo3", "glm4", "granite", "ministral3"),
