@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minivllm.errors import ConfigError
 from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
 from minivllm.kv_transfer.connector import TransferContext
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.messages import BlockTransfer, KVConnectorMetadata
-from minivllm.models.model import LayerCache
+from minivllm.models.model import LayerCache, StateTensors
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,15 @@ class CacheBlocks:
     layout: (dtype, shape) of each piece. block_bytes: of a block over all layers.
     """
 
-    def __init__(self, caches: Sequence[LayerCache], context: WorkerContext) -> None:
+    def __init__(self, caches: Sequence[LayerCache | StateTensors], context: WorkerContext) -> None:
+        """Raises ConfigError for a layer that keeps a state."""
         group_of = {layer: index for index, group in enumerate(context.transfer.groups) for layer in group.layers}
         self._pieces: list[tuple[Tensor, int, slice]] = []
         self.layout: list[tuple[str, list[int]]] = []
         self.block_bytes = 0
         for layer, cache in enumerate(caches):
+            if not isinstance(cache, LayerCache):
+                raise ConfigError(f"A connector moves keys and values, but layer {layer} keeps a state: leave it out.")
             for tensor in (cache.k, cache.v):
                 num_bytes = prod(tensor.shape[1:]) * tensor.element_size()
                 place = slice(self.block_bytes, self.block_bytes + num_bytes)
@@ -97,7 +101,7 @@ class KVConnectorWorker:
 
     # -- what the worker calls -------------------------------------------------------------------------------------
 
-    def register_kv_caches(self, caches: Sequence[LayerCache]) -> None:
+    def register_kv_caches(self, caches: Sequence[LayerCache | StateTensors]) -> None:
         """The caches of all layers from now on; none while the engine sleeps. No load is under way."""
         self.blocks = CacheBlocks(caches, self.context) if caches else None
 
