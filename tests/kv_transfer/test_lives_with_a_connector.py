@@ -83,6 +83,13 @@ class ConnectorMachine(SchedulerMachine):
     def scribble(self) -> None:
         self.transport.scribble()
 
+    @precondition(lambda self: self.scheduler.loads.waiting)
+    @rule(choice=st.integers(0, 9))
+    def abort_a_waiting_one(self, choice: int) -> None:
+        """Its load goes on, and writes into blocks that must not be another request's meanwhile."""
+        waiting = list(self.scheduler.loads.waiting)
+        self.abort(int(waiting[choice % len(waiting)].removeprefix("r")))
+
     @precondition(lambda self: self.transport.sends or self.store.sent)
     @rule(choice=st.integers(0, 9))
     def end_send(self, choice: int) -> None:
@@ -192,8 +199,11 @@ def busy_life(seed: int, num_actions: int) -> ConnectorMachine:
             life.forget(random.randint(0, 3))
         elif action < 0.31:
             random.choice([lambda: life.lose(1), life.die, lambda: life.hesitate(random.random() < 0.5)])()
-        elif action < 0.45 and life.transport.loads:
+        elif action < 0.33 and life.scheduler.loads.waiting:
+            life.abort_a_waiting_one(random.randrange(10))
+        elif action < 0.38 and life.transport.loads:
             life.scribble()
+        elif action < 0.45 and life.transport.loads:
             life.carry(random.randrange(10), random.choice([0, 1, 2, 99, 99, 99, 99]))
         elif action < 0.48 and (life.transport.sends or life.store.sent):
             life.end_send(random.randrange(10))
