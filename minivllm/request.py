@@ -87,7 +87,8 @@ class Request:
     token is sampled whenever it does. (vLLM V1's unified scheduler.)
 
     num_output_placeholders: steps in flight that will each add a token of unknown value. load_failed: keys and values
-    that a connector promised did not arrive, so it is not asked again.
+    that a connector promised did not arrive, so it is not asked again. branch_point: tokens of the longest prefix whose
+    keys and values were cached when it was last looked for, whether or not its states were too.
 
     engine_request: what was sent, unchanged. max_tokens: of the answer, at most what max_model_len leaves.
     """
@@ -113,6 +114,7 @@ class Request:
         self.num_preemptions = 0
         self.load_failed = False
         self.block_hashes: list[bytes] = []
+        self.branch_point = 0
         self.events: list[EngineEvent] = []
 
     @property

@@ -403,6 +403,27 @@ FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
             },
         },
     ),
+    "lfm2": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16, "tie_word_embeddings": True},
+    ),
+    "lfm2-biases": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {
+            "layer_types": ["full_attention", "conv", "conv", "full_attention"],
+            "num_hidden_layers": 4,
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "lfm2-two-taps": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {"full_attn_idxs": [1], "conv_L_cache": 2, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 8},
+    ),
 }
 
 FAMILIES: list[str] = list(FAMILY_SETTINGS)

@@ -54,7 +54,7 @@ class StateRowBuilder:
         padding = num_tokens - int(rows.counts.sum())
         # Compiled regions take two rows or more where there are several tokens: the last one may be empty.
         is_alone = num_requests + padding == 1 and num_tokens > 1
-        counts = np.concatenate([rows.counts, np.ones(padding, np.int64), np.zeros(is_alone, np.int64)])
+        counts = np.concatenate([rows.counts, np.ones(padding, np.int64), np.zeros(int(is_alone), np.int64)])
         host["read"][: len(counts)], host["write"][: len(counts)] = 0, self._tables.num_slots
         host["read"][:num_requests], host["write"][:num_requests] = self._tables.move_on(rows.slots)
         host["counts"][: len(counts)] = counts

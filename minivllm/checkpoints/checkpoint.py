@@ -357,6 +357,11 @@ def _safetensors_weights(
             raise ModelError(
                 f"{directory / INDEX_NAME} places tensor {stored!r} in {path.name}, which does not hold it."
             )
+
+    def is_depthwise(name: str, shape: Shape) -> bool:
+        """Of a convolution of every channel by itself: the one input of each is a dimension of its own."""
+        return len(shape) == 3 and shape[1] == 1 and len(expected.get(name, ())) == 2
+
     with ExitStack() as stack:
         handles: dict[Path, Any] = {path: stack.enter_context(open_safetensors(path)) for path in files}
 
@@ -374,7 +379,8 @@ def _safetensors_weights(
                     raise ModelError(f"{parts[''].path}: {weight!r} is not zero, but the model has no such bias.")
                 del parts_of[weight]
             else:
-                found[weight] = parts[""].header.shape
+                shape = parts[""].header.shape
+                found[weight] = (shape[0], shape[2]) if is_depthwise(weight, shape) else shape
         file_of = {name: next(iter(parts.values())).path for name, parts in parts_of.items()}
         found, file_of = experts.unstacked(found, file_of)
         check_tensors(*_unfused(found, expected, file_of, family), directory)
@@ -383,6 +389,7 @@ def _safetensors_weights(
                 value = packed.assemble(weight, {part: read(tensor) for part, tensor in parts.items()}, dtype)
             else:
                 value = read(parts[""])
+                value = value.flatten(1) if is_depthwise(weight, value.shape) else value
                 if family.norm_offset and weight.endswith("norm.weight"):
                     value = value.float() + family.norm_offset
                 value = value if weight.endswith(_EXACT) else value.to(dtype)

@@ -214,6 +214,11 @@ def resolve_speculation(values: dict[str, Any] | None, decoder: ModelFacts) -> S
     if values is None:
         return None
     config = SpeculativeConfig.from_dict(values)
+    if decoder.keeps_states:
+        raise ConfigError(
+            f"speculative_config asks for drafts, but layers of {decoder.architecture} keep a state, which cannot be "
+            "taken back from a draft that is rejected: leave it out."
+        )
     if config.method != "early_exit":
         return config
     num_layers = max(1, decoder.num_layers // 3) if config.num_layers is None else config.num_layers

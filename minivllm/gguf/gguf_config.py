@@ -51,7 +51,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             "dtype": _dtype(file),
         }
         for entry, key in {**_REQUIRED, **_OPTIONAL}.items():
-            value = _number(metadata.get(f"{name}.{key}"), f"{path}: {name}.{key}")
+            value = _number(_where_any(metadata.get(f"{name}.{key}")), f"{path}: {name}.{key}")
             if value is not None:
                 entries[entry] = value
             elif entry in _REQUIRED:
@@ -89,6 +89,11 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         ends = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_OF_TURN_KEYS]
         entries["eos_token_id"] = [token for token in ends if token is not None]
         return entries
+
+
+def _where_any(value: Any) -> Any:
+    """A list by layer without its zeros: layers without KV heads do not attend, and have none of another number."""
+    return [entry for entry in value if entry] or 0 if isinstance(value, list) else value
 
 
 def _number(value: Any, where: str) -> Any:

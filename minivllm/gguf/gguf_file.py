@@ -41,6 +41,7 @@ _STRING, _ARRAY = 8, 9
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.norm.weight",  # LFM2's name for it
     "output.weight": "lm_head.weight",
 }
 _LAYER_NAMES = {
@@ -49,6 +50,9 @@ _LAYER_NAMES = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_qkv": "self_attn.qkv_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.o_proj",
     "attn_output": "self_attn.o_proj",
     "post_attention_norm": "post_self_attn_layernorm",
     "attn_q_norm": "self_attn.q_norm",
@@ -139,7 +143,7 @@ def hugging_face_name(
     """
     if gguf_name in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[gguf_name]
-    match = re.fullmatch(r"blk\.(\d{1,6})\.([a-z_]+)\.(weight|bias)", gguf_name)
+    match = re.fullmatch(r"blk\.(\d{1,6})\.([a-z_.]+)\.(weight|bias)", gguf_name)
     if match is not None and f"{match[2]}.{match[3]}" in _LAYER_VECTORS:
         return f"model.layers.{int(match[1])}.{_LAYER_VECTORS[f'{match[2]}.{match[3]}']}"
     if match is None or match[2] not in _LAYER_NAMES:

@@ -196,6 +196,12 @@ class BlockPool:
             del self._cached[block_hash]
         block.block_hash = None
 
+    def reuse_next(self, block: KVCacheBlock) -> None:
+        """Forget the contents of a block that nobody uses, and put it to the front of the free queue."""
+        self.forget(block)
+        self.free_queue.remove(block)
+        self.free_queue.prepend(block)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all contents. Does nothing and returns False while any block is in use."""
         if self.num_free_blocks != self.num_blocks - 1:

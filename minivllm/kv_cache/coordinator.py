@@ -15,31 +15,34 @@ class KVCacheCoordinator:
     """Asks all groups and makes their answers agree.
 
     Block sizes may differ: tokens are hashed in pieces of hash_block_size, which divides all of them, and hits end
-    where blocks end in all groups.
+    where blocks end in all groups, at multiples of ``alignment``.
     """
 
     def __init__(self, groups: Sequence[SingleGroupManager]) -> None:
         self.groups = list(groups)
         sizes = [group.block_size for group in groups]
-        self.hash_block_size, self._alignment = gcd(*sizes), lcm(*sizes)
+        self.hash_block_size, self.alignment = gcd(*sizes), lcm(*sizes)
         for group in groups:
             group.hashes_per_block = group.block_size // self.hash_block_size
 
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> tuple[BlocksPerGroup, int]:
-        """The longest prefix that every group can reuse: (its blocks, tokens in them).
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_num_tokens: int, groups: Sequence[SingleGroupManager] | None = None
+    ) -> tuple[BlocksPerGroup, int]:
+        """The longest prefix that every group, or each of ``groups``, can reuse: (its blocks, tokens in them).
 
         A shorter length may change what another group can offer (a window needs only the end of the prefix), so the
         groups are asked again until the length no longer shrinks.
         """
-        length = max_num_tokens // self._alignment * self._alignment
+        groups = self.groups if groups is None else groups
+        length = max_num_tokens // self.alignment * self.alignment
         while True:
             start_length = length
             hits = []
-            for group in self.groups:
+            for group in groups:
                 found = group.find_longest_cache_hit(block_hashes, length // group.block_size)
-                length = len(found) * group.block_size // self._alignment * self._alignment
+                length = len(found) * group.block_size // self.alignment * self.alignment
                 hits.append(found)
-            if length == start_length or len(self.groups) == 1:
+            if length == start_length or len(groups) == 1:
                 return tuple(hits), length
             if length == 0:
                 return tuple([] for _ in hits), 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.block_pool import BlockPool, KVCacheBlock
-from minivllm.kv_cache.specs import GroupSpec, max_blocks
+from minivllm.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
+from minivllm.kv_cache.specs import SLOTS_PER_REQUEST, GroupSpec, max_blocks
 
 
 class BlockTable:
@@ -39,7 +40,7 @@ class SingleGroupManager(ABC):
             raise ConfigError(f"block_size is {block_size}, but must be at least 1.")
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
-        self.tables: dict[str, BlockTable] = {}
+        self.tables: dict[str, Any] = {}
         self.hashes_per_block = 1
 
     @abstractmethod
@@ -133,6 +134,18 @@ class SingleGroupManager(ABC):
             self.pool.forget(block)
         self.pool.free_blocks(reversed(table.blocks))
 
+    def contradiction(self, request_id: str, num_computed_tokens: int) -> str:
+        """What is wrong with the table of a request between steps; empty if nothing is."""
+        table = self.tables[request_id]
+        if len(table.blocks) * self.block_size < num_computed_tokens:
+            return f"{len(table.blocks)} blocks"
+        if table.num_cached * self.block_size > num_computed_tokens:
+            return f"{table.num_cached} cached blocks"
+        is_missing = any(block is self.pool.null_block for block in table.blocks[table.num_dropped :])
+        if is_missing or table.num_dropped * self.block_size > self.first_read(num_computed_tokens):
+            return f"no block in a place that its next token reads, of {len(table.blocks)} blocks"
+        return ""
+
     def block_ids(self, request_id: str) -> list[int]:
         table = self.tables.get(request_id)
         return [] if table is None else [block.block_id for block in table.blocks]
@@ -209,8 +222,111 @@ class ChunkedAttentionManager(LocalAttentionManager):
         return num_computed_tokens // self.reach * self.reach
 
 
+class StateTable(BlockTable):
+    """blocks: the slot that the next step reads, where it writes another one, and the slot that it writes.
+
+    num_planned: tokens that are in that state when the last step that was planned is done. passing: the last snapshot
+    of this request that is of no use once there is a later one, and its name.
+    """
+
+    __slots__ = ("num_planned", "passing")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_planned = 0
+        self.passing: tuple[KVCacheBlock, bytes] | None = None
+
+
+class StateManager(SingleGroupManager):
+    """A request has one state, which every step overwrites: blocks are slots for whole states.
+
+    A state can be reused only where it was kept: a *snapshot* is a slot that is found under the hash of the last block
+    in front of it. Nothing is ever copied. A step reads one slot and writes one, mostly the same; to keep a snapshot,
+    the request goes on in another slot. A request without a past reads the null slot, which holds zeros, and one that
+    hits a snapshot reads that; both write a slot of their own. Snapshots that nobody reads lie in the free queue, and
+    what was kept longest ago is reused first.
+    """
+
+    drops_blocks = True
+    name = "state"
+
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_num_blocks: int) -> list[KVCacheBlock]:
+        names = self._names(block_hashes, max_num_blocks)
+        for index in reversed(range(len(names))):
+            block = self.pool.get_cached_block(names[index])
+            if block is not None:
+                return [self.pool.null_block] * index + [block]
+        return []
+
+    def first_read(self, num_computed_tokens: int) -> int:
+        return num_computed_tokens
+
+    def max_blocks(self, num_tokens: int) -> int:
+        return SLOTS_PER_REQUEST
+
+    def drop_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        """Give up the slot that the last step read, if it was another one than it wrote."""
+        blocks = self.tables[request_id].blocks
+        self.pool.free_blocks(blocks[:-1])
+        del blocks[:-1]
+        if blocks[-1].ref_count == 1 and self.pool.num_free_blocks == 0:
+            self.pool.forget(blocks[-1])  # no other slot to go on in: the snapshot must go
+
+    def keep_snapshot(
+        self, request_id: str, block_hashes: Sequence[bytes], num_computed_tokens: int, *, is_passing: bool
+    ) -> None:
+        """Let others find the state after so many tokens, where a block ends and they are all computed and hashed.
+
+        is_passing: the next snapshot of this request replaces it, unless somebody reads it.
+        """
+        table, last = self.tables[request_id], num_computed_tokens // self.block_size * self.hashes_per_block - 1
+        if num_computed_tokens % self.block_size or table.num_planned != num_computed_tokens:
+            return
+        if not 0 <= last < len(block_hashes) or self.pool.num_free_blocks == 0:
+            return
+        slot, name = table.blocks[-1], block_hashes[last]
+        if slot.block_hash is not None or self.pool.get_cached_block(name) is not None:
+            return
+        self.pool.cache_full_blocks([slot], [name])
+        if table.passing is not None:
+            before, its_name = table.passing
+            if before.ref_count == 0 and before.block_hash == its_name:
+                self.pool.reuse_next(before)
+        table.passing = (slot, name) if is_passing else None
+
+    def num_new_blocks(self, request_id: str, num_tokens: int, num_hits: int = 0) -> int:
+        """1 where the request has no slot that it may write: none, or one that others read or may find."""
+        table = self.tables.get(request_id)
+        if table is None or not table.blocks:
+            return 1
+        slot = table.blocks[-1]
+        return int(slot.ref_count > 1 or slot.block_hash is not None)
+
+    def num_missing_blocks(self, request_id: str, num_tokens: int, hits: Sequence[KVCacheBlock] = ()) -> int:
+        return int(request_id not in self.tables)
+
+    def add_hits(self, request_id: str, hits: Sequence[KVCacheBlock]) -> None:
+        table = self.tables[request_id] = StateTable()
+        table.blocks.extend(hits[-1:])
+
+    def contradiction(self, request_id: str, num_computed_tokens: int) -> str:
+        table = self.tables[request_id]
+        if table.num_planned != num_computed_tokens:
+            return f"a state after {table.num_planned}"
+        if not 1 <= len(table.blocks) <= SLOTS_PER_REQUEST or self.pool.null_block in table.blocks:
+            return f"the slots {table.blocks}"
+        return ""
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """(the slot that the next step reads, the slot that it writes)."""
+        table = self.tables.get(request_id)
+        return [] if table is None else [NULL_BLOCK_ID, *super().block_ids(request_id)][-2:]
+
+
 def make_group(spec: GroupSpec, longest_chunk: int) -> SingleGroupManager:
     """The manager of a group whose pool is sized. longest_chunk: see LocalAttentionManager."""
+    if spec.kind == "state":
+        return StateManager(spec.num_blocks, spec.block_size)
     if spec.reach is None:
         return FullAttentionManager(spec.num_blocks, spec.block_size)
     kind = SlidingWindowManager if spec.kind == "sliding window" else ChunkedAttentionManager

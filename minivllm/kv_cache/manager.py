@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from minivllm.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool
 from minivllm.kv_cache.coordinator import BlocksPerGroup, KVCacheCoordinator
-from minivllm.kv_cache.group_manager import SingleGroupManager
+from minivllm.kv_cache.group_manager import SingleGroupManager, StateManager
 from minivllm.kv_cache.hashing import extend_block_hashes
 from minivllm.messages import BlockIds, PoolStats
 from minivllm.request import Request
@@ -42,6 +42,8 @@ class KVCacheManager:
         self._coordinator = KVCacheCoordinator(groups)
         self._groups = self._coordinator.groups
         self._dropping = [group for group in groups if group.drops_blocks]
+        self._states = [group for group in self._groups if isinstance(group, StateManager)]
+        self._attending = [group for group in self._groups if not isinstance(group, StateManager)]
         self._num_reserved = [0] * len(groups)
         self._newly_full: list[tuple[Request, int, int]] | None = None
 
@@ -72,6 +74,25 @@ class KVCacheManager:
         """Tokens of the longest request that can be served when it has all pools, at most max_model_len."""
         return min(group.max_tokens_alone(self.max_model_len) for group in self._groups)
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layers keep a state, which cannot be taken back to an earlier token."""
+        return bool(self._states)
+
+    def cut_chunk(self, request: Request, num_computed: int, num_new: int) -> int:
+        """How many of the next ``num_new`` tokens to compute in one step.
+
+        Where layers keep states, a step ends at the end of a block if it can: at the last one of the known tokens, and
+        where the request leaves a prefix that only its states are missing of. There a snapshot is kept.
+        """
+        if not self._states or not self.enable_prefix_caching:
+            return num_new
+        alignment = self._coordinator.alignment
+        end = min(num_computed + num_new, request.num_tokens - 1) // alignment * alignment
+        if num_computed < request.branch_point < end:
+            end = request.branch_point
+        return end - num_computed if end > num_computed else num_new
+
     def num_missing_blocks(self, request: Request) -> list[int]:
         """Blocks of each group by which a running request will grow at most until all known tokens are computed."""
         return [group.num_missing_blocks(request.request_id, request.num_tokens) for group in self._groups]
@@ -84,7 +105,11 @@ class KVCacheManager:
         if not self.enable_prefix_caching or request.skips_prefix_cache:
             return self._no_blocks, 0
         extend_block_hashes(request, self.hash_block_size)
-        return self._coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        hashes, longest = request.block_hashes, request.num_tokens - 1
+        hits, num_tokens = self._coordinator.find_longest_cache_hit(hashes, longest)
+        if self._states:
+            request.branch_point = self._coordinator.find_longest_cache_hit(hashes, longest, self._attending)[1]
+        return hits, num_tokens
 
     def allocate_slots(
         self,
@@ -116,6 +141,8 @@ class KVCacheManager:
         if new_computed_blocks is None:
             for group in self._dropping:
                 group.drop_skipped_blocks(request_id, num_computed)
+            if self._states:
+                self._keep_snapshots(request, num_computed)
             counts = [group.num_new_blocks(request_id, num_slots) for group in self._groups]
             if any(counts) and not self._have_free(counts, self._num_reserved):
                 return None
@@ -129,10 +156,24 @@ class KVCacheManager:
         new_block_ids = self.no_block_ids
         if any(counts):
             new_block_ids = tuple(group.add_new_blocks(request_id, count) for group, count in zip(self._groups, counts))
+        for states in self._states:
+            states.tables[request_id].num_planned = num_committed
         if self.enable_prefix_caching and not delay_caching:
             # Drafts are not committed: a rejected one must never be found as the prefix of another request.
             self.cache_blocks(request, min(num_committed, len(request.all_token_ids)))
         return new_block_ids
+
+    def _keep_snapshots(self, request: Request, num_computed: int) -> None:
+        """Keep the states after so many tokens, if a block ends there. Those near the end of the prompt, and where a
+        prefix was left, may serve others; that at the end of the answer so far serves the next turn."""
+        if not self.enable_prefix_caching or num_computed % self._coordinator.alignment:
+            return
+        extend_block_hashes(request, self.hash_block_size)
+        num_prompt, alignment = request.num_prompt_tokens, self._coordinator.alignment
+        is_last = num_prompt - alignment <= num_computed <= num_prompt
+        is_passing = not is_last and num_computed != request.branch_point
+        for group in self._states:
+            group.keep_snapshot(request.request_id, request.block_hashes, num_computed, is_passing=is_passing)
 
     def _have_free(self, counts: Sequence[int], reserved: Sequence[int]) -> bool:
         for group, count, others in zip(self._groups, counts, reserved):
@@ -142,7 +183,7 @@ class KVCacheManager:
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Let others find the full blocks among the first ``num_tokens`` tokens of a request."""
-        for group in self._groups:
+        for group in self._attending:
             num_full_blocks = num_tokens // group.block_size
             if num_full_blocks > group.tables[request.request_id].num_cached:
                 extend_block_hashes(request, self.hash_block_size)
@@ -224,6 +265,8 @@ class KVCacheManager:
 
         ``num_computed_tokens`` must still say how much was computed.
         """
+        if self._states and request.request_id in self._states[0].tables:
+            self._keep_snapshots(request, request.num_computed_tokens)
         for group in self._groups:
             group.free(request.request_id, request.num_computed_tokens)
 
@@ -253,19 +296,12 @@ class KVCacheManager:
             del users[NULL_BLOCK_ID]
             for request_id, table in group.tables.items():
                 num_computed = running[request_id].num_computed_tokens
-                what = ""
-                if len(table.blocks) * group.block_size < num_computed:
-                    what = f"{len(table.blocks)} blocks"
-                if table.num_cached * group.block_size > num_computed:
-                    what = f"{table.num_cached} cached blocks"
-                own = [block.block_id for block in table.blocks[table.num_dropped :]]
-                if table.num_dropped * group.block_size > group.first_read(num_computed) or NULL_BLOCK_ID in own:
-                    what = f"no block in a place that its next token reads, of {len(table.blocks)} blocks"
+                what = group.contradiction(request_id, num_computed)
                 if what:
                     raise RuntimeError(
                         f"KV cache integrity: {request_id} has {num_computed} computed tokens, but {what}."
                     )
-                users.update(own)
+                users.update(block.block_id for block in table.blocks if block.block_id != NULL_BLOCK_ID)
             group.pool.check_integrity(users)
 
     def _admit(self, request: Request, hits: BlocksPerGroup) -> None:

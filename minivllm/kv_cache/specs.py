@@ -1,35 +1,33 @@
-"""What a KV group is, and how much memory its pool gets.
+"""What a KV group is.
 
 Layers that keep a token equally long form a group. Full attention keeps all tokens; a sliding window forgets those that
-fell out of it; chunked local attention forgets the chunks before the current one. Each group has a pool of blocks of
+fell out of it; chunked local attention forgets the chunks before the current one; layers with a state keep one of fixed
+size for a request, in a slot: their blocks are slots. Each group has a pool of blocks of
 its own, so that a block of one kind never waits for memory in the shape of another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 GroupKind = Literal["full attention", "sliding window", "chunked attention", "state"]
 
-LOCAL_SHARE = 0.5
-"""Memory of the pools of windows and chunks, as a share of that of the first pool: their requests are mostly shorter
-than max_model_len, so that windows alone would otherwise limit how many of them run."""
 MIN_LOCAL_BLOCK = 16
 """Tokens in a block of a short window, at least: attention reads blocks one by one, and smaller ones cost it time."""
-RETENTION = 2
-"""Windows and chunks that a pool holds at most, for each request that can run: its own, and one that waits in the
-prefix cache for the next turn."""
+
+SLOTS_PER_REQUEST = 2
+"""Slots of states that a request holds at most: the one it writes, and the one it came from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
     """Layers whose keys and values live and die together.
 
-    reach: sliding window or chunk [tokens], None for full attention. layers: their places in the model. block_size
-    [tokens]. block_bytes: one block over all these layers. num_blocks: of the pool, the null block included; 0 before
-    memory is shared out.
+    reach: sliding window or chunk [tokens], None for others. layers: their places in the model. block_size [tokens]:
+    states can be found again where a block would end. block_bytes: one block, or slot, over all these layers.
+    num_blocks: of the pool, the null block included; 0 before memory is shared out.
     """
 
     kind: GroupKind
@@ -49,6 +47,8 @@ class GroupSpec:
 
         longest_chunk: tokens of one request that a step writes at most.
         """
+        if self.kind == "state":
+            return SLOTS_PER_REQUEST
         return max_blocks(num_tokens, self.block_size, self.reach, longest_chunk)
 
 
@@ -80,67 +80,6 @@ def max_blocks(num_tokens: int, block_size: int, reach: int | None, longest_chun
     return min(all_blocks, (span + block_size - 2) // block_size + 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoolLimits:
-    """What pools are sized for. longest_chunk: see GroupSpec.max_blocks."""
-
-    max_num_seqs: int
-    max_model_len: int
-    longest_chunk: int
-
-
-def size_pools(specs: Sequence[GroupSpec], first_blocks: int, limits: PoolLimits) -> list[GroupSpec]:
-    """The specs with ``num_blocks``, where the first one gets ``first_blocks``, the null block included.
-
-    The others get what goes with it: room for as many requests of max_model_len as the first pool holds, or LOCAL_SHARE
-    of its memory if that is more, but no more than RETENTION times what max_num_seqs requests can hold.
-    """
-    first, *others = specs
-    sized = [replace(first, num_blocks=first_blocks)]
-    weight = sum(_steady_blocks(spec) * spec.block_bytes for spec in others)
-    num_tokens = (first_blocks - 1) * first.block_size
-    num_longest = min(num_tokens / limits.max_model_len, limits.max_num_seqs)
-    for spec in others:
-        steady, one_step = _steady_blocks(spec), -(-limits.longest_chunk // spec.block_size) + 1
-        needed = -int(-num_longest * steady // 1) + one_step
-        share = int(LOCAL_SHARE * first_blocks * first.block_bytes * steady / weight)
-        count = min(max(needed, share), RETENTION * limits.max_num_seqs * steady + one_step)
-        count = min(count, -(-num_tokens // spec.block_size))  # behind every block here is one of the first pool
-        alone = spec.max_blocks(limits.max_model_len, limits.longest_chunk)
-        sized.append(replace(spec, num_blocks=1 + max(count, alone)))
-    return sized
-
-
-def fit_pools(specs: Sequence[GroupSpec], num_bytes: int, limits: PoolLimits) -> list[GroupSpec]:
-    """As ``size_pools``, as large as ``num_bytes`` allow. The first pool gets less than a request of max_model_len
-    needs where there is no memory for it."""
-    if len(specs) == 1:
-        return size_pools(specs, num_bytes // specs[0].block_bytes, limits)
-    low, high = 1, 1 + num_bytes // specs[0].block_bytes
-    while high - low > 1:
-        middle = (low + high) // 2
-        if total_bytes(size_pools(specs, middle, limits)) <= num_bytes:
-            low = middle
-        else:
-            high = middle
-    return size_pools(specs, low, limits)
-
-
-def enough_blocks(spec: GroupSpec, limits: PoolLimits) -> int:
-    """Blocks of the first pool, the null block included, beyond which max_num_seqs requests have no use for more."""
-    all_tokens = limits.max_num_seqs * -(-limits.max_model_len // spec.block_size)
-    if spec.reach is None:
-        return 1 + all_tokens
-    one_step = -(-limits.longest_chunk // spec.block_size) + 1
-    return 1 + min(all_tokens, RETENTION * limits.max_num_seqs * _steady_blocks(spec) + one_step)
-
-
 def total_bytes(specs: Sequence[GroupSpec]) -> int:
     """Memory of all pools."""
     return sum(spec.num_blocks * spec.block_bytes for spec in specs)
-
-
-def _steady_blocks(spec: GroupSpec) -> int:
-    """Blocks that a request holds which computes token by token, and is longer than the reach."""
-    assert spec.reach is not None, "only the first group may be one of full attention"
-    return max_blocks(spec.reach + spec.block_size, spec.block_size, spec.reach, 1)

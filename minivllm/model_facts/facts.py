@@ -12,7 +12,8 @@ class ModelFacts(Protocol):
 
     max_position_embeddings: tokens that the model was made for; can_be_longer: it is scaled for more than that.
     dtype: what the checkpoint was saved in ("float32", "bfloat16", "float16"). quantization: how its linear layers are
-    stored, if not in that type. implementation: what computes it, as ``EngineArgs.model_impl`` names it.
+    stored, if not in that type. keeps_states: some layers keep a state in place of keys and
+    values. implementation: what computes it, as ``EngineArgs.model_impl`` names it.
     """
 
     @property
@@ -27,6 +28,8 @@ class ModelFacts(Protocol):
     def max_position_embeddings(self) -> int: ...
     @property
     def can_be_longer(self) -> bool: ...
+    @property
+    def keeps_states(self) -> bool: ...
     @property
     def dtype(self) -> str: ...
     @property

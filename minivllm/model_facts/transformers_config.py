@@ -37,6 +37,7 @@ class TransformersConfig:
     num_layers: int
     max_position_embeddings: int
     can_be_longer: bool
+    keeps_states = False
     dtype: str
     quantization: StoredQuantization | None
     eos_token_ids: tuple[int, ...]

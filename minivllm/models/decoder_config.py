@@ -108,6 +108,11 @@ class DecoderConfig:
         return len(self.layers)
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether some layers keep a state in place of keys and values."""
+        return any(not isinstance(spec, AttentionSpec) for spec in self.attention_specs)
+
+    @property
     def can_be_longer(self) -> bool:
         """Whether the rotary embedding is made for whatever length is asked for, beyond max_position_embeddings."""
         return any(rotary.type == "dynamic" for rotary in self.rotary)

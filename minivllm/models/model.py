@@ -130,7 +130,7 @@ class StateSpec(NamedTuple):
 
     def update_inputs(self, width: int, weights: Sequence[tuple[int, ...]]) -> dict[str, Any]:
         """Inputs of a region that updates states, as it declares them. width: values per token. weights: shapes of the
-        weights, which are of ``dtype``."""
+        weights, which are float32."""
 
         def spec(*shape: int | Size, dtype: torch.dtype = torch.int32) -> TensorSpec:
             return TensorSpec(shape, dtype, self.device)
@@ -140,7 +140,7 @@ class StateSpec(NamedTuple):
             "x": spec(TOKENS, width, dtype=self.dtype),
             "state": tuple(spec(STATE_SLOTS, *shape, dtype=kind) for shape, kind in zip(self.shapes, self.dtypes)),
             "rows": StateRows(*rows),
-            "weights": tuple(spec(*shape, dtype=self.dtype) for shape in weights),
+            "weights": tuple(spec(*shape, dtype=torch.float32) for shape in weights),
         }
 
 

@@ -168,8 +168,11 @@ class Scheduler:
     def set_draft_token_ids(self, draft_token_ids: dict[str, list[int]]) -> None:
         """Guesses of the tokens that follow the last known one, to be verified by the next step.
 
-        Dropped for requests that are not running, or that have a token in flight which the guesses do not know.
+        Dropped for requests that are not running, or that have a token in flight which the guesses do not know; and all
+        of them where layers keep states, which cannot be taken back from a draft that is rejected.
         """
+        if self.kv_cache_manager.keeps_states:
+            return
         for request_id, token_ids in draft_token_ids.items():
             request = self.requests.get(request_id)
             if (
@@ -310,7 +313,7 @@ class Scheduler:
     def _serve_running(self, plan: StepPlan) -> None:
         running = self.running
         threshold, lookahead = self.config.long_prefill_token_threshold, self.config.num_lookahead_tokens
-        allocate_slots = self.kv_cache_manager.allocate_slots
+        allocate_slots, cut_chunk = self.kv_cache_manager.allocate_slots, self.kv_cache_manager.cut_chunk
         no_block_ids = self.kv_cache_manager.no_block_ids
         rolled_back, scheduled = self._rolled_back, frozenset(plan.num_scheduled_tokens)
         index = 0
@@ -327,6 +330,7 @@ class Scheduler:
                 num_new = min(num_new, plan.budget)
                 if 0 < threshold < num_new:
                     num_new = threshold
+                num_new = cut_chunk(request, num_computed, num_new)
             # The last token of a sequence is never computed, so neither drafts nor placeholders may reach it.
             num_left = request.num_prompt_tokens + request.max_tokens - 1 - num_computed
             num_new = min(num_new, num_left)
@@ -392,6 +396,7 @@ class Scheduler:
             num_new = min(request.num_tokens - num_computed, plan.budget)
             if 0 < threshold < num_new:
                 num_new = threshold
+            num_new = manager.cut_chunk(request, num_computed, num_new)
             if manager.allocate_slots(request, num_new, num_computed, hits, num_reserved_blocks=promised) is None:
                 break
             promised = [sum(counts) for counts in zip(promised, manager.num_missing_blocks(request))]

@@ -9,7 +9,8 @@ from minivllm.batch.layer_caches import kv_groups
 from minivllm.config import EngineConfig
 from minivllm.device.memory import cache_memory
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.specs import GroupSpec, PoolLimits, enough_blocks, fit_pools, size_pools, total_bytes
+from minivllm.kv_cache.sizing.sizing import PoolLimits, enough_blocks, fit_pools, size_pools
+from minivllm.kv_cache.specs import GroupSpec, total_bytes
 from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.model import Model
 from minivllm.plugins import ATTENTION

@@ -80,10 +80,9 @@ class DecoderLayer:
         else:
             if isinstance(tensor, QuantizedWeight):
                 tensor = tensor.restore(self._dtype)
-            if kind in ("weight", "bias"):
-                self.vectors[module if kind == "weight" else f"{module}.{kind}"] = tensor.to(device)
-            else:  # a parameter of the mixer itself, such as sinks
-                self.vectors[kind] = tensor.to(device, torch.float32)
+            key = {"weight": module, "bias": f"{module}.bias"}.get(kind, kind)
+            is_given = kind == key or (name.startswith(f"{self.mixer.block}.") and self.keeps_state)
+            self.vectors[key] = tensor.to(device, torch.float32 if is_given else tensor.dtype)
 
     @property
     def stored(self) -> Sequence[Stored]:
@@ -106,9 +105,13 @@ class DecoderLayer:
     def methods(self) -> LayerMethods:
         return LayerMethods(self.mixer.ahead_methods, self.mixer.behind_methods, self.mlp.methods)
 
+    @property
+    def keeps_state(self) -> bool:
+        return isinstance(self.spec.mixer, StateMixerSpec)
+
     def own_cache(self, cache: LayerCache) -> LayerCache | None:
         """The cache that the code in front of attention writes; None in a layer that keeps a state."""
-        return None if isinstance(self.spec.mixer, StateMixerSpec) else cache
+        return None if self.keeps_state else cache
 
     @property
     def given(self) -> Given:

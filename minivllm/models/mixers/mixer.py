@@ -46,7 +46,8 @@ class Mixer(Protocol):
         """What ``ahead`` reads: nested tuples of tensors, and None."""
 
     def given(self, vectors: Vectors) -> Given:
-        """What the cut is given besides q: attention's sinks, or the weights that a state is updated with."""
+        """What the cut is given besides q: attention's sinks, or the weights that a state is updated with, all
+        of them float32."""
 
     def behind_weights(self, vectors: Vectors) -> tuple[Any, ...]:
         """What ``behind`` reads."""

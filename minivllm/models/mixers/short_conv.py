@@ -9,6 +9,7 @@ from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.state.rows import StateRows
 from kernels_triton_free.state.short_conv import short_conv
 from minivllm.compilation.regions import CompileRegion, Region
+from minivllm.errors import ModelError
 from minivllm.linear.layer import LinearMethod, LinearTensors
 from minivllm.models.layer_specs import ShortConvSpec
 from minivllm.models.linear_factory import LinearFactory
@@ -25,6 +26,8 @@ class ShortConv:
         self, spec: ShortConvSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype
     ) -> None:
         self.spec, self._dtype, self._attention_dtype = spec, factory.dtype, attention_dtype
+        if factory.shard.size > 1:
+            raise ModelError("Short convolutions cannot be split between devices: run this model on one.")
         self._in = factory.make({"in_proj": spec.widths[0]}, hidden_size, spec.bias, "column")
         self._out = factory.make({"o_proj": hidden_size}, spec.widths[1], spec.bias, "row")
         self.linears = (self._in, self._out)
