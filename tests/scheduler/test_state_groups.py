@@ -1,0 +1,272 @@
+"""Layers that keep a state: random lives in which every step must find the state of exactly the tokens before it.
+
+A slot holds, in place of a state, the tokens it was computed from. So a state that was never zeroed, was restored from
+another text, or was overwritten while somebody needed it, is found by the step that reads it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+
+import pytest
+
+from minivllm.config import SchedulerConfig
+from minivllm.errors import ConfigError
+from minivllm.kv_cache.group_manager import FullAttentionManager, SlidingWindowManager, StateManager
+from minivllm.kv_cache.manager import KVCacheManager
+from minivllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
+from minivllm.request import Request
+from minivllm.scheduler.connector import NoConnector
+from minivllm.scheduler.scheduler import Scheduler
+from tests.scheduler.simulated_worker import make_engine_request, next_token, reference_generation
+
+MAX_MODEL_LEN = 48
+POISON = (-1,)
+
+
+class Slots:
+    """A worker for which a state is the tokens that it was computed from. group: which one keeps states."""
+
+    def __init__(self, num_slots: int, group: int) -> None:
+        self.contents: list[tuple[int, ...]] = [(), *[POISON] * (num_slots - 1)]
+        self.group = group
+        self.places: dict[str, list[int]] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.num_computed: dict[str, int] = {}
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in [*step.finished_request_ids, *step.preempted_request_ids]:
+            self.places.pop(request_id, None)
+        for new in step.new_requests:
+            self.tokens[new.request.request_id] = list(new.request.prompt_token_ids)
+            self._enter(new.request.request_id, new.block_ids[self.group], new.num_computed_tokens)
+        for difference in step.cached_requests:
+            if difference.resumed:
+                self._enter(difference.request_id, difference.new_block_ids[self.group], difference.num_computed_tokens)
+            else:
+                self.places[difference.request_id][1:] = (
+                    difference.new_block_ids[self.group] or self.places[difference.request_id][1:]
+                )
+        states = {}
+        for request_id, count in step.num_scheduled_tokens.items():
+            start = self.num_computed[request_id]
+            known = self.tokens[request_id]
+            read, _ = self.places[request_id]
+            assert self.contents[read] == tuple(known[:start]), f"{request_id} reads the state of another text"
+            states[request_id] = tuple(known[: start + count])
+        written = [self.places[request_id][1] for request_id in states]
+        read = [self.places[request_id][0] for request_id in states]
+        assert len(set(written)) == len(written) and 0 not in written
+        for request_id in states:
+            own_read, own_write = self.places[request_id]
+            assert own_write == own_read or own_write not in read, "a slot is written while another request reads it"
+        output = ModelRunnerOutput()
+        for request_id, state in states.items():
+            self.contents[self.places[request_id][1]] = state
+            self.places[request_id][0] = self.places[request_id][1]
+            self.num_computed[request_id] = len(state)
+            if len(state) == len(self.tokens[request_id]):
+                token = next_token(list(state))
+                self.tokens[request_id].append(token)
+                output.sampled_token_ids[request_id] = [token]
+        return output
+
+    def _enter(self, request_id: str, slots: list[int], num_computed: int) -> None:
+        assert len(slots) == 2 and (num_computed > 0) == (slots[0] != 0), "only a request without a past reads zeros"
+        self.places[request_id], self.num_computed[request_id] = list(slots), num_computed
+
+
+class Life:
+    """One engine without a model. groups: managers, the last of which keeps states."""
+
+    def __init__(self, random: Random) -> None:
+        self.random, self.block_size = random, random.choice([1, 2, 4])
+        blocks, num_slots = random.randint(2 + MAX_MODEL_LEN // self.block_size, 60), random.randint(3, 12)
+        self.states = StateManager(num_slots, self.block_size)
+        attending = [FullAttentionManager(blocks, self.block_size)]
+        if random.random() < 0.3:
+            attending.append(SlidingWindowManager(blocks, self.block_size * random.choice([1, 2]), 5, 12))
+        self.caching = random.random() < 0.8
+        self.manager = KVCacheManager([*attending, self.states], MAX_MODEL_LEN, enable_prefix_caching=self.caching)
+        is_async, max_num_seqs = random.random() < 0.5, random.randint(1, 4)
+        self.depth = random.choice([1, 2]) if is_async else 1
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=random.randint(max_num_seqs, 14),
+            max_model_len=MAX_MODEL_LEN,
+            long_prefill_token_threshold=random.choice([0, 0, 3]),
+            policy=random.choice(["fcfs", "priority"]),
+        )
+        self.scheduler = Scheduler(config, self.manager, async_scheduling=is_async)
+        self.worker = Slots(num_slots, len(attending))
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.given: dict[str, EngineRequest] = {}
+        self.requests: list[Request] = []
+        self.answers: dict[str, list[int]] = {}
+        self.aborted: set[str] = set()
+        self.texts: list[list[int]] = [[]]
+        self.named: dict[bytes, tuple[int, ...]] = {}
+        self.num_hit_tokens = 0
+
+    def arrive(self) -> None:
+        """A text that begins as an earlier one did: a second turn, or another branch."""
+        begin = self.random.choice(self.texts)
+        begin = begin[: self.random.choice([len(begin), self.random.randint(0, len(begin))])]
+        prompt = (begin + [self.random.randint(0, 1) for _ in range(self.random.randint(1, 9))])[: MAX_MODEL_LEN - 12]
+        given = make_engine_request(
+            f"r{len(self.given)}", prompt, self.random.randint(1, 12), priority=self.random.randint(0, 2)
+        )
+        self.given[given.request_id], self.answers[given.request_id] = given, []
+        self.requests.append(Request(given))
+        self.scheduler.add_request(self.requests[-1])
+
+    def schedule(self) -> None:
+        for request in self.scheduler.waiting:
+            self.check_longest_hit(request)
+        step = self.scheduler.schedule()
+        self.num_hit_tokens += sum(new.num_computed_tokens for new in step.new_requests)
+        self.in_flight.append((step, self.worker.execute(step)))
+        self.check()
+
+    def check_longest_hit(self, request: Request) -> None:
+        """By definition: the longest whole number of blocks of which everything that is read is cached."""
+        hit = self.manager.get_computed_blocks(request)[1]  # which hashes the request, too
+        if not self.caching:
+            assert hit == 0
+        elif len(self.manager.pools) == 2:  # windows are judged by their own tests
+            size, keys, found = self.block_size, self.manager.pools[0], 0
+            for blocks in range(1, (request.num_tokens - 1) // size + 1):
+                names = request.block_hashes[:blocks]
+                if all(keys.get_cached_block(name) for name in names) and self.states.pool.get_cached_block(names[-1]):
+                    found = blocks * size
+            assert hit == found
+
+    def deliver(self) -> None:
+        step, output = self.in_flight.popleft()
+        for result in self.scheduler.update_from_output(step, output):
+            self.answers[result.request_id] += result.new_token_ids
+            if result.finish_reason is not None and result.request_id not in self.aborted:
+                given = self.given[result.request_id]
+                assert self.answers[result.request_id] == reference_generation(given, MAX_MODEL_LEN)[0]
+                self.texts.append(given.prompt_token_ids + self.answers[result.request_id])
+        self.check()
+
+    def abort(self) -> None:
+        if self.scheduler.requests:
+            request_id = self.random.choice(sorted(self.scheduler.requests))
+            self.aborted.add(request_id)
+            self.scheduler.abort_requests([request_id])
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        assert self.worker.contents[0] == ()
+        for request in self.requests:
+            for index, name in enumerate(request.block_hashes):
+                end = (index + 1) * self.manager.hash_block_size
+                self.named[name] = tuple(request.all_token_ids[:end])
+        for name, slots in self.states.pool._cached.items():
+            for slot in slots:
+                assert self.worker.contents[slot] == self.named[name], "a snapshot holds the state of its text"
+
+    def run(self, num_actions: int) -> Life:
+        for _ in range(num_actions):
+            action = self.random.random()
+            if action < 0.15 and len(self.scheduler.waiting) < 5:
+                self.arrive()
+            elif action < 0.17:
+                self.abort()
+            elif action < 0.18 and not self.scheduler.running:
+                self.scheduler.reset_prefix_cache()
+            elif len(self.in_flight) < self.depth:
+                self.schedule()
+            else:
+                self.deliver()
+        while self.scheduler.has_requests() or self.in_flight:
+            more = self.scheduler.has_requests() and len(self.in_flight) < self.depth
+            self.schedule() if more else self.deliver()
+        assert self.states.pool.num_free_blocks == self.states.pool.num_blocks - 1
+        return self
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_step_reads_the_state_of_the_tokens_before_it(seed: int) -> None:
+    Life(Random(seed)).run(250)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 250))
+def test_every_step_reads_the_state_of_the_tokens_before_it_for_long(seed: int) -> None:
+    Life(Random(seed)).run(2000)
+
+
+def test_such_lives_meet_hits_and_preemptions() -> None:
+    lives = [Life(Random(seed)).run(250) for seed in range(12)]
+    assert sum(life.num_hit_tokens for life in lives) > 100
+    assert sum(life.scheduler.stats().num_preemptions for life in lives) > 5
+
+
+def new_engine(num_slots: int, budget: int = 64) -> tuple[Scheduler, Slots]:
+    manager = KVCacheManager([FullAttentionManager(64, 4), StateManager(num_slots, 4)], MAX_MODEL_LEN)
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN)
+    return Scheduler(config, manager), Slots(num_slots, 1)
+
+
+def complete(engine: tuple[Scheduler, Slots], request: EngineRequest) -> tuple[list[int], int, list[int]]:
+    """(answer, cached tokens, tokens of every step)."""
+    scheduler, worker = engine
+    scheduler.add_request(Request(request))
+    answer: list[int] = []
+    num_cached, counts = 0, []
+    while scheduler.has_unfinished_requests():
+        step = scheduler.schedule()
+        counts.append(step.total_num_scheduled_tokens)
+        for output in scheduler.update_from_output(step, worker.execute(step)):
+            answer += output.new_token_ids
+            num_cached = output.num_cached_tokens
+    return answer, num_cached, counts
+
+
+def test_a_second_turn_computes_what_is_new_behind_the_last_full_block() -> None:
+    engine = new_engine(8)
+    prompt = [0, 1] * 7
+    answer, _, counts = complete(engine, make_engine_request("first", prompt, 9))
+    assert counts == [12, 2, *[1] * 8], "a chunk ends with the last full block of the prompt"
+    text = prompt + answer
+    second = [*text, 1, 1, 0]
+    _, num_cached, counts = complete(engine, make_engine_request("second", second, 1))
+    assert num_cached == (len(text) - 1) // 4 * 4, "the last token of an answer is not computed"
+    assert sum(counts) == len(second) - num_cached
+
+
+def test_where_two_texts_part_a_third_one_finds_the_state() -> None:
+    engine = new_engine(8)
+    common = [0, 1, 1, 0] * 4
+    complete(engine, make_engine_request("a", [*common, 0, 0, 0, 0, 1, 0, 0], 1))
+    _, num_cached, counts = complete(engine, make_engine_request("b", [*common, 1, 1, 1, 1, 1, 1, 1], 1))
+    assert num_cached == 0 and counts[0] == len(common), "the second text stops where it leaves the first one"
+    assert complete(engine, make_engine_request("c", [*common, 1, 0, 1, 1, 1, 1, 1], 1))[1] == len(common)
+
+
+def test_an_answer_keeps_one_snapshot_of_its_own() -> None:
+    engine = new_engine(12)
+    complete(engine, make_engine_request("long", [0, 1, 1, 0, 1], 40))
+    states = engine[0].kv_cache_manager.pools[1]
+    assert states.num_cached_hashes == 2, "that of the prompt, and the last one"
+
+
+def test_in_the_smallest_pool_a_request_overwrites_its_only_state() -> None:
+    engine = new_engine(3)
+    request = make_engine_request("alone", [0, 1] * 6, 20)
+    assert complete(engine, request)[0] == reference_generation(request, MAX_MODEL_LEN)[0]
+
+
+def test_drafts_are_dropped_and_connectors_refused_where_states_are_kept() -> None:
+    scheduler, worker = new_engine(8)
+    scheduler.add_request(Request(make_engine_request("r", [0, 1, 0], 9)))
+    step = scheduler.schedule()
+    scheduler.update_from_output(step, worker.execute(step))
+    scheduler.set_draft_token_ids({"r": [1, 1]})
+    assert scheduler.schedule().draft_token_ids == {}
+    with pytest.raises(ConfigError, match="keeps states"):
+        Scheduler(scheduler.config, scheduler.kv_cache_manager, connector=NoConnector())
