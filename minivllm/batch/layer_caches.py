@@ -9,7 +9,8 @@ from torch import Tensor
 
 from minivllm.device.memory import lazily_zeroed
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.specs import GroupKind, GroupSpec, local_block_size
+from minivllm.kv_cache.sizing.sizing import local_block_size
+from minivllm.kv_cache.specs import GroupKind, GroupSpec
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import CacheSpec, LayerCache, Model, StateSpec, StateTensors
 

@@ -14,8 +14,6 @@ from typing import Literal
 
 GroupKind = Literal["full attention", "sliding window", "chunked attention", "state"]
 
-MIN_LOCAL_BLOCK = 16
-"""Tokens in a block of a short window, at least: attention reads blocks one by one, and smaller ones cost it time."""
 
 SLOTS_PER_REQUEST = 2
 """Slots of states that a request holds at most: the one it writes, and the one it came from."""
@@ -58,16 +56,6 @@ def one_group(num_layers: int, block_size: int, block_bytes: int = 0, num_blocks
     return GroupSpec(
         kind="full attention", layers=layers, block_size=block_size, block_bytes=block_bytes, num_blocks=num_blocks
     )
-
-
-def local_block_size(block_size: int, reach: int | None) -> int:
-    """Tokens per block of layers that reach so far: block_size, halved until a block is no longer than the reach.
-
-    A request holds two blocks at least as soon as it outgrows one, and most of longer ones would be out of reach.
-    """
-    while reach is not None and block_size > max(reach, MIN_LOCAL_BLOCK):
-        block_size //= 2
-    return block_size
 
 
 def max_blocks(num_tokens: int, block_size: int, reach: int | None, longest_chunk: int) -> int:

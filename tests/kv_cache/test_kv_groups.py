@@ -16,16 +16,8 @@ from minivllm.kv_cache.group_manager import (
     make_group,
 )
 from minivllm.kv_cache.manager import KVCacheManager
-from minivllm.kv_cache.specs import (
-    RETENTION,
-    GroupSpec,
-    PoolLimits,
-    enough_blocks,
-    fit_pools,
-    max_blocks,
-    size_pools,
-    total_bytes,
-)
+from minivllm.kv_cache.sizing.sizing import RETENTION, PoolLimits, enough_blocks, fit_pools, size_pools
+from minivllm.kv_cache.specs import GroupSpec, max_blocks, total_bytes
 from minivllm.request import Request
 from tests.kv_cache.test_kv_cache_manager import admit, make_request, prompts, snapshot
 from tests.scheduler.simulated_worker import Layers

@@ -12,12 +12,10 @@ from random import Random
 import pytest
 
 from minivllm.config import SchedulerConfig
-from minivllm.errors import ConfigError
 from minivllm.kv_cache.group_manager import FullAttentionManager, SlidingWindowManager, StateManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
 from minivllm.request import Request
-from minivllm.scheduler.connector import NoConnector
 from minivllm.scheduler.scheduler import Scheduler
 from tests.scheduler.simulated_worker import make_engine_request, next_token, reference_generation
 
@@ -261,12 +259,10 @@ def test_in_the_smallest_pool_a_request_overwrites_its_only_state() -> None:
     assert complete(engine, request)[0] == reference_generation(request, MAX_MODEL_LEN)[0]
 
 
-def test_drafts_are_dropped_and_connectors_refused_where_states_are_kept() -> None:
+def test_drafts_are_dropped_where_states_are_kept() -> None:
     scheduler, worker = new_engine(8)
     scheduler.add_request(Request(make_engine_request("r", [0, 1, 0], 9)))
     step = scheduler.schedule()
     scheduler.update_from_output(step, worker.execute(step))
     scheduler.set_draft_token_ids({"r": [1, 1]})
     assert scheduler.schedule().draft_token_ids == {}
-    with pytest.raises(ConfigError, match="keeps states"):
-        Scheduler(scheduler.config, scheduler.kv_cache_manager, connector=NoConnector())

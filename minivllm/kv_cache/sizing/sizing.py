@@ -13,6 +13,18 @@ than max_model_len, so that windows alone would otherwise limit how many of them
 RETENTION = 2
 """Windows and chunks that a pool holds at most, for each request that can run: its own, and one that waits in the
 prefix cache for the next turn."""
+MIN_LOCAL_BLOCK = 16
+"""Tokens in a block of a short window, at least: attention reads blocks one by one, and smaller ones cost it time."""
+
+
+def local_block_size(block_size: int, reach: int | None) -> int:
+    """Tokens per block of layers that reach so far: block_size, halved until a block is no longer than the reach.
+
+    A request holds two blocks at least as soon as it outgrows one, and most of longer ones would be out of reach.
+    """
+    while reach is not None and block_size > max(reach, MIN_LOCAL_BLOCK):
+        block_size //= 2
+    return block_size
 
 
 @dataclass(frozen=True, kw_only=True)
