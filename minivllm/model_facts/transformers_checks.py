@@ -76,11 +76,11 @@ def _check_rope(rope: Entries, config: PretrainedConfig) -> None:
     for name in ("factor", "attention_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
         if rope.get(name):  # 0 stands for the default
             rope.number(name)
-    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", 0)
-    head_dim = getattr(config, "head_dim", None) or (hidden // heads if heads else None)
-    if kind == "longrope" and head_dim and not hasattr(config, "qk_rope_head_dim"):
-        pairs = int(head_dim * (rope.get("partial_rotary_factor") or 1.0)) // 2
+    if kind == "longrope" and not hasattr(config, "qk_rope_head_dim"):
+        heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", 0)
+        head_dim = getattr(config, "head_dim", None) or (hidden // heads if heads else None)
+        pairs = int((head_dim or 0) * (rope.get("partial_rotary_factor") or 1.0)) // 2
         for name in ("short_factor", "long_factor"):
             listed = rope.get(name)
-            if isinstance(listed, list) and len(listed) != pairs:
+            if pairs and isinstance(listed, list) and len(listed) != pairs:
                 raise rope.refuse(name, listed, f"must list {pairs} numbers, one for each pair of elements")

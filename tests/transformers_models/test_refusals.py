@@ -17,7 +17,7 @@ from minivllm.model_facts.transformers_config import read_transformers_config
 from minivllm.models.transformers_model.build import build_architecture
 from minivllm.models.transformers_model.model import TransformersModel
 from minivllm.models.transformers_weights.names import iterate_parameters
-from tests.transformers_models.families import SHAPE, save_model
+from tests.transformers_models.families import FAMILIES, SHAPE, save_model
 
 OWN_ATTENTION: dict[str, dict[str, Any]] = {"falcon": {"head_dim": None, "alibi": True}}
 CPU = torch.device("cpu")
@@ -55,6 +55,11 @@ def test_a_configuration_that_cannot_be_served_is_refused_with_its_entry(
 ) -> None:
     with pytest.raises(ModelError, match=sentence):
         read_transformers_config(write_config(tmp_path, model_type, **entries))
+
+
+def test_heads_of_different_widths_are_no_reason_to_refuse_a_configuration(tmp_path: Path) -> None:
+    directory = write_config(tmp_path, "gemma4_text", **FAMILIES["gemma4_text"][0])
+    assert read_transformers_config(directory).num_layers == 4
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "mpt"])
