@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels_triton_free.state.tiles import (
     Scanned,
-    ScanRows,
+    ScanPlan,
     ScanTiles,
     decay_between,
     scan_rows,
@@ -29,16 +29,24 @@ from kernels_triton_free.state.tiles import (
 
 
 def gated_delta(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, slots: Tensor, rows: ScanRows
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    rate: Tensor,
+    states: Tensor,
+    read: Tensor,
+    write: Tensor,
+    plan: ScanPlan | None = None,
 ) -> Tensor:
     """Outputs [tokens, heads, value_dim]; the states are changed in place.
 
     q, k: float32 [tokens, key_heads, key_dim], k of length 1 and q with its scale. v: float32
     [tokens, heads, value_dim]; heads is a multiple of key_heads, and neighbours share a key. log_decay (at most 0),
-    rate (0 to 1): float32 [tokens, heads]. states: float32 [slots, heads, key_dim, value_dim]. slots: int64 [rows],
-    where the state of each row lies. rows: from ``plan_scan``.
+    rate (0 to 1): float32 [tokens, heads]. states: float32 [slots, heads, key_dim, value_dim]. read, write: [rows],
+    the slots of the state in front of each row and behind it. plan: from ``plan_scan``.
     """
-    return scan_rows((q, k, v, log_decay, rate), states, slots, rows, _step, _scan)
+    return scan_rows((q, k, v, log_decay, rate), states, read, write, plan, _step, _scan)
 
 
 def _step(inputs: Sequence[Tensor], states: Tensor) -> Scanned:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels_triton_free.state.tiles import (
     Scanned,
-    ScanRows,
+    ScanPlan,
     ScanTiles,
     decay_between,
     scan_rows,
@@ -25,16 +25,24 @@ from kernels_triton_free.state.tiles import (
 
 
 def mamba2(
-    x: Tensor, step_size: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, states: Tensor, slots: Tensor, rows: ScanRows
+    x: Tensor,
+    step_size: Tensor,
+    log_decay: Tensor,
+    b: Tensor,
+    c: Tensor,
+    states: Tensor,
+    read: Tensor,
+    write: Tensor,
+    plan: ScanPlan | None = None,
 ) -> Tensor:
     """Outputs [tokens, heads, head_dim]; the states are changed in place.
 
     x: float32 [tokens, heads, head_dim]. step_size (not below 0), log_decay (step_size times A): float32
     [tokens, heads]. b, c: float32 [tokens, groups, state_dim]; heads is a multiple of groups, and neighbours share
-    them. states: float32 [slots, heads, state_dim, head_dim]. slots: int64 [rows], where the state of each row lies.
-    rows: from ``plan_scan``.
+    them. states: float32 [slots, heads, state_dim, head_dim]. read, write: [rows], the slots of the state in
+    front of each row and behind it. plan: from ``plan_scan``.
     """
-    return scan_rows((x * step_size[..., None], log_decay, b, c), states, slots, rows, _step, _scan)
+    return scan_rows((x * step_size[..., None], log_decay, b, c), states, read, write, plan, _step, _scan)
 
 
 def _step(inputs: Sequence[Tensor], states: Tensor) -> Scanned:

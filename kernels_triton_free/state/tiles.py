@@ -32,48 +32,55 @@ class ScanTiles(NamedTuple):
     levels: tuple[int, ...]
 
 
-class ScanRows(NamedTuple):
-    """All requests of a step.
+class ScanPlan(NamedTuple):
+    """All requests of a step, whose tokens lie one after the other.
 
     single_rows, single_tokens: int64 [singles], the rows that have one token, and which one. tiles: the longer ones, if
-    there are any. places: int64 [tokens], where each token's output lies among those of the single tokens and, behind
-    them, those of the tiles; None where single tokens are all there is, in the order of the step.
+    there are any. empty_rows: those without tokens, whose states stay what they are. places: int64 [tokens], where each
+    token's output lies among those of the single tokens and, behind them, those of the tiles.
     """
 
     single_rows: Tensor
     single_tokens: Tensor
     tiles: ScanTiles | None
-    places: Tensor | None
+    empty_rows: Tensor
+    places: Tensor
+
+    def to(self, device: torch.device) -> ScanPlan:
+        """The same on a device."""
+        tiles = self.tiles
+        if tiles is not None:
+            own, tokens, is_token, levels = tiles
+            tiles = ScanTiles(own.to(device), tokens.to(device), is_token.to(device), levels)
+        rows, tokens, _, empty, places = self
+        return ScanPlan(rows.to(device), tokens.to(device), tiles, empty.to(device), places.to(device))
 
 
-def plan_scan(starts: Sequence[int], lengths: Sequence[int], num_tokens: int) -> ScanRows:
-    """Lay out rows of ``lengths`` tokens that begin at ``starts``; the result lies on the CPU.
-
-    num_tokens: of the step, padding included, whose outputs are of no use. Rows without tokens are left out.
-    """
-    singles = [row for row, length in enumerate(lengths) if length == 1]
-    longer = sorted((row for row, length in enumerate(lengths) if length > 1), key=lambda row: -lengths[row])
-    single_tokens = torch.tensor([starts[row] for row in singles], dtype=torch.int64)
-    single_rows = torch.tensor(singles, dtype=torch.int64)
-    if not longer and singles and torch.equal(single_tokens, torch.arange(num_tokens)):
-        return ScanRows(single_rows, single_tokens, None, None)
-
-    places = torch.zeros(num_tokens, dtype=torch.int64)
-    places[single_tokens] = torch.arange(len(singles))
-    tiles = _tiles(longer, starts, lengths) if longer else None
-    if tiles is not None:
-        places[tiles.tokens[tiles.is_token]] = len(singles) + tiles.is_token.flatten().nonzero().flatten()
-    return ScanRows(single_rows, single_tokens, tiles, places)
+def plan_scan(counts: Tensor) -> ScanPlan | None:
+    """Lay out rows of so many tokens, int64 [rows], on the CPU; None if each has one."""
+    if bool((counts == 1).all()):
+        return None
+    starts = counts.cumsum(0) - counts
+    singles, longer = (counts == 1).nonzero().flatten(), (counts > 1).nonzero().flatten()
+    longer = longer[counts[longer].argsort(descending=True, stable=True)]
+    places = torch.empty(int(counts.sum()), dtype=torch.int64)
+    places[starts[singles]] = torch.arange(len(singles))
+    tiles = None
+    if len(longer):
+        tokens, is_token, levels = _tiles(starts[longer], counts[longer])
+        places[tokens[is_token]] = len(singles) + is_token.flatten().nonzero().flatten()
+        tiles = ScanTiles(longer, tokens, is_token, levels)
+    return ScanPlan(singles, starts[singles], tiles, (counts == 0).nonzero().flatten(), places)
 
 
-def _tiles(longer: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> ScanTiles:
-    depth = -(-lengths[longer[0]] // TILE)
-    levels = tuple(sum(lengths[row] > level * TILE for row in longer) for level in range(depth))
-    first = [starts[row] + level * TILE for level, count in enumerate(levels) for row in longer[:count]]
-    end = [starts[row] + lengths[row] for count in levels for row in longer[:count]]
-    tokens = torch.tensor(first)[:, None] + torch.arange(TILE)
-    behind = torch.tensor(end)[:, None]
-    return ScanTiles(torch.tensor(longer), torch.minimum(tokens, behind - 1), tokens < behind, levels)
+def _tiles(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """What ScanTiles holds, of rows with these first tokens and numbers of tokens, the longest first."""
+    levels = tuple(int((counts > first).sum()) for first in range(0, int(counts[0]), TILE))
+    row_of = torch.cat([torch.arange(count) for count in levels])
+    level_of = torch.arange(len(levels)).repeat_interleave(torch.tensor(levels))
+    offsets = level_of[:, None] * TILE + torch.arange(TILE)
+    ends = counts[row_of, None]
+    return starts[row_of, None] + torch.minimum(offsets, ends - 1), offsets < ends, levels
 
 
 Scanned = tuple[Tensor, Tensor]
@@ -83,29 +90,29 @@ Scanned = tuple[Tensor, Tensor]
 def scan_rows(
     inputs: Sequence[Tensor],
     states: Tensor,
-    slots: Tensor,
-    rows: ScanRows,
+    read: Tensor,
+    write: Tensor,
+    plan: ScanPlan | None,
     step: Callable[[Sequence[Tensor], Tensor], Scanned],
     scan: Callable[[Sequence[Tensor], Tensor, ScanTiles], Scanned],
 ) -> Tensor:
     """Run single tokens through ``step`` and tiles through ``scan``; returns their outputs [tokens, …].
 
     inputs: [tokens, …] each; ``step`` is given [singles, …] and ``scan`` [tiles, 64, …]. states: [slots, …], changed in
-    place. slots: int64 [rows], where the state of each of the step's rows lies.
+    place. read, write: [rows], the slots of the state in front of each row and behind it; no row reads what another one
+    writes. plan: from ``plan_scan``.
     """
-    outputs = []
-    if len(rows.single_rows):
-        own = slots[rows.single_rows]
-        single_inputs = inputs if rows.places is None else [x[rows.single_tokens] for x in inputs]
-        out, after = step(single_inputs, states[own])
-        states.index_copy_(0, own, after)
-        outputs.append(out)
-    if rows.tiles is not None:
-        own = slots[rows.tiles.rows]
-        out, after = scan([x[rows.tiles.tokens] for x in inputs], states[own], rows.tiles)
-        states.index_copy_(0, own, after)
-        outputs.append(out.flatten(0, 1))
-    return outputs[0] if rows.places is None else torch.cat(outputs)[rows.places]
+    if plan is None:
+        out, states[write] = step(inputs, states[read])
+        return out
+    rows = plan.single_rows
+    out, states[write[rows]] = step([x[plan.single_tokens] for x in inputs], states[read[rows]])
+    if plan.tiles is not None:
+        rows = plan.tiles.rows
+        in_tiles, states[write[rows]] = scan([x[plan.tiles.tokens] for x in inputs], states[read[rows]], plan.tiles)
+        out = torch.cat([out, in_tiles.flatten(0, 1)])
+    states[write[plan.empty_rows]] = states[read[plan.empty_rows]]
+    return out[plan.places]
 
 
 def through_levels(states: Tensor, levels: Sequence[int], turn: Callable[[slice, Tensor], Scanned]) -> Scanned:

@@ -30,8 +30,10 @@ from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.families.family import Family
 from minivllm.models.layer_specs import (
     FeedForwardSpec,
+    GatedDeltaSpec,
     LatentSpec,
     LayerSpec,
+    Mamba2Spec,
     MixerSpec,
     MlpSpec,
     MoeSpec,
@@ -108,11 +110,16 @@ def _mixer_projections(spec: MixerSpec, hidden: int) -> dict[str, tuple[int, int
             "self_attn.kv_b_proj": (spec.heads * (spec.nope_dim + spec.value_dim), spec.kv_rank, False),
             "self_attn.o_proj": (hidden, spec.heads * spec.value_dim, spec.bias),
         }
+    if isinstance(spec, GatedDeltaSpec | Mamba2Spec):
+        into = {f"{spec.block}.{part}": (size, hidden, spec.bias) for part, size in spec.projections.items()}
+        return {**into, f"{spec.block}.out_proj": (hidden, spec.widths[1], spec.bias)}
     if not isinstance(spec, SelfAttentionSpec):
         raise TypeError(f"Nothing is known of the weights of {spec}.")
     query, key_value, inputs = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, hidden * spec.qkv_inputs
+    gate = {"self_attn.g_proj": (query, hidden, spec.qkv_bias)} if spec.output_gate else {}
     return {
         "self_attn.q_proj": (query, inputs, spec.qkv_bias),
+        **gate,
         "self_attn.k_proj": (key_value, inputs, spec.qkv_bias),
         "self_attn.v_proj": (key_value, inputs, spec.qkv_bias),
         "self_attn.o_proj": (hidden, query, spec.o_bias),
@@ -124,6 +131,8 @@ def _mixer_shapes(spec: MixerSpec) -> dict[str, Shape]:
     if isinstance(spec, ShortConvSpec):
         bias = {"conv.conv.bias": (spec.channels,)} if spec.bias else {}
         return {"conv.conv.weight": (spec.channels, spec.taps), **bias}
+    if isinstance(spec, GatedDeltaSpec | Mamba2Spec):
+        return {f"{spec.block}.{name}": shape for name, shape in spec.parameters.items()}
     shapes: dict[str, Shape] = {}
     if isinstance(spec, LatentSpec):
         shapes["self_attn.kv_a_layernorm.weight"] = (spec.kv_rank,)
@@ -177,7 +186,8 @@ def iterate_weights(
     to 4 bits would spoil what the file holds. Raises ModelError, naming file and tensor, for a missing or broken
     file, a missing, unexpected or misshapen tensor, before anything is yielded.
     """
-    expected, family = expected_shapes(decoder_config), FAMILIES[decoder_config.architecture]
+    expected = expected_shapes(decoder_config)
+    family = FAMILIES[decoder_config.architecture].for_model(decoder_config)
     if load_format == "dummy":
         return _dummy_weights(expected, dtype, seed)
     gguf_path = find_gguf(model_path, load_format)
@@ -390,7 +400,7 @@ def _safetensors_weights(
             else:
                 value = read(parts[""])
                 value = value.flatten(1) if is_depthwise(weight, value.shape) else value
-                if family.norm_offset and weight.endswith("norm.weight"):
+                if family.norm_offset and weight.endswith("norm.weight") and not weight.endswith(family.whole_norms):
                     value = value.float() + family.norm_offset
                 value = value if weight.endswith(_EXACT) else value.to(dtype)
             for name, one in experts.split(weight, value):
@@ -425,8 +435,16 @@ def _parts(
     name: str, weight: StoredWeight, expected: Mapping[str, Shape], family: Family
 ) -> Iterator[tuple[str, StoredWeight]]:
     """The matrices that a tensor holds, under their own names."""
-    first = 0
-    for part in family.parts(name):
+    parts, first = family.parts(name), 0
+    groups = family.groups.get(name.split(".")[-2], 1) if len(parts) > 1 else 1
+    if groups > 1:
+        values = weight.restore(torch.float32) if isinstance(weight, QuantizedWeight) else weight
+        sizes = [expected[part][0] // groups for part in parts]
+        for part, in_groups in zip(parts, values.unflatten(0, (groups, -1)).split(sizes, dim=1), strict=True):
+            own = in_groups.flatten(0, 1)
+            yield part, RestoredWeight(own) if isinstance(weight, QuantizedWeight) else own
+        return
+    for part in parts:
         rows = slice(first, first := first + expected[part][0])
         yield part, weight.part(rows, slice(None)) if isinstance(weight, QuantizedWeight) else weight[rows]
 

@@ -9,6 +9,7 @@ Every spec is frozen and has a repr that tells it from all others: compiled code
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -39,6 +40,7 @@ class SelfAttentionSpec:
     qk_norm_eps: its epsilon. qkv_bias, o_bias: which projections carry a bias.
     qkv_inputs: vectors of hidden_size, side by side, that q, k and v are made of (2 in an EAGLE-3 head).
     query_scaling: a factor of the queries that grows with the position, after rotary.
+    output_gate: attention's output is multiplied by the sigmoid of a projection of the layer's input (Qwen3-Next).
     """
 
     heads: int
@@ -52,6 +54,7 @@ class SelfAttentionSpec:
     o_bias: bool = False
     qkv_inputs: int = 1
     query_scaling: PositionScaling | None = None
+    output_gate: bool = False
 
     @property
     def query_group(self) -> int:
@@ -72,7 +75,8 @@ class SelfAttentionSpec:
 
     @property
     def behind(self) -> object:
-        return self.heads, self.kv_heads, self.head_dim, self.o_bias
+        gate_bias = self.qkv_bias if self.output_gate else None
+        return self.heads, self.kv_heads, self.head_dim, self.o_bias, self.output_gate, gate_bias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +180,133 @@ class ShortConvSpec(StateMixerSpec):
     @property
     def widths(self) -> tuple[int, int]:
         return 3 * self.channels, self.channels
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaSpec(StateMixerSpec):
+    """A gated delta net (Qwen3-Next): linear attention over convolved q, k and v, whose ``heads`` values are normed and
+    gated. See ``kernels_triton_free.state.gated_delta``.
+
+    key_heads, key_dim: of q and k; every key serves heads / key_heads values. heads, value_dim: of v. taps: tokens that
+    the convolution sees. norm_eps: of the norm of each head's output.
+    """
+
+    key_heads: int
+    key_dim: int
+    heads: int
+    value_dim: int
+    taps: int
+    norm_eps: float
+
+    block = "linear_attn"
+    bias = False
+
+    @property
+    def projections(self) -> Mapping[str, int]:
+        """Names of the projections in front of the update, and how many values each gives."""
+        keys, values = self.key_heads * self.key_dim, self.heads * self.value_dim
+        sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": self.heads, "a": self.heads}
+        return {f"in_proj_{part}": size for part, size in sizes.items()}
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of the weights that the update is given."""
+        return {
+            "conv1d.weight": (self.channels, self.taps),
+            "A_log": (self.heads,),
+            "dt_bias": (self.heads,),
+            "norm.weight": (self.value_dim,),
+        }
+
+    @property
+    def output_heads(self) -> tuple[int, int]:
+        """Of what the scan gives."""
+        return self.heads, self.value_dim
+
+    @property
+    def rest(self) -> tuple[tuple[int, ...], ...]:
+        """What the output is computed from besides: the gate."""
+        return (self.output_heads,)
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        return (
+            StateTensor("last tokens", (self.taps - 1, self.channels)),
+            StateTensor("keys to values", (self.heads, self.key_dim, self.value_dim), is_float32=True),
+        )
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return sum(self.projections.values()), self.heads * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Spec(StateMixerSpec):
+    """A Mamba2 layer (Granite 4): a state space over a convolved input, gated and normed behind it. See
+    ``kernels_triton_free.state.mamba2``.
+
+    heads, head_dim: of the input. groups, state_dim: of b and c; every group serves heads / groups heads, which are
+    normed together. taps: tokens that the convolution sees. conv_bias: it carries a bias. bias: so do the projections.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    taps: int
+    norm_eps: float
+    conv_bias: bool = True
+    bias: bool = False
+
+    block = "mamba"
+
+    @property
+    def inner(self) -> int:
+        """Values of the input, of the gate and of the output."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.inner + 2 * self.groups * self.state_dim
+
+    @property
+    def projections(self) -> Mapping[str, int]:
+        """See GatedDeltaSpec."""
+        return {"in_proj": self.inner + self.channels + self.heads}
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[int, ...]]:
+        """See GatedDeltaSpec."""
+        bias = {"conv1d.bias": (self.channels,)} if self.conv_bias else {}
+        own = dict.fromkeys(("A_log", "dt_bias", "D"), (self.heads,))
+        return {"conv1d.weight": (self.channels, self.taps), **bias, **own, "norm.weight": (self.inner,)}
+
+    @property
+    def output_heads(self) -> tuple[int, int]:
+        """Of what the scan gives."""
+        return self.heads, self.head_dim
+
+    @property
+    def rest(self) -> tuple[tuple[int, ...], ...]:
+        """What the output is computed from besides: what goes past the scan, and the gate."""
+        return self.output_heads, (self.inner,)
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        return (
+            StateTensor("last tokens", (self.taps - 1, self.channels)),
+            StateTensor("state space", (self.heads, self.state_dim, self.head_dim), is_float32=True),
+        )
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return sum(self.projections.values()), self.inner
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,10 @@ def self_attention(
         steps = torch.arange(len(x)) // spec.query_scaling.interval
         q = q * (1 + spec.query_scaling.beta * torch.log1p(steps.to(q.dtype)))[:, None, None]
     o = attention(q, k, v, spec.attend, weights.get("self_attn.sinks"))
-    return project(o.flatten(1), "o")
+    o = o.flatten(1)
+    if spec.output_gate:
+        o = o * torch.sigmoid(project(x, "g"))
+    return project(o, "o")
 
 
 def latent_attention(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels_triton_free.state.gated_delta import gated_delta
 from kernels_triton_free.state.mamba2 import mamba2
-from kernels_triton_free.state.tiles import TILE, plan_scan
+from kernels_triton_free.state.tiles import TILE, ScanPlan, plan_scan
 
 HEADS, SHARED, KEY, VALUE = 4, 2, 8, 6
 Inputs = tuple[Tensor, ...]
@@ -82,31 +82,38 @@ def close(value: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(value.double(), expected.double(), rtol=0.0, atol=tolerance * largest)
 
 
+def plan_of(*counts: int) -> ScanPlan | None:
+    return plan_scan(torch.tensor(counts, dtype=torch.int64))
+
+
 @kernels
 @given(st.lists(LENGTHS, min_size=1, max_size=6).filter(any), st.booleans(), st.integers(0, 2**31))
 @settings(max_examples=25)
 def test_rows_of_any_lengths_equal_a_recursion_token_by_token(
-    name: str, lengths: list[int], padded: bool, seed: int
+    name: str, lengths: list[int], in_place: bool, seed: int
 ) -> None:
-    """Non-zero states in scattered slots; other slots are not touched."""
+    """Non-zero states in scattered slots, written where they were or elsewhere; other slots are not touched."""
     kernel, make, by_token = KERNELS[name]
     generator = torch.Generator().manual_seed(seed)
-    starts = [sum(lengths[:row]) + 2 * padded for row in range(len(lengths))]
-    tokens = sum(lengths) + 5 * padded
+    tokens = sum(lengths)
     inputs = make(tokens, generator, shared=(1, 2, 4)[seed % 3])
-    states = torch.randn(9, HEADS, KEY, VALUE, generator=generator)
-    slots = torch.randperm(9, generator=generator)[: len(lengths)]
+    states = torch.randn(13, HEADS, KEY, VALUE, generator=generator)
+    slots = torch.randperm(13, generator=generator, dtype=torch.int32)
+    read = slots[: len(lengths)]
+    write = read if in_place else slots[6 : 6 + len(lengths)]
     after = states.clone()
-    out = kernel(*inputs, after, slots, plan_scan(starts, lengths, tokens))
+    out = kernel(*inputs, after, read, write, plan_of(*lengths))
     assert out.shape == (tokens, HEADS, VALUE)
-    expected_states = states.double()
-    for slot, start, length in zip(slots.tolist(), starts, lengths):
+    expected_states, start = states.double(), 0
+    for before, behind, length in zip(read.tolist(), write.tolist(), lengths):
+        expected_states[behind] = states[before]
         if length:
             own = slice(start, start + length)
-            expected, expected_states[slot] = by_token(tuple(x[own] for x in inputs), states[slot])
+            expected, expected_states[behind] = by_token(tuple(x[own] for x in inputs), states[before])
             close(out[own], expected)
+        start += length
     close(after, expected_states)
-    untouched = [slot for slot in range(9) if slot not in slots.tolist()]
+    untouched = [slot for slot in range(13) if slot not in write.tolist()]
     assert torch.equal(after[untouched], states[untouched])
 
 
@@ -120,14 +127,13 @@ def test_a_sequence_cut_into_any_steps_is_the_whole(name: str, cuts: list[int], 
     length = sum(cuts)
     inputs = make(length, generator)
     first = torch.randn(2, HEADS, KEY, VALUE, generator=generator)
-    whole_states = first.clone()
-    whole = kernel(*inputs, whole_states, torch.tensor([1]), plan_scan([0], [length], length))
+    whole_states, own = first.clone(), torch.tensor([1])
+    whole = kernel(*inputs, whole_states, own, own, plan_of(length))
     states, parts, position = first.clone(), [], 0
     for cut in cuts:
-        other = make(cut // 2 + 1, generator)
-        step = tuple(torch.cat([y, x[position : position + cut]]) for x, y in zip(inputs, other))
-        rows = plan_scan([0, cut // 2 + 1], [cut // 2 + 1, cut], cut // 2 + 1 + cut)
-        parts.append(kernel(*step, states, torch.tensor([0, 1]), rows)[cut // 2 + 1 :])
+        beside = cut // 2 + 1
+        step = tuple(torch.cat([y, x[position : position + cut]]) for x, y in zip(inputs, make(beside, generator)))
+        parts.append(kernel(*step, states, torch.arange(2), torch.arange(2), plan_of(beside, cut))[beside:])
         position += cut
     close(torch.cat(parts), whole)
     close(states[1], whole_states[1])
@@ -139,55 +145,54 @@ def test_a_row_with_a_bad_number_leaves_the_others_alone(name: str) -> None:
     inputs = make(140, torch.Generator().manual_seed(3))
     for x in inputs:
         x[:70] = torch.nan
-    states = torch.zeros(2, HEADS, KEY, VALUE)
-    out = kernel(*inputs, states, torch.tensor([0, 1]), plan_scan([0, 70], [70, 70], 140))
+    states, slots = torch.zeros(2, HEADS, KEY, VALUE), torch.arange(2)
+    out = kernel(*inputs, states, slots, slots, plan_of(70, 70))
     expected, state = by_token(tuple(x[70:] for x in inputs), torch.zeros(HEADS, KEY, VALUE))
     close(out[70:], expected)
     close(states[1], state)
     assert out[:70].isnan().all()
 
 
-def test_strong_decay_neither_overflows_nor_divides_by_zero() -> None:
-    """A tile over which a state fades to 1e-300 and beyond: only ratios of decays up to 1 are ever made."""
-    for kernel, make, by_token in KERNELS.values():
-        inputs = list(make(130, torch.Generator().manual_seed(4)))
-        decay = 3 if kernel is gated_delta else 2
-        inputs[decay] = inputs[decay] * 0 - 40.0
-        states = torch.ones(1, HEADS, KEY, VALUE)
-        expected, _ = by_token(tuple(inputs), states[0])
-        close(kernel(*inputs, states, torch.tensor([0]), plan_scan([0], [130], 130)), expected)
+@kernels
+def test_strong_decay_neither_overflows_nor_divides_by_zero(name: str) -> None:
+    """A tile over which a state fades to 1e-1000: only ratios of decays up to 1 are ever made."""
+    kernel, make, by_token = KERNELS[name]
+    inputs = list(make(130, torch.Generator().manual_seed(4)))
+    decay = 3 if kernel is gated_delta else 2
+    inputs[decay] = torch.full_like(inputs[decay], -40.0)
+    states, slots = torch.ones(1, HEADS, KEY, VALUE), torch.tensor([0])
+    expected, _ = by_token(tuple(inputs), states[0])
+    close(kernel(*inputs, states, slots, slots, plan_of(130)), expected)
 
 
 @given(st.lists(st.integers(0, 200), max_size=8))
 def test_every_token_has_one_place_and_levels_begin_with_the_longest(lengths: list[int]) -> None:
-    starts = [sum(lengths[:row]) for row in range(len(lengths))]
-    total = sum(lengths)
-    rows = plan_scan(starts, lengths, total)
-    assert sorted(rows.single_rows.tolist()) == [row for row, length in enumerate(lengths) if length == 1]
-    tokens = rows.single_tokens.tolist()
-    if rows.tiles is not None:
-        tiles = rows.tiles
-        tokens += tiles.tokens[tiles.is_token].tolist()
-        assert tiles.tokens.shape == (sum(tiles.levels), TILE)
-        assert list(tiles.levels) == sorted(tiles.levels, reverse=True)
-        assert [lengths[row] for row in tiles.rows.tolist()] == sorted(
-            (length for length in lengths if length > 1), reverse=True
-        )
-    assert sorted(tokens) == list(range(total))
-    if rows.places is not None:
-        assert len(set(rows.places.tolist())) == total
+    plan = plan_of(*lengths)
+    if plan is None:
+        assert set(lengths) <= {1}
+        return
+    assert plan.single_rows.tolist() == [row for row, length in enumerate(lengths) if length == 1]
+    tokens = plan.single_tokens.tolist()
+    if plan.tiles is not None:
+        rows, in_tiles, is_token, levels = plan.tiles
+        tokens += in_tiles[is_token].tolist()
+        assert in_tiles.shape == is_token.shape == (sum(levels), TILE)
+        tiles_of = [-(-lengths[row] // TILE) for row in rows.tolist()]
+        assert levels == tuple(sum(tiles > level for tiles in tiles_of) for level in range(tiles_of[0]))
+        assert tiles_of == sorted(tiles_of, reverse=True)
+    assert sorted(tokens) == list(range(sum(lengths)))
+    assert len(set(plan.places.tolist())) == sum(lengths)
 
 
+@pytest.mark.slow
 @kernels
 def test_dynamo_traces_the_whole_function(name: str) -> None:
     """No graph break, with single tokens and with tiles."""
     kernel, make, _ = KERNELS[name]
     lengths = (1, 70, 1, 5)
-    starts = [sum(lengths[:row]) for row in range(len(lengths))]
-    rows = plan_scan(starts, lengths, sum(lengths))
     inputs = make(sum(lengths), torch.Generator().manual_seed(5))
-    states = torch.randn(5, HEADS, KEY, VALUE)
-    traced_states, slots = states.clone(), torch.arange(1, 1 + len(lengths))
-    traced = torch.compile(kernel, backend="aot_eager", fullgraph=True)(*inputs, traced_states, slots, rows)
-    close(traced, kernel(*inputs, states, slots, rows), 1e-6)
+    states, slots = torch.randn(5, HEADS, KEY, VALUE), torch.arange(4, dtype=torch.int32)
+    traced_states, plan = states.clone(), plan_of(*lengths)
+    traced = torch.compile(kernel, backend="aot_eager", fullgraph=True)(*inputs, traced_states, slots, slots, plan)
+    close(traced, kernel(*inputs, states, slots, slots, plan), 1e-6)
     close(traced_states, states, 1e-6)

@@ -139,4 +139,4 @@ def _mixer_weights(spec: MixerSpec, hidden: int) -> tuple[int, int, int]:
         behind = spec.heads * spec.value_dim * (spec.kv_rank + hidden)
         return ahead, behind, spec.heads * (spec.head_dim + spec.kv_rank)
     size = spec.heads * spec.head_dim
-    return hidden * (size + 2 * spec.kv_heads * spec.head_dim), size * hidden, 2 * size
+    return hidden * (size + 2 * spec.kv_heads * spec.head_dim), (1 + spec.output_gate) * size * hidden, 2 * size

@@ -33,10 +33,11 @@ class BeforeMixer(NamedTuple):
 
 
 class AfterMixer(NamedTuple):
-    """Weights from there to a layer's own output. mixer: see ``Mixer.behind_weights``. mixer_norm, norm, mlp_norm: of
-    what the mixer adds to the residual stream, of what the MLP reads, and of what it adds; None in layers that have
-    none."""
+    """Weights from there to a layer's own output. read_norm: of the layer's input, where the mixer reads that again.
+    mixer: see ``Mixer.behind_weights``. mixer_norm, norm, mlp_norm: of what the mixer adds to the residual stream, of
+    what the MLP reads, and of what it adds; None in layers that have none."""
 
+    read_norm: Tensor | None
     mixer: tuple[Any, ...]
     mixer_norm: Tensor | None
     norm: Tensor | None
@@ -126,6 +127,7 @@ class DecoderLayer:
     def after(self) -> AfterMixer:
         norms = self.vectors.get
         return AfterMixer(
+            norms("input_layernorm") if self.mixer.reads_again else None,
             self.mixer.behind_weights(self.vectors),
             norms("post_self_attn_layernorm"),
             norms("post_attention_layernorm"),
@@ -148,7 +150,8 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:
         """From o, which attention or the update of a state gave, to what the layer still has to add to the residual
         stream, and the stream without it."""
-        x = self.mixer.behind(o, adapters, weights.mixer)
+        read = self.enter(None, residual, weights.read_norm)[0] if self.mixer.reads_again else None
+        x = self.mixer.behind(o, read, adapters, weights.mixer)
         x, residual = self.enter(self._leaving(x, weights.mixer_norm), residual, weights.norm)
         return self._leaving(self.mlp.apply(x, weights.mlp, adapters), weights.mlp_norm), residual
 

@@ -78,7 +78,9 @@ class Family:
     the names and in the values that ``describe`` understands. renamed: module in the checkpoint -> its name in the
     decoder, where they differ.
     fused: module in the checkpoint -> the decoder's modules whose rows it holds, one below the other.
+    groups: stored modules of ``fused`` whose rows lie in so many groups of equal size, each with rows of every part.
     norm_offset: norms are stored less this (1 where a family multiplies by 1 + w). GGUF files hold them whole.
+    whole_norms: ends of the names of norms that are stored whole all the same.
     prefixes: beginnings of names in the checkpoint -> what the decoder has in their place.
     left_out: beginnings of the names of tensors that are not needed (those of an image encoder).
     has_drafting_layers: checkpoints hold layers behind the last one, which are not needed: they guess further tokens
@@ -86,6 +88,7 @@ class Family:
     gguf_renamed: module, as its name in GGUF files is understood elsewhere -> its name in the decoder.
     from_gguf: (metadata without the architecture's name, entries found so far) -> more entries of config.json.
     transposes_experts: stacked experts of its checkpoints lie [in, out], gates and ups in turn (gpt-oss).
+    fit: (this family, configuration) -> the same where what is said here depends on the configuration.
     rewrite_weight: (name in the decoder, tensor, configuration) -> the tensor this decoder needs in its place;
         constants of a family that can be multiplied into its weights cost nothing when the model runs.
     """
@@ -102,14 +105,21 @@ class Family:
     rewrite_config: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
     norm_offset: float = 0.0
+    whole_norms: tuple[str, ...] = ()
     prefixes: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     has_drafting_layers: bool = False
     gguf_renamed: Mapping[str, str] = field(default_factory=dict)
     from_gguf: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] | None = None
     transposes_experts: bool = False
+    fit: Callable[[Family, DecoderConfig], Family] | None = None
     rewrite_weight: Callable[[str, Tensor, DecoderConfig], Tensor] | None = None
+
+    def for_model(self, config: DecoderConfig) -> Family:
+        """This family as a model of this configuration has it."""
+        return self if self.fit is None else self.fit(self, config)
 
     def own_name(self, stored: str) -> str:
         """The name, in the decoder, of a tensor of a safetensors file; fused ones keep the name of their module."""

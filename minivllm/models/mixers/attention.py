@@ -40,7 +40,10 @@ class SelfAttention:
         parts = {"q_proj": spec.heads * spec.head_dim, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv = factory.make(parts, hidden_size * spec.qkv_inputs, spec.qkv_bias, "column")
         self.o = factory.make({"o_proj": hidden_size}, spec.heads * spec.head_dim, spec.o_bias, "row")
-        self.linears = (self.qkv, self.o)
+        gate_size = {"g_proj": spec.heads * spec.head_dim}
+        self.gate = factory.make(gate_size, hidden_size, spec.qkv_bias, "column") if spec.output_gate else None
+        self.linears = (self.qkv, self.o) if self.gate is None else (self.qkv, self.gate, self.o)
+        self.reads_again = spec.output_gate
 
     @property
     def ahead_methods(self) -> tuple[LinearMethod, ...]:
@@ -48,7 +51,7 @@ class SelfAttention:
 
     @property
     def behind_methods(self) -> tuple[LinearMethod, ...]:
-        return (self.o.method,)
+        return tuple(linear.method for linear in self.linears[1:])
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
@@ -62,8 +65,8 @@ class SelfAttention:
         """float32 [heads]: a logit of each head that has no value, where the layer has some."""
         return vectors.get("sinks")
 
-    def behind_weights(self, vectors: Vectors) -> tuple[LinearTensors]:
-        return (self.o.arguments,)
+    def behind_weights(self, vectors: Vectors) -> tuple[LinearTensors, ...]:
+        return tuple(linear.arguments for linear in self.linears[1:])
 
     def ahead(
         self, x: Tensor, tokens: TokenInputs, cos_sin: Tensor, cache: LayerCache | None, weights: QueryWeights
@@ -93,5 +96,12 @@ class SelfAttention:
         eps = self.spec.qk_norm_eps
         return rms_norm(q, weights.q_norm, eps), rms_norm(k, weights.k_norm, eps)
 
-    def behind(self, o: Tensor, adapters: RowAdapters | None, weights: tuple[LinearTensors]) -> Tensor:
-        return self.o.apply(o.to(self._dtype).flatten(1), weights[0], adapters)
+    def behind(
+        self, o: Tensor, x: Tensor | None, adapters: RowAdapters | None, weights: tuple[LinearTensors, ...]
+    ) -> Tensor:
+        o = o.to(self._dtype).flatten(1)
+        if self.gate is not None:
+            # Computed from the layer's input once more, so that nothing but o has to outlive attention.
+            assert x is not None
+            o = o * torch.sigmoid(self.gate.apply(x, weights[0], adapters))
+        return self.o.apply(o, weights[-1], adapters)

@@ -29,9 +29,10 @@ Vectors = Mapping[str, Tensor]
 class Mixer(Protocol):
     """The projections of a mixer. block: its name in the checkpoint ("self_attn"). linears: all of them.
     ahead_methods, behind_methods: how the products in front of the cut and behind it are computed. output_shape: of o,
-    for one token."""
+    for one token. reads_again: ``behind`` needs what ``ahead`` has read."""
 
     block: str
+    reads_again: bool
 
     @property
     def linears(self) -> Sequence[Linear]: ...
@@ -56,8 +57,8 @@ class Mixer(Protocol):
         """x [tokens, hidden] -> q [tokens, …] in attention_dtype. weights: ``ahead_weights`` of any equal layer. cache:
         K and V, which are written; None where the layer keeps a state."""
 
-    def behind(self, o: Tensor, adapters: RowAdapters | None, weights: Any) -> Tensor:
-        """o [tokens, *output_shape] -> [tokens, hidden]."""
+    def behind(self, o: Tensor, x: Tensor | None, adapters: RowAdapters | None, weights: Any) -> Tensor:
+        """o [tokens, *output_shape] -> [tokens, hidden]. x: what ``ahead`` has read, if ``reads_again``."""
 
 
 class StateUpdate(Protocol):

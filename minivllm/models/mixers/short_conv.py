@@ -21,6 +21,7 @@ class ShortConv:
     """A ``Mixer``: x holds b, c and the input of every channel, o their convolution, gated."""
 
     block = "conv"
+    reads_again = False
 
     def __init__(
         self, spec: ShortConvSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype
@@ -60,7 +61,9 @@ class ShortConv:
     ) -> Tensor:
         return self._in.apply(x, weights[0], tokens.adapters).to(self._attention_dtype)
 
-    def behind(self, o: Tensor, adapters: RowAdapters | None, weights: tuple[LinearTensors]) -> Tensor:
+    def behind(
+        self, o: Tensor, x: Tensor | None, adapters: RowAdapters | None, weights: tuple[LinearTensors]
+    ) -> Tensor:
         return self._out.apply(o.to(self._dtype), weights[0], adapters)
 
 

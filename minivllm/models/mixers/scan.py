@@ -1,0 +1,156 @@
+"""What the mixers share whose state is a matrix for every head: their projections, and the update of their states.
+
+An update is three steps: a short convolution of what the projections gave, which has a state of its own, then the scan,
+and then the gated output. Where every row has one token, they are one region. Where rows are longer, the first and the
+last step are regions, and the scan, whose shape depends on the longest row, is computed as it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels_triton_free.lora import RowAdapters
+from kernels_triton_free.state.rows import StateRows
+from kernels_triton_free.state.tiles import ScanPlan, plan_scan
+from minivllm.compilation.regions import CompileRegion, Region, TensorSpec
+from minivllm.errors import ModelError
+from minivllm.linear.layer import LinearMethod, LinearTensors
+from minivllm.models.layer_specs import GatedDeltaSpec, Mamba2Spec
+from minivllm.models.linear_factory import LinearFactory
+from minivllm.models.mixers.mixer import Vectors
+from minivllm.models.model import TOKENS, LayerCache, StateSpec, TokenInputs
+
+ScanSpec = GatedDeltaSpec | Mamba2Spec
+
+
+class ScanMixer:
+    """A ``Mixer``: x holds what all projections gave, side by side; o is projected back."""
+
+    reads_again = False
+
+    def __init__(self, spec: ScanSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype) -> None:
+        if factory.shard.size > 1:
+            raise ModelError("Layers that keep a state cannot be split between devices: run this model on one.")
+        self.block, self.spec = spec.block, spec
+        self._dtype, self._attention_dtype = factory.dtype, attention_dtype
+        self._in = factory.make(dict(spec.projections), hidden_size, spec.bias, "column")
+        self._out = factory.make({"out_proj": hidden_size}, spec.widths[1], spec.bias, "row")
+        self.linears = (self._in, self._out)
+
+    @property
+    def ahead_methods(self) -> tuple[LinearMethod, ...]:
+        return (self._in.method,)
+
+    @property
+    def behind_methods(self) -> tuple[LinearMethod, ...]:
+        return (self._out.method,)
+
+    @property
+    def output_shape(self) -> tuple[int]:
+        return (self.spec.widths[1],)
+
+    def ahead_weights(self, vectors: Vectors) -> tuple[LinearTensors]:
+        return (self._in.arguments,)
+
+    def given(self, vectors: Vectors) -> tuple[Tensor, ...]:
+        """In the order of ``spec.parameters``."""
+        return tuple(vectors[name.removesuffix(".weight")] for name in self.spec.parameters)
+
+    def behind_weights(self, vectors: Vectors) -> tuple[LinearTensors]:
+        return (self._out.arguments,)
+
+    def ahead(
+        self, x: Tensor, tokens: TokenInputs, cos_sin: Tensor, cache: LayerCache | None, weights: tuple[LinearTensors]
+    ) -> Tensor:
+        return self._in.apply(x, weights[0], tokens.adapters).to(self._attention_dtype)
+
+    def behind(
+        self, o: Tensor, x: Tensor | None, adapters: RowAdapters | None, weights: tuple[LinearTensors]
+    ) -> Tensor:
+        return self._out.apply(o.to(self._dtype), weights[0], adapters)
+
+
+Parameters = Mapping[str, Tensor]
+"""A mixer's small weights, float32, by their names in ``spec.parameters``."""
+
+
+class ScanSteps(NamedTuple):
+    """The three steps of an update.
+
+    ahead: (spec, x [tokens, widths[0]], state of the convolution, rows, parameters) -> what the scan takes, and what
+    ``behind`` takes besides its output. scan: (*inputs, states, read, write, plan) -> float32 [tokens, heads, …], see
+    ``kernels_triton_free.state``. behind: (spec, what the scan gave, the rest from ``ahead``, parameters) -> float32
+    [tokens, widths[1]].
+    """
+
+    ahead: Callable[[Any, Tensor, Tensor, StateRows, Parameters], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+    scan: Callable[..., Tensor]
+    behind: Callable[[Any, Tensor, tuple[Tensor, ...], Parameters], Tensor]
+
+
+class ScanUpdate:
+    """A ``StateUpdate``."""
+
+    def __init__(self, spec: ScanSpec, state: StateSpec, compile_region: CompileRegion, steps: ScanSteps) -> None:
+        self._spec, self._steps, self._dtype, self._device = spec, steps, state.dtype, state.device
+        declared = state.update_inputs(spec.widths[0], ())
+        declared["weights"] = tuple(self._float32(*shape) for shape in spec.parameters.values())
+        one_each = StateRows(*[TensorSpec((TOKENS,), torch.int32, state.device)] * len(StateRows._fields))  # type: ignore
+        name = type(spec).__name__.removesuffix("Spec")
+        self._single = compile_region(Region(f"{name} step", self._whole, {**declared, "rows": one_each}, spec))
+        of_conv = {**declared, "state": declared["state"][0]}
+        self._ahead = compile_region(Region(f"{name} inputs", self._scan_inputs, of_conv, spec))
+        behind = {
+            "scanned": self._float32(TOKENS, *spec.output_heads),
+            "rest": tuple(self._float32(TOKENS, *shape) for shape in spec.rest),
+            "weights": declared["weights"],
+        }
+        self._behind = compile_region(Region(f"{name} output", self._output, behind, spec))
+
+    def _float32(self, *shape: Any) -> TensorSpec:
+        return TensorSpec(shape, torch.float32, self._device)
+
+    def prepare(self, counts: np.ndarray) -> ScanPlan | None:
+        plan = plan_scan(torch.from_numpy(counts))
+        return None if plan is None else plan.to(self._device)
+
+    def __call__(
+        self,
+        x: Tensor,
+        state: tuple[Tensor, ...],
+        rows: StateRows,
+        prepared: ScanPlan | None,
+        weights: tuple[Tensor, ...],
+    ) -> Tensor:
+        o: Tensor
+        if prepared is None:
+            o = self._single(x, state, rows, weights)
+            return o
+        values = self._ahead(x, state[0], rows, weights)
+        count = len(values) - len(self._spec.rest)
+        scanned = self._steps.scan(*values[:count], state[1], rows.read, rows.write, prepared)
+        o = self._behind(scanned, tuple(values[count:]), weights)
+        return o
+
+    # The regions.
+
+    def _whole(self, x: Tensor, state: tuple[Tensor, ...], rows: StateRows, weights: tuple[Tensor, ...]) -> Tensor:
+        inputs, rest = self._steps.ahead(self._spec, x, state[0], rows, self._named(weights))
+        return self._output(self._steps.scan(*inputs, state[1], rows.read, rows.write), rest, weights)
+
+    def _scan_inputs(
+        self, x: Tensor, state: Tensor, rows: StateRows, weights: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        inputs, rest = self._steps.ahead(self._spec, x, state, rows, self._named(weights))
+        return (*inputs, *rest)
+
+    def _output(self, scanned: Tensor, rest: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> Tensor:
+        return self._steps.behind(self._spec, scanned, rest, self._named(weights)).to(self._dtype)
+
+    def _named(self, weights: tuple[Tensor, ...]) -> Parameters:
+        return dict(zip(self._spec.parameters, weights, strict=True))
