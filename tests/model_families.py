@@ -57,6 +57,31 @@ MLA_YARN: dict[str, Any] = {
         "original_max_position_embeddings": 64,
     }
 }
+GATED_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
+GATED_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+}
+MAMBA: dict[str, Any] = {
+    **GRANITE,
+    "shared_intermediate_size": 80,
+    "num_local_experts": 0,
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 12,
+    "mamba_n_groups": 2,
+}
 
 # family -> (transformers config class, transformers model class, what differs from SHAPE)
 FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -426,7 +451,73 @@ FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+# The same of families some of whose layers keep a state.
+STATE_FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**GATED_DELTA, **GATED_EXPERTS, "mlp_only_layers": [1]}),
+    "qwen3-next-biases": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            **GATED_DELTA,
+            **GATED_EXPERTS,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 2,
+            "partial_rotary_factor": 0.5,
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3-next-dense": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**GATED_DELTA, "num_experts": 0, "num_hidden_layers": 3, "full_attention_interval": 2},
+    ),
+    "qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", GATED_DELTA),
+    "qwen3.5-tied": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {
+            **GATED_DELTA,
+            "tie_word_embeddings": True,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 1,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**GATED_DELTA, **GATED_EXPERTS}),
+    "granite-hybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", MAMBA),
+    "granite-hybrid-moe": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **MAMBA,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+            "mamba_n_groups": 1,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite-hybrid-biases": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **MAMBA,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_n_groups": 4,
+            "mamba_d_conv": 3,
+            "num_key_value_heads": 1,
+            "layer_types": ["attention", "mamba", "mamba", "attention"],
+        },
+    ),
+}
+
 FAMILIES: list[str] = list(FAMILY_SETTINGS)
+STATE_FAMILIES: list[str] = list(STATE_FAMILY_SETTINGS)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -473,7 +564,7 @@ def save_tiny_model(directory: Path, family: str, overrides: dict[str, Any], dty
     import torch
     import transformers
 
-    config_class, model_class, differences = FAMILY_SETTINGS[family]
+    config_class, model_class, differences = {**FAMILY_SETTINGS, **STATE_FAMILY_SETTINGS}[family]
     settings = {**SHAPE, **differences, **overrides}
     config = getattr(transformers, config_class)(**json.loads(json.dumps(settings)))
     model = getattr(transformers, model_class)(config).to(torch.float32)
@@ -481,8 +572,11 @@ def save_tiny_model(directory: Path, family: str, overrides: dict[str, Any], dty
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
-                parameter.copy_(1.0 + 0.2 * noise)
+            if name.endswith("A_log"):
+                parameter.copy_(2.0 * noise - 3.0)  # some heads forget soon, most do not
+            elif name.endswith("norm.weight"):
+                is_less_one = model_class.startswith(("Qwen3Next", "Qwen3_5")) and "linear_attn" not in name
+                parameter.copy_((0.0 if is_less_one else 1.0) + 0.2 * noise)
             elif name.endswith((".bias", "_bias", "sinks")):
                 parameter.copy_(0.3 * noise)
             elif "embed_tokens" in name or "lm_head" in name:

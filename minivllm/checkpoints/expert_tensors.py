@@ -25,6 +25,9 @@ from minivllm.linear.stored_weight import QuantizedWeight, RestoredWeight, Store
 Shape = tuple[int, ...]
 
 _SPELLINGS = (
+    (re.compile(r"\.block_sparse_moe\.input_linear\."), ".mlp.experts.gate_up_proj."),  # Granite
+    (re.compile(r"\.block_sparse_moe\.output_linear\."), ".mlp.experts.down_proj."),
+    (re.compile(r"\.block_sparse_moe\.router\.layer\."), ".mlp.gate."),
     (re.compile(r"\.block_sparse_moe\."), ".mlp."),  # Mixtral
     (re.compile(r"(\.experts\.\d+\.)w1\."), r"\1gate_proj."),
     (re.compile(r"(\.experts\.\d+\.)w3\."), r"\1up_proj."),

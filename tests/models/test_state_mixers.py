@@ -82,7 +82,7 @@ def steps_equal_the_loop(spec: GatedDeltaSpec | Mamba2Spec, compile_region: Comp
         given = mixer.given(vectors)
         assert isinstance(given, tuple)
         o = update(projected, states, rows_of(read, write, counts), update.prepare(counts), given)
-        for row, out in enumerate(mixer.behind(o, None, None, mixer.behind_weights()).split(list(step))):
+        for row, out in enumerate(mixer.behind(o, None, None, mixer.behind_weights(vectors)).split(list(step))):
             outputs[row].append(out)
             done[row] += step[row]
         read = write

@@ -11,15 +11,26 @@ from minivllm.models.entries.entries import Entries
 from minivllm.models.families.dense import Description, dense
 from minivllm.models.families.family import Family, defaults
 
+MULTIPLIERS: Mapping[str, float] = {
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
 _layers = partial(dense, qkv_bias="attention_bias", o_bias="attention_bias", reads_mlp_bias=True)
 
 
 def _describe(entries: Entries) -> Description:
-    """Every sublayer adds m times its output. Divide the whole residual stream by m instead: norms divide by its
-    length, so nothing can tell the difference but their epsilon, which is compared with a square, and the embeddings.
+    return folded(entries, _layers(entries))
+
+
+def folded(entries: Entries, described: Description) -> Description:
+    """The same with the multipliers. Every sublayer adds m times its output. Divide the whole residual stream by m
+    instead: norms divide by its length, so nothing can tell the difference but their epsilon, which is compared with a
+    square, and the embeddings.
     """
     residual = entries.number("residual_multiplier")
-    described = _layers(entries).attending(scale=entries.number("attention_multiplier"))
+    described = described.attending(scale=entries.number("attention_multiplier"))
     eps = described.norm_eps / residual**2
     return replace(
         described,
@@ -46,13 +57,10 @@ FAMILIES = (
         model_type="granite",
         gguf_architecture="granite",
         defaults=defaults(
+            **MULTIPLIERS,
             vocab_size=32000,
             intermediate_size=11008,
             max_position_embeddings=2048,
-            embedding_multiplier=1.0,
-            residual_multiplier=1.0,
-            attention_multiplier=1.0,
-            logits_scaling=1.0,
             bos_token_id=1,
             eos_token_id=2,
         ),

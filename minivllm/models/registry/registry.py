@@ -14,10 +14,11 @@ from minivllm.models.expert_families import qwen as qwen_moe
 from minivllm.models.families import gemma, glm, granite, llama, olmo, phi, qwen
 from minivllm.models.families.family import Family
 from minivllm.models.latent_families import deepseek
-from minivllm.models.state_families import lfm2
+from minivllm.models.state_families import granite_hybrid, lfm2, qwen_next
 from minivllm.plugins import Plugins
 
-_MODULES = (llama, qwen, gemma, phi, olmo, glm, granite, qwen_moe, mixtral, gpt_oss, glm_moe, deepseek, lfm2)
+_EXPERTS, _STATES = (qwen_moe, mixtral, gpt_oss, glm_moe), (lfm2, qwen_next, granite_hybrid)
+_MODULES = (llama, qwen, gemma, phi, olmo, glm, granite, *_EXPERTS, deepseek, *_STATES)
 PLUGINS = Plugins("family", {family.architecture: family for module in _MODULES for family in module.FAMILIES})
 FAMILIES: Mapping[str, Family] = PLUGINS.known
 

@@ -1,0 +1,124 @@
+"""Granite 4 H: Mamba2 layers, a few layers of attention without positions, and a shared MLP beside the experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from kernels_triton_free.experts.routing import Routing
+from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.entries.entries import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, Entries
+from minivllm.models.expert_families.experts import MAX_EXPERTS, experts_of
+from minivllm.models.families.dense import Description, dense
+from minivllm.models.families.family import Family, defaults
+from minivllm.models.families.granite import MULTIPLIERS, folded
+from minivllm.models.layer_specs import FeedForwardSpec, Mamba2Spec, MlpSpec, MoeSpec
+from minivllm.models.state_families.lfm2 import MAX_TAPS
+
+_NO_LIMITS = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+_STATE_KINDS, _ATTENTION_KINDS = ("mamba", "linear_attention"), ("attention", "full_attention")
+
+
+def _tables(entries: Entries) -> Sequence[int | None]:
+    kind = entries.get("position_embedding_type")
+    if kind not in (None, "nope", "rope"):
+        raise entries.refuse("position_embedding_type", kind, "must be rope, nope or null")
+    return (0 if kind == "rope" else None,) * entries.num_layers
+
+
+_attention = partial(dense, qkv_bias="attention_bias", o_bias="attention_bias", tables=_tables)
+
+
+def _mamba2(entries: Entries) -> Mamba2Spec:
+    heads, groups = (entries.whole(f"mamba_n_{part}", 1, MAX_HEADS) for part in ("heads", "groups"))
+    inner = entries.whole("mamba_expand", 1, 64) * entries.whole("hidden_size", 1, MAX_WIDTH)
+    head_dim = inner // heads if entries.get("mamba_d_head") == "auto" else entries.whole("mamba_d_head", 1, MAX_WIDTH)
+    if heads * head_dim != inner:
+        raise entries.refuse("mamba_n_heads", heads, f"times mamba_d_head {head_dim} must be {inner}")
+    if heads % groups:
+        raise entries.refuse("mamba_n_groups", groups, f"must divide mamba_n_heads {heads}")
+    if entries.activation("hidden_act") != "silu":
+        raise entries.refuse("hidden_act", entries.get("hidden_act"), "must be silu, which the gates here are made of")
+    limits = entries.get("time_step_limit")
+    if limits not in _NO_LIMITS:
+        raise entries.refuse("time_step_limit", limits, "must be [0, Infinity]: steps of the state are not clamped")
+    return Mamba2Spec(
+        heads=heads,
+        head_dim=head_dim,
+        groups=groups,
+        state_dim=entries.whole("mamba_d_state", 1, MAX_HEAD_DIM),
+        taps=entries.whole("mamba_d_conv", 2, MAX_TAPS),
+        norm_eps=entries.norm_eps,
+        conv_bias=entries.flag("mamba_conv_bias"),
+        bias=entries.flag("mamba_proj_bias"),
+    )
+
+
+def _feed_forward(entries: Entries) -> FeedForwardSpec:
+    activation = entries.activation("hidden_act")
+    shared = MlpSpec(inner=entries.whole("shared_intermediate_size", 1, MAX_WIDTH), activation=activation)
+    if entries.whole("num_local_experts", 0, MAX_EXPERTS) == 0:
+        return shared
+    num_experts, top_k = experts_of(entries)
+    return MoeSpec(
+        num_experts=num_experts,
+        inner=entries.whole("intermediate_size", 1, MAX_WIDTH),
+        routing=Routing(top_k=top_k, normalized=True),
+        activation=activation,
+        shared=shared,
+    )
+
+
+def _describe(entries: Entries) -> Description:
+    described, mamba2, mlp = folded(entries, _attention(entries)), _mamba2(entries), _feed_forward(entries)
+    types = entries.layer_types((*_STATE_KINDS, *_ATTENTION_KINDS)) or ["mamba"] * entries.num_layers
+    if not any(kind in _ATTENTION_KINDS for kind in types):
+        raise entries.refuse("layer_types", types, "must hold attention: states lie beside keys and values")
+    layers = tuple(
+        replace(layer, mixer=mamba2 if kind in _STATE_KINDS else layer.mixer, mlp=mlp)
+        for layer, kind in zip(described.layers, types, strict=True)
+    )
+    return replace(described, layers=layers)
+
+
+def _named(family: Family, config: DecoderConfig) -> Family:
+    """The MLP stands beside the experts, or in their place."""
+    has_experts = any(isinstance(layer.mlp, MoeSpec) for layer in config.layers)
+    shared = "mlp.shared_expert" if has_experts else "mlp"
+    return replace(family, renamed={**family.renamed, "shared_mlp": shared})
+
+
+FAMILIES = (
+    Family(
+        architecture="GraniteMoeHybridForCausalLM",
+        model_type="granitemoehybrid",
+        gguf_architecture=None,
+        defaults=defaults(
+            **MULTIPLIERS,
+            vocab_size=32000,
+            intermediate_size=11008,
+            shared_intermediate_size=1024,
+            max_position_embeddings=2048,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            position_embedding_type=None,
+            mamba_n_heads=128,
+            mamba_n_groups=1,
+            mamba_d_state=256,
+            mamba_d_head="auto",
+            mamba_d_conv=4,
+            mamba_expand=2,
+            mamba_conv_bias=True,
+            mamba_proj_bias=False,
+            time_step_limit=None,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        describe=_describe,
+        fit=_named,
+        renamed={"input_linear": "gate_up_proj", "output_linear": "down_proj"},
+        fused={"gate_up_proj": ("gate_proj", "up_proj")},
+    ),
+)
