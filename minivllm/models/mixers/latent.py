@@ -124,8 +124,6 @@ class LatentAttention:
             x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return apply_rotary(x, table)
 
-    def behind(
-        self, o: Tensor, x: Tensor | None, adapters: RowAdapters | None, weights: OutputWeights
-    ) -> Tensor:
+    def behind(self, o: Tensor, x: Tensor | None, adapters: RowAdapters | None, weights: OutputWeights) -> Tensor:
         values = torch.bmm(o[:, 0].to(self._dtype).transpose(0, 1), weights.to_values.transpose(1, 2))
         return self.o.apply(values.transpose(0, 1).flatten(1), weights.o, adapters)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.entries.entries import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, Entries
 from minivllm.models.expert_families.experts import with_experts
 from minivllm.models.expert_families.qwen import qwen_experts
-from minivllm.models.families.dense import Description
+from minivllm.models.families.dense import Description, dense
 from minivllm.models.families.family import Family, defaults, text_part
-from minivllm.models.layer_specs import GatedDeltaSpec, LayerSpec, MoeSpec, SelfAttentionSpec
+from minivllm.models.layer_specs import GatedDeltaSpec, LayerSpec, SelfAttentionSpec
 from minivllm.models.state_families.lfm2 import MAX_TAPS
 
 
@@ -43,13 +44,14 @@ def _gated_delta(entries: Entries) -> GatedDeltaSpec:
     )
 
 
-def _experts(entries: Entries, layer: int) -> MoeSpec | None:
-    """There may be none at all."""
-    return qwen_experts(entries, layer, has_shared=True) if entries.get("num_experts") else None
+_ATTENTION: Mapping[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias", "qk_norm": "per head"}
 
 
 def _describe(entries: Entries) -> Description:
-    described = with_experts(entries, _experts, qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="per head")
+    if entries.get("num_experts"):
+        described = with_experts(entries, partial(qwen_experts, has_shared=True), **_ATTENTION)
+    else:
+        described = dense(entries, **_ATTENTION)
     types = _types(entries)
     if "full_attention" not in types:
         raise entries.refuse("layer_types", types, "must hold full_attention: states lie beside keys and values")
