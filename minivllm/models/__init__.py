@@ -2,5 +2,5 @@
 
 May import: compilation, kernels_triton_free, kernels_triton_free.experts, kernels_triton_free.state, linear,
 weight_formats.
-Door: `reference_forward` in reference.py, `Model` in model.py.
+Door: `Model` in model.py.
 """

@@ -16,7 +16,7 @@ from minivllm.models.layer_specs import GatedDeltaSpec, LayerSpec, Mamba2Spec, M
 from minivllm.models.linear_factory import LinearFactory
 from minivllm.models.mixers.registry import make_mixer, make_update
 from minivllm.models.model import StateSpec, TokenInputs
-from minivllm.models.reference_states import STATE_MIXERS
+from minivllm.models.reference.states import STATE_MIXERS
 
 HIDDEN, CPU = 32, torch.device("cpu")
 SPECS = [

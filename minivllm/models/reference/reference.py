@@ -22,7 +22,7 @@ from minivllm.models.layer_specs import (
     MoeSpec,
     SelfAttentionSpec,
 )
-from minivllm.models.reference_states import STATE_MIXERS
+from minivllm.models.reference.states import STATE_MIXERS
 from minivllm.models.rotary import rotary_frequencies
 
 Rotation = tuple[Tensor, Tensor]
