@@ -26,15 +26,17 @@ def write_family_gguf(source: Path, target: Path, matrix_type: str = "F32") -> N
     architecture = ARCHITECTURES.get(kind, kind)
     writer: Any = gguf.GGUFWriter(target, architecture)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    kinds = config["layer_types"] if kind == "lfm2" else None
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    inner = read_decoder_config(source).layers[0].mlp.inner if kind == "lfm2" else config["intermediate_size"]
+    writer.add_feed_forward_length(inner)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
+    writer.add_head_count_kv([kv_heads * (kind == "full_attention") for kind in kinds] if kinds else kv_heads)
     writer.add_key_length(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config["norm_eps" if kind == "lfm2" else "rms_norm_eps"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     rope = config["rope_parameters"]
@@ -61,6 +63,8 @@ def write_family_gguf(source: Path, target: Path, matrix_type: str = "F32") -> N
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+    if kind == "lfm2":
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
     number = gguf.GGMLQuantizationType[matrix_type]
     for name, data in sorted(load_file(source / "model.safetensors").items()):
@@ -69,7 +73,9 @@ def write_family_gguf(source: Path, target: Path, matrix_type: str = "F32") -> N
         if kind == "granite" and name.split(".")[-2] in ("q_proj", "k_proj"):
             data = permute(data, heads if "q_proj" in name else kv_heads)
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if data.ndim == 2:
+        if kind == "lfm2" and name.endswith("conv.conv.weight"):
+            writer.add_tensor(stored, data[:, 0])
+        elif data.ndim == 2:
             writer.add_tensor(stored, gguf.quants.quantize(data, number), raw_dtype=number)
         else:
             writer.add_tensor(stored, data)

@@ -40,6 +40,8 @@ CONVERTIBLE = {
     "glm4-quarter": {},
     "granite": {},
     "granite-mqa": {},
+    "lfm2": {},
+    "lfm2-two-taps": {},
 }
 LINEAR_GEMMA3 = {
     "query_pre_attn_scalar": 16,
