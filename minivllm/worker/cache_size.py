@@ -79,9 +79,12 @@ def planned_pools(config: EngineConfig, facts: ModelFacts) -> tuple[list[GroupSp
 
 
 def pool_text(group: GroupSpec) -> str:
-    """ "full attention in 5 layers: 100 blocks of 64 tokens, 6,400 tokens in 30.0 MiB"; the null block is left out."""
+    """ "full attention in 5 layers: 100 blocks of 64 tokens, 6,400 tokens in 30.0 MiB", or "state in 3 layers: 64
+    states in 2.0 MiB"; the null block is left out."""
     blocks, size = group.num_blocks - 1, group.num_blocks * group.block_bytes
+    held = f"{blocks:,} blocks of {group.block_size} tokens, {blocks * group.block_size:,} tokens"
+    if group.kind == "state":
+        held = f"{blocks:,} states"
     return (
-        f"{group.name} in {len(group.layers)} layer{'s' * (len(group.layers) != 1)}: {blocks:,} blocks of "
-        f"{group.block_size} tokens, {blocks * group.block_size:,} tokens in {size / 2**20:,.1f} MiB"
+        f"{group.name} in {len(group.layers)} layer{'s' * (len(group.layers) != 1)}: {held} in {size / 2**20:,.1f} MiB"
     )

@@ -443,6 +443,14 @@ def test_env_tells_the_pools_that_an_engine_of_this_model_gets(
         assert size in readable and f"{pool['kind']} in {pool['layers']} layer" in caplog.text and size in caplog.text
 
 
+def test_env_counts_states_where_layers_keep_no_tokens(tiny_model: Callable[..., Path]) -> None:
+    model = str(tiny_model("lfm2"))
+    pools = json.loads(CliRunner().invoke(app, ["env", "--json", "--model", model]).output)["kv_cache_pools"]["pools"]
+    assert [(pool["kind"], pool["tokens"] is None) for pool in pools] == [("full attention", False), ("state", True)]
+    readable = CliRunner().invoke(app, ["env", "--model", model], env={"COLUMNS": "200"}).output
+    assert f"2 layers, {pools[1]['blocks']:,} states in " in readable
+
+
 def test_env_explains_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)

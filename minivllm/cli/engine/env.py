@@ -75,7 +75,7 @@ def kv_cache_pools(model: str) -> dict[str, Any]:
                 "layers": len(group.layers),
                 "block_size": group.block_size,
                 "blocks": group.num_blocks - 1,
-                "tokens": (group.num_blocks - 1) * group.block_size,
+                "tokens": None if group.kind == "state" else (group.num_blocks - 1) * group.block_size,
                 "bytes": group.num_blocks * group.block_bytes,
             }
             for group in groups
@@ -256,10 +256,10 @@ def _readable(report: dict[str, Any]) -> str:
 def _readable_pools(planned: dict[str, Any]) -> list[str]:
     lines = ["", f"Its KV cache, for requests of up to {planned['max_model_len']:,} tokens ({planned['why']}):"]
     for pool in planned["pools"]:
-        lines.append(
-            f"{pool['kind']:<22} {pool['layers']} layers, {pool['blocks']:,} blocks of {pool['block_size']} tokens, "
-            f"{pool['tokens']:,} tokens in {format_bytes(pool['bytes'])}"
-        )
+        held = f"{pool['blocks']:,} states"
+        if pool["tokens"] is not None:
+            held = f"{pool['blocks']:,} blocks of {pool['block_size']} tokens, {pool['tokens']:,} tokens"
+        lines.append(f"{pool['kind']:<22} {pool['layers']} layers, {held} in {format_bytes(pool['bytes'])}")
     return lines
 
 
