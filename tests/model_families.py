@@ -518,6 +518,8 @@ STATE_FAMILY_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 FAMILIES: list[str] = list(FAMILY_SETTINGS)
 STATE_FAMILIES: list[str] = list(STATE_FAMILY_SETTINGS)
+CONVOLVED_FAMILIES: list[str] = [family for family in FAMILIES if family.startswith("lfm2")]
+ATTENDING_FAMILIES: list[str] = [family for family in FAMILIES if family not in CONVOLVED_FAMILIES]
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

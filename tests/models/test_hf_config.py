@@ -19,7 +19,7 @@ from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
 from minivllm.models.layer_specs import ClampedSwiglu, LatentSpec, MoeSpec
 from minivllm.models.registry.registry import FAMILIES as SUPPORTED
 from minivllm.models.rotary import rotary_frequencies
-from tests.model_families import FAMILIES
+from tests.model_families import ATTENDING_FAMILIES
 from tests.models.rotary_reference import llama3_factors
 
 SMALL = {
@@ -153,7 +153,7 @@ def assert_described_alike(ours: DecoderConfig, theirs: Any) -> None:
         assert all(rotary(ours))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ATTENDING_FAMILIES)
 def test_every_small_model_is_described_as_transformers_describes_it(tiny_model: Any, family: str) -> None:
     from transformers import AutoConfig
 

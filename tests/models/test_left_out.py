@@ -19,7 +19,7 @@ from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
 from minivllm.models.layer_specs import ClampedSwiglu, LatentSpec, MoeSpec, SelfAttentionSpec
 from minivllm.models.reference import reference_forward
-from tests.model_families import FAMILIES
+from tests.model_families import ATTENDING_FAMILIES
 from tests.parity_reference import MAX_MODEL_LEN, random_prompts
 
 NOTICED = 3e-3
@@ -136,7 +136,7 @@ def without_choices(config: DecoderConfig, weights: dict[str, Tensor]) -> Iterat
             yield field, changed(lambda spec, activation=activation: {"activation": activation}), weights
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ATTENDING_FAMILIES)
 @torch.inference_mode()
 def test_a_piece_that_is_left_out_is_noticed(tiny_model: Callable[..., Path], family: str) -> None:
     directory = tiny_model(family)
