@@ -215,11 +215,13 @@ class EngineArgs:
         "Run the engine core in a process of its own, as AsyncLLM and serve always do; what is plugged in then needs "
         "an import path. In one process a debugger steps from a prompt into a kernel.",
     ] = False
+    tensor_parallel_size: Annotated[int, "Workers that divide every layer, each in a process of its own; on a CPU."] = 1
     distributed_executor_backend: Annotated[
-        str,
-        "Where the worker lives: uni, in the engine's process; mp, in a process of its own, whose end is told with its "
-        "reason. What is plugged in then needs an import path.",
-    ] = "uni"
+        str | None,
+        "Where workers live: uni, in the engine's process, which is the default for one; mp, each in a process of its "
+        "own, whose end is told with its reason. What is plugged in then needs an import path.",
+    ] = None
+    disable_custom_all_reduce: Annotated[bool, "Let workers add up through gloo instead of shared memory."] = False
     heartbeat_timeout: Annotated[
         float, "Seconds after which an engine process that does not finish its step is taken for hung and killed."
     ] = 300.0
@@ -259,11 +261,12 @@ class EngineArgs:
             _choice("quantization", self.quantization, QUANTIZATIONS)
         POLICIES.check(self.scheduling_policy)
         ATTENTION.check(self.attention_backend)
-        _choice("distributed_executor_backend", self.distributed_executor_backend, get_args(ExecutorKind))
-        if self.profile is not None and self.distributed_executor_backend == "mp":
+        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        self._check_workers()
+        if self.profile is not None and self.executor == "mp":
             raise ConfigError(
-                "profile records the engine's own process, but distributed_executor_backend='mp' moves the model into "
-                "another: use 'uni', or start_profile and stop_profile, which record the workers."
+                "profile records the engine's own process, but the workers have theirs: use one worker and "
+                "distributed_executor_backend='uni', or start_profile and stop_profile, which record the workers."
             )
         if self.performance_mode is not None:
             _choice("performance_mode", self.performance_mode, PERFORMANCE_MODES)
@@ -312,7 +315,7 @@ class EngineArgs:
                 raise ConfigError(
                     "kv_transfer_config needs enable_prefix_caching: what travels is named by the hashes of its blocks."
                 )
-            if self.distributed_executor_backend == "mp":
+            if self.executor == "mp":
                 raise ConfigError(
                     "kv_transfer_config needs a worker in the engine's process, but distributed_executor_backend='mp' "
                     "moves it into another: set only one of them."
@@ -324,6 +327,28 @@ class EngineArgs:
                 "async_scheduling schedules a step before the last token is known, but speculative_config guesses what "
                 "follows it: set only one of them."
             )
+
+    @property
+    def executor(self) -> ExecutorKind:
+        """Where the workers live."""
+        chosen = self.distributed_executor_backend or ("uni" if self.tensor_parallel_size == 1 else "mp")
+        return cast(ExecutorKind, chosen)
+
+    def _check_workers(self) -> None:
+        """What goes with several workers. Raises ConfigError."""
+        _choice("distributed_executor_backend", self.executor, get_args(ExecutorKind))
+        size = self.tensor_parallel_size
+        if size == 1:
+            return
+        alone = {
+            "distributed_executor_backend='uni'": self.executor == "uni",
+            "enable_lora": self.enable_lora,
+            "speculative_config": self.speculative_config is not None,
+            "compile_in_background": bool(self.compile_in_background),
+        }
+        for name, is_given in alone.items():
+            if is_given:
+                raise ConfigError(f"tensor_parallel_size is {size}, but {name} needs a single worker: set only one.")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:

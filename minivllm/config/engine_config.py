@@ -59,7 +59,8 @@ class EngineConfig:
     attention_backend, logits_processors: see EngineArgs. async_scheduling: up to two steps are in flight. family,
     model_impl, hf_overrides: what workers in other processes read the model's configuration with. executor: whether
     the worker lives in the engine's process ("uni") or in one of its own ("mp"). kv_transfer: None where no keys and
-    values travel."""
+    values travel. tensor_parallel_size: workers that divide every layer. custom_all_reduce: they add up in shared
+    memory, not through gloo."""
 
     model: str
     model_path: str
@@ -85,3 +86,5 @@ class EngineConfig:
     hf_overrides: dict[str, Any] | None = None
     executor: ExecutorKind = "uni"
     kv_transfer: KVTransferConfig | None = None
+    tensor_parallel_size: int = 1
+    custom_all_reduce: bool = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,6 @@ from minivllm.config import (
     Device,
     EngineArgs,
     EngineConfig,
-    ExecutorKind,
     KVTransferConfig,
     LoRAConfig,
     SchedulerConfig,
@@ -24,6 +24,7 @@ from minivllm.config import (
 )
 from minivllm.engine.draft_model import resolve_draft_model
 from minivllm.errors import ConfigError, ModelError
+from minivllm.gguf.gguf_file import find_gguf
 from minivllm.hub.fetch import resolve_model
 from minivllm.kv_transfer.connector import load_connector
 from minivllm.kv_transfer.fingerprint import fingerprint
@@ -32,6 +33,7 @@ from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.layer_specs import LatentSpec
 from minivllm.models.registry.registry import load_family
+from minivllm.models.shards import check_layout
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.scheduler.policy import make_policy
 
@@ -94,6 +96,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         speculative = resolve_draft_model(speculative, path, decoder, max_model_len, args.load_format)
     transfer = None if args.kv_transfer_config is None else KVTransferConfig.from_dict(args.kv_transfer_config)
     outlives_engine = transfer is not None and load_connector(transfer).outlives_engine
+    check_workers(args, path, decoder, device)
     find_attention(args.attention_backend)
     load_logits_processors(args.logits_processors or ())  # what is wrong with them is said before the model is loaded
     config = EngineConfig(
@@ -140,8 +143,10 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         family=args.family,
         model_impl=implementation,
         hf_overrides=overrides,
-        executor=cast(ExecutorKind, args.distributed_executor_backend),
+        executor=args.executor,
         kv_transfer=transfer,
+        tensor_parallel_size=args.tensor_parallel_size,
+        custom_all_reduce=not args.disable_custom_all_reduce,
     )
     if transfer is not None and outlives_engine:
         config = replace(config, kv_transfer=replace(transfer, fingerprint=fingerprint_of(config, decoder)))
@@ -157,6 +162,27 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         cache_reason,
     )
     return config, decoder
+
+
+def check_workers(args: EngineArgs, path: Path, facts: ModelFacts, device: Device) -> None:
+    """Raises ConfigError where several workers cannot divide this model, or not here. path: where the model lies."""
+    size = args.tensor_parallel_size
+    if size == 1:
+        return
+    if device != "cpu":
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but workers divide a model on a CPU only: use device='cpu'."
+        )
+    if not isinstance(facts, DecoderConfig):
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but the layers of transformers are computed by one worker: use 1."
+        )
+    if facts.quantization is not None or find_gguf(path, args.load_format) is not None:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but quantised checkpoints and GGUF files are computed by one worker: use "
+            f"1, or an unquantised checkpoint with quantization='int8' or 'int4'."
+        )
+    check_layout(facts, size, args.quantization)
 
 
 def resolve_token_budget(args: EngineArgs, defaults: DeviceDefaults, max_num_seqs: int) -> int:

@@ -111,7 +111,7 @@ def load_core(args: EngineArgs) -> tuple[EngineCore, ModelFacts]:
         from minivllm.executor.multiproc import MultiprocExecutor
         from minivllm.executor.uniproc import UniProcExecutor
 
-    if args.distributed_executor_backend == "mp":
+    if args.executor == "mp":
         config, facts = resolve(args.for_another_process())
         return EngineCore(config, MultiprocExecutor(config, facts)), facts
     config, facts = resolve(args)

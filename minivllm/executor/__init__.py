@@ -1,5 +1,5 @@
 """Where workers live and how they are called: in this process, or in others.
 
-May import: compilation, config, kv_cache, kv_transfer, model_facts, models.registry, worker.
+May import: compilation, config, distributed, kv_cache, kv_transfer, model_facts, models.registry, worker.
 Door: `Executor` in protocol.py.
 """

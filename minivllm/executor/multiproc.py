@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -27,6 +28,7 @@ import msgspec
 
 from minivllm.compilation.package_builds import close_in_children, forget_descriptor
 from minivllm.config import EngineConfig
+from minivllm.distributed.shared_memory import Segment, open_segment, segment_descriptors
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executor.broadcast_ring import PeerGone, RingWriter
 from minivllm.executor.child_reports import FRONTEND_SIGNALS, ErrorInfo, Log, describe_exit
@@ -50,8 +52,8 @@ EXIT_SECONDS = 0.3
 class WorkerGroup:
     """Worker processes, the ring to them, and the thread that listens to them."""
 
-    def __init__(self, config: EngineConfig, size: int, command: Sequence[str] = WORKER_COMMAND) -> None:
-        self.size = size
+    def __init__(self, config: EngineConfig, command: Sequence[str] = WORKER_COMMAND) -> None:
+        self.size = size = config.tensor_parallel_size
         self.dead_error: MinivllmError | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
@@ -62,20 +64,26 @@ class WorkerGroup:
         self._tell: Callable[[MinivllmError], None] = lambda error: None
         self._is_closing = False
         self._listener = threading.Thread(target=self._listen, name="workers", daemon=True)
+        segment = open_segment(size) if size > 1 and config.custom_all_reduce else None
+        self._directory = tempfile.TemporaryDirectory(prefix="minivllm-")
         try:
             for rank in range(size):
-                self._start(rank, config, command)
+                self._start(rank, config, command, segment)
         except BaseException:
             self.close()
             raise
+        finally:
+            for descriptor in [] if segment is None else segment_descriptors(segment):
+                os.close(descriptor)  # the workers have theirs
         self._listener.start()
 
-    def _start(self, rank: int, config: EngineConfig, command: Sequence[str]) -> None:
+    def _start(self, rank: int, config: EngineConfig, command: Sequence[str], segment: Segment | None) -> None:
         own, theirs = socket.socketpair()
         channel = Channel(own, FromWorker)
         self._channels.append(channel)
         close_in_children(channel.fileno())
         descriptors = (theirs.fileno(), *self._ring.descriptors_of(rank))
+        shared = [] if segment is None else segment_descriptors(segment)
         # Ctrl-C goes to the whole process group: a worker begins with it blocked, until it can ignore it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FRONTEND_SIGNALS)
         try:
@@ -83,16 +91,23 @@ class WorkerGroup:
                 [*command, *map(str, descriptors), str(rank), str(self.size)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # the command's own output is on 1
-                pass_fds=descriptors,
+                pass_fds=(*descriptors, *shared),
                 env=_environment(self.size),
             )
             self.processes.append(process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
-        level = logging.getLogger("minivllm").getEffectiveLevel()
+        start = Start(
+            config=config,
+            rank=rank,
+            size=self.size,
+            log_level=logging.getLogger("minivllm").getEffectiveLevel(),
+            segment=segment,
+            rendezvous=f"{self._directory.name}/ranks" if self.size > 1 and segment is None else None,
+        )
         try:
-            channel.send(Start(config=config, rank=rank, size=self.size, log_level=level))
+            channel.send(start)
         except OSError:
             raise EngineDeadError(self._describe_end(rank)) from None
 
@@ -225,6 +240,7 @@ class WorkerGroup:
             forget_descriptor(channel.fileno())
             channel.close()
         self._ring.close()
+        self._directory.cleanup()
 
 
 class MultiprocExecutor:
@@ -234,12 +250,10 @@ class MultiprocExecutor:
     Raises what a worker raises while it loads: ConfigError, ModelError, or EngineDeadError that names the rank.
     """
 
-    def __init__(
-        self, config: EngineConfig, facts: ModelFacts, size: int = 1, command: Sequence[str] = WORKER_COMMAND
-    ) -> None:
+    def __init__(self, config: EngineConfig, facts: ModelFacts, command: Sequence[str] = WORKER_COMMAND) -> None:
         self.vocab_size = facts.vocab_size
         self.transfers = TransferInbox()
-        self._group = WorkerGroup(config, size, command)
+        self._group = WorkerGroup(config, command)
         self._close = weakref.finalize(self, self._group.close)
         self.pids = [process.pid for process in self._group.processes]
         try:

@@ -22,12 +22,18 @@ OUTPUT_RANK = 0
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message to a worker, through its socket. rank: its place among ``size`` workers."""
+    """The first message to a worker, through its socket.
+
+    rank: its place among ``size`` workers. segment: the descriptors by which they share tensors (see
+    ``open_segment``). rendezvous: instead of that, a path where they find one another through gloo.
+    """
 
     config: EngineConfig
     rank: int
     size: int
     log_level: int
+    segment: tuple[int, list[list[int]]] | None = None
+    rendezvous: str | None = None
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):

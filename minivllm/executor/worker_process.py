@@ -21,6 +21,9 @@ from typing import Any
 import msgspec
 
 from minivllm.compilation.package_builds import close_in_children
+from minivllm.distributed.communicator import Communicator
+from minivllm.distributed.gloo import GlooCommunicator
+from minivllm.distributed.shared_memory import SharedMemoryCommunicator, segment_descriptors
 from minivllm.errors import MinivllmError, RequestError
 from minivllm.executor.broadcast_ring import RingReader
 from minivllm.executor.child_reports import FRONTEND_SIGNALS, ErrorInfo, LogSender
@@ -62,7 +65,12 @@ class WorkerProcess:
         if config.family is not None:
             load_family(config.family)
         facts = read_model_facts(config.model_path, config.load_format, config.hf_overrides, config.model_impl)
-        return Worker(config, facts)
+        communicator: Communicator | None = None
+        if start.segment is not None:
+            communicator = SharedMemoryCommunicator(start.rank, *start.segment)
+        elif start.rendezvous is not None:
+            communicator = GlooCommunicator(start.rank, start.size, start.rendezvous)
+        return Worker(config, facts, communicator=communicator)
 
     def _serve(self, worker: Worker) -> None:
         # On a CPU launching is computing: a result is there before the next record is looked at.
@@ -126,6 +134,8 @@ def main() -> None:
     start: Start | None = channel.receive_one()
     if start is None:
         os._exit(0)  # the engine has gone before it said what to start
+    for inherited in [] if start.segment is None else segment_descriptors(start.segment):
+        os.set_inheritable(inherited, False)
 
     def watch_engine() -> None:
         while channel.receive() is not None:

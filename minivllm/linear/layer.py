@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -20,10 +20,21 @@ LinearTensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """This worker's share of every parallel layer: part ``rank`` of ``size`` equal parts."""
+    """This worker's share of every parallel layer: part ``rank`` of ``size`` parts."""
 
     rank: int = 0
     size: int = 1
+
+    def own(self, count: int, unit: int = 1, *, last_get_more: bool = False) -> slice:
+        """Its range of ``count`` rows or columns, in whole units but for the last one. What cannot be dealt out evenly
+        goes to the first ranks, or to the last ones."""
+        units, rank = -(-count // unit), self.size - 1 - self.rank if last_get_more else self.rank
+        share, extra = divmod(units, self.size)
+        start = rank * share + min(rank, extra)
+        stop = start + share + (rank < extra)
+        if last_get_more:
+            start, stop = units - stop, units - start
+        return slice(min(start * unit, count), min(stop * unit, count))
 
 
 class LinearMethod(ABC):
@@ -42,6 +53,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         """x [tokens, in] -> [tokens, out]. A pure function of tensors."""
+
+    def rounded(self, weight: Tensor) -> StoredWeight:
+        """The whole weight [out, in] as ``prepare`` would round it, of which a part may then be prepared."""
+        return weight
 
     def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
         """Rows of the weight, as an embedding looks them up: int [n] -> [n, in]. A pure function of tensors.
@@ -104,8 +119,9 @@ class Linear:
     """One product of the decoder, possibly of several checkpoint matrices stacked along the output (q, k, v).
 
     parts: output features of each stacked matrix, whole model. split: "column" divides the outputs of every part
-    among the shards, "row" divides the inputs (the sum over shards is the product). choose: picks the method once the
-    whole weight is there; until then ``method`` is that of unquantised weights.
+    among the shards, "row" divides the inputs (the sum over shards is the product). own: this shard's range of the
+    outputs of each part, or of the inputs under the name of the only part; left out, they are divided evenly.
+    choose: picks the method once the whole weight is there; until then ``method`` is that of unquantised weights.
     """
 
     def __init__(
@@ -119,23 +135,26 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         choose: ChooseMethod = never_quantized,
+        own: Mapping[str, slice] | None = None,
     ) -> None:
         self.split, self.shard, self.device = split, shard, device
-        self.sizes = {name: size // shard.size if split == "column" else size for name, size in parts.items()}
-        self.in_features = in_features // shard.size if split == "row" else in_features
+        divided = own or {name: shard.own(in_features if split == "row" else size) for name, size in parts.items()}
+        self.outputs = divided if split == "column" else {name: slice(0, size) for name, size in parts.items()}
+        self.inputs = divided[next(iter(parts))] if split == "row" else slice(0, in_features)
+        self.sizes = {name: self.outputs[name].stop - self.outputs[name].start for name in parts}
+        self.in_features = self.inputs.stop - self.inputs.start
         self.out_features = sum(self.sizes.values())
         self.method = choose_linear_method(self.out_features, dtype, device)
         self.tensors: LinearTensors = ()
         self.adapters: LinearTensors = ()
+        self._whole, self._whole_inputs = parts, in_features
         self._dtype, self._has_bias, self._choose = dtype, bias, choose
         self._weights: dict[str, StoredWeight] = {}
         self._biases: dict[str, Tensor] = {}
 
     def whole_shape(self, part: str) -> tuple[int, int]:
         """[out, in] of a part in the whole model."""
-        if self.split == "column":
-            return self.sizes[part] * self.shard.size, self.in_features
-        return self.sizes[part], self.in_features * self.shard.size
+        return self._whole[part], self._whole_inputs
 
     @property
     def arguments(self) -> LinearTensors:
@@ -156,17 +175,17 @@ class Linear:
 
     def load(self, part: str, kind: str, tensor: StoredWeight) -> None:
         """Take this worker's shard of a checkpoint tensor: kind "weight" [out, in] or "bias" [out] of one part."""
-        rank, size = self.shard.rank, self.sizes[part]
-        everything, outputs = slice(None), slice(rank * size, (rank + 1) * size)
-        inputs = slice(rank * self.in_features, (rank + 1) * self.in_features)
-        rows, columns = (everything, inputs) if self.split == "row" else (outputs, everything)
+        rows, columns = self.outputs[part], self.inputs
         if kind == "weight":
-            own = tensor.part(rows, columns) if isinstance(tensor, QuantizedWeight) else tensor[rows, columns]
-            self._weights[part] = own
+            # Scales of whole rows are found before the inputs are divided: see ``_finish``.
+            is_plain = isinstance(tensor, Tensor)
+            self._weights[part] = _part(tensor, rows, slice(0, self._whole_inputs) if is_plain else columns)
         else:
             assert isinstance(tensor, Tensor)
             # A row-split product is summed over shards, so only one of them may add the bias.
-            self._biases[part] = torch.zeros_like(tensor) if self.split == "row" and rank > 0 else tensor[rows]
+            self._biases[part] = (
+                torch.zeros_like(tensor) if self.split == "row" and self.shard.rank > 0 else tensor[rows]
+            )
         if len(self._weights) == len(self.sizes) and len(self._biases) == (len(self.sizes) if self._has_bias else 0):
             self._finish()
 
@@ -175,6 +194,8 @@ class Linear:
         weight = stack({name: self._weights.pop(name) for name in self.sizes}, self._dtype)
         bias = torch.cat([self._biases.pop(name) for name in self.sizes]) if self._has_bias else None
         method = self._choose("+".join(self.sizes), weight)
+        if isinstance(weight, Tensor) and self.in_features < self._whole_inputs:
+            weight = _part(weight if method is None else method.rounded(weight), slice(0, len(weight)), self.inputs)
         if method is None:
             if isinstance(weight, QuantizedWeight):
                 weight = weight.restore(self._dtype)
@@ -183,3 +204,7 @@ class Linear:
             self.method = method
         bias = None if bias is None else bias.to(self.device, self._dtype)
         self.tensors = tuple(tensor.to(self.device) for tensor in self.method.prepare(weight, bias))
+
+
+def _part(weight: StoredWeight, rows: slice, columns: slice) -> StoredWeight:
+    return weight.part(rows, columns) if isinstance(weight, QuantizedWeight) else weight[rows, columns]

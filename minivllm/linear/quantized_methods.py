@@ -40,6 +40,10 @@ class Int8Linear(LinearMethod):
     dtype: torch.dtype
     gathers_rows: ClassVar[bool] = True
 
+    def rounded(self, weight: Tensor) -> StoredWeight:
+        values, scale = round_to_int8_rows(weight, self.dtype)
+        return RowScaledWeight(values, scale.float())
+
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         if isinstance(weight, RowScaledWeight):
             return _with_bias((weight.values.contiguous(), weight.scale.to(self.dtype)), bias)
@@ -103,6 +107,9 @@ class Int4Linear(LinearMethod):
     bits: int
     dtype: torch.dtype
     gathers_rows: ClassVar[bool] = True
+
+    def rounded(self, weight: Tensor) -> StoredWeight:
+        return round_to_groups(weight, self.group_size, self.dtype)
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = _in_groups(weight, self.group_size, self.dtype)

@@ -138,9 +138,9 @@ class AdapterManager:
             a[chunks.start : chunks.stop] = 0
             b[chunks.start : chunks.stop] = 0
             width, start = b.shape[3], 0
-            for part, (size, low_rank) in enumerate(zip(linear.sizes.values(), low_ranks)):
+            for part, ((name, size), low_rank) in enumerate(zip(linear.sizes.items(), low_ranks)):
                 if low_rank is not None:
-                    own, pieces = _own_shard(low_rank, linear, size), slice(start // width, (start + size) // width)
+                    own, pieces = _own_shard(low_rank, linear, name), slice(start // width, (start + size) // width)
                     for chunk, own_a, own_b in zip(chunks, own.a.split(CHUNK), own.b.T.split(CHUNK)):
                         a[chunk, : len(own_a), part].copy_(own_a, non_blocking=True)
                         own_b = own_b.unflatten(1, (-1, width)).transpose(0, 1)
@@ -187,12 +187,9 @@ class BatchAdapters:
         return specs
 
 
-def _own_shard(low_rank: LowRank, linear: Linear, size: int) -> LowRank:
+def _own_shard(low_rank: LowRank, linear: Linear, part: str) -> LowRank:
     """This worker's share: rows of B where the outputs are divided, columns of A where the inputs are."""
-    rank = linear.shard.rank
-    if linear.split == "column":
-        return LowRank(low_rank.a, low_rank.b[rank * size : (rank + 1) * size])
-    return LowRank(low_rank.a[:, rank * linear.in_features : (rank + 1) * linear.in_features], low_rank.b)
+    return LowRank(low_rank.a[:, linear.inputs], low_rank.b[linear.outputs[part]])
 
 
 # How the rows of a step meet their adapters in compiled loops: planned on the host, once for all layers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
 import torch
@@ -21,7 +22,14 @@ class LinearFactory:
     ) -> None:
         self.dtype, self.device, self.choose, self.shard = dtype, device, choose, shard or Shard()
 
-    def make(self, parts: dict[str, int], in_features: int, bias: bool, split: Literal["column", "row"]) -> Linear:
+    def make(
+        self,
+        parts: dict[str, int],
+        in_features: int,
+        bias: bool,
+        split: Literal["column", "row"],
+        own: Mapping[str, slice] | None = None,
+    ) -> Linear:
         """See ``Linear``."""
         return Linear(
             parts,
@@ -32,6 +40,7 @@ class LinearFactory:
             dtype=self.dtype,
             device=self.device,
             choose=self.choose,
+            own=own,
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.config import EngineConfig
 from minivllm.device.policy import DevicePolicy
+from minivllm.distributed.communicator import Communicator
 from minivllm.errors import ConfigError
 from minivllm.linear.choose import MethodChooser
 from minivllm.model_facts.choose import read_model_facts
@@ -22,15 +23,18 @@ from minivllm.models.eagle.checkpoint import find_tensors, random_tensors
 from minivllm.models.eagle.config import EagleVersion, read_eagle_config
 from minivllm.models.eagle.head import EagleHead
 from minivllm.models.model import Model
+from minivllm.models.sharded.decoder import ShardedDecoder
 from minivllm.models.transformers_model.model import TransformersModel
 from minivllm.models.transformers_weights.names import dummy_parameters, iterate_parameters
 from minivllm.weight_formats.packed_weights import PackedWeights
 
 
-def load_model(config: EngineConfig, facts: ModelFacts) -> tuple[Model, Callable[[], None]]:
+def load_model(
+    config: EngineConfig, facts: ModelFacts, communicator: Communicator | None = None
+) -> tuple[Model, Callable[[], None]]:
     """The model that is served, and what logs how its layers are quantised. Raises ModelError, or ConfigError for a
     quantisation that cannot be had."""
-    return _load(config, facts, config.model_path, config.load_format)
+    return _load(config, facts, config.model_path, config.load_format, communicator)
 
 
 def load_draft_model(config: EngineConfig, target: Model, target_facts: ModelFacts) -> Model | None:
@@ -55,8 +59,11 @@ def check_weights(config: EngineConfig, facts: ModelFacts, model: Model, directo
         next(iterate_weights(directory, "safetensors", facts, dtype))
 
 
-def new_model(config: EngineConfig, facts: ModelFacts) -> tuple[Model, MethodChooser]:
+def new_model(
+    config: EngineConfig, facts: ModelFacts, communicator: Communicator | None = None
+) -> tuple[Model, MethodChooser]:
     """The model without its weights, for which no memory is taken yet, and what chooses how its layers are quantised.
+    communicator: to the workers that divide it, if there are some.
 
     Raises ModelError for a model that cannot be served.
     """
@@ -76,11 +83,15 @@ def new_model(config: EngineConfig, facts: ModelFacts) -> tuple[Model, MethodCho
     if isinstance(facts, TransformersConfig):
         return TransformersModel(facts, **settings), chooser
     assert isinstance(facts, DecoderConfig)
+    if communicator is not None:
+        return ShardedDecoder(facts, communicator=communicator, **settings), chooser
     return Decoder(facts, **settings), chooser
 
 
-def _load(config: EngineConfig, facts: ModelFacts, path: str, load_format: str) -> tuple[Model, Callable[[], None]]:
-    model, chooser = new_model(config, facts)
+def _load(
+    config: EngineConfig, facts: ModelFacts, path: str, load_format: str, communicator: Communicator | None = None
+) -> tuple[Model, Callable[[], None]]:
+    model, chooser = new_model(config, facts, communicator)
     if isinstance(model, TransformersModel):
         if load_format == "dummy":
             model.load_weights(dummy_parameters(model.names, config.seed))

@@ -31,6 +31,7 @@ from minivllm.device.memory import (
     touched_bytes,
 )
 from minivllm.device.policy import DevicePolicy
+from minivllm.distributed.communicator import Communicator
 from minivllm.errors import RequestError
 from minivllm.graphs.graph_capture import CudaGraphs
 from minivllm.kv_cache.specs import GroupSpec
@@ -72,9 +73,11 @@ class Worker:
         config: EngineConfig,
         facts: ModelFacts,
         report_transfer: Callable[[KVConnectorOutput], None] = lambda report: None,
+        communicator: Communicator | None = None,
     ) -> None:
-        """report_transfer: for what a connector has done, called from any thread."""
-        self.config, self.facts = config, facts
+        """report_transfer: for what a connector has done, called from any thread. communicator: to the other workers,
+        if there are some."""
+        self.config, self.facts, self._communicator = config, facts, communicator
         self._report_transfer = report_transfer
         self._connector: KVConnectorWorker | None = None
         self.device = torch.device(config.device)
@@ -107,7 +110,7 @@ class Worker:
         """Load this worker's weights. Raises ModelError, or ConfigError for a quantisation that cannot be had."""
         started = time.perf_counter()
         logger.info("Reading the weights of %s …", self.config.model)
-        self._decoder, log_choices = load_model(self.config, self.facts)
+        self._decoder, log_choices = load_model(self.config, self.facts, self._communicator)
         self._draft_decoder = load_draft_model(self.config, self._decoder, self.facts)
         if self.config.lora is not None:
             self._adapters = AdapterManager(self._decoder, self.config.lora)
@@ -127,9 +130,12 @@ class Worker:
     def size_cache(self) -> list[GroupSpec]:
         """The KV groups with their pools; see ``size_groups``."""
         utilization = self.config.cache.memory_utilization
-        groups, origin = size_groups(
-            self.config, self._new_groups(), lambda: cache_memory(self.device, utilization, self._profile_step)
-        )
+
+        def free_bytes() -> int:
+            # The workers of a host share its memory.
+            return cache_memory(self.device, utilization, self._profile_step) // self.config.tensor_parallel_size
+
+        groups, origin = size_groups(self.config, self._new_groups(), free_bytes)
         pools = "; ".join(map(pool_text, groups))
         logger.info("KV cache: %s (%s).", pools, origin)
         return groups

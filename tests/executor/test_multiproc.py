@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -42,7 +43,8 @@ def command(fault: str) -> tuple[str, ...]:
 
 
 def start(fault: str = "none", size: int = 2) -> MultiprocExecutor:
-    return MultiprocExecutor(CONFIG, cast(Any, SimpleNamespace(vocab_size=100)), size, command(fault))
+    config = replace(CONFIG, tensor_parallel_size=size)
+    return MultiprocExecutor(config, cast(Any, SimpleNamespace(vocab_size=100)), command(fault))
 
 
 @contextmanager

@@ -21,6 +21,7 @@ ORDER = (
     "minivllm/kv_cache",
     "minivllm/kv_transfer",
     "minivllm/executor",
+    "minivllm/distributed",
     "minivllm/worker",
     "minivllm/batch",
     "minivllm/attention",

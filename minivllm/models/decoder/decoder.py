@@ -46,6 +46,7 @@ from minivllm.models.model import (
     TokenInputs,
 )
 from minivllm.models.rotary import rotary_frequencies
+from minivllm.models.shards import VOCABULARY_UNIT
 from minivllm.profiling.spans import span, spanned
 
 
@@ -76,11 +77,12 @@ class Decoder:
         """
         shard = shard or Shard()
         self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
-        self.cache_dtype, self._shard_size = cache_dtype or attention_dtype, shard.size
+        self.cache_dtype, self.shard = cache_dtype or attention_dtype, shard
         factory = LinearFactory(dtype, device, choose_method, shard)
         self.layers = [DecoderLayer(spec, config.hidden_size, factory, attention_dtype) for spec in config.layers]
-        whole = LinearFactory(dtype, device, choose_method)
-        self.head = whole.make({"lm_head": config.vocab_size}, config.hidden_size, False, "column")
+        self.vocabulary = shard.own(config.vocab_size, VOCABULARY_UNIT)
+        own = {"lm_head": self.vocabulary}
+        self.head = factory.make({"lm_head": config.vocab_size}, config.hidden_size, False, "column", own)
         # Where the embedding is looked up: a tensor of its own, or what the head's method has made of a tied one.
         self.embedding: LinearTensors = ()
         self.embedding_method: LinearMethod = PlainLinear()
@@ -160,7 +162,7 @@ class Decoder:
                 self.embedding, self.embedding_method = self.head.tensors, self.head.method
                 return
         values = weight.restore(self.dtype) if isinstance(weight, QuantizedWeight) else weight
-        self.embedding = (values.to(self.device),)
+        self.embedding = (values[self.vocabulary].to(self.device),)
 
     def map_weights(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every weight by ``change(weight)``. Regions take the weights as arguments, so they stay valid."""
@@ -240,7 +242,7 @@ class Decoder:
         """What all regions depend on beside tensors, specs and methods."""
         config = self.config
         model_wide = config.rms_norm_eps, config.embedding_scale, config.logits_scale, config.logits_soft_cap
-        return model_wide, self._shard_size, self.dtype, self.attention_dtype
+        return model_wide, self.shard, self.dtype, self.attention_dtype
 
     def _attended(self, layer: DecoderLayer) -> dict[str, Any]:
         """Specs of what every region behind a layer's attention takes."""
@@ -376,7 +378,11 @@ class Decoder:
         head: LinearTensors,
     ) -> Tensor:
         x = self._final_hidden(layer, o, residual, rows, adapters, after, final_norm)
-        logits, scale, cap = self.head.method.apply(x, head), self.config.logits_scale, self.config.logits_soft_cap
+        return self._capped(self.head.method.apply(x, head))
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        """What the model does to its logits, whichever they are."""
+        scale, cap = self.config.logits_scale, self.config.logits_soft_cap
         logits = logits if scale == 1.0 else logits * scale
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

@@ -152,9 +152,9 @@ class DecoderLayer:
         stream, and the stream without it."""
         read = self.enter(None, residual, weights.read_norm)[0] if self.mixer.reads_again else None
         x = self.mixer.behind(o, read, adapters, weights.mixer)
-        x, residual = self.enter(self._leaving(x, weights.mixer_norm), residual, weights.norm)
-        return self._leaving(self.mlp.apply(x, weights.mlp, adapters), weights.mlp_norm), residual
+        x, residual = self.enter(self.leaving(x, weights.mixer_norm), residual, weights.norm)
+        return self.leaving(self.mlp.apply(x, weights.mlp, adapters), weights.mlp_norm), residual
 
-    def _leaving(self, x: Tensor, norm: Tensor | None) -> Tensor:
+    def leaving(self, x: Tensor, norm: Tensor | None) -> Tensor:
         """What a sublayer adds to the residual stream."""
         return x if norm is None else rms_norm(x, norm, self.spec.norms.after_eps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from minivllm.models.layer_specs import SelfAttentionSpec
 from minivllm.models.linear_factory import LinearFactory
 from minivllm.models.mixers.mixer import Vectors
 from minivllm.models.model import LayerCache, TokenInputs
+from minivllm.models.shards import own_heads, times
 
 
 class QueryWeights(NamedTuple):
@@ -35,13 +37,16 @@ class SelfAttention:
         self, spec: SelfAttentionSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype
     ) -> None:
         self.spec, self._dtype, self._attention_dtype = spec, factory.dtype, attention_dtype
-        self.heads, self.kv_heads = spec.heads // factory.shard.size, max(1, spec.kv_heads // factory.shard.size)
+        own = own_heads(spec, factory.shard)
+        self.heads, self.kv_heads = (heads.stop - heads.start for heads in own)
+        self._own_heads, queries, keys = own.heads, *(times(heads, spec.head_dim) for heads in own)
         kv_size = spec.kv_heads * spec.head_dim
         parts = {"q_proj": spec.heads * spec.head_dim, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv = factory.make(parts, hidden_size * spec.qkv_inputs, spec.qkv_bias, "column")
-        self.o = factory.make({"o_proj": hidden_size}, spec.heads * spec.head_dim, spec.o_bias, "row")
-        gate_size = {"g_proj": spec.heads * spec.head_dim}
-        self.gate = factory.make(gate_size, hidden_size, spec.qkv_bias, "column") if spec.output_gate else None
+        ranges, width = {"q_proj": queries, "k_proj": keys, "v_proj": keys}, spec.heads * spec.head_dim
+        self.qkv = factory.make(parts, hidden_size * spec.qkv_inputs, spec.qkv_bias, "column", ranges)
+        self.o = factory.make({"o_proj": hidden_size}, width, spec.o_bias, "row", {"o_proj": queries})
+        gate = partial(factory.make, {"g_proj": width}, hidden_size, spec.qkv_bias, "column", {"g_proj": queries})
+        self.gate = gate() if spec.output_gate else None
         self.linears = (self.qkv, self.o) if self.gate is None else (self.qkv, self.gate, self.o)
         self.reads_again = spec.output_gate
 
@@ -63,7 +68,8 @@ class SelfAttention:
 
     def given(self, vectors: Vectors) -> Tensor | None:
         """float32 [heads]: a logit of each head that has no value, where the layer has some."""
-        return vectors.get("sinks")
+        sinks = vectors.get("sinks")
+        return None if sinks is None else sinks[self._own_heads]
 
     def behind_weights(self, vectors: Vectors) -> tuple[LinearTensors, ...]:
         return tuple(linear.arguments for linear in self.linears[1:])

@@ -1,0 +1,42 @@
+"""What models see of the other workers: sums and pieces of tensors, always in order of rank.
+
+Every communicator adds what it exchanged here, in the same order and with one rounding at the end, so that they all
+give the very same bits, and all ranks go on with the same tensor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Communicator(ABC):
+    """One of ``size`` workers that call the same methods with tensors of the same shapes, in the same order."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def exchange(self, x: Tensor) -> list[Tensor]:
+        """The tensors that all ranks gave, in order of rank. They are read before the next call."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, computed in float32 at least, in order of rank."""
+        first, *others = self.exchange(x.contiguous())
+        total = first if first.dtype == torch.float64 else first.float()
+        for other in others:
+            total = total + other
+        return total.to(x.dtype)
+
+    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """x [rows, widths[rank]] -> [rows, sum(widths)], side by side in order of rank."""
+        parts = self.exchange(F.pad(x, (0, max(widths) - x.shape[1])).contiguous())
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+    def close(self) -> None:
+        """Release what the communicator holds. The last call."""
+        return

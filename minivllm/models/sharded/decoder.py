@@ -1,0 +1,189 @@
+"""The decoder as one of several workers computes it: a part of every product, and a sum where the parts meet.
+
+    embed:    own rows of the vocabulary                          -> part of the residual stream
+    queries:  norm -> qkv -> rotary -> KV write                   -> q of the own heads
+              attention(q)                                        -> o
+    output:   o-proj                                              -> part of what attention adds
+    mlp:      norm -> own columns of the MLP                      -> part of what the MLP adds
+    ...
+    head:     final norm -> own columns of the head               -> part of the logits
+
+Parts are added, and those of the logits put side by side, between regions: a region stays a pure function of its
+tensors. (Megatron-LM: Shoeybi et al. 2019, with ranges instead of equal parts.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels_triton_free.norm import add_rms_norm
+from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, specs_of
+from minivllm.distributed.communicator import Communicator
+from minivllm.linear.layer import LinearTensors, Shard
+from minivllm.models.decoder import Decoder
+from minivllm.models.decoder.layer import AfterMixer, BeforeMixer, DecoderLayer
+from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
+from minivllm.models.model import TOKENS, Attend, Hidden, LayerCache, TokenInputs
+from minivllm.models.shards import VOCABULARY_UNIT
+from minivllm.profiling.spans import span, spanned
+
+
+class ShardedDecoder(Decoder):
+    """A ``Decoder`` of one rank. Logits are gathered, so that all ranks sample alike. Drafters and adapters have no
+    place in it."""
+
+    def __init__(self, config: DecoderConfig, *, communicator: Communicator, **settings: Any) -> None:
+        """settings: those of ``Decoder``."""
+        super().__init__(config, shard=Shard(communicator.rank, communicator.size), **settings)
+        self._communicator = communicator
+        ranks = (Shard(rank, communicator.size) for rank in range(communicator.size))
+        parts = [shard.own(config.vocab_size, VOCABULARY_UNIT) for shard in ranks]
+        self._vocabulary_widths = [part.stop - part.start for part in parts]
+        self._embed: Callable
+        self._queries: list[Callable]
+        self._output: list[Callable]
+        self._mlp: list[Callable]
+        self._head: Callable
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        groups = (layer.mixer.output_shape[1] for layer in self.layers)
+        specs = (spec for spec in super().attention_specs if isinstance(spec, AttentionSpec))
+        return tuple(spec._replace(query_group=group) for spec, group in zip(specs, groups, strict=True))
+
+    def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
+        self._weights = [(layer.before, layer.after) for layer in self.layers]
+        made: dict[object, Callable] = {}
+
+        def region(name: str, function: Callable, inputs: dict[str, Any], *constants: object) -> Callable:
+            """Layers that compute the same thing share one."""
+            key = name, constants, tuple(inputs.values())
+            if key not in made:
+                made[key] = compile_region(Region(name, function, inputs, (self._region_constants, constants)))
+            return made[key]
+
+        stream: Any = TensorSpec((TOKENS, self.config.hidden_size), self.dtype, self.device)
+        token_ids = TensorSpec((TOKENS,), torch.int32, self.device)
+        embedding = {"token_ids": token_ids, "embedding": specs_of(self.embedding)}
+        self._embed = region("embed", self._embed_region, embedding, self.embedding_method, self.vocabulary.start)
+        self._queries, self._output, self._mlp = [], [], []
+        for index, (previous, layer) in enumerate(pairwise([None, *self.layers])):
+            assert layer is not None
+            inputs = {
+                "x": stream,
+                "residual": stream,
+                "tokens": tokens,
+                "cos_sin": specs_of(self.cos_sin[index]),
+                "cache": layer.own_cache(caches[index]),
+                "norm": None if previous is None else specs_of(previous.after.mlp_norm),
+                "before": specs_of(layer.before),
+            }
+            kind: object = None if previous is None else previous.spec.behind, layer.spec.ahead, layer.methods.ahead
+            self._queries.append(region("queries", partial(self._queries_region, previous, layer), inputs, kind))
+            o = TensorSpec((TOKENS, *layer.mixer.output_shape), self.attention_dtype, self.device)
+            inputs = {"o": o, "weights": specs_of(layer.after.mixer)}
+            kind = layer.spec.behind, layer.methods.behind
+            self._output.append(region("output", partial(self._output_region, layer), inputs, kind))
+            inputs = {"x": stream, "residual": stream, "after": specs_of(layer.after)}
+            kind = layer.spec.behind, layer.methods.mlp
+            self._mlp.append(region("mlp", partial(self._mlp_region, layer), inputs, kind))
+        last = self.layers[-1]
+        inputs = {
+            "x": stream,
+            "residual": stream,
+            "norm": specs_of(last.after.mlp_norm),
+            "final_norm": specs_of(self.final_norm),
+            "head": specs_of(self.head.tensors),
+        }
+        self._head = region("head", self._head_region, inputs, last.spec.behind, self.head.method)
+
+    def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
+        """See Decoder. A part in each of the two sums of a layer is this rank's."""
+        with span("embed"):
+            x = self._communicator.all_reduce(self._embed(token_ids, self.embedding))
+        residual: Tensor = x
+        norm: Tensor | None = None
+        last = len(self.layers) - 1
+        for layer, queries in enumerate(self._queries):
+            with span("queries"):
+                before, table = self._weights[layer][0], self.cos_sin[layer]
+                cache = self.layers[layer].own_cache(caches[layer])
+                q, residual = queries(x, residual, tokens, table, cache, norm, before)
+            o = attend(layer, q, self.layers[layer].given)
+            if layer < last:
+                x, residual = self._behind(layer, o, residual)
+                norm = self._weights[layer][1].mlp_norm
+        return o, residual
+
+    def _behind(self, layer: int, o: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Behind a layer's attention: what its MLP adds, and the stream without it."""
+        after = self._weights[layer][1]
+        with span("output"):
+            x = self._communicator.all_reduce(self._output[layer](o, after.mixer))
+        with span("mlp"):
+            x, residual = self._mlp[layer](x, residual, after)
+            return self._communicator.all_reduce(x), residual
+
+    @spanned("last")
+    def logits(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
+        """See Decoder."""
+        x, residual = self._behind(len(self.layers) - 1, hidden[0][rows], hidden[1][rows])
+        norm = self._weights[-1][1].mlp_norm
+        logits = self._head(x, residual, norm, self.final_norm, self.head.tensors)
+        return self._communicator.gather_columns(logits, self._vocabulary_widths)
+
+    def hidden_states(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
+        """See Decoder."""
+        x, residual = self._behind(len(self.layers) - 1, hidden[0][rows], hidden[1][rows])
+        return self._normed(x, residual, self._weights[-1][1].mlp_norm, self.final_norm)
+
+    # The regions.
+
+    def _embed_region(self, token_ids: Tensor, embedding: LinearTensors) -> Tensor:
+        size = self.vocabulary.stop - self.vocabulary.start
+        places = token_ids - self.vocabulary.start
+        is_own = (places >= 0) & (places < size)
+        x = self.embedding_method.rows(places.clamp(0, size - 1), embedding)
+        if self.config.embedding_scale != 1.0:
+            x = x * self.config.embedding_scale
+        return torch.where(is_own[:, None], x, 0.0)
+
+    def _queries_region(
+        self,
+        previous: DecoderLayer | None,
+        layer: DecoderLayer,
+        x: Tensor,
+        residual: Tensor,
+        tokens: TokenInputs,
+        cos_sin: Tensor,
+        cache: LayerCache | None,
+        norm: Tensor | None,
+        before: BeforeMixer,
+    ) -> tuple[Tensor, Tensor]:
+        if previous is None:  # the embeddings are the stream, and nothing was added yet
+            x, residual = layer.enter(None, x.clone(), before.norm)
+        else:
+            x, residual = layer.enter(previous.leaving(x, norm), residual, before.norm)
+        return layer.mixer.ahead(x, tokens, cos_sin, cache, before.mixer), residual
+
+    def _output_region(self, layer: DecoderLayer, o: Tensor, weights: tuple[Any, ...]) -> Tensor:
+        return layer.mixer.behind(o, None, None, weights)  # a gate, which reads the input again, is refused
+
+    def _mlp_region(self, layer: DecoderLayer, x: Tensor, residual: Tensor, after: AfterMixer) -> tuple[Tensor, Tensor]:
+        x, residual = layer.enter(layer.leaving(x, after.mixer_norm), residual, after.norm)
+        return layer.mlp.apply(x, after.mlp, None), residual
+
+    def _head_region(
+        self, x: Tensor, residual: Tensor, norm: Tensor | None, final_norm: Tensor, head: LinearTensors
+    ) -> Tensor:
+        return self._capped(self.head.method.apply(self._normed(x, residual, norm, final_norm), head))
+
+    def _normed(self, x: Tensor, residual: Tensor, norm: Tensor | None, final_norm: Tensor) -> Tensor:
+        x = self.layers[-1].leaving(x, norm)
+        return add_rms_norm(x, residual, final_norm, self.config.rms_norm_eps)[0]

@@ -1,0 +1,113 @@
+"""All ranks of an engine as threads of one process: the reference that real worker processes must equal bit by bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from minivllm import LLM, EngineArgs
+from minivllm.config import EngineConfig
+from minivllm.distributed.communicator import Communicator
+from minivllm.engine.core import EngineCore
+from minivllm.engine.resolve import resolve
+from minivllm.engine_process.client import InProcessClient
+from minivllm.errors import MinivllmError
+from minivllm.executor.protocol import PendingOutput, check_arguments
+from minivllm.frontend.llm_engine import LLMEngine
+from minivllm.kv_cache.specs import GroupSpec
+from minivllm.kv_transfer.inbox import TransferInbox
+from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from minivllm.model_facts.facts import ModelFacts
+from minivllm.worker.worker import Worker
+
+
+class ThreadCommunicator(Communicator):
+    """places: two lists with room for every rank, which alternate."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, places: Sequence[list[Any]]) -> None:
+        self.rank, self.size = rank, barrier.parties
+        self._barrier, self._places, self._turn = barrier, places, 0
+
+    def exchange(self, x: Tensor) -> list[Tensor]:
+        places = self._places[self._turn]
+        self._turn = 1 - self._turn
+        places[self.rank] = x.clone()
+        self._barrier.wait(60)
+        return list(places)
+
+
+class VirtualShards:
+    """An ``Executor``. Every step, all ranks must give the very same output."""
+
+    def __init__(self, config: EngineConfig, facts: ModelFacts) -> None:
+        size = config.tensor_parallel_size
+        self.vocab_size, self.transfers = facts.vocab_size, TransferInbox()
+        self._barrier = threading.Barrier(size)
+        places: list[list[Any]] = [[None] * size, [None] * size]
+        self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
+        self.workers = [
+            Worker(config, facts, communicator=ThreadCommunicator(rank, self._barrier, places)) for rank in range(size)
+        ]
+        self.collective("load_model")
+        sized = self.collective("size_cache")
+        counts = [min(group.num_blocks for group in groups) for groups in zip(*sized)]
+        self.collective("initialize_pools", counts)
+        self.kv_groups: Sequence[GroupSpec] = [
+            replace(group, num_blocks=count) for group, count in zip(sized[0], counts)
+        ]
+
+    def _submit(self, call: Callable[[Worker], Any]) -> list[Future[Any]]:
+        def guarded(worker: Worker) -> Any:
+            try:
+                return call(worker)
+            except MinivllmError:
+                raise
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        return [thread.submit(guarded, worker) for thread, worker in zip(self._threads, self.workers)]
+
+    def execute_model(
+        self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
+    ) -> PendingOutput:
+        masks = None if token_masks is None else token_masks()
+        waiting = self._submit(lambda worker: worker.execute(step, None if masks is None else lambda: masks))
+
+        class Pending:
+            def result(self) -> ModelRunnerOutput:
+                first, *others = [future.result(120) for future in waiting]
+                for other in others:
+                    assert msgspec.json.encode(other) == msgspec.json.encode(first)
+                return first
+
+        return Pending()
+
+    def collective(self, method: str, *args: Any) -> list[Any]:
+        def call(worker: Worker) -> Any:
+            function = getattr(worker, method)
+            return function(*check_arguments(function, args))
+
+        return [future.result(120) for future in self._submit(call)]
+
+    def num_recompilations(self) -> int:
+        return max(worker.num_recompilations for worker in self.workers)
+
+    def when_dead(self, tell: Callable[[MinivllmError], None]) -> None:
+        """Threads die with this process."""
+
+    def shutdown(self) -> None:
+        for thread in self._threads:
+            thread.shutdown()
+
+
+def virtual_llm(**arguments: Any) -> LLM:
+    config, facts = resolve(EngineArgs(**arguments))
+    core = EngineCore(config, VirtualShards(config, facts))
+    return LLM(engine=LLMEngine(InProcessClient(core, facts.vocab_size, facts.eos_token_ids)))
