@@ -12,29 +12,11 @@ from torch import Tensor
 
 from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
 from kernels_triton_free.lora import RowAdapters, add_low_rank
+from minivllm.distributed.shard import Shard
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight, stack
 
 LinearTensors = tuple[Tensor, ...]
 """What a linear layer passes to its method: the prepared weight and whatever else the method needs."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This worker's share of every parallel layer: part ``rank`` of ``size`` parts."""
-
-    rank: int = 0
-    size: int = 1
-
-    def own(self, count: int, unit: int = 1, *, last_get_more: bool = False) -> slice:
-        """Its range of ``count`` rows or columns, in whole units but for the last one. What cannot be dealt out evenly
-        goes to the first ranks, or to the last ones."""
-        units, rank = -(-count // unit), self.size - 1 - self.rank if last_get_more else self.rank
-        share, extra = divmod(units, self.size)
-        start = rank * share + min(rank, extra)
-        stop = start + share + (rank < extra)
-        if last_get_more:
-            start, stop = units - stop, units - start
-        return slice(min(start * unit, count), min(stop * unit, count))
 
 
 class LinearMethod(ABC):

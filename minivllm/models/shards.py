@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from minivllm.distributed.shard import Shard
 from minivllm.errors import ConfigError
-from minivllm.linear.layer import Shard
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.layer_specs import LayerSpec, MlpSpec, SelfAttentionSpec
 

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from minivllm import LLM, SamplingParams
 from minivllm.device.policy import DevicePolicy
+from minivllm.distributed.shard import Shard
 from minivllm.distributed.shared_memory import open_segment, segment_descriptors
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.linear.choose import MethodChooser
-from minivllm.linear.layer import Linear, Shard
+from minivllm.linear.layer import Linear
 from tests.executor.virtual_shards import virtual_llm
 
 # Three KV heads of two or more query heads, five units of the MLP, seven of the vocabulary, the last one smaller.

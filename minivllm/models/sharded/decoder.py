@@ -25,7 +25,8 @@ from torch import Tensor
 from kernels_triton_free.norm import add_rms_norm
 from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, specs_of
 from minivllm.distributed.communicator import Communicator
-from minivllm.linear.layer import LinearTensors, Shard
+from minivllm.distributed.shard import Shard
+from minivllm.linear.layer import LinearTensors
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder.layer import AfterMixer, BeforeMixer, DecoderLayer
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
