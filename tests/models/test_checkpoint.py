@@ -68,6 +68,19 @@ STORED_NAMES = {
     "gemma": {**NORMS_BEHIND, "post_attention_layernorm": "pre_feedforward_layernorm"},
     "olmo": NORMS_BEHIND,
     "glm4-moe": {"shared_expert": "shared_experts"},
+    "deepseek": {"shared_expert": "shared_experts"},
+    "lfm2": {
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "norm": "embedding_norm",
+        "mlp": "feed_forward",
+        "gate_proj": "w1",
+        "down_proj": "w2",
+        "up_proj": "w3",
+        "o_proj": "out_proj",
+        "q_norm": "q_layernorm",
+        "k_norm": "k_layernorm",
+    },
 }
 FUSED = {
     "phi3": {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
@@ -102,6 +115,8 @@ def as_stored(ours: dict[str, torch.Tensor], family: str) -> dict[str, torch.Ten
             if "gate_up" in name:
                 stored[name] = torch.stack(stored[name].chunk(2, dim=1), dim=2).flatten(1, 2)
             stored[name] = stored[name].transpose(1, 2).contiguous()
+    for name in [name for name in stored if name.endswith(".conv.conv.weight")]:  # one filter per channel
+        stored[name] = stored[name][:, None]
     if family.startswith("gemma"):  # which multiplies by 1 + w
         stored = {name: value - 1 if name.endswith("norm.weight") else value for name, value in stored.items()}
     return stored
