@@ -73,10 +73,11 @@ def test_answers_are_those_of_a_worker_in_this_process(tiny_model: Callable[...,
 
 def test_streams_of_an_engine_process_hear_of_the_death_of_its_worker(tiny_model: Callable[..., Path]) -> None:
     given = arguments(tiny_model("llama", num_hidden_layers=2), distributed_executor_backend="mp")
+    before = {one.pid for one in psutil.Process().children(recursive=True)}  # Inductor's, of other tests
 
     async def run() -> tuple[list[str], float, list[int]]:
         async with AsyncLLM.from_args(EngineArgs(**given)) as llm:
-            family = psutil.Process().children(recursive=True)
+            family = [one for one in psutil.Process().children(recursive=True) if one.pid not in before]
             [worker] = (one for one in family if "minivllm.executor.worker_process" in one.cmdline())
             killed = 0.0
             errors = []
