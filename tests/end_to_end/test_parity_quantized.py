@@ -109,7 +109,7 @@ def test_groups_that_are_spread_are_compiled_as_well(tiny_model: TinyModel, tmp_
     write_gguf(source, tmp_path / "model.gguf", "llama", types)
     reference = with_values(source, tmp_path / "reference", stored_in(types), tied=True)
     with tiny_llm(tmp_path / "model.gguf", quantization="int4", tokenizer=str(source), enforce_eager=False) as llm:
-        assert isinstance(decoder_of(llm).layers[0].qkv.method, SpreadGroups)
+        assert isinstance(decoder_of(llm).layers[0].linears[0].method, SpreadGroups)
         assert_logits_equal(llm, reference, lengths=[1, 2, INT4_MAX_ROWS + 1])
 
 
