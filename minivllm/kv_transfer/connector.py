@@ -11,6 +11,7 @@ fills blocks of the prefix cache, not of a request: the request is admitted late
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -84,7 +85,7 @@ class KVConnectorScheduler:
         """Forget what is held in this process; nothing is under way."""
 
 
-class BlockStore(KVConnectorScheduler):
+class BlockStore(KVConnectorScheduler, ABC):
     """The scheduler's side of a connector that keeps blocks by their hashes. A subclass says what it ``holds``.
 
     A hit is an unbroken run of blocks, each with the layers of all KV groups. Windows would do with the last ones; but
@@ -99,9 +100,9 @@ class BlockStore(KVConnectorScheduler):
         self.block_bytes = sum(group.block_bytes for group in context.groups)
         self._loads: list[BlockTransfer] = []
 
+    @abstractmethod
     def holds(self, key: bytes) -> bool:
         """Whether the block of this hash can be loaded."""
-        raise NotImplementedError
 
     def places(self, keys: Sequence[bytes]) -> list[int]:
         """Where they are, for the worker's side; called when a load begins."""
