@@ -8,6 +8,7 @@ one of them may still write into blocks whose owner has left, and its blocks bel
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -73,7 +74,7 @@ class CacheBlocks:
                 block.copy_(data[place].view(block.dtype).view(block.shape), non_blocking=True)
 
 
-class KVConnectorWorker:
+class KVConnectorWorker(ABC):
     """One thread calls its methods, in the order of steps. A subclass says what ``load_block`` and ``save_block`` do.
 
     blocks: the KV cache; None while it has no memory.
@@ -87,16 +88,16 @@ class KVConnectorWorker:
 
     # -- what a subclass says --------------------------------------------------------------------------------------
 
+    @abstractmethod
     def load_block(self, key: bytes, place: int) -> Tensor | None:
         """What a block holds, uint8 [block_bytes] in host memory; None if it is missing or not what it should be.
         Called by the loads' thread. place: what the scheduler's side said, or -1."""
-        raise NotImplementedError
 
+    @abstractmethod
     def save_block(self, key: bytes, place: int) -> Tensor | None:
         """Memory for a block that is saved, uint8 [block_bytes] on the host; None if it need not be."""
-        raise NotImplementedError
 
-    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
+    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:  # noqa: B027, a choice
         """The blocks' contents are in the memory that save_block gave, once ``wait`` has returned."""
 
     # -- what the worker calls -------------------------------------------------------------------------------------
