@@ -179,3 +179,4 @@ def test_an_executor_that_is_dropped_takes_its_workers_along() -> None:
         executor = start()
         pids += executor.pids
         del executor
+        assert wait_until(lambda: not any(map(psutil.pid_exists, pids)), 5.0)
