@@ -118,6 +118,7 @@ CONNECTORS = Plugins(
     {
         "OffloadingConnector": "minivllm.kv_transfer.connectors.offloading:OffloadingConnector",
         "SharedStorageConnector": "minivllm.kv_transfer.connectors.shared_storage:SharedStorageConnector",
+        "LookupBufferConnector": "minivllm.kv_transfer.lookup.lookup_connector:LookupBufferConnector",
     },
 )
 """A connector is a subclass of KVConnector, the class itself, which names its two sides."""

@@ -50,11 +50,12 @@ class EngineCore:
         self.adapters = None if config.lora is None else AdapterRegistry(config.lora, executor.collective)
         admission = None if config.lora is None else AdapterAdmission(config.lora.max_loras)
         transfer = config.kv_transfer
+        self._connector = make_scheduler_side(transfer, executor.kv_groups)
         self.scheduler = Scheduler(
             config.scheduler,
             kv_cache,
             async_scheduling=config.async_scheduling,
-            connector=make_scheduler_side(transfer, executor.kv_groups),
+            connector=self._connector,
             load_failure_policy="recompute" if transfer is None else transfer.kv_load_failure_policy,
             admission=admission,
         )
@@ -172,4 +173,5 @@ class EngineCore:
         if self._trace is not None:
             self._trace.stop()
         self.structured_output.shutdown()
+        self._connector.shutdown()
         self.executor.shutdown()

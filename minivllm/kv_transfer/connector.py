@@ -84,6 +84,9 @@ class KVConnectorScheduler:
     def reset_cache(self) -> None:
         """Forget what is held in this process; nothing is under way."""
 
+    def shutdown(self) -> None:
+        """The engine ends."""
+
 
 class BlockStore(KVConnectorScheduler, ABC):
     """The scheduler's side of a connector that keeps blocks by their hashes. A subclass says what it ``holds``.

@@ -239,7 +239,7 @@ def test_a_sleeping_engine_gives_its_cache_back_and_travels_again_when_awake(tin
     ("config", "message"),
     [
         ("host", "must be a dictionary"),
-        ({}, "must be one of OffloadingConnector, SharedStorageConnector"),
+        ({}, "must be one of OffloadingConnector, SharedStorageConnector, LookupBufferConnector"),
         ({**OFFLOAD, "kv_rank": 0}, "has a key 'kv_rank'"),
         ({**OFFLOAD, "kv_role": "producer"}, "must be one of kv_producer, kv_consumer, kv_both"),
         ({**OFFLOAD, "kv_role": "kv_producer"}, "keeps blocks for its own engine"),

@@ -23,6 +23,8 @@ class ConnectorMachine(SchedulerMachine):
     """The scheduler's machine with a connector."""
 
     transport: Transport
+    make_store: type[SimulatedStore] = SimulatedStore
+    make_transport: type[Transport] = Transport
 
     @initialize(
         policy=st.sampled_from(["fcfs", "priority"]),
@@ -51,10 +53,10 @@ class ConnectorMachine(SchedulerMachine):
         is_async: bool,
         sends_every: int,
     ) -> None:
-        self.store = SimulatedStore(block_size, sends_every)
+        self.store = self.make_store(block_size, sends_every)
         groups = [(Layers(block_size, kind, reach), num_blocks) for kind, reach, num_blocks in kinds]
         super().start(policy, budget, max_num_seqs, groups, threshold, True, depth, is_async)
-        self.transport = Transport(self.worker, self.store)
+        self.transport = self.make_transport(self.worker, self.store)
 
     def make_scheduler(self, is_async: bool) -> Scheduler:
         return Scheduler(self.config, self.manager, async_scheduling=is_async, connector=self.store)
@@ -154,10 +156,10 @@ TestLivesWithAConnectorLong.settings = settings(
 )
 
 
-def busy_life(seed: int, num_actions: int) -> ConnectorMachine:
+def busy_life(seed: int, num_actions: int, make_machine: type[ConnectorMachine] = ConnectorMachine) -> ConnectorMachine:
     """The same machine under load: few blocks, few different prompts, so that much of it travels."""
     random = Random(seed)
-    life = ConnectorMachine()
+    life = make_machine()
     kinds = [("full", 1, random.randint(7, 18))]
     if random.random() < 0.4:
         kinds.append((random.choice(["window", "chunk"]), random.randint(1, 9), random.randint(6, 14)))

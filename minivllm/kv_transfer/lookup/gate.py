@@ -1,0 +1,135 @@
+"""Who may exchange blocks with this engine: the connector's settings about peers, checked, and connections made so."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from minivllm.config import KVTransferConfig
+from minivllm.errors import ConfigError
+from minivllm.kv_transfer.connector import TransferContext
+from minivllm.kv_transfer.lookup.handshake import Purpose, admit, greet, identity_of
+from minivllm.kv_transfer.lookup.pipe import Address, Pipe, accepted
+
+MIN_KEY_BYTES = 32
+HANDSHAKE_SECONDS = 5.0
+
+
+class LookupBufferOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """address: where a producer listens, unix:///path or tcp://host:port. peers: addresses of the producers that a
+    consumer asks. buffer_bytes: most memory of a producer's buffer. timeout: seconds that a load may take; then the
+    rest is recomputed. key_file: a secret of 32 bytes or more that only the user can read; needed off this host.
+    tls_certificate, tls_key: PEM files of a producer on TCP. tls_authority: PEM file of whom a consumer trusts."""
+
+    address: str = ""
+    peers: list[str] = []
+    buffer_bytes: Annotated[int, msgspec.Meta(ge=1)] = 2**30
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=600)] = 5.0
+    key_file: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_authority: str = ""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What connections of one engine are made with. server_tls, client_tls: None without TLS."""
+
+    identity: bytes
+    key: bytes
+    timeout: float
+    server_tls: ssl.SSLContext | None
+    client_tls: ssl.SSLContext | None
+
+    @classmethod
+    def of(cls, context: TransferContext) -> Gate:
+        """Raises ConfigError."""
+        options: LookupBufferOptions = context.options
+        return cls(identity_of(context), read_key(options.key_file), options.timeout, *tls_contexts(options))
+
+    def connect(self, address: Address, purpose: Purpose, deadline: float) -> Pipe:
+        """A connection to a producer that has proved itself. Raises HandshakeError, or OSError."""
+        pipe = address.connect(deadline, self.client_tls)
+        try:
+            greet(pipe, purpose, self.identity, self.key, deadline)
+        except BaseException:
+            pipe.close()
+            raise
+        return pipe
+
+    def accept(self, pipe: Pipe) -> Purpose:
+        """Let a consumer prove itself. Raises HandshakeError, or OSError."""
+        return admit(pipe, self.identity, self.key, time.monotonic() + HANDSHAKE_SECONDS)
+
+    def wrap(self, connection: socket.socket) -> Pipe:
+        """The producer's end of what was accepted. Raises OSError."""
+        return accepted(connection, self.server_tls, HANDSHAKE_SECONDS)
+
+
+def addresses_of(config: KVTransferConfig, options: LookupBufferOptions) -> tuple[Address | None, list[Address]]:
+    """Where this engine listens, and whom it asks. Raises ConfigError for what does not suit its role."""
+    if config.saves != bool(options.address) or config.loads != bool(options.peers):
+        raise ConfigError(
+            "LookupBufferConnector needs an 'address' to listen at as kv_producer, 'peers' to ask as kv_consumer, and "
+            f"both as kv_both; with kv_role {config.kv_role!r} it got address {options.address!r} and peers "
+            f"{options.peers!r}."
+        )
+    return Address.parse(options.address) if options.address else None, list(map(Address.parse, options.peers))
+
+
+def check(config: KVTransferConfig, options: LookupBufferOptions) -> None:
+    """Raises ConfigError for addresses, keys and certificates that cannot work, or that would let anybody in."""
+    own, peers = addresses_of(config, options)
+    has_key = bool(read_key(options.key_file))
+    for address in [*peers, *([own] if own else [])]:
+        if not address.is_local and not has_key:
+            raise ConfigError(
+                f"{address.text} is not on this host: give LookupBufferConnector a 'key_file', the same on both sides, "
+                "so that nobody else can read or send keys and values."
+            )
+    server, client = tls_contexts(options)
+    if bool(own and not own.path and options.tls_authority and server is None):
+        raise ConfigError("tls_authority is given, so the address needs a tls_certificate and a tls_key too.")
+    if any(not peer.path for peer in peers) and options.tls_certificate and client is None:
+        raise ConfigError("tls_certificate is given, so the peers need a tls_authority too.")
+
+
+def read_key(path: str) -> bytes:
+    """The secret; empty without a path. Raises ConfigError."""
+    if not path:
+        return b""
+    try:
+        mode, key = Path(path).stat().st_mode, Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"key_file {path!r} cannot be read ({error.strerror}).") from None
+    if mode & 0o077:
+        raise ConfigError(f"key_file {path!r} can be read by other users: chmod 600 it.")
+    if len(key) < MIN_KEY_BYTES:
+        raise ConfigError(f"key_file {path!r} has {len(key)} bytes, but must have at least {MIN_KEY_BYTES}.")
+    return key
+
+
+def tls_contexts(options: LookupBufferOptions) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
+    """For connections that come, and for those that go. Raises ConfigError."""
+    if bool(options.tls_certificate) != bool(options.tls_key):
+        raise ConfigError("tls_certificate and tls_key belong together: give both of them.")
+    server = client = None
+    try:
+        if options.tls_certificate:
+            server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            server.load_cert_chain(options.tls_certificate, options.tls_key)
+        if options.tls_authority:
+            client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            client.load_verify_locations(options.tls_authority)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"The TLS files of LookupBufferConnector cannot be used: {error}.") from None
+    for context in (server, client):
+        if context is not None:
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return server, client

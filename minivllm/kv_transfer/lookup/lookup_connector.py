@@ -1,0 +1,164 @@
+"""Disaggregated prefill: a producer's blocks go to consumers over sockets (vLLM V0's connector, by block hashes).
+
+The producer's worker puts every block that becomes full into a LookupBuffer and announces it, before the step's tokens
+leave the engine. A consumer takes what was announced. No request carries parameters: a hash says everything.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from minivllm.config import KVTransferConfig
+from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferContext
+from minivllm.kv_transfer.connectors.worker_side import KVConnectorWorker, WorkerContext
+from minivllm.kv_transfer.lookup.catalogue import RETRY_SECONDS, Catalogue
+from minivllm.kv_transfer.lookup.gate import Gate, LookupBufferOptions, addresses_of, check
+from minivllm.kv_transfer.lookup.handshake import Purpose
+from minivllm.kv_transfer.lookup.lookup_buffer import LookupBuffer
+from minivllm.kv_transfer.lookup.lookup_server import LookupServer
+from minivllm.kv_transfer.lookup.pipe import DropSelect, Pipe
+from minivllm.kv_transfer.remote_loads import Load
+from minivllm.messages import BlockTransfer, KVConnectorMetadata
+
+logger = logging.getLogger(__name__)
+
+
+class LookupBufferScheduler(BlockStore):
+    """Knows from the producers' announcements what is to be had. A place is the number of a producer."""
+
+    def __init__(self, context: TransferContext) -> None:
+        super().__init__(context)
+        _, peers = addresses_of(context.config, context.options)
+        self._catalogue = Catalogue(peers, Gate.of(context))
+
+    def holds(self, key: bytes) -> bool:
+        return self._catalogue.find(key) is not None
+
+    def places(self, keys: Sequence[bytes]) -> list[int]:
+        found = [self._catalogue.find(key) for key in keys]
+        return [-1 if place is None else place for place in found]
+
+    def update_connector_output(self, load: Load, num_valid_blocks: int) -> None:
+        for key in load.keys[num_valid_blocks : num_valid_blocks + 1]:
+            self._catalogue.forget(key)
+
+    def shutdown(self) -> None:
+        self._catalogue.close()
+
+
+class LookupBufferWorker(KVConnectorWorker):
+    """Fills the buffer as a producer, and asks producers as a consumer.
+
+    A load asks for all its blocks at once, and takes them as they come. It ends at its deadline, whatever the producer
+    does; a connection that failed is made anew for a later load.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        transfer = context.transfer
+        self._options: LookupBufferOptions = transfer.options
+        self._gate = Gate.of(transfer)
+        own, self._peers = addresses_of(transfer.config, self._options)
+        self._buffer: LookupBuffer | None = None
+        self._server: LookupServer | None = None
+        if own is not None:
+            block_bytes = sum(group.block_bytes for group in transfer.groups)
+            self._buffer = LookupBuffer(self._options.buffer_bytes, block_bytes)
+            self._server = LookupServer(own, self._gate, self._buffer)
+        self._deadlines: dict[str, float] = {}
+        self._deadline = 0.0
+        self._pipes: dict[int, Pipe] = {}
+        self._owed: Counter[int] = Counter()
+        self._not_before: dict[int, float] = {}
+
+    # -- a consumer --------------------------------------------------------------------------------------------------
+
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        for load in metadata.loads:
+            self._deadlines[load.transfer_id] = time.monotonic() + self._options.timeout
+        super().start_load_kv(metadata)
+
+    def _load(self, load: BlockTransfer, wait: Callable[[], None]) -> None:
+        self._deadline = self._deadlines.pop(load.transfer_id)
+        for place in dict.fromkeys(load.places):
+            self._ask(place, [key for key, at in zip(load.keys, load.places) if at == place])
+        super()._load(load, wait)
+        for place in list(+self._owed):
+            self._hang_up(place)  # what was asked for and is not wanted any longer
+
+    def _ask(self, place: int, keys: list[bytes]) -> None:
+        """Ask a producer for blocks, with a connection if there is none. What fails shows when they are to be taken."""
+        if place < 0 or (place not in self._pipes and time.monotonic() < self._not_before.get(place, 0.0)):
+            return
+        try:
+            if place in self._pipes and not self._pipes[place].is_quiet:  # it has died since it was used last
+                self._hang_up(place)
+            if place not in self._pipes:
+                self._pipes[place] = self._gate.connect(self._peers[place], Purpose.BLOCKS, self._deadline)
+            self._pipes[place].send_message(DropSelect(keys), self._deadline)
+            self._owed[place] = len(keys)
+        except (OSError, ValueError) as error:
+            self._fail(place, error)
+
+    def load_block(self, key: bytes, place: int) -> Tensor | None:
+        if self.blocks is None or not self._owed[place]:
+            return None
+        is_cuda = self.context.device.type == "cuda"
+        data = torch.empty(self.blocks.block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        try:
+            is_here = self._pipes[place].receive_tensor(key, data, self._deadline)
+        except (OSError, ValueError) as error:
+            self._fail(place, error)
+            return None
+        self._owed[place] = self._owed[place] - 1 if is_here else 0
+        return data if is_here else None
+
+    def _fail(self, place: int, error: Exception) -> None:
+        logger.warning("Blocks from %s did not come: %s.", self._peers[place].text, error)
+        self._not_before[place] = time.monotonic() + RETRY_SECONDS
+        self._hang_up(place)
+
+    def _hang_up(self, place: int) -> None:
+        self._owed[place] = 0
+        pipe = self._pipes.pop(place, None)
+        if pipe is not None:
+            pipe.close()
+
+    # -- a producer --------------------------------------------------------------------------------------------------
+
+    def save_block(self, key: bytes, place: int) -> Tensor | None:
+        if self.blocks is None or self._buffer is None or self._buffer.holds(key):
+            return None
+        is_cuda = self.context.device.type == "cuda"
+        return torch.empty(self.blocks.block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+
+    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
+        if self._buffer is not None:
+            self._buffer.insert(data, wait)
+
+    def shutdown(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        super().shutdown()
+        for place in list(self._pipes):
+            self._hang_up(place)
+
+
+class LookupBufferConnector(KVConnector):
+    """kv_connector_extra_config: {"address": …} as kv_producer, {"peers": […]} as kv_consumer; see
+    LookupBufferOptions."""
+
+    Options = LookupBufferOptions
+    outlives_engine = True
+    scheduler_side = LookupBufferScheduler
+    worker_side = LookupBufferWorker
+
+    @classmethod
+    def check(cls, config: KVTransferConfig) -> None:
+        check(config, cls.options(config))
