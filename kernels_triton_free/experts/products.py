@@ -54,23 +54,36 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> SortedRows:
     return SortedRows(order, ends.to(torch.int32))
 
 
-def loop(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Product, activate: Activate, down: Product) -> Tensor:
+def loop(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Product,
+    activate: Activate,
+    down: Product,
+    nobody: int | None = None,
+) -> Tensor:
     """x [tokens, hidden] -> [tokens, hidden], one hit expert after the other: each one's weights are read once.
 
-    ids, weights [tokens, top_k]. On a device other than a CPU the host waits for the ids.
+    ids, weights [tokens, top_k]. nobody: the id, larger than all others, of choices that are computed elsewhere and add
+    nothing here. On a device other than a CPU the host waits for the ids.
     """
     if x.shape[0] == 1:  # as many rows as choices: one activation and one sum for all
+        if nobody is not None:
+            ids, weights = (values[:, ids[0] != nobody] for values in (ids, weights))
         chosen = ids[0].tolist()
+        if not chosen:
+            return torch.zeros_like(x)
         inner = activate(torch.cat([gate_up(x, expert) for expert in chosen]))
         rows = torch.cat([down(row, expert) for row, expert in zip(inner.split(1), chosen, strict=True)])
         return (rows.float() * weights[0, :, None]).sum(0, keepdim=True).to(x.dtype)
     top_k = ids.shape[1]
     choices = ids.flatten()
     order, counts = choices.argsort(stable=True), choices.bincount().tolist()
-    out = x.new_empty(choices.shape[0], x.shape[1])
+    out = (x.new_empty if nobody is None else x.new_zeros)(choices.shape[0], x.shape[1])
     factors = weights.flatten().to(x.dtype)
     for expert, rows in enumerate(order.split(counts)):
-        if rows.shape[0]:
+        if rows.shape[0] and expert != nobody:
             values = down(activate(gate_up(x[rows // top_k], expert)), expert)
             out[rows] = values.mul_(factors[rows, None])
     return out.view(-1, top_k, x.shape[1]).sum(1)

@@ -216,6 +216,10 @@ class EngineArgs:
         "an import path. In one process a debugger steps from a prompt into a kernel.",
     ] = False
     tensor_parallel_size: Annotated[int, "Workers that divide every layer, each in a process of its own; on a CPU."] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        "Of mixtures of experts, give each of several workers all of some experts, in place of a part of every one.",
+    ] = False
     distributed_executor_backend: Annotated[
         str | None,
         "Where workers live: uni, in the engine's process, which is the default for one; mp, each in a process of its "
@@ -338,6 +342,11 @@ class EngineArgs:
         """What goes with several workers. Raises ConfigError."""
         _choice("distributed_executor_backend", self.executor, get_args(ExecutorKind))
         size = self.tensor_parallel_size
+        if size == 1 and self.enable_expert_parallel:
+            raise ConfigError(
+                "enable_expert_parallel divides experts among workers, but tensor_parallel_size is 1: raise that, or "
+                "leave it out."
+            )
         if size == 1:
             return
         alone = {

@@ -59,8 +59,8 @@ class EngineConfig:
     attention_backend, logits_processors: see EngineArgs. async_scheduling: up to two steps are in flight. family,
     model_impl, hf_overrides: what workers in other processes read the model's configuration with. executor: whether
     the worker lives in the engine's process ("uni") or in one of its own ("mp"). kv_transfer: None where no keys and
-    values travel. tensor_parallel_size: workers that divide every layer. custom_all_reduce: they add up in shared
-    memory, not through gloo."""
+    values travel. tensor_parallel_size: workers that divide every layer. expert_parallel: each of them has all of
+    some experts. custom_all_reduce: they add up in shared memory, not through gloo."""
 
     model: str
     model_path: str
@@ -87,4 +87,5 @@ class EngineConfig:
     executor: ExecutorKind = "uni"
     kv_transfer: KVTransferConfig | None = None
     tensor_parallel_size: int = 1
+    expert_parallel: bool = False
     custom_all_reduce: bool = True

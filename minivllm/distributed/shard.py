@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
+Rows = slice | Tensor
+"""A range of the rows of a weight, or their indices, int64."""
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -22,3 +27,8 @@ class Shard:
         if last_get_more:
             start, stop = units - stop, units - start
         return slice(min(start * unit, count), min(stop * unit, count))
+
+
+def count_rows(own: Rows) -> int:
+    """How many there are."""
+    return len(own) if isinstance(own, Tensor) else own.stop - own.start

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,7 +23,6 @@ from minivllm.config import (
 )
 from minivllm.engine.draft_model import resolve_draft_model
 from minivllm.errors import ConfigError, ModelError
-from minivllm.gguf.gguf_file import find_gguf
 from minivllm.hub.fetch import resolve_model
 from minivllm.kv_transfer.connector import load_connector
 from minivllm.kv_transfer.fingerprint import fingerprint
@@ -96,7 +94,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         speculative = resolve_draft_model(speculative, path, decoder, max_model_len, args.load_format)
     transfer = None if args.kv_transfer_config is None else KVTransferConfig.from_dict(args.kv_transfer_config)
     outlives_engine = transfer is not None and load_connector(transfer).outlives_engine
-    check_workers(args, path, decoder, device)
+    check_workers(args, decoder, device)
     find_attention(args.attention_backend)
     load_logits_processors(args.logits_processors or ())  # what is wrong with them is said before the model is loaded
     config = EngineConfig(
@@ -146,6 +144,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         executor=args.executor,
         kv_transfer=transfer,
         tensor_parallel_size=args.tensor_parallel_size,
+        expert_parallel=args.enable_expert_parallel,
         custom_all_reduce=not args.disable_custom_all_reduce,
     )
     if transfer is not None and outlives_engine:
@@ -164,8 +163,8 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     return config, decoder
 
 
-def check_workers(args: EngineArgs, path: Path, facts: ModelFacts, device: Device) -> None:
-    """Raises ConfigError where several workers cannot divide this model, or not here. path: where the model lies."""
+def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
+    """Raises ConfigError where several workers cannot divide this model, or not here."""
     size = args.tensor_parallel_size
     if size == 1:
         return
@@ -177,12 +176,14 @@ def check_workers(args: EngineArgs, path: Path, facts: ModelFacts, device: Devic
         raise ConfigError(
             f"tensor_parallel_size is {size}, but the layers of transformers are computed by one worker: use 1."
         )
-    if facts.quantization is not None or find_gguf(path, args.load_format) is not None:
+    stored = facts.quantization
+    if stored is not None and any(form.layout == "int8" and form.rounds_inputs for _, form in stored.formats):
         raise ConfigError(
-            f"tensor_parallel_size is {size}, but quantised checkpoints and GGUF files are computed by one worker: use "
-            f"1, or an unquantised checkpoint with quantization='int8' or 'int4'."
+            f"tensor_parallel_size is {size}, but this checkpoint rounds the inputs of its layers to int8, with one "
+            f"scale for all of a token's, and a worker may see a part of them: use 1, or the unquantised model with "
+            f"quantization='int8'."
         )
-    check_layout(facts, size, args.quantization)
+    check_layout(facts, size, args.quantization, args.enable_expert_parallel)
 
 
 def resolve_token_budget(args: EngineArgs, defaults: DeviceDefaults, max_num_seqs: int) -> int:

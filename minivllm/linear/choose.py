@@ -130,14 +130,8 @@ class MethodChooser:
         rows, inputs = weight.shape
         if weight.values.dtype == torch.int8:
             method = (Int8Linear if self.policy.on_cpu else DequantizedInt8Linear)(self.dtype)
-            return (
-                (RoundedInputs(method), "int8 as stored, inputs of 8 bits")
-                if weight.rounds_inputs
-                else (
-                    method,
-                    "int8 as stored",
-                )
-            )
+            why = "int8 as stored"
+            return (RoundedInputs(method), f"{why}, inputs of 8 bits") if weight.rounds_inputs else (method, why)
         fits = weight.rounds_inputs and rows % FLOAT8_MULTIPLE == inputs % FLOAT8_MULTIPLE == 0
         if fits and self.policy.multiplies_float8 and self.dtype == torch.bfloat16:
             return Float8Linear(), "float8 as stored"

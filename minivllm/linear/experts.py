@@ -68,7 +68,7 @@ class ExpertsMethod(ABC):
     """How the experts of a layer are computed. Immutable and compared by value, as a LinearMethod is.
 
     gate_up, down: how each expert's products are. num_gate_up: tensors that the first one has. has_bias: whether the
-    last tensor of each product is its bias.
+    last tensor of each product is its bias. is_part: other workers have more experts, whose id here is num_experts.
     """
 
     num_experts: int
@@ -77,6 +77,7 @@ class ExpertsMethod(ABC):
     num_gate_up: int
     has_bias: bool
     activation: ExpertActivation
+    is_part: bool = False
 
     @abstractmethod
     def apply(self, x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor]) -> Tensor:
@@ -106,7 +107,8 @@ class LoopedExperts(ExpertsMethod):
         def down(rows: Tensor, expert: int) -> Tensor:
             return self.down.apply(rows, self._of_expert(self.down, second, expert))
 
-        return loop(x, ids, weights, gate_up, partial(activate, activation=self.activation), down)
+        nobody = self.num_experts if self.is_part else None
+        return loop(x, ids, weights, gate_up, partial(activate, activation=self.activation), down, nobody)
 
     def _of_expert(self, method: LinearMethod, tensors: Sequence[Tensor], expert: int) -> LinearTensors:
         """What the method takes of one expert. Packed weights, which cannot be stacked, come one by one."""
@@ -186,8 +188,9 @@ class _Stack:
 class Experts:
     """The MLPs of all experts of a layer: down(activation(gate(x)) * up(x)), with ``inner`` values between.
 
-    split over shards as ``Linear``s are: every shard has a part of every expert. Raises ConfigError where the device
-    cannot multiply them.
+    split over shards as ``Linear``s are: every shard has a part of every expert. own: its range of the ``inner``
+    values; left out, they are divided evenly. is_part: see ExpertsMethod, on a CPU only. Raises ConfigError where the
+    device cannot multiply them.
     """
 
     def __init__(
@@ -202,14 +205,17 @@ class Experts:
         dtype: torch.dtype,
         device: torch.device,
         choose: ChooseMethod = never_quantized,
+        own: slice | None = None,
+        is_part: bool = False,
     ) -> None:
-        self.num_experts, self.hidden_size, self.inner = num_experts, hidden_size, inner
-        self._has_bias, self._activation, self._device = bias, activation, device
+        own = own or shard.own(inner)
+        self.num_experts, self.hidden_size, self.inner = num_experts, hidden_size, own.stop - own.start
+        self._has_bias, self._activation, self._device, self._is_part = bias, activation, device, is_part
         if device.type != "cpu":
-            _check_grouped(hidden_size, inner // shard.size, dtype, device)
+            _check_grouped(hidden_size, self.inner, dtype, device)
 
         def make(parts: dict[str, int], in_features: int, is_column: bool) -> Linear:
-            linear = Linear(
+            return Linear(
                 parts,
                 in_features,
                 bias=bias,
@@ -218,8 +224,8 @@ class Experts:
                 dtype=dtype,
                 device=device,
                 choose=choose if device.type == "cpu" else partial(_choose_restorable, choose),
+                own=dict.fromkeys(parts, own),
             )
-            return linear
 
         self._gate_up = _Stack(
             num_experts, partial(make, {"gate_proj": inner, "up_proj": inner}, hidden_size, is_column=True)
@@ -246,7 +252,7 @@ class Experts:
         gate_up, down = self._gate_up.method, self._down.method
         assert gate_up is not None and down is not None, "load comes first"
         count = len(self._gate_up.tensors)
-        return kind(self.num_experts, gate_up, down, count, self._has_bias, self._activation)
+        return kind(self.num_experts, gate_up, down, count, self._has_bias, self._activation, self._is_part)
 
 
 def _choose_restorable(choose: ChooseMethod, name: str, weight: StoredWeight) -> LinearMethod | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
 from kernels_triton_free.lora import RowAdapters, add_low_rank
-from minivllm.distributed.shard import Shard
+from minivllm.distributed.shard import Rows, Shard, count_rows
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight, stack
 
 LinearTensors = tuple[Tensor, ...]
@@ -102,7 +102,7 @@ class Linear:
 
     parts: output features of each stacked matrix, whole model. split: "column" divides the outputs of every part
     among the shards, "row" divides the inputs (the sum over shards is the product). own: this shard's range of the
-    outputs of each part, or of the inputs under the name of the only part; left out, they are divided evenly.
+    outputs of each part, or their indices; of the inputs under the name of the only part. Left out, they are even.
     choose: picks the method once the whole weight is there; until then ``method`` is that of unquantised weights.
     """
 
@@ -117,14 +117,16 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         choose: ChooseMethod = never_quantized,
-        own: Mapping[str, slice] | None = None,
+        own: Mapping[str, Rows] | None = None,
     ) -> None:
         self.split, self.shard, self.device = split, shard, device
-        divided = own or {name: shard.own(in_features if split == "row" else size) for name, size in parts.items()}
-        self.outputs = divided if split == "column" else {name: slice(0, size) for name, size in parts.items()}
-        self.inputs = divided[next(iter(parts))] if split == "row" else slice(0, in_features)
-        self.sizes = {name: self.outputs[name].stop - self.outputs[name].start for name in parts}
-        self.in_features = self.inputs.stop - self.inputs.start
+        counts = {name: in_features if split == "row" else size for name, size in parts.items()}
+        divided: Mapping[str, Any] = own or {name: shard.own(count) for name, count in counts.items()}
+        whole = {name: slice(0, size) for name, size in parts.items()}
+        self.outputs: Mapping[str, Rows] = divided if split == "column" else whole
+        self.inputs: slice = divided[next(iter(parts))] if split == "row" else slice(0, in_features)
+        self.sizes = {name: count_rows(self.outputs[name]) for name in parts}
+        self.in_features = count_rows(self.inputs)
         self.out_features = sum(self.sizes.values())
         self.method = choose_linear_method(self.out_features, dtype, device)
         self.tensors: LinearTensors = ()
@@ -188,5 +190,5 @@ class Linear:
         self.tensors = tuple(tensor.to(self.device) for tensor in self.method.prepare(weight, bias))
 
 
-def _part(weight: StoredWeight, rows: slice, columns: slice) -> StoredWeight:
+def _part(weight: StoredWeight, rows: Rows, columns: slice) -> StoredWeight:
     return weight.part(rows, columns) if isinstance(weight, QuantizedWeight) else weight[rows, columns]

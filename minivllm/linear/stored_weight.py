@@ -32,8 +32,8 @@ class QuantizedWeight(ABC):
         """(out, in)."""
 
     @abstractmethod
-    def part(self, rows: slice, columns: slice) -> QuantizedWeight:
-        """Some rows and columns: one shard of it."""
+    def part(self, rows: slice | Tensor, columns: slice) -> QuantizedWeight:
+        """Some rows, a range or indices, and columns: one shard of it."""
 
     @abstractmethod
     def restore(self, dtype: torch.dtype) -> Tensor:
@@ -63,7 +63,7 @@ class GroupedWeight(QuantizedWeight):
     def group_size(self) -> int:
         return self.codes.shape[1] // self.scale.shape[1]
 
-    def part(self, rows: slice, columns: slice) -> QuantizedWeight:
+    def part(self, rows: slice | Tensor, columns: slice) -> QuantizedWeight:
         size = self.group_size
         start, stop, _ = columns.indices(self.codes.shape[1])
         if self.order is not None and stop - start < self.codes.shape[1]:
@@ -111,7 +111,7 @@ class RowScaledWeight(QuantizedWeight):
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
 
-    def part(self, rows: slice, columns: slice) -> RowScaledWeight:
+    def part(self, rows: slice | Tensor, columns: slice) -> RowScaledWeight:
         return replace(self, values=self.values[rows, columns], scale=self.scale[rows])
 
     def restore(self, dtype: torch.dtype) -> Tensor:
@@ -131,7 +131,7 @@ class RestoredWeight(QuantizedWeight):
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
 
-    def part(self, rows: slice, columns: slice) -> RestoredWeight:
+    def part(self, rows: slice | Tensor, columns: slice) -> RestoredWeight:
         return RestoredWeight(self.values[rows, columns])
 
     def restore(self, dtype: torch.dtype) -> Tensor:

@@ -7,11 +7,12 @@ from typing import Literal, Protocol
 
 import torch
 
-from minivllm.linear.layer import ChooseMethod, Linear, LinearTensors, Shard, never_quantized
+from minivllm.linear.layer import ChooseMethod, Linear, LinearTensors, Rows, Shard, never_quantized
 
 
 class LinearFactory:
-    """Makes the linear layers of a model, all on one device, in one dtype, of one shard."""
+    """Makes the linear layers of a model, all on one device, in one dtype, of one shard. expert_parallel: shards divide
+    the experts of a layer, not every one of them."""
 
     def __init__(
         self,
@@ -19,7 +20,9 @@ class LinearFactory:
         device: torch.device,
         choose: ChooseMethod = never_quantized,
         shard: Shard | None = None,
+        expert_parallel: bool = False,
     ) -> None:
+        self.expert_parallel = expert_parallel
         self.dtype, self.device, self.choose, self.shard = dtype, device, choose, shard or Shard()
 
     def make(
@@ -28,7 +31,7 @@ class LinearFactory:
         in_features: int,
         bias: bool,
         split: Literal["column", "row"],
-        own: Mapping[str, slice] | None = None,
+        own: Mapping[str, Rows] | None = None,
     ) -> Linear:
         """See ``Linear``."""
         return Linear(

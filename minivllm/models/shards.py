@@ -7,12 +7,25 @@ KV head and divide its query heads.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from minivllm.distributed.shard import Shard
 from minivllm.errors import ConfigError
 from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.layer_specs import LayerSpec, MlpSpec, SelfAttentionSpec
+from minivllm.models.layer_specs import (
+    FeedForwardSpec,
+    GatedDeltaSpec,
+    LatentSpec,
+    LayerSpec,
+    MixerSpec,
+    MoeSpec,
+    SelfAttentionSpec,
+    ShortConvSpec,
+)
 
 MLP_UNIT = 32
 """Also the inputs that share a scale where weights are rounded to 4 bits."""
@@ -20,10 +33,12 @@ VOCABULARY_UNIT = 64
 
 
 class OwnHeads(NamedTuple):
-    """A worker's query heads and KV heads, of those of the whole layer."""
+    """A worker's query heads and KV heads, of those of the whole layer. is_first: of the workers with these KV heads it
+    is the first one, or the only one."""
 
     heads: slice
     kv_heads: slice
+    is_first: bool = True
 
 
 def own_heads(spec: SelfAttentionSpec, shard: Shard) -> OwnHeads:
@@ -35,7 +50,49 @@ def own_heads(spec: SelfAttentionSpec, shard: Shard) -> OwnHeads:
     replicas = shard.size // spec.kv_heads
     kv_head = shard.rank // replicas
     own = Shard(shard.rank % replicas, replicas).own(group)
-    return OwnHeads(slice(kv_head * group + own.start, kv_head * group + own.stop), slice(kv_head, kv_head + 1))
+    return OwnHeads(
+        slice(kv_head * group + own.start, kv_head * group + own.stop), slice(kv_head, kv_head + 1), own.start == 0
+    )
+
+
+class OwnDelta(NamedTuple):
+    """A worker's part of a gated delta net. spec: that part as a layer by itself. projections: its range of each one.
+    values: of the output. channels: its three ranges of the convolution's. heads: of the heads of values."""
+
+    spec: GatedDeltaSpec
+    projections: dict[str, slice]
+    values: slice
+    channels: tuple[slice, ...]
+    heads: slice
+
+    def part(self, name: str, vector: Tensor) -> Tensor:
+        """Of one of ``spec.parameters``."""
+        if name == "conv1d":
+            return torch.cat([vector[channels] for channels in self.channels])
+        return vector[self.heads] if name in ("A_log", "dt_bias") else vector
+
+
+def own_delta(spec: GatedDeltaSpec, shard: Shard) -> OwnDelta:
+    """That of one worker: heads of keys, each with the heads of values that it serves."""
+    key_heads, group = shard.own(spec.key_heads), spec.heads // spec.key_heads
+    heads, keys = times(key_heads, group), times(key_heads, spec.key_dim)
+    values, width = times(heads, spec.value_dim), spec.key_heads * spec.key_dim
+    ranges = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+    count = key_heads.stop - key_heads.start
+    channels = ((keys, 0), (keys, width), (values, 2 * width))
+    return OwnDelta(
+        replace(spec, key_heads=count, heads=count * group),
+        {f"in_proj_{part}": own for part, own in ranges.items()},
+        values,
+        tuple(slice(first + own.start, first + own.stop) for own, first in channels),
+        heads,
+    )
+
+
+def own_inner(inner: int, shard: Shard) -> slice:
+    """A worker's range of the values between the products of an MLP or of every expert of a layer, or of the channels
+    of a short convolution."""
+    return shard.own(inner, MLP_UNIT, last_get_more=True)
 
 
 def times(own: slice, width: int) -> slice:
@@ -43,10 +100,15 @@ def times(own: slice, width: int) -> slice:
     return slice(own.start * width, own.stop * width)
 
 
-def check_layout(config: DecoderConfig, size: int, quantization: str | None) -> None:
-    """Raises ConfigError where ``size`` workers cannot divide this model."""
+def check_layout(config: DecoderConfig, size: int, quantization: str | None, expert_parallel: bool) -> None:
+    """Raises ConfigError where ``size`` workers cannot divide this model. expert_parallel: see LinearFactory."""
+    if expert_parallel and not any(isinstance(layer.mlp, MoeSpec) for layer in config.layers):
+        raise ConfigError(
+            f"enable_expert_parallel divides experts among workers, but the layers of {config.architecture} have none: "
+            f"leave it out."
+        )
     for number, layer in enumerate(config.layers):
-        reason = _obstacle(layer, size, quantization)
+        reason = _obstacle(layer, size, quantization, expert_parallel)
         if reason is not None:
             raise ConfigError(f"tensor_parallel_size is {size}, but layer {number} of this model {reason}.")
     units = -(-config.vocab_size // VOCABULARY_UNIT)
@@ -57,30 +119,52 @@ def check_layout(config: DecoderConfig, size: int, quantization: str | None) -> 
         )
 
 
-def _obstacle(layer: LayerSpec, size: int, quantization: str | None) -> str | None:
+def _obstacle(layer: LayerSpec, size: int, quantization: str | None, expert_parallel: bool) -> str | None:
     mixer, mlp = layer.mixer, layer.mlp
-    if type(mixer) is not SelfAttentionSpec:
-        return f"has a {type(mixer).__name__}, which is computed by one worker only: use 1"
-    if type(mlp) is not MlpSpec:
-        return f"has a {type(mlp).__name__}, which is computed by one worker only: use 1"
-    if mixer.output_gate:
-        return "has a gate behind attention, which is computed by one worker only: use 1"
-    if mixer.qk_norm == "whole width":
-        return "normalises queries over all heads, which one worker must see: use 1"
-    if size > mixer.kv_heads and size % mixer.kv_heads:
+    reason = _obstacle_to_heads(mixer, size, quantization)
+    if reason is not None:
+        return reason
+    if expert_parallel and isinstance(mlp, MoeSpec) and mlp.num_experts < size:
+        return f"has {mlp.num_experts} experts: use that many or less"
+    for kind, inner in _divided(mixer, mlp, expert_parallel).items():
+        units = -(-inner // MLP_UNIT)
+        if units < size:
+            return f"has {kind} of {inner} values, in units of {MLP_UNIT}: use {units} or less"
+    return None
+
+
+def _obstacle_to_heads(spec: MixerSpec, size: int, quantization: str | None) -> str | None:
+    if isinstance(spec, SelfAttentionSpec):
+        if size > spec.kv_heads and size % spec.kv_heads:
+            return (
+                f"has {spec.kv_heads} KV heads, which more workers can only share evenly: use at most {spec.kv_heads} "
+                f"or a multiple of it"
+            )
+        heads, kind = spec.heads, "query heads"
+        unit = spec.head_dim * (spec.query_group if size <= spec.kv_heads else 1)
+    elif isinstance(spec, LatentSpec):
+        heads, kind, unit = spec.heads, "query heads", spec.value_dim
+    elif isinstance(spec, GatedDeltaSpec):
+        heads, kind, unit = spec.key_heads, "heads of keys", spec.heads // spec.key_heads * spec.value_dim
+    elif isinstance(spec, ShortConvSpec):
+        return None
+    else:
+        return f"has a {type(spec).__name__}, which is computed by one worker only: use 1"
+    if size > heads:
+        return f"has {heads} {kind}: use that many or less"
+    if quantization == "int4" and unit % MLP_UNIT:
         return (
-            f"has {mixer.kv_heads} KV heads, which more workers can only share evenly: use at most {mixer.kv_heads} or "
-            f"a multiple of it"
-        )
-    if size > mixer.heads:
-        return f"has {mixer.heads} query heads: use that many or less"
-    units = -(-mlp.inner // MLP_UNIT)
-    if units < size:
-        return f"has an MLP of {mlp.inner} values, in units of {MLP_UNIT}: use {units} or less"
-    width = mixer.head_dim * (mixer.query_group if size <= mixer.kv_heads else 1)
-    if quantization == "int4" and width % MLP_UNIT:
-        return (
-            f"has attention outputs in units of {width}, and 4-bit scales are for {MLP_UNIT} inputs: use int8 or one "
+            f"has attention outputs in units of {unit}, and 4-bit scales are for {MLP_UNIT} inputs: use int8 or one "
             f"worker"
         )
     return None
+
+
+def _divided(mixer: MixerSpec, mlp: FeedForwardSpec, expert_parallel: bool) -> dict[str, int]:
+    """What workers divide by ``own_inner``, and how many values it has."""
+    divided = {"a convolution": mixer.channels} if isinstance(mixer, ShortConvSpec) else {}
+    if not isinstance(mlp, MoeSpec):
+        return {**divided, "an MLP": mlp.inner}
+    if not expert_parallel:
+        divided["experts"] = mlp.inner
+    return divided if mlp.shared is None else {**divided, "a shared MLP": mlp.shared.inner}

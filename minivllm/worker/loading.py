@@ -84,6 +84,7 @@ def new_model(
         return TransformersModel(facts, **settings), chooser
     assert isinstance(facts, DecoderConfig)
     if communicator is not None:
+        settings["expert_parallel"] = config.expert_parallel
         return ShardedDecoder(facts, communicator=communicator, **settings), chooser
     return Decoder(facts, **settings), chooser
 

@@ -182,7 +182,7 @@ def in_float64(x: Tensor, ids: Tensor, weights: Tensor, parts: tuple[Tensor, ...
     return out
 
 
-def looped(x: Tensor, ids: Tensor, weights: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
+def looped(x: Tensor, ids: Tensor, weights: Tensor, parts: tuple[Tensor, ...], nobody: int | None = None) -> Tensor:
     gate_up, gate_up_bias, down, down_bias = parts
     linear = torch.nn.functional.linear
     return loop(
@@ -192,6 +192,7 @@ def looped(x: Tensor, ids: Tensor, weights: Tensor, parts: tuple[Tensor, ...]) -
         lambda rows, expert: linear(rows, gate_up[expert], gate_up_bias[expert]),
         lambda rows: gated_activation(rows, "silu"),
         lambda rows, expert: linear(rows, down[expert], down_bias[expert]),
+        nobody,
     )
 
 
@@ -202,6 +203,21 @@ def test_the_loop_equals_the_definition_in_float64(tokens: int, top_k: int, expe
     ids, weights = route(randn(seed + 9, tokens, experts), Routing(top_k=top_k, normalized=True))
     out = looped(x, ids, weights, parts)
     torch.testing.assert_close(out.double(), in_float64(x, ids, weights, parts), rtol=1e-3, atol=1e-3)
+
+
+@given(st.integers(1, 9), st.integers(1, 3), st.integers(3, 7), st.data())
+@settings(max_examples=60)
+def test_loops_over_parts_of_the_experts_add_up(tokens: int, top_k: int, experts: int, data: st.DataObject) -> None:
+    """Biases, too, are those of chosen experts only: what a part does not have adds exactly nothing there."""
+    border, seed = data.draw(st.integers(1, experts - 1)), data.draw(st.integers(0, 2**31))
+    x, parts = randn(seed, tokens, HIDDEN), stacks(seed + 1, experts)
+    ids, weights = route(randn(seed + 9, tokens, experts), Routing(top_k=top_k, normalized=True))
+    outs = []
+    for own in (range(border), range(border, experts)):
+        places = torch.where((ids >= own.start) & (ids < own.stop), ids - own.start, len(own))
+        outs.append(looped(x, places, weights, tuple(part[own.start : own.stop] for part in parts), len(own)))
+        assert not outs[-1][(places == len(own)).all(1)].any()
+    torch.testing.assert_close((outs[0] + outs[1]).double(), in_float64(x, ids, weights, parts), rtol=1e-3, atol=1e-3)
 
 
 @given(st.integers(2, 20), st.integers(1, 3), st.integers(3, 7), st.integers(0, 2**31))

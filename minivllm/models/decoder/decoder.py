@@ -69,16 +69,18 @@ class Decoder:
         shard: Shard | None = None,
         choose_method: ChooseMethod = never_quantized,
         cache_dtype: torch.dtype | None = None,
+        expert_parallel: bool = False,
     ) -> None:
         """attention_dtype: dtype of q and o. max_model_len: positions of the rotary table.
 
-        choose_method: picks the quantised method of each linear layer, if it gets one.
+        choose_method: picks the quantised method of each linear layer, if it gets one. expert_parallel: see
+        LinearFactory.
         cache_dtype: of the KV cache, if it is not attention_dtype.
         """
         shard = shard or Shard()
         self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
         self.cache_dtype, self.shard = cache_dtype or attention_dtype, shard
-        factory = LinearFactory(dtype, device, choose_method, shard)
+        factory = LinearFactory(dtype, device, choose_method, shard, expert_parallel)
         self.layers = [DecoderLayer(spec, config.hidden_size, factory, attention_dtype) for spec in config.layers]
         self.vocabulary = shard.own(config.vocab_size, VOCABULARY_UNIT)
         own = {"lm_head": self.vocabulary}
@@ -108,7 +110,7 @@ class Decoder:
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec | StateMixerSpec, ...]:
-        return self.config.attention_specs
+        return tuple(layer.mixer.attends for layer in self.layers)
 
     @property
     def cache_specs(self) -> list[CacheSpec | StateSpec]:
@@ -116,12 +118,12 @@ class Decoder:
 
     def _cache_spec(self, layer: DecoderLayer) -> CacheSpec | StateSpec:
         spec, mixer = layer.spec.mixer, layer.mixer
-        if isinstance(spec, StateMixerSpec):
-            return StateSpec.of(spec, self.attention_dtype, self.device)
+        if isinstance(mixer.attends, StateMixerSpec):
+            return StateSpec.of(mixer.attends, self.attention_dtype, self.device)
         if isinstance(spec, LatentSpec):
             return CacheSpec(1, spec.head_dim, self.cache_dtype, keeps_values=False)
         assert isinstance(mixer, SelfAttention)
-        return CacheSpec(mixer.kv_heads, spec.head_dim, self.cache_dtype)
+        return CacheSpec(mixer.kv_heads, mixer.spec.head_dim, self.cache_dtype)
 
     @property
     def linears(self) -> list[tuple[str, Linear]]:

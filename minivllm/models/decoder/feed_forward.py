@@ -13,7 +13,7 @@ from minivllm.linear.layer import Linear, LinearTensors
 from minivllm.linear.stored_weight import StoredWeight
 from minivllm.models.layer_specs import MlpSpec
 from minivllm.models.linear_factory import LinearFactory, Stored
-from minivllm.models.shards import MLP_UNIT
+from minivllm.models.shards import own_inner
 
 
 class FeedForward(Protocol):
@@ -45,7 +45,7 @@ class GatedMlp:
     def __init__(self, spec: MlpSpec, hidden_size: int, factory: LinearFactory) -> None:
         self._activation = spec.activation
         parts = {"gate_proj": spec.inner, "up_proj": spec.inner}
-        own = factory.shard.own(spec.inner, MLP_UNIT, last_get_more=True)
+        own = own_inner(spec.inner, factory.shard)
         self._gate_up = factory.make(parts, hidden_size, spec.bias, "column", {name: own for name in parts})
         self._down = factory.make({"down_proj": hidden_size}, spec.inner, spec.bias, "row", {"down_proj": own})
         self.linears = (self._gate_up, self._down)

@@ -83,6 +83,8 @@ class DecoderLayer:
                 tensor = tensor.restore(self._dtype)
             key = {"weight": module, "bias": f"{module}.bias"}.get(kind, kind)
             is_given = kind == key or (name.startswith(f"{self.mixer.block}.") and self.keeps_state)
+            own = self.mixer.own(key, tensor) if name.startswith(f"{self.mixer.block}.") else tensor
+            tensor = own if own is tensor else own.clone()
             self.vectors[key] = tensor.to(device, torch.float32 if is_given else tensor.dtype)
 
     @property

@@ -11,11 +11,12 @@ from torch import Tensor
 from kernels_triton_free.experts.routing import route
 from kernels_triton_free.lora import RowAdapters
 from minivllm.linear.experts import Experts
-from minivllm.linear.layer import Linear, LinearTensors
+from minivllm.linear.layer import Linear, LinearTensors, Shard
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder.feed_forward import GatedMlp
 from minivllm.models.layer_specs import MoeSpec
 from minivllm.models.linear_factory import LinearFactory, Stored
+from minivllm.models.shards import own_inner
 
 _ROUTER_PARTS = ("gate.weight", "gate.bias", "gate.e_score_correction_bias", "shared_expert_gate.weight")
 
@@ -44,17 +45,26 @@ class Router:
 
 
 class MixtureOfExperts:
-    """Chosen experts, weighted and added up, and a shared MLP where there is one; see MoeSpec."""
+    """Chosen experts, weighted and added up, and a shared MLP where there is one; see MoeSpec.
+
+    Of several workers, each has a part of every expert, or all of some of them (LinearFactory.expert_parallel).
+    """
 
     def __init__(self, spec: MoeSpec, hidden_size: int, factory: LinearFactory) -> None:
         self._spec, self._router = spec, Router(spec, factory.device)
+        self._own = slice(0, spec.num_experts)
+        own, shard = own_inner(spec.inner, factory.shard), factory.shard
+        if factory.expert_parallel:
+            self._own, own, shard = factory.shard.own(spec.num_experts), slice(0, spec.inner), Shard()
         self._experts = Experts(
-            spec.num_experts,
+            self._own.stop - self._own.start,
             hidden_size,
             spec.inner,
             bias=spec.bias,
             activation=spec.activation,
-            shard=factory.shard,
+            shard=shard,
+            own=own,
+            is_part=factory.expert_parallel,
             dtype=factory.dtype,
             device=factory.device,
             choose=factory.choose,
@@ -82,7 +92,7 @@ class MixtureOfExperts:
         experts = self._experts
         per_expert = 3 * experts.inner * experts.hidden_size
         shared = sum(linear.in_features * linear.out_features for linear in self.linears)
-        return self._spec.routing.top_k * per_expert + experts.num_experts * experts.hidden_size + shared
+        return self._spec.routing.top_k * per_expert + self._spec.num_experts * experts.hidden_size + shared
 
     def load(self, name: str, tensor: StoredWeight) -> None:
         if name in self._router.parts:
@@ -90,7 +100,8 @@ class MixtureOfExperts:
             return
         block, *which, part, kind = name.split(".")
         if block == "experts":
-            self._experts.load(int(which[0]), part, kind, tensor)
+            if self._own.start <= int(which[0]) < self._own.stop:
+                self._experts.load(int(which[0]) - self._own.start, part, kind, tensor)
         else:
             assert self._shared is not None
             self._shared.load(f"{part}.{kind}", tensor)
@@ -99,7 +110,11 @@ class MixtureOfExperts:
         router, (_, experts, *shared) = self._router.named(weights[0]), weights
         logits = F.linear(x.float(), router["gate.weight"], router.get("gate.bias"))
         ids, factors = route(logits, self._spec.routing, router.get("gate.e_score_correction_bias"))
-        out = self._experts.method.apply(x, ids, factors, experts)
+        method = self._experts.method
+        if method.is_part:
+            ids = ids - self._own.start
+            ids = torch.where((ids >= 0) & (ids < method.num_experts), ids, method.num_experts)
+        out = method.apply(x, ids, factors, experts)
         if self._shared is None:
             return out
         own = self._shared.apply(x, tuple(shared), adapters)

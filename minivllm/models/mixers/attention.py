@@ -13,6 +13,7 @@ from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.paged_cache import write_kv
 from kernels_triton_free.rotary import apply_rotary
 from minivllm.linear.layer import LinearMethod, LinearTensors
+from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.layer_specs import SelfAttentionSpec
 from minivllm.models.linear_factory import LinearFactory
 from minivllm.models.mixers.mixer import Vectors
@@ -38,8 +39,9 @@ class SelfAttention:
     ) -> None:
         self.spec, self._dtype, self._attention_dtype = spec, factory.dtype, attention_dtype
         own = own_heads(spec, factory.shard)
-        self.heads, self.kv_heads = (heads.stop - heads.start for heads in own)
-        self._own_heads, queries, keys = own.heads, *(times(heads, spec.head_dim) for heads in own)
+        self.heads, self.kv_heads = (heads.stop - heads.start for heads in own[:2])
+        queries, keys = (times(heads, spec.head_dim) for heads in own[:2])
+        self._own, self._own_values = own, (queries, keys)
         kv_size = spec.kv_heads * spec.head_dim
         parts = {"q_proj": spec.heads * spec.head_dim, "k_proj": kv_size, "v_proj": kv_size}
         ranges, width = {"q_proj": queries, "k_proj": keys, "v_proj": keys}, spec.heads * spec.head_dim
@@ -49,6 +51,11 @@ class SelfAttention:
         self.gate = gate() if spec.output_gate else None
         self.linears = (self.qkv, self.o) if self.gate is None else (self.qkv, self.gate, self.o)
         self.reads_again = spec.output_gate
+
+    @property
+    def norms_whole_width(self) -> bool:
+        """Whether q and k of all heads are normed together, so that workers have to add up their squares."""
+        return self.spec.qk_norm == "whole width"
 
     @property
     def ahead_methods(self) -> tuple[LinearMethod, ...]:
@@ -63,13 +70,23 @@ class SelfAttention:
         """Of the queries of a token, and of attention's output: (kv_heads, G, D)."""
         return self.kv_heads, self.heads // self.kv_heads, self.spec.head_dim
 
+    @property
+    def attends(self) -> AttentionSpec:
+        return self.spec.attend._replace(query_group=self.heads // self.kv_heads)
+
+    def own(self, name: str, vector: Tensor) -> Tensor:
+        if name == "sinks":
+            return vector[self._own.heads]
+        if self.norms_whole_width and name in ("q_norm", "k_norm"):
+            return vector[self._own_values[name == "k_norm"]]
+        return vector
+
     def ahead_weights(self, vectors: Vectors) -> QueryWeights:
         return QueryWeights(self.qkv.arguments, vectors.get("q_norm"), vectors.get("k_norm"))
 
     def given(self, vectors: Vectors) -> Tensor | None:
         """float32 [heads]: a logit of each head that has no value, where the layer has some."""
-        sinks = vectors.get("sinks")
-        return None if sinks is None else sinks[self._own_heads]
+        return vectors.get("sinks")
 
     def behind_weights(self, vectors: Vectors) -> tuple[LinearTensors, ...]:
         return tuple(linear.arguments for linear in self.linears[1:])
@@ -78,12 +95,39 @@ class SelfAttention:
         self, x: Tensor, tokens: TokenInputs, cos_sin: Tensor, cache: LayerCache | None, weights: QueryWeights
     ) -> Tensor:
         """Project to q, k, v, rotate, store k and v, and return q [tokens, kv_heads, G, D] in attention_dtype."""
+        return self.rotated(self.projected(x, tokens.adapters, weights), None, tokens, cos_sin, cache, weights)
+
+    def projected(self, x: Tensor, adapters: RowAdapters | None, weights: QueryWeights) -> Tensor:
+        """x [tokens, hidden] -> q, k and v of the own heads, side by side."""
+        return self.qkv.apply(x, weights.qkv, adapters)
+
+    def mean_squares(self, qkv: Tensor) -> Tensor:
+        """This worker's part of the mean squares of the queries and the keys of all heads: float32 [tokens, 2]."""
+        q, k, _ = self._split(qkv)
+        of_q = q.float().square().sum(-1) / (self.spec.heads * self.spec.head_dim)
+        of_k = k.float().square().sum(-1) / (self.spec.kv_heads * self.spec.head_dim)
+        return torch.stack([of_q, of_k if self._own.is_first else torch.zeros_like(of_k)], dim=-1)
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys = (own.stop - own.start for own in self._own_values)
+        q, k, v = qkv.split([queries, keys, keys], dim=-1)
+        return q, k, v
+
+    def rotated(
+        self,
+        qkv: Tensor,
+        mean_squares: Tensor | None,
+        tokens: TokenInputs,
+        cos_sin: Tensor,
+        cache: LayerCache | None,
+        weights: QueryWeights,
+    ) -> Tensor:
+        """The rest of ``ahead``. mean_squares: of all heads, where workers divide heads that are normed together."""
         assert cache is not None
         spec, heads, kv_heads, dim = self.spec, self.heads, self.kv_heads, self.spec.head_dim
-        qkv = self.qkv.apply(x, weights.qkv, tokens.adapters)
-        q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
+        q, k, v = self._split(qkv)
         if spec.qk_norm == "whole width":
-            q, k = self._normed(q, k, weights)
+            q, k = self._normed(q, k, weights, mean_squares)
         q, k, v = q.view(-1, heads, dim), k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
         if spec.qk_norm == "per head":
             q, k = self._normed(q, k, weights)
@@ -97,10 +141,13 @@ class SelfAttention:
         # FlexAttention wants q as a real four-dimensional buffer.
         return q.to(self._attention_dtype).reshape(-1, *self.output_shape).contiguous()
 
-    def _normed(self, q: Tensor, k: Tensor, weights: QueryWeights) -> tuple[Tensor, Tensor]:
+    def _normed(
+        self, q: Tensor, k: Tensor, weights: QueryWeights, mean_squares: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         assert weights.q_norm is not None and weights.k_norm is not None
+        of_q, of_k = (None, None) if mean_squares is None else mean_squares.split(1, dim=-1)
         eps = self.spec.qk_norm_eps
-        return rms_norm(q, weights.q_norm, eps), rms_norm(k, weights.k_norm, eps)
+        return rms_norm(q, weights.q_norm, eps, of_q), rms_norm(k, weights.k_norm, eps, of_k)
 
     def behind(
         self, o: Tensor, x: Tensor | None, adapters: RowAdapters | None, weights: tuple[LinearTensors, ...]

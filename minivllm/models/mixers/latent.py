@@ -17,10 +17,12 @@ from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.paged_cache import write_rows
 from kernels_triton_free.rotary import apply_rotary
 from minivllm.linear.layer import Linear, LinearMethod, LinearTensors
+from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.layer_specs import LatentSpec
 from minivllm.models.linear_factory import LinearFactory
 from minivllm.models.mixers.mixer import Vectors
 from minivllm.models.model import LayerCache, TokenInputs
+from minivllm.models.shards import times
 
 
 class QueryWeights(NamedTuple):
@@ -53,7 +55,8 @@ class LatentAttention:
         self, spec: LatentSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype
     ) -> None:
         self.spec, self._dtype, self._attention_dtype = spec, factory.dtype, attention_dtype
-        self._shard, self.heads = factory.shard, spec.heads // factory.shard.size
+        self._own = factory.shard.own(spec.heads)
+        self.heads = self._own.stop - self._own.start
         # What is the same for all heads is computed by every shard.
         whole = LinearFactory(factory.dtype, factory.device, factory.choose)
         self.q_a: Linear | None = None
@@ -61,9 +64,11 @@ class LatentAttention:
         if spec.query_rank is not None:
             self.q_a = whole.make({"q_a_proj": spec.query_rank}, hidden_size, spec.bias, "column")
             name, inputs = "q_b_proj", spec.query_rank
-        self.q = factory.make({name: spec.heads * (spec.nope_dim + spec.rope_dim)}, inputs, False, "column")
+        width = spec.nope_dim + spec.rope_dim
+        self.q = factory.make({name: spec.heads * width}, inputs, False, "column", {name: times(self._own, width)})
         self.kv_a = whole.make({"kv_a_proj_with_mqa": spec.head_dim}, hidden_size, spec.bias, "column")
-        self.o = factory.make({"o_proj": hidden_size}, spec.heads * spec.value_dim, spec.bias, "row")
+        own = {"o_proj": times(self._own, spec.value_dim)}
+        self.o = factory.make({"o_proj": hidden_size}, spec.heads * spec.value_dim, spec.bias, "row", own)
         self.linears = tuple(linear for linear in (self.q_a, self.q, self.kv_a, self.o) if linear is not None)
 
     @property
@@ -78,10 +83,16 @@ class LatentAttention:
     def output_shape(self) -> tuple[int, int, int]:
         return 1, self.heads, self.spec.kv_rank
 
+    @property
+    def attends(self) -> AttentionSpec:
+        return self.spec.attend._replace(query_group=self.heads)
+
+    def own(self, name: str, vector: Tensor) -> Tensor:
+        return vector[times(self._own, len(vector) // self.spec.heads)] if name == "kv_b_proj" else vector
+
     def _of_heads(self, vectors: Vectors) -> Tensor:
-        """[heads of this shard, nope_dim + value_dim, kv_rank]."""
-        heads = vectors["kv_b_proj"].unflatten(0, (self.spec.heads, -1))
-        return heads[self._shard.rank * self.heads : (self._shard.rank + 1) * self.heads]
+        """[heads of this worker, nope_dim + value_dim, kv_rank]."""
+        return vectors["kv_b_proj"].unflatten(0, (self.heads, -1))
 
     def ahead_weights(self, vectors: Vectors) -> QueryWeights:
         return QueryWeights(

@@ -20,6 +20,8 @@ from torch import Tensor
 from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.state.rows import StateRows
 from minivllm.linear.layer import Linear, LinearMethod
+from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.layer_specs import StateMixerSpec
 from minivllm.models.model import Given, LayerCache, TokenInputs
 
 Vectors = Mapping[str, Tensor]
@@ -29,7 +31,8 @@ Vectors = Mapping[str, Tensor]
 class Mixer(Protocol):
     """The projections of a mixer. block: its name in the checkpoint ("self_attn"). linears: all of them.
     ahead_methods, behind_methods: how the products in front of the cut and behind it are computed. output_shape: of o,
-    for one token. reads_again: ``behind`` needs what ``ahead`` has read."""
+    for one token. attends: how the layer attends, or its spec as one that keeps a state: of this worker's part of it.
+    reads_again: ``behind`` needs what ``ahead`` has read."""
 
     block: str
     reads_again: bool
@@ -42,6 +45,11 @@ class Mixer(Protocol):
     def behind_methods(self) -> tuple[LinearMethod, ...]: ...
     @property
     def output_shape(self) -> tuple[int, ...]: ...
+    @property
+    def attends(self) -> AttentionSpec | StateMixerSpec: ...
+
+    def own(self, name: str, vector: Tensor) -> Tensor:
+        """This worker's part of a weight that is to be one of ``Vectors``: the whole, if nobody divides the layer."""
 
     def ahead_weights(self, vectors: Vectors) -> tuple[Any, ...]:
         """What ``ahead`` reads: nested tuples of tensors, and None."""

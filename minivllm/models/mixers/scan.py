@@ -24,22 +24,29 @@ from minivllm.models.layer_specs import GatedDeltaSpec, Mamba2Spec
 from minivllm.models.linear_factory import LinearFactory
 from minivllm.models.mixers.mixer import Vectors
 from minivllm.models.model import TOKENS, LayerCache, StateSpec, TokenInputs
+from minivllm.models.shards import OwnDelta, own_delta
 
 ScanSpec = GatedDeltaSpec | Mamba2Spec
 
 
 class ScanMixer:
-    """A ``Mixer``: x holds what all projections gave, side by side; o is projected back."""
+    """A ``Mixer``: x holds what all projections gave, side by side; o is projected back. Workers divide the heads of a
+    gated delta net."""
 
     reads_again = False
 
     def __init__(self, spec: ScanSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype) -> None:
+        self.block, self._dtype, self._attention_dtype = spec.block, factory.dtype, attention_dtype
+        self.attends: ScanSpec = spec
+        self._own: OwnDelta | None = None
         if factory.shard.size > 1:
-            raise ModelError("Layers that keep a state cannot be split between devices: run this model on one.")
-        self.block, self.spec = spec.block, spec
-        self._dtype, self._attention_dtype = factory.dtype, attention_dtype
-        self._in = factory.make(dict(spec.projections), hidden_size, spec.bias, "column")
-        self._out = factory.make({"out_proj": hidden_size}, spec.widths[1], spec.bias, "row")
+            if not isinstance(spec, GatedDeltaSpec):
+                raise ModelError("Mamba2 layers cannot be divided among workers: run this model on one.")
+            self._own = own_delta(spec, factory.shard)
+            self.attends = self._own.spec
+        into, out = (None, None) if self._own is None else (self._own.projections, {"out_proj": self._own.values})
+        self._in = factory.make(dict(spec.projections), hidden_size, spec.bias, "column", into)
+        self._out = factory.make({"out_proj": hidden_size}, spec.widths[1], spec.bias, "row", out)
         self.linears = (self._in, self._out)
 
     @property
@@ -52,14 +59,17 @@ class ScanMixer:
 
     @property
     def output_shape(self) -> tuple[int]:
-        return (self.spec.widths[1],)
+        return (self.attends.widths[1],)
+
+    def own(self, name: str, vector: Tensor) -> Tensor:
+        return vector if self._own is None else self._own.part(name, vector)
 
     def ahead_weights(self, vectors: Vectors) -> tuple[LinearTensors]:
         return (self._in.arguments,)
 
     def given(self, vectors: Vectors) -> tuple[Tensor, ...]:
         """In the order of ``spec.parameters``."""
-        return tuple(vectors[name.removesuffix(".weight")] for name in self.spec.parameters)
+        return tuple(vectors[name.removesuffix(".weight")] for name in self.attends.parameters)
 
     def behind_weights(self, vectors: Vectors) -> tuple[LinearTensors]:
         return (self._out.arguments,)

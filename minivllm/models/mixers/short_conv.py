@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,16 +11,16 @@ from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.state.rows import StateRows
 from kernels_triton_free.state.short_conv import short_conv
 from minivllm.compilation.regions import CompileRegion, Region
-from minivllm.errors import ModelError
 from minivllm.linear.layer import LinearMethod, LinearTensors
 from minivllm.models.layer_specs import ShortConvSpec
 from minivllm.models.linear_factory import LinearFactory
 from minivllm.models.mixers.mixer import Vectors
 from minivllm.models.model import LayerCache, StateSpec, TokenInputs
+from minivllm.models.shards import own_inner
 
 
 class ShortConv:
-    """A ``Mixer``: x holds b, c and the input of every channel, o their convolution, gated."""
+    """A ``Mixer``: x holds b, c and the input of every channel, o their convolution, gated. Workers divide channels."""
 
     block = "conv"
     reads_again = False
@@ -26,11 +28,12 @@ class ShortConv:
     def __init__(
         self, spec: ShortConvSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype
     ) -> None:
-        self.spec, self._dtype, self._attention_dtype = spec, factory.dtype, attention_dtype
-        if factory.shard.size > 1:
-            raise ModelError("Short convolutions cannot be split between devices: run this model on one.")
-        self._in = factory.make({"in_proj": spec.widths[0]}, hidden_size, spec.bias, "column")
-        self._out = factory.make({"o_proj": hidden_size}, spec.widths[1], spec.bias, "row")
+        self._dtype, self._attention_dtype = factory.dtype, attention_dtype
+        self._own = own_inner(spec.channels, factory.shard)
+        self.attends = replace(spec, channels=self._own.stop - self._own.start)
+        into = torch.arange(spec.widths[0]).unflatten(0, (3, -1))[:, self._own].flatten()
+        self._in = factory.make({"in_proj": spec.widths[0]}, hidden_size, spec.bias, "column", {"in_proj": into})
+        self._out = factory.make({"o_proj": hidden_size}, spec.widths[1], spec.bias, "row", {"o_proj": self._own})
         self.linears = (self._in, self._out)
 
     @property
@@ -43,14 +46,17 @@ class ShortConv:
 
     @property
     def output_shape(self) -> tuple[int]:
-        return (self.spec.channels,)
+        return (self.attends.channels,)
+
+    def own(self, name: str, vector: Tensor) -> Tensor:
+        return vector[self._own]
 
     def ahead_weights(self, vectors: Vectors) -> tuple[LinearTensors]:
         return (self._in.arguments,)
 
     def given(self, vectors: Vectors) -> tuple[Tensor, ...]:
         """Weight [channels, taps], bias [channels]."""
-        names = ("conv", "conv.bias") if self.spec.bias else ("conv",)
+        names = ("conv", "conv.bias") if self.attends.bias else ("conv",)
         return tuple(vectors[name] for name in names)
 
     def behind_weights(self, vectors: Vectors) -> tuple[LinearTensors]:

@@ -2,6 +2,7 @@
 
     embed:    own rows of the vocabulary                          -> part of the residual stream
     queries:  norm -> qkv -> rotary -> KV write                   -> q of the own heads
+              (cut behind qkv where all heads are normed together: what their squares are)
               attention(q)                                        -> o
     output:   o-proj                                              -> part of what attention adds
     mlp:      norm -> own columns of the MLP                      -> part of what the MLP adds
@@ -29,7 +30,8 @@ from minivllm.distributed.shard import Shard
 from minivllm.linear.layer import LinearTensors
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder.layer import AfterMixer, BeforeMixer, DecoderLayer
-from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
+from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.mixers.attention import QueryWeights, SelfAttention
 from minivllm.models.model import TOKENS, Attend, Hidden, LayerCache, TokenInputs
 from minivllm.models.shards import VOCABULARY_UNIT
 from minivllm.profiling.spans import span, spanned
@@ -51,12 +53,6 @@ class ShardedDecoder(Decoder):
         self._output: list[Callable]
         self._mlp: list[Callable]
         self._head: Callable
-
-    @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        groups = (layer.mixer.output_shape[1] for layer in self.layers)
-        specs = (spec for spec in super().attention_specs if isinstance(spec, AttentionSpec))
-        return tuple(spec._replace(query_group=group) for spec, group in zip(specs, groups, strict=True))
 
     def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
         self._weights = [(layer.before, layer.after) for layer in self.layers]
@@ -86,9 +82,17 @@ class ShardedDecoder(Decoder):
                 "before": specs_of(layer.before),
             }
             kind: object = None if previous is None else previous.spec.behind, layer.spec.ahead, layer.methods.ahead
-            self._queries.append(region("queries", partial(self._queries_region, previous, layer), inputs, kind))
-            o = TensorSpec((TOKENS, *layer.mixer.output_shape), self.attention_dtype, self.device)
-            inputs = {"o": o, "weights": specs_of(layer.after.mixer)}
+            if isinstance(layer.mixer, SelfAttention) and layer.mixer.norms_whole_width:
+                self._queries.append(self._normed_queries(previous, layer, layer.mixer, inputs, kind, region))
+            else:
+                self._queries.append(region("queries", partial(self._queries_region, previous, layer), inputs, kind))
+            after = layer.after
+            inputs = {
+                "o": TensorSpec((TOKENS, *layer.mixer.output_shape), self.attention_dtype, self.device),
+                "residual": stream if layer.mixer.reads_again else None,
+                "norm": specs_of(after.read_norm),
+                "weights": specs_of(after.mixer),
+            }
             kind = layer.spec.behind, layer.methods.behind
             self._output.append(region("output", partial(self._output_region, layer), inputs, kind))
             inputs = {"x": stream, "residual": stream, "after": specs_of(layer.after)}
@@ -103,6 +107,58 @@ class ShardedDecoder(Decoder):
             "head": specs_of(self.head.tensors),
         }
         self._head = region("head", self._head_region, inputs, last.spec.behind, self.head.method)
+
+    def _normed_queries(
+        self,
+        previous: DecoderLayer | None,
+        layer: DecoderLayer,
+        mixer: SelfAttention,
+        inputs: dict[str, Any],
+        kind: object,
+        region: Callable[..., Callable],
+    ) -> Callable:
+        """The region "queries" of a layer whose heads are normed together: in two halves, with a sum between them."""
+
+        def project(
+            x: Tensor, residual: Tensor, tokens: TokenInputs, norm: Tensor | None, before: BeforeMixer
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            x, residual = self._entered(previous, layer, x, residual, norm, before)
+            qkv = mixer.projected(x, tokens.adapters, QueryWeights(*before.mixer))
+            return qkv, mixer.mean_squares(qkv), residual
+
+        def rotate(
+            qkv: Tensor,
+            mean_squares: Tensor,
+            tokens: TokenInputs,
+            cos_sin: Tensor,
+            cache: LayerCache,
+            before: BeforeMixer,
+        ) -> Tensor:
+            return mixer.rotated(qkv, mean_squares, tokens, cos_sin, cache, QueryWeights(*before.mixer))
+
+        outer = {name: inputs[name] for name in ("x", "residual", "tokens", "norm", "before")}
+        projected = {
+            "qkv": TensorSpec((TOKENS, mixer.qkv.out_features), self.dtype, self.device),
+            "mean_squares": TensorSpec((TOKENS, 2), torch.float32, self.device),
+        }
+        inner = {name: inputs[name] for name in ("tokens", "cos_sin", "cache", "before")}
+        first = region("projections", project, outer, kind)
+        second = region("rotary", rotate, projected | inner, layer.spec.ahead)
+
+        def queries(
+            x: Tensor,
+            residual: Tensor,
+            tokens: TokenInputs,
+            cos_sin: Tensor,
+            cache: LayerCache,
+            norm: Tensor | None,
+            before: BeforeMixer,
+        ) -> tuple[Tensor, Tensor]:
+            qkv, mean_squares, residual = first(x, residual, tokens, norm, before)
+            mean_squares = self._communicator.all_reduce(mean_squares)
+            return second(qkv, mean_squares, tokens, cos_sin, cache, before), residual
+
+        return queries
 
     def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
         """See Decoder. A part in each of the two sums of a layer is this rank's."""
@@ -126,7 +182,8 @@ class ShardedDecoder(Decoder):
         """Behind a layer's attention: what its MLP adds, and the stream without it."""
         after = self._weights[layer][1]
         with span("output"):
-            x = self._communicator.all_reduce(self._output[layer](o, after.mixer))
+            stream = residual if self.layers[layer].mixer.reads_again else None
+            x = self._communicator.all_reduce(self._output[layer](o, stream, after.read_norm, after.mixer))
         with span("mlp"):
             x, residual = self._mlp[layer](x, residual, after)
             return self._communicator.all_reduce(x), residual
@@ -167,14 +224,27 @@ class ShardedDecoder(Decoder):
         norm: Tensor | None,
         before: BeforeMixer,
     ) -> tuple[Tensor, Tensor]:
-        if previous is None:  # the embeddings are the stream, and nothing was added yet
-            x, residual = layer.enter(None, x.clone(), before.norm)
-        else:
-            x, residual = layer.enter(previous.leaving(x, norm), residual, before.norm)
+        x, residual = self._entered(previous, layer, x, residual, norm, before)
         return layer.mixer.ahead(x, tokens, cos_sin, cache, before.mixer), residual
 
-    def _output_region(self, layer: DecoderLayer, o: Tensor, weights: tuple[Any, ...]) -> Tensor:
-        return layer.mixer.behind(o, None, None, weights)  # a gate, which reads the input again, is refused
+    @staticmethod
+    def _entered(
+        previous: DecoderLayer | None,
+        layer: DecoderLayer,
+        x: Tensor,
+        residual: Tensor,
+        norm: Tensor | None,
+        before: BeforeMixer,
+    ) -> tuple[Tensor, Tensor]:
+        if previous is None:  # the embeddings are the stream, and nothing was added yet
+            return layer.enter(None, x.clone(), before.norm)
+        return layer.enter(previous.leaving(x, norm), residual, before.norm)
+
+    def _output_region(
+        self, layer: DecoderLayer, o: Tensor, residual: Tensor | None, norm: Tensor | None, weights: tuple[Any, ...]
+    ) -> Tensor:
+        read = None if residual is None else layer.enter(None, residual, norm)[0]
+        return layer.mixer.behind(o, read, None, weights)
 
     def _mlp_region(self, layer: DecoderLayer, x: Tensor, residual: Tensor, after: AfterMixer) -> tuple[Tensor, Tensor]:
         x, residual = layer.enter(layer.leaving(x, after.mixer_norm), residual, after.norm)
