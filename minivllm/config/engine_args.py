@@ -319,11 +319,6 @@ class EngineArgs:
                 raise ConfigError(
                     "kv_transfer_config needs enable_prefix_caching: what travels is named by the hashes of its blocks."
                 )
-            if self.executor == "mp":
-                raise ConfigError(
-                    "kv_transfer_config needs a worker in the engine's process, but distributed_executor_backend='mp' "
-                    "moves it into another: set only one of them."
-                )
         if self.async_scheduling not in (None, True, False):
             raise ConfigError(f"async_scheduling is {self.async_scheduling!r}, but must be True, False or None.")
         if self.async_scheduling and self.speculative_config is not None:

@@ -50,7 +50,9 @@ class EngineCore:
         self.adapters = None if config.lora is None else AdapterRegistry(config.lora, executor.collective)
         admission = None if config.lora is None else AdapterAdmission(config.lora.max_loras)
         transfer = config.kv_transfer
-        self._connector = make_scheduler_side(transfer, executor.kv_groups)
+        self._connector = make_scheduler_side(
+            transfer, executor.kv_groups, executor.block_bytes, config.tensor_parallel_size
+        )
         self.scheduler = Scheduler(
             config.scheduler,
             kv_cache,

@@ -269,6 +269,8 @@ def fingerprint_of(config: EngineConfig, facts: ModelFacts) -> str:
         "block size": config.cache.block_size,
         "quantization": config.quantization,
         "attention": config.attention_backend,
+        # Sums over ranks are rounded in other places.
+        "tensor parallel size": config.tensor_parallel_size,
         # Scaled rotary tables depend on it.
         "max_model_len": config.scheduler.max_model_len,
     }

@@ -33,7 +33,19 @@ from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executor.broadcast_ring import PeerGone, RingWriter
 from minivllm.executor.child_reports import FRONTEND_SIGNALS, ErrorInfo, Log, describe_exit
 from minivllm.executor.protocol import PendingOutput
-from minivllm.executor.records import Answer, Call, Channel, Died, FromWorker, Masks, Output, Start, Step, Stop
+from minivllm.executor.records import (
+    Answer,
+    Call,
+    Channel,
+    Died,
+    FromWorker,
+    Masks,
+    Output,
+    Report,
+    Start,
+    Step,
+    Stop,
+)
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
@@ -52,7 +64,8 @@ EXIT_SECONDS = 0.3
 class WorkerGroup:
     """Worker processes, the ring to them, and the thread that listens to them."""
 
-    def __init__(self, config: EngineConfig, command: Sequence[str] = WORKER_COMMAND) -> None:
+    def __init__(self, config: EngineConfig, transfers: TransferInbox, command: Sequence[str]) -> None:
+        self._transfers = transfers
         self.size = size = config.tensor_parallel_size
         self.dead_error: MinivllmError | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -169,9 +182,11 @@ class WorkerGroup:
                         return
                     self._take(rank, message)
 
-    def _take(self, rank: int, message: Output | Answer | Log) -> None:
+    def _take(self, rank: int, message: Output | Answer | Report | Log) -> None:
         if isinstance(message, Log):
             message.handle()
+        elif isinstance(message, Report):
+            self._transfers.put(message.output)
         elif isinstance(message, Output):
             with self._lock:
                 future = self._outputs.popleft()
@@ -208,6 +223,7 @@ class WorkerGroup:
             tell = self._tell
         for future in waiting:
             future.set_exception(error)
+        self._transfers.fail(error)
         tell(error)
 
     def _killed_rank(self) -> int | None:
@@ -244,8 +260,7 @@ class WorkerGroup:
 
 
 class MultiprocExecutor:
-    """One worker process per rank. Loads, sizes and warms them up; all ranks get the smallest cache of any. No keys and
-    values travel: EngineArgs refuses a connector here.
+    """One worker process per rank. Loads, sizes and warms them up; all ranks get the smallest cache of any.
 
     Raises what a worker raises while it loads: ConfigError, ModelError, or EngineDeadError that names the rank.
     """
@@ -253,14 +268,15 @@ class MultiprocExecutor:
     def __init__(self, config: EngineConfig, facts: ModelFacts, command: Sequence[str] = WORKER_COMMAND) -> None:
         self.vocab_size = facts.vocab_size
         self.transfers = TransferInbox()
-        self._group = WorkerGroup(config, command)
+        self._group = WorkerGroup(config, self.transfers, command)
         self._close = weakref.finalize(self, self._group.close)
         self.pids = [process.pid for process in self._group.processes]
         try:
             self.collective("load_model")
             sized: list[list[GroupSpec]] = self.collective("size_cache")
             counts = [min(group.num_blocks for group in groups) for groups in zip(*sized)]
-            self.collective("initialize_pools", counts)
+            self.block_bytes = sum(group.block_bytes for groups in sized for group in groups)
+            self.collective("initialize_pools", counts, self.block_bytes)
         except BaseException:
             self.shutdown()
             raise

@@ -26,6 +26,8 @@ class Executor(Protocol):
 
     kv_groups: Sequence[GroupSpec]
     """With the sizes of their pools."""
+    block_bytes: int
+    """Of one block of every KV group, over all layers and workers."""
     vocab_size: int
     """Width of the logits."""
     transfers: TransferInbox

@@ -1,7 +1,7 @@
 """What crosses between an executor and its worker processes: typed msgpack messages, and nothing else is decoded.
 
 To all workers, through the ring: ``Step`` (then ``Masks``, where it says so), ``Call`` and ``Stop``. From each worker,
-through its socket: ``Output`` of the output rank, ``Answer`` to every call, ``Log`` and ``Died``.
+through its socket: ``Output`` of the output rank, ``Answer`` to every call, ``Report``, ``Log`` and ``Died``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 
 from minivllm.config import EngineConfig
 from minivllm.executor.child_reports import ErrorInfo, Log
+from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 OUTPUT_RANK = 0
@@ -76,13 +77,19 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     error: ErrorInfo | None = None
 
 
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """What a connector has moved."""
+
+    output: KVConnectorOutput
+
+
 class Died(msgspec.Struct, frozen=True, tag="died"):
     """The last message of a worker that cannot go on."""
 
     error: ErrorInfo
 
 
-FromWorker = Output | Answer | Log | Died
+FromWorker = Output | Answer | Report | Log | Died
 
 _LENGTH = struct.Struct("<I")
 _RECEIVED_BYTES = 2**18

@@ -28,7 +28,19 @@ from minivllm.errors import MinivllmError, RequestError
 from minivllm.executor.broadcast_ring import RingReader
 from minivllm.executor.child_reports import FRONTEND_SIGNALS, ErrorInfo, LogSender
 from minivllm.executor.protocol import ENGINE_METHODS, PendingOutput, check_arguments
-from minivllm.executor.records import OUTPUT_RANK, Answer, Call, Channel, Died, Masks, Output, Start, Step, ToWorkers
+from minivllm.executor.records import (
+    OUTPUT_RANK,
+    Answer,
+    Call,
+    Channel,
+    Died,
+    Masks,
+    Output,
+    Report,
+    Start,
+    Step,
+    ToWorkers,
+)
 from minivllm.messages import TokenMasks
 from minivllm.model_facts.choose import read_model_facts
 from minivllm.models.registry.registry import load_family
@@ -53,14 +65,14 @@ class WorkerProcess:
             self._worker = self._make_worker(self._start)
             self._serve(self._worker)
             self._worker.leave_builds()
+            self._worker.stop_transfers()
         except BaseException as error:
             with contextlib.suppress(OSError):  # the engine has gone as well
                 self._channel.send(Died(ErrorInfo.of(error)))
             return 1
         return 0
 
-    @staticmethod
-    def _make_worker(start: Start) -> Worker:
+    def _make_worker(self, start: Start) -> Worker:
         config = start.config
         if config.family is not None:
             load_family(config.family)
@@ -70,7 +82,7 @@ class WorkerProcess:
             communicator = SharedMemoryCommunicator(start.rank, *start.segment)
         elif start.rendezvous is not None:
             communicator = GlooCommunicator(start.rank, start.size, start.rendezvous)
-        return Worker(config, facts, communicator=communicator)
+        return Worker(config, facts, lambda output: self._channel.send(Report(output)), communicator)
 
     def _serve(self, worker: Worker) -> None:
         # On a CPU launching is computing: a result is there before the next record is looked at.

@@ -35,11 +35,18 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 @dataclass(frozen=True, kw_only=True)
 class TransferContext:
     """What both sides are made with. options: of the connector's type. groups: the KV groups with their pools; blocks
-    of all of them hold equally many tokens, so one hash names one block in each."""
+    of all of them hold equally many tokens, so one hash names one block in each.
+
+    num_ranks: workers, each of which moves its own part of every block. block_bytes: of a block over all layers and
+    ranks, whose parts may differ. rank: of this worker; the scheduler's side has none and takes 0.
+    """
 
     config: KVTransferConfig
     options: Any
     groups: Sequence[GroupSpec]
+    block_bytes: int
+    num_ranks: int = 1
+    rank: int = 0
 
     @property
     def block_size(self) -> int:
@@ -50,10 +57,12 @@ class TransferContext:
 class KVConnectorScheduler:
     """The scheduler's side. As it stands it holds nothing, which is the default connector: no step costs anything.
 
-    tier: its name among the metrics. block_bytes: of one block over all layers. num_saved_blocks: since the start.
+    tier: its name among the metrics. block_bytes: of one block over all layers and ranks. num_ranks: workers that
+    report each transfer. num_saved_blocks: since the start.
     """
 
     is_connected = False
+    num_ranks = 1
     tier = ""
     block_bytes = 0
     num_saved_blocks = 0
@@ -100,7 +109,7 @@ class BlockStore(KVConnectorScheduler, ABC):
     def __init__(self, context: TransferContext) -> None:
         self.context = context
         self.tier = context.config.kv_connector
-        self.block_bytes = sum(group.block_bytes for group in context.groups)
+        self.block_bytes, self.num_ranks = context.block_bytes, context.num_ranks
         self._loads: list[BlockTransfer] = []
 
     @abstractmethod
@@ -188,8 +197,10 @@ def load_connector(config: KVTransferConfig) -> type[KVConnector]:
     return found
 
 
-def make_context(config: KVTransferConfig, groups: Sequence[GroupSpec]) -> TransferContext:
-    """Raises ConfigError for KV groups whose blocks cannot travel together."""
+def make_context(
+    config: KVTransferConfig, groups: Sequence[GroupSpec], block_bytes: int, num_ranks: int = 1, rank: int = 0
+) -> TransferContext:
+    """See TransferContext. Raises ConfigError for KV groups whose blocks cannot travel together."""
     if len({group.block_size for group in groups}) > 1 or not all(
         "attention" in group.kind or group.reach for group in groups
     ):
@@ -198,11 +209,18 @@ def make_context(config: KVTransferConfig, groups: Sequence[GroupSpec]) -> Trans
             f"kv_transfer_config needs keys and values in blocks of one size, but this model keeps {kinds}: leave it "
             "out for this model."
         )
-    return TransferContext(config=config, options=load_connector(config).options(config), groups=groups)
+    options = load_connector(config).options(config)
+    return TransferContext(
+        config=config, options=options, groups=groups, block_bytes=block_bytes, num_ranks=num_ranks, rank=rank
+    )
 
 
-def make_scheduler_side(config: KVTransferConfig | None, groups: Sequence[GroupSpec]) -> KVConnectorScheduler:
+def make_scheduler_side(
+    config: KVTransferConfig | None, groups: Sequence[GroupSpec], block_bytes: int, num_ranks: int = 1
+) -> KVConnectorScheduler:
     """The connector that the settings name, or the one that holds nothing. Raises ConfigError."""
     if config is None:
         return KVConnectorScheduler()
-    return load_connector(config).scheduler_side(make_context(config, groups))
+    side = load_connector(config).scheduler_side(make_context(config, groups, block_bytes, num_ranks))
+    side.num_ranks = num_ranks
+    return side

@@ -20,15 +20,17 @@ from minivllm.request import Request
 
 class Load:
     """keys: hashes of its blocks. blocks: one for each key in every KV group, the null block where nothing is read.
-    hits: what the prefix cache holds before them, kept from eviction meanwhile."""
+    hits: what the prefix cache holds before them, kept from eviction meanwhile. valid: rank -> how many of the first
+    blocks hold what they should, as far as that worker has reported."""
 
-    __slots__ = ("blocks", "hits", "keys", "request", "transfer_id")
+    __slots__ = ("blocks", "hits", "keys", "request", "transfer_id", "valid")
 
     def __init__(
         self, transfer_id: str, request: Request, keys: list[bytes], hits: BlocksPerGroup, blocks: BlocksPerGroup
     ) -> None:
         self.transfer_id, self.request, self.keys = transfer_id, request, keys
         self.hits, self.blocks = hits, blocks
+        self.valid: dict[int, int] = {}
 
     @property
     def block_ids(self) -> BlockIds:
@@ -45,7 +47,7 @@ class RemoteLoads:
         self._manager, self._connector = manager, connector
         self.waiting: dict[str, Load] = {}
         self._loads: dict[str, Load] = {}
-        self._sending: dict[str, BlocksPerGroup] = {}
+        self._sending: dict[str, tuple[BlocksPerGroup, set[int]]] = {}
         self._num_begun = 0
         self._hit_tokens = self._num_loaded = self._num_failed = 0
 
@@ -84,14 +86,19 @@ class RemoteLoads:
     def end(self, output: KVConnectorOutput) -> list[tuple[Request, bool]]:
         """Take in what the workers report; the requests that need not wait any longer, and whether all of it came.
 
-        A transfer that is not known has been reported before: it is ignored.
+        A transfer is over when every rank has reported it; blocks are good as far as they are with all of them. What is
+        not known, or comes from a rank for the second time, has been reported before: it is ignored.
         """
-        released = []
+        released, num_ranks = [], self._connector.num_ranks
         for transfer_id, num_valid in output.finished_recving.items():
-            load = self._loads.pop(transfer_id, None)
+            load = self._loads.get(transfer_id)
             if load is None:
                 continue
-            num_valid = min(num_valid, len(load.keys))
+            load.valid.setdefault(output.rank, num_valid)
+            if len(load.valid) < num_ranks:
+                continue
+            del self._loads[transfer_id]
+            num_valid = min(*load.valid.values(), len(load.keys))
             is_whole = num_valid == len(load.keys)
             self._num_loaded += num_valid
             self._num_failed += len(load.keys) - num_valid
@@ -103,9 +110,12 @@ class RemoteLoads:
                 load.request.load_failed = not is_whole
                 released.append((load.request, is_whole))
         for request_id in output.finished_sending:
-            blocks = self._sending.pop(request_id, None)
-            if blocks is not None:
-                self._manager.give_back(blocks)
+            if request_id in self._sending:
+                blocks, ranks = self._sending[request_id]
+                ranks.add(output.rank)
+                if len(ranks) == num_ranks:
+                    del self._sending[request_id]
+                    self._manager.give_back(blocks)
         return released
 
     def finish(self, request: Request) -> None:
@@ -115,7 +125,7 @@ class RemoteLoads:
         if connector.is_connected and connector.request_finished(
             request, self._manager.get_block_ids(request.request_id)
         ):
-            self._sending[request.request_id] = self._manager.hold(request.request_id)
+            self._sending[request.request_id] = self._manager.hold(request.request_id), set()
 
     def is_sending(self, request_id: str) -> bool:
         """Whether blocks of a request that has ended are still read."""
@@ -135,7 +145,7 @@ class RemoteLoads:
         for load in self._loads.values():
             yield load.blocks
             yield load.hits
-        yield from self._sending.values()
+        yield from (blocks for blocks, _ in self._sending.values())
 
     def stats(self) -> KVTransferStats:
         return KVTransferStats(

@@ -152,13 +152,13 @@ class Worker:
         counts = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
         run_on_null_block(self._make_runner(RegionCompiler(enabled=False), limits), counts)
 
-    def initialize_pools(self, num_blocks: list[int]) -> None:
-        """``initialize`` with pools of so many blocks, one number for each KV group."""
+    def initialize_pools(self, num_blocks: list[int], block_bytes: int) -> None:
+        """``initialize`` with pools of so many blocks, one number for each KV group. block_bytes: see Executor."""
         groups = zip(self._new_groups(), num_blocks, strict=True)
-        self.initialize([replace(group, num_blocks=count) for group, count in groups])
+        self.initialize([replace(group, num_blocks=count) for group, count in groups], block_bytes)
 
     @torch.inference_mode()
-    def initialize(self, groups: Sequence[GroupSpec]) -> None:
+    def initialize(self, groups: Sequence[GroupSpec], block_bytes: int) -> None:
         """Allocate the cache and all buffers, have everything compiled, and run it once."""
         scheduler, speculative = self.config.scheduler, self.config.speculative
         verify_size, warm_up = 0, [1] * WARM_UP_DECODES + [2] * WARM_UP_CHUNKS
@@ -180,7 +180,7 @@ class Worker:
         if speculative is not None:
             self.runner.speculate(speculative, self._draft_decoder)
         if self.config.kv_transfer is not None:
-            self._connector = self._make_connector(self.config.kv_transfer, groups)
+            self._connector = self._make_connector(self.config.kv_transfer, groups, block_bytes)
         started = time.perf_counter()
         self._warm_up(warm_up)
         if self._compiler.enabled:
@@ -192,8 +192,12 @@ class Worker:
             # Not earlier: the made-up requests of the warm-up are none of theirs.
             self.runner.sampling_state.add_processor(processor(self.facts.vocab_size, self.device))
 
-    def _make_connector(self, config: KVTransferConfig, groups: Sequence[GroupSpec]) -> KVConnectorWorker:
-        context = WorkerContext(transfer=make_context(config, groups), device=self.device, report=self._report_transfer)
+    def _make_connector(
+        self, config: KVTransferConfig, groups: Sequence[GroupSpec], block_bytes: int
+    ) -> KVConnectorWorker:
+        rank = 0 if self._communicator is None else self._communicator.rank
+        transfer = make_context(config, groups, block_bytes, self.config.tensor_parallel_size, rank)
+        context = WorkerContext(transfer=transfer, device=self.device, report=self._report_transfer)
         connector: KVConnectorWorker = load_connector(config).worker_side(context)
         connector.register_kv_caches(self.runner.model.caches)
         return connector

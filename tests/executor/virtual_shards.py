@@ -52,12 +52,14 @@ class VirtualShards:
         places: list[list[Any]] = [[None] * size, [None] * size]
         self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
         self.workers = [
-            Worker(config, facts, communicator=ThreadCommunicator(rank, self._barrier, places)) for rank in range(size)
+            Worker(config, facts, self.transfers.put, ThreadCommunicator(rank, self._barrier, places))
+            for rank in range(size)
         ]
         self.collective("load_model")
         sized = self.collective("size_cache")
         counts = [min(group.num_blocks for group in groups) for groups in zip(*sized)]
-        self.collective("initialize_pools", counts)
+        self.block_bytes = sum(group.block_bytes for groups in sized for group in groups)
+        self.collective("initialize_pools", counts, self.block_bytes)
         self.kv_groups: Sequence[GroupSpec] = [
             replace(group, num_blocks=count) for group, count in zip(sized[0], counts)
         ]
@@ -105,6 +107,8 @@ class VirtualShards:
     def shutdown(self) -> None:
         for thread in self._threads:
             thread.shutdown()
+        for worker in self.workers:
+            worker.stop_transfers()
 
 
 def virtual_llm(**arguments: Any) -> LLM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,9 +25,13 @@ class SimulatedStore(BlockStore):
     """Scheduler's side. Names stay known when contents were lost, until a load fails. sends_every: which of the
     requests that end are still read afterwards."""
 
-    def __init__(self, block_size: int, sends_every: int = 0, groups: Sequence[GroupSpec] = ()) -> None:
-        config = KVTransferConfig(kv_connector="simulated")
-        super().__init__(TransferContext(config=config, options=None, groups=groups or [one_group(1, block_size, 1)]))
+    def __init__(
+        self, block_size: int, sends_every: int = 0, groups: Sequence[GroupSpec] = (), num_ranks: int = 1
+    ) -> None:
+        config, groups = KVTransferConfig(kv_connector="simulated"), groups or [one_group(1, block_size, 1)]
+        super().__init__(
+            TransferContext(config=config, options=None, groups=groups, block_bytes=1, num_ranks=num_ranks)
+        )
         self.names: set[bytes] = set()
         self.is_shy = False
         self._sends_every, self._num_finished = sends_every, 0
@@ -54,7 +59,8 @@ class SimulatedStore(BlockStore):
 
 @dataclass
 class Transport:
-    """Worker's side: what is stored, what is on its way, and what was reported before."""
+    """Worker's side: what is stored, what is on its way, and what was reported before. valid: of each load, what the
+    ranks that are done have reported; done_sending: of each send, how many ranks are done."""
 
     worker: SimulatedWorker
     store: SimulatedStore
@@ -62,6 +68,8 @@ class Transport:
     loads: list[BlockTransfer] = field(default_factory=list)
     sends: list[tuple[str, BlockIds, Contents]] = field(default_factory=list)
     reports: list[KVConnectorOutput] = field(default_factory=list)
+    valid: dict[str, list[int]] = field(default_factory=dict)
+    done_sending: Counter[str] = field(default_factory=Counter)
     num_whole: int = 0
 
     def follow(self, step: SchedulerOutput) -> None:
@@ -89,28 +97,38 @@ class Transport:
                     self._write(group, block_id, None)
 
     def carry(self, choice: int, num_good: int) -> KVConnectorOutput:
-        """One load ends: its first blocks arrive, the next ones are broken. What was lost from the store is lost."""
-        load = self.loads.pop(choice % len(self.loads))
-        num_valid = 0
-        for index, key in enumerate(load.keys[:num_good]):
-            if key not in self.stored:
-                break
+        """One rank ends a load: its first blocks arrive, the next ones are broken. What was lost from the store is lost.
+        The blocks hold what they should as far as they do with all ranks, and not before the last one is done."""
+        load = self.loads[choice % len(self.loads)]
+        own = [key in self.stored for key in load.keys[:num_good]] + [False]
+        valid = self.valid.setdefault(load.transfer_id, [])
+        rank = self._next_rank(load.transfer_id)
+        valid.append(own.index(False))
+        if len(valid) == self.store.num_ranks:
+            self.loads.remove(load)
             for group, ids in enumerate(load.block_ids):
-                self._write(group, ids[index], self.stored[key][group])
-            num_valid += 1
-        for group, ids in enumerate(load.block_ids):
-            for block_id in ids[num_valid:]:
-                self._write(group, block_id, None)
-        self.num_whole += num_valid == len(load.keys)
-        self.reports.append(KVConnectorOutput(finished_recving={load.transfer_id: num_valid}))
+                for index, block_id in enumerate(ids):
+                    is_good = index < min(valid)
+                    self._write(group, block_id, self.stored[load.keys[index]][group] if is_good else None)
+            self.num_whole += min(valid) == len(load.keys)
+        self.reports.append(KVConnectorOutput(rank=rank, finished_recving={load.transfer_id: valid[-1]}))
         return self.reports[-1]
 
+    def _next_rank(self, transfer_id: str) -> int:
+        """One that has not reported yet."""
+        done = {report.rank for report in self.reports if transfer_id in report.finished_recving}
+        return next(rank for rank in range(self.store.num_ranks) if rank not in done)
+
     def end_send(self, choice: int) -> KVConnectorOutput:
-        """A reader is done with the blocks of a request that ended, which must be as they were."""
-        request_id, block_ids, contents = self.sends.pop(choice % len(self.sends))
+        """A rank is done with the blocks of a request that ended, which must be as they were."""
+        request_id, block_ids, contents = self.sends[choice % len(self.sends)]
+        rank = self.done_sending[request_id]
+        self.done_sending[request_id] += 1
+        if self.done_sending[request_id] == self.store.num_ranks:
+            del self.sends[choice % len(self.sends)]
         now = tuple([slot for one in ids for slot in self._read(g, one)] for g, ids in enumerate(block_ids))
         assert now == contents, "somebody wrote into blocks that are still read"
-        self.reports.append(KVConnectorOutput(finished_sending=[request_id]))
+        self.reports.append(KVConnectorOutput(rank=rank, finished_sending=[request_id]))
         return self.reports[-1]
 
     def _read(self, group: int, block_id: int) -> list[int | None]:

@@ -256,11 +256,9 @@ def test_bad_settings_are_refused_with_a_sentence(tiny_model: TinyModel, config:
         tiny_llm(tiny_model("llama"), kv_transfer_config=config)
 
 
-def test_a_connector_wants_the_prefix_cache_and_a_worker_beside_the_core(tiny_model: TinyModel) -> None:
+def test_a_connector_wants_the_prefix_cache(tiny_model: TinyModel) -> None:
     with pytest.raises(ConfigError, match="needs enable_prefix_caching"):
         tiny_llm(tiny_model("llama"), kv_transfer_config=OFFLOAD, enable_prefix_caching=False)
-    with pytest.raises(ConfigError, match="in the engine's process"):
-        tiny_llm(tiny_model("llama"), kv_transfer_config=OFFLOAD, distributed_executor_backend="mp")
 
 
 def test_metrics_say_what_travelled_by_tier() -> None:

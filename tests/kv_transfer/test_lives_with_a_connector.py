@@ -40,6 +40,7 @@ class ConnectorMachine(SchedulerMachine):
         depth=st.integers(1, 3),
         is_async=st.booleans(),
         sends_every=st.integers(0, 3),
+        num_ranks=st.integers(1, 3),
     )
     def start(  # type: ignore[override]
         self,
@@ -52,8 +53,9 @@ class ConnectorMachine(SchedulerMachine):
         depth: int,
         is_async: bool,
         sends_every: int,
+        num_ranks: int,
     ) -> None:
-        self.store = self.make_store(block_size, sends_every)
+        self.store = self.make_store(block_size, sends_every, num_ranks=num_ranks)
         groups = [(Layers(block_size, kind, reach), num_blocks) for kind, reach, num_blocks in kinds]
         super().start(policy, budget, max_num_seqs, groups, threshold, True, depth, is_async)
         self.transport = self.make_transport(self.worker, self.store)
@@ -77,7 +79,7 @@ class ConnectorMachine(SchedulerMachine):
     @precondition(lambda self: self.transport.loads)
     @rule(choice=st.integers(0, 9), num_good=st.sampled_from([0, 1, 2, 99, 99, 99]))
     def carry(self, choice: int, num_good: int) -> None:
-        """A load ends: whole, with a broken block, or after its deadline."""
+        """A load ends on one rank: whole, with a broken block, or after its deadline."""
         self.report(self.transport.carry(choice, num_good))
 
     @precondition(lambda self: self.transport.loads)
@@ -173,6 +175,7 @@ def busy_life(seed: int, num_actions: int, make_machine: type[ConnectorMachine] 
         depth=random.choice([1, 1, 2, 3]),
         is_async=random.random() < 0.5,
         sends_every=random.choice([0, 0, 1, 3]),
+        num_ranks=random.choice([1, 1, 2]),
     )
     for _ in range(num_actions):
         action = random.random()

@@ -26,19 +26,18 @@ DEFAULT_BYTES = 2**30
 
 
 class OffloadingOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """cpu_bytes_to_use: most host memory that blocks take; it is taken when they come."""
+    """cpu_bytes_to_use: most host memory that blocks take, with all workers together; it is taken when they come."""
 
     cpu_bytes_to_use: int = DEFAULT_BYTES
 
 
 def num_places(context: TransferContext) -> int:
     """Blocks that the host memory holds. Raises ConfigError if there is no room for one."""
-    block_bytes = sum(group.block_bytes for group in context.groups)
-    count = int(context.options.cpu_bytes_to_use) // block_bytes
+    count = int(context.options.cpu_bytes_to_use) // context.block_bytes
     if count < 1:
         raise ConfigError(
             f"cpu_bytes_to_use is {context.options.cpu_bytes_to_use}, but one block of {context.block_size} tokens "
-            f"takes {block_bytes}: give OffloadingConnector more."
+            f"takes {context.block_bytes}: give OffloadingConnector more."
         )
     return count
 

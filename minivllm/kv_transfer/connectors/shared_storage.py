@@ -53,9 +53,10 @@ class SharedStorageOptions(msgspec.Struct, forbid_unknown_fields=True):
     shared_storage_path: str
 
 
-def folder_of(context: TransferContext) -> Path:
-    """Where blocks of this model, with these settings, lie. rank: one worker has all layers and heads."""
-    return Path(context.options.shared_storage_path) / context.config.fingerprint / "rank0of1"
+def folder_of(context: TransferContext, rank: int) -> Path:
+    """Where a worker's parts of the blocks of this model, with these settings, lie."""
+    name = f"rank{rank}of{context.num_ranks}"
+    return Path(context.options.shared_storage_path) / context.config.fingerprint / name
 
 
 def path_of(folder: Path, key: bytes) -> Path:
@@ -115,16 +116,16 @@ class BlockFile:
 
 
 class SharedStorageScheduler(BlockStore):
-    """Asks the directory whether a file is there. What failed to load is not asked for again."""
+    """Asks the directory whether the files of all ranks are there. What failed to load is not asked for again."""
 
     def __init__(self, context: TransferContext) -> None:
         super().__init__(context)
-        self._folder = folder_of(context)
+        self._folders = [folder_of(context, rank) for rank in range(context.num_ranks)]
         self._known: OrderedDict[bytes, bool] = OrderedDict()
 
     def holds(self, key: bytes) -> bool:
         if key not in self._known:
-            if not path_of(self._folder, key).is_file():
+            if not all(path_of(folder, key).is_file() for folder in self._folders):
                 return False
             self._remember(key, True)
         return self._known[key]
@@ -153,7 +154,7 @@ class SharedStorageWorker(KVConnectorWorker):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._folder = folder_of(context.transfer)
+        self._folder = folder_of(context.transfer, context.transfer.rank)
         if context.transfer.config.saves:
             self._folder.mkdir(parents=True, exist_ok=True)
         self._bad: set[bytes] = set()

@@ -152,4 +152,5 @@ class KVConnectorWorker(ABC):
         except Exception:  # whatever it is, the request must not wait for ever
             logger.exception("Loading %d blocks failed.", len(load.keys))
             num_valid = 0
-        self.context.report(KVConnectorOutput(finished_recving={load.transfer_id: num_valid}))
+        rank = self.context.transfer.rank
+        self.context.report(KVConnectorOutput(rank=rank, finished_recving={load.transfer_id: num_valid}))
