@@ -70,37 +70,28 @@ if TYPE_CHECKING:
     from minivllm.spec_decode.drafter import DraftContext, Drafter, DraftTask
 
 _HOMES = {
-    "LLM": "minivllm.frontend.llm",
-    "AsyncLLM": "minivllm.frontend.async_llm",
-    "AttentionRule": "minivllm.attention",
-    "BatchUpdate": "minivllm.sampling.logits_processors",
-    "BeamSearchParams": "minivllm.sampling_params",
-    "CompletionOutput": "minivllm.processing.outputs",
-    "RequestOutput": "minivllm.processing.outputs",
-    "Description": "minivllm.models.families.dense",
-    "DraftContext": "minivllm.spec_decode.drafter",
-    "DraftTask": "minivllm.spec_decode.drafter",
-    "Drafter": "minivllm.spec_decode.drafter",
-    "KVConnector": "minivllm.kv_transfer.connector",
-    "EngineArgs": "minivllm.config",
-    "Entries": "minivllm.models.entries.entries",
-    "Family": "minivllm.models.families.family",
-    "LoRARequest": "minivllm.messages",
-    "LogitsProcessor": "minivllm.sampling.logits_processors",
-    "OutputKind": "minivllm.sampling_params",
-    "PoolingParams": "minivllm.sampling_params",
-    "RepetitionDetection": "minivllm.sampling_params",
-    "SamplingParams": "minivllm.sampling_params",
-    "SchedulingPolicy": "minivllm.scheduler.policy",
-    "SortedQueue": "minivllm.scheduler.queues",
-    "StructuredOutputs": "minivllm.sampling_params",
-    "Turns": "minivllm.scheduler.policy",
-    "register_attention": "minivllm.plugins",
-    "register_connector": "minivllm.plugins",
-    "register_drafter": "minivllm.plugins",
-    "register_family": "minivllm.models.registry.registry",
-    "register_policy": "minivllm.plugins",
-    "rule_attention": "minivllm.attention",
+    name: f"minivllm.{module}"
+    for module, names in {
+        "attention": "AttentionRule rule_attention",
+        "config": "EngineArgs",
+        "frontend.async_llm": "AsyncLLM",
+        "frontend.llm": "LLM",
+        "kv_transfer.connector": "KVConnector",
+        "messages": "LoRARequest",
+        "models.entries.entries": "Entries",
+        "models.families.dense": "Description",
+        "models.families.family": "Family",
+        "models.registry.registry": "register_family",
+        "plugins": "register_attention register_connector register_drafter register_policy",
+        "processing.outputs": "CompletionOutput RequestOutput",
+        "sampling.logits_processors": "BatchUpdate LogitsProcessor",
+        "sampling_params": "BeamSearchParams OutputKind PoolingParams RepetitionDetection SamplingParams "
+        "StructuredOutputs",
+        "scheduler.policy": "SchedulingPolicy Turns",
+        "scheduler.queues": "SortedQueue",
+        "spec_decode.drafter": "DraftContext DraftTask Drafter",
+    }.items()
+    for name in names.split()
 }
 
 

@@ -122,12 +122,14 @@ class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
 
 class BlockTransfer(msgspec.Struct, frozen=True, kw_only=True):
     """Whole blocks that travel. keys: their hashes. block_ids: of each KV group, one for each key; the null block where
-    nobody reads the group's. places: a connector's own numbers for them. transfer_id: names a load, and no other."""
+    nobody reads the group's. places: a connector's own numbers for them. transfer_id: names a load, and no other.
+    part: which of several connectors moves them."""
 
     keys: list[bytes]
     block_ids: BlockIds
     places: list[int] = msgspec.field(default_factory=list)
     transfer_id: str = ""
+    part: int = 0
 
 
 class KVConnectorMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,7 +206,8 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
 
 class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
     """What has travelled since the start. tier: the connector's name. hit_tokens: found there. num_failed_blocks: were
-    missing or broken. block_bytes: of one block over all layers."""
+    missing or broken. block_bytes: of one block over all layers and workers. num_loads: that have ended;
+    loads_within: (seconds, how many of them took at most so long); load_seconds: of all together."""
 
     tier: str
     block_bytes: int
@@ -212,6 +215,9 @@ class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
     num_loaded_blocks: int
     num_saved_blocks: int
     num_failed_blocks: int
+    num_loads: int = 0
+    loads_within: list[tuple[float, int]] = []
+    load_seconds: float = 0.0
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,7 +226,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_usage: share of the blocks that are in use, 0 to 1, in the pool that has the fewest left. kv_cache_pools:
     of each KV group. num_drafts: verifications of at least one drafted token. num_draft_tokens, num_accepted_tokens:
     drafted tokens that were verified, and those of them that were kept. num_accepted_tokens_per_position: how many
-    verifications kept their first, second, … drafted token. kv_transfer: None without a connector.
+    verifications kept their first, second, … drafted token. kv_transfer: of each tier.
     """
 
     num_running: int = 0
@@ -236,7 +242,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_position: list[int] = msgspec.field(default_factory=list)
-    kv_transfer: KVTransferStats | None = None
+    kv_transfer: list[KVTransferStats] = []
 
 
 class RecentStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -119,6 +119,7 @@ CONNECTORS = Plugins(
         "OffloadingConnector": "minivllm.kv_transfer.connectors.offloading:OffloadingConnector",
         "SharedStorageConnector": "minivllm.kv_transfer.connectors.shared_storage:SharedStorageConnector",
         "LookupBufferConnector": "minivllm.kv_transfer.lookup.lookup_connector:LookupBufferConnector",
+        "MultiConnector": "minivllm.kv_transfer.connectors.multi:MultiConnector",
     },
 )
 """A connector is a subclass of KVConnector, the class itself, which names its two sides."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, cast, get_args
 
-from minivllm.config.kv_transfer_config import KVTransferConfig
+from minivllm.config.kv_transfer_config import KVTransferConfig, portable_transfer
 from minivllm.errors import ConfigError
 from minivllm.plugins import ATTENTION, CONNECTORS, DRAFTERS, POLICIES, import_path
 
@@ -379,7 +379,7 @@ class EngineArgs:
             speculative = {**speculative, "method": DRAFTERS.portable(speculative["method"])}
         transfer = self.kv_transfer_config
         if transfer is not None:
-            transfer = {**transfer, "kv_connector": CONNECTORS.portable(transfer["kv_connector"])}
+            transfer = portable_transfer(transfer)
         return replace(
             self,
             kv_transfer_config=transfer,

@@ -17,7 +17,8 @@ class KVTransferConfig:
     """Where keys and values go besides the KV cache, and come from.
 
     kv_connector: "OffloadingConnector" (host memory), "SharedStorageConnector" (a directory), "LookupBufferConnector"
-        (another engine), a name given to minivllm.register_connector, or "package.module:Class".
+        (another engine), "MultiConnector" (several), a name given to minivllm.register_connector, or
+        "package.module:Class".
     kv_role: "kv_producer" only saves, "kv_consumer" only loads, "kv_both" does both.
     kv_load_failure_policy: what becomes of a request whose keys and values do not arrive: "recompute" them, or "fail".
     kv_connector_extra_config: the connector's own settings.
@@ -40,7 +41,7 @@ class KVTransferConfig:
         return self.kv_role != "kv_consumer"
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> KVTransferConfig:
+    def from_dict(cls, values: dict[str, Any], fingerprint: str = "") -> KVTransferConfig:
         """Build from what the user wrote. Raises ConfigError naming the key and what it may be."""
         known = [one.name for one in fields(cls) if one.name != "fingerprint"]
         if not isinstance(values, dict):
@@ -60,4 +61,16 @@ class KVTransferConfig:
             raise ConfigError(
                 f"kv_transfer_config['kv_connector_extra_config'] is {extra!r}, but must be a dictionary."
             )
-        return cls(**values)
+        return cls(**values, fingerprint=fingerprint)
+
+
+def portable_transfer(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with connectors named so that another process understands them. Raises ConfigError."""
+    values = {**values, "kv_connector": CONNECTORS.portable(values["kv_connector"])}
+    extra = values.get("kv_connector_extra_config", {})
+    if values["kv_connector"] == "MultiConnector" and isinstance(extra.get("connectors"), list):
+        own = extra["connectors"]  # what is wrong with them is said when they are made
+        named = [isinstance(one, dict) and isinstance(one.get("kv_connector"), str) for one in own]
+        own = [portable_transfer(one) if is_named else one for one, is_named in zip(own, named)]
+        values["kv_connector_extra_config"] = {**extra, "connectors": own}
+    return values

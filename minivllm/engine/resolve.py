@@ -93,7 +93,9 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     if speculative is not None and speculative.model is not None:
         speculative = resolve_draft_model(speculative, path, decoder, max_model_len, args.load_format)
     transfer = None if args.kv_transfer_config is None else KVTransferConfig.from_dict(args.kv_transfer_config)
-    outlives_engine = transfer is not None and load_connector(transfer).outlives_engine
+    needs_fingerprint = transfer is not None and load_connector(transfer).needs_fingerprint(transfer)
+    if transfer is not None:
+        load_connector(transfer).check_ranks(transfer, args.tensor_parallel_size)
     check_workers(args, decoder, device)
     find_attention(args.attention_backend)
     load_logits_processors(args.logits_processors or ())  # what is wrong with them is said before the model is loaded
@@ -147,7 +149,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         expert_parallel=args.enable_expert_parallel,
         custom_all_reduce=not args.disable_custom_all_reduce,
     )
-    if transfer is not None and outlives_engine:
+    if transfer is not None and needs_fingerprint:
         config = replace(config, kv_transfer=replace(transfer, fingerprint=fingerprint_of(config, decoder)))
     logger.info("Model %s: %s, weights in %s (%s).", args.model, decoder.architecture, dtype, dtype_reason)
     logger.info("Its layers are those of %s (%s).", implementation, why)

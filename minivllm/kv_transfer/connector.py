@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -27,6 +27,7 @@ from minivllm.plugins import CONNECTORS
 from minivllm.request import Request
 
 if TYPE_CHECKING:
+    from minivllm.kv_transfer.inbox import KVConnectorOutput
     from minivllm.kv_transfer.remote_loads import Load
 
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -82,8 +83,21 @@ class KVConnectorScheduler:
         """Called once at the end of every schedule. full_blocks: hold what they should when that step is computed."""
         return None
 
+    def merge(self, output: KVConnectorOutput) -> KVConnectorOutput:
+        """What a worker's report says of transfers as the scheduler knows them."""
+        return output
+
     def update_connector_output(self, load: Load, num_valid_blocks: int) -> None:
         """A load has ended, with as many of its blocks as they should be, from the first one on."""
+
+    @property
+    def tiers(self) -> Sequence[KVConnectorScheduler]:
+        """Those that are counted by themselves."""
+        return [self]
+
+    def sources(self, load: Load) -> list[tuple[int, int]]:
+        """(index of a tier, blocks it has of the load), in the order of the blocks."""
+        return [(0, len(load.keys))]
 
     def request_finished(self, request: Request, block_ids: BlockIds) -> bool:
         """A request ends, whatever the reason. True: its blocks are still read, so they are held until its id is among
@@ -158,12 +172,13 @@ class KVConnector:
     """What is plugged in: a subclass that names both sides and the type of the options.
 
     scheduler_side: TransferContext -> KVConnectorScheduler. worker_side: WorkerContext -> KVConnectorWorker. Options:
-    what kv_connector_extra_config may hold. outlives_engine: what is saved can be loaded by another process, so it must
-    be kept apart by KVTransferConfig.fingerprint.
+    what kv_connector_extra_config may hold. outlives_engine: what is saved can be loaded by another process.
+    moves_parts: several workers go with it, each with its own part of a block; they must not take one another's.
     """
 
     Options: type[msgspec.Struct] = msgspec.defstruct("Options", [], forbid_unknown_fields=True)
     outlives_engine = False
+    moves_parts = False
     scheduler_side: Callable[[TransferContext], KVConnectorScheduler]
     worker_side: Callable[[Any], Any]
 
@@ -171,6 +186,19 @@ class KVConnector:
     def check(cls, config: KVTransferConfig) -> None:
         """Raise ConfigError for settings that this connector cannot work with."""
         cls.options(config)
+
+    @classmethod
+    def check_ranks(cls, config: KVTransferConfig, num_ranks: int) -> None:
+        """Raise ConfigError for more workers than this connector can serve."""
+        if num_ranks > 1 and not cls.moves_parts:
+            raise ConfigError(
+                f"{config.kv_connector} moves the blocks of a single worker, but there are {num_ranks}: use one worker."
+            )
+
+    @classmethod
+    def needs_fingerprint(cls, config: KVTransferConfig) -> bool:
+        """Whether what is saved must be kept apart from that of other models, by KVTransferConfig.fingerprint."""
+        return cls.outlives_engine
 
     @classmethod
     def options(cls, config: KVTransferConfig) -> Any:
@@ -213,6 +241,11 @@ def make_context(
     return TransferContext(
         config=config, options=options, groups=groups, block_bytes=block_bytes, num_ranks=num_ranks, rank=rank
     )
+
+
+def side_context(context: TransferContext, config: KVTransferConfig) -> TransferContext:
+    """The same for one of several connectors."""
+    return replace(context, config=config, options=load_connector(config).options(config))
 
 
 def make_scheduler_side(

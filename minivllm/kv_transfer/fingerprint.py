@@ -1,12 +1,30 @@
-"""What besides its hash decides what a block holds, as one digest: no block of another model is taken for ours."""
+"""What besides its hash decides what a block holds, as one digest: no block of another model is taken for ours.
+
+Files are hashed whole: fine-tuned weights may differ from the original in few places, which samples of the bytes would
+miss. It is done once. The digest of a file is remembered with its inode, size and times; the time of the last change
+of the inode is the kernel's, so whoever writes into the file cannot keep it as it was. Files that changed a moment ago
+are not remembered: what is written within the same tick of the clock would not show.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import os
+import tempfile
+import time
 from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+logger = logging.getLogger(__name__)
 
 SUFFIXES = (".safetensors", ".gguf", ".json")
+MAX_REMEMBERED = 1000
+MIN_AGE_SECONDS = 5.0
+LARGE_BYTES = 2**28
 
 
 def fingerprint(settings: Iterable[str], model_path: str) -> str:
@@ -22,7 +40,60 @@ def fingerprint(settings: Iterable[str], model_path: str) -> str:
     if os.path.isdir(model_path):
         names = sorted(name for name in os.listdir(model_path) if name.endswith(SUFFIXES))
         files = [os.path.join(model_path, name) for name in names]
+    known = _KnownDigests()
     for path in files:
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(bytes.fromhex(known.digest_of(path)))
+    known.save()
     return digest.hexdigest()
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """stamp: what changes when the file does. digest: SHA-256 of its contents."""
+
+    stamp: list[int]
+    digest: str
+
+
+class _KnownDigests:
+    """Digests by path, in ``file_digests.json`` below MINIVLLM_HOME. What cannot be read there is not known."""
+
+    def __init__(self) -> None:
+        home = Path(os.environ.get("MINIVLLM_HOME") or Path.home() / ".cache" / "minivllm")
+        self._path, self._is_new = home / "file_digests.json", False
+        self._entries: dict[str, _Entry] = {}
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            self._entries = msgspec.json.decode(self._path.read_bytes(), type=dict[str, _Entry])
+
+    def digest_of(self, path: str) -> str:
+        """Raises OSError."""
+        name, began = os.path.realpath(path), time.time_ns()
+        with open(name, "rb") as file:
+            stamp = _stamp(file.fileno())
+            entry = self._entries.get(name)
+            if entry is not None and entry.stamp == stamp:
+                return entry.digest
+            if stamp[2] > LARGE_BYTES:
+                logger.info("Reading %s once, to know its blocks from those of other models …", path)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if _stamp(file.fileno()) == stamp and began - max(stamp[3:]) > MIN_AGE_SECONDS * 1e9:
+                self._entries.pop(name, None)
+                self._entries[name], self._is_new = _Entry(stamp, digest), True
+        return digest
+
+    def save(self) -> None:
+        """Keep what is new, for the next start; others may do so at the same time, and the last one counts."""
+        if not self._is_new:
+            return
+        entries = dict(list(self._entries.items())[-MAX_REMEMBERED:])
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, part = tempfile.mkstemp(dir=self._path.parent, prefix=".file_digests-")
+            with open(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(entries))
+            os.replace(part, self._path)
+
+
+def _stamp(descriptor: int) -> list[int]:
+    """Device, inode, size, and the times of the last change of contents and of the inode [ns]."""
+    info = os.fstat(descriptor)
+    return [info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns]

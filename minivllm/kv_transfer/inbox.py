@@ -12,7 +12,7 @@ from minivllm.errors import MinivllmError
 
 class KVConnectorOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What a connector's worker side has done, reported whenever it is done. rank: of the worker. A transfer is over
-    when every rank has reported it.
+    when every rank has reported it. part: which of several connectors reports.
 
     finished_recving: transfer id of each load that has ended -> how many of its blocks, from the first one on, hold
     what they should; from here on nothing writes into any of them. finished_sending: requests that have ended, of whose
@@ -20,6 +20,7 @@ class KVConnectorOutput(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     rank: int = 0
+    part: int = 0
     finished_recving: dict[str, int] = msgspec.field(default_factory=dict)
     finished_sending: list[str] = msgspec.field(default_factory=list)
 

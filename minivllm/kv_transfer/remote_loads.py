@@ -8,6 +8,7 @@ cache. The request comes back to the head of the queue, and is admitted like any
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 from minivllm.kv_cache.coordinator import BlocksPerGroup
@@ -17,13 +18,16 @@ from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.messages import BlockIds, KVTransferStats
 from minivllm.request import Request
 
+LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Bounds of a histogram: how long requests waited for loads [seconds]."""
+
 
 class Load:
     """keys: hashes of its blocks. blocks: one for each key in every KV group, the null block where nothing is read.
     hits: what the prefix cache holds before them, kept from eviction meanwhile. valid: rank -> how many of the first
-    blocks hold what they should, as far as that worker has reported."""
+    blocks hold what they should, as far as that worker has reported. begun: time.monotonic()."""
 
-    __slots__ = ("blocks", "hits", "keys", "request", "transfer_id", "valid")
+    __slots__ = ("begun", "blocks", "hits", "keys", "request", "transfer_id", "valid")
 
     def __init__(
         self, transfer_id: str, request: Request, keys: list[bytes], hits: BlocksPerGroup, blocks: BlocksPerGroup
@@ -31,10 +35,25 @@ class Load:
         self.transfer_id, self.request, self.keys = transfer_id, request, keys
         self.hits, self.blocks = hits, blocks
         self.valid: dict[int, int] = {}
+        self.begun = time.monotonic()
 
     @property
     def block_ids(self) -> BlockIds:
         return tuple([block.block_id for block in group] for group in self.blocks)
+
+
+class _TierCounts:
+    """What came from a tier since the start."""
+
+    def __init__(self) -> None:
+        self.hit_tokens = self.num_loaded = self.num_failed = 0
+        self.num_loads, self.load_seconds = 0, 0.0
+        self.loads_within = dict.fromkeys(LOAD_SECONDS, 0)
+
+    def add_load(self, seconds: float) -> None:
+        self.num_loads, self.load_seconds = self.num_loads + 1, self.load_seconds + seconds
+        for bound in LOAD_SECONDS:
+            self.loads_within[bound] += seconds <= bound
 
 
 class RemoteLoads:
@@ -49,7 +68,7 @@ class RemoteLoads:
         self._loads: dict[str, Load] = {}
         self._sending: dict[str, tuple[BlocksPerGroup, set[int]]] = {}
         self._num_begun = 0
-        self._hit_tokens = self._num_loaded = self._num_failed = 0
+        self._counts = [_TierCounts() for _ in connector.tiers]
 
     @property
     def num_transfers(self) -> int:
@@ -79,8 +98,9 @@ class RemoteLoads:
         load = Load(str(self._num_begun), request, keys, hits, blocks)
         self._loads[load.transfer_id] = load
         self.waiting[request.request_id] = load
-        self._hit_tokens += num_tokens
         self._connector.update_state_after_alloc(request, load)
+        for tier, num_blocks in self._connector.sources(load):
+            self._counts[tier].hit_tokens += num_blocks * self._manager.hash_block_size
         return True
 
     def end(self, output: KVConnectorOutput) -> list[tuple[Request, bool]]:
@@ -90,6 +110,7 @@ class RemoteLoads:
         not known, or comes from a rank for the second time, has been reported before: it is ignored.
         """
         released, num_ranks = [], self._connector.num_ranks
+        output = self._connector.merge(output)
         for transfer_id, num_valid in output.finished_recving.items():
             load = self._loads.get(transfer_id)
             if load is None:
@@ -100,8 +121,7 @@ class RemoteLoads:
             del self._loads[transfer_id]
             num_valid = min(*load.valid.values(), len(load.keys))
             is_whole = num_valid == len(load.keys)
-            self._num_loaded += num_valid
-            self._num_failed += len(load.keys) - num_valid
+            self._count(load, num_valid)
             self._connector.update_connector_output(load, num_valid)
             self._manager.give_back(load.blocks, load.keys[:num_valid])
             self._manager.give_back(load.hits)
@@ -117,6 +137,18 @@ class RemoteLoads:
                     del self._sending[request_id]
                     self._manager.give_back(blocks)
         return released
+
+    def _count(self, load: Load, num_valid: int) -> None:
+        """Whatever lies behind a piece that failed counts neither as loaded nor as failed."""
+        seconds = time.monotonic() - load.begun
+        for tier, num_blocks in self._connector.sources(load):
+            counts, num_good = self._counts[tier], min(num_valid, num_blocks)
+            counts.num_loaded += num_good
+            counts.add_load(seconds)
+            if num_good < num_blocks:
+                counts.num_failed += num_blocks - num_good
+                break
+            num_valid -= num_good
 
     def finish(self, request: Request) -> None:
         """A request ends, and its blocks are about to be freed: hold those that the connector still reads."""
@@ -147,12 +179,19 @@ class RemoteLoads:
             yield load.hits
         yield from (blocks for blocks, _ in self._sending.values())
 
-    def stats(self) -> KVTransferStats:
-        return KVTransferStats(
-            tier=self._connector.tier,
-            hit_tokens=self._hit_tokens,
-            num_loaded_blocks=self._num_loaded,
-            num_saved_blocks=self._connector.num_saved_blocks,
-            num_failed_blocks=self._num_failed,
-            block_bytes=self._connector.block_bytes,
-        )
+    def stats(self) -> list[KVTransferStats]:
+        """Of each tier."""
+        return [
+            KVTransferStats(
+                tier=tier.tier,
+                hit_tokens=counts.hit_tokens,
+                num_loaded_blocks=counts.num_loaded,
+                num_saved_blocks=tier.num_saved_blocks,
+                num_failed_blocks=counts.num_failed,
+                num_loads=counts.num_loads,
+                loads_within=list(counts.loads_within.items()),
+                load_seconds=counts.load_seconds,
+                block_bytes=tier.block_bytes,
+            )
+            for tier, counts in zip(self._connector.tiers, self._counts)
+        ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from minivllm.messages import KVTransferStats, SchedulerStats
@@ -145,7 +145,7 @@ class _EngineCollector:
             for pool in stats.kv_cache_pools:
                 of_pools.add_metric([pool.name], getattr(pool, field))
             yield of_pools
-        if stats.kv_transfer is not None:
+        if stats.kv_transfer:
             yield from _transfers(stats.kv_transfer)
         # Tokens that a client's grammar forces count as drafts too, and those can be many.
         accepted = CounterMetricFamily(
@@ -158,25 +158,32 @@ class _EngineCollector:
         yield accepted
 
 
-def _transfers(stats: KVTransferStats) -> Iterable[Metric]:
-    """What a connector has done. Its name, which the operator chose, is the only tier."""
-    loaded, saved = stats.num_loaded_blocks, stats.num_saved_blocks
-    counters = (
-        ("hit_tokens", "Tokens found in the tier that the KV cache did not have.", stats.hit_tokens),
-        ("loaded_blocks", "KV blocks that came from the tier.", loaded),
-        ("loaded_bytes", "Bytes that came from the tier.", loaded * stats.block_bytes),
-        ("saved_blocks", "KV blocks that were given to the tier.", saved),
-        ("saved_bytes", "Bytes that were given to the tier.", saved * stats.block_bytes),
+def _transfers(tiers: Sequence[KVTransferStats]) -> Iterable[Metric]:
+    """What connectors have done. The names of the tiers are the operator's choice."""
+    counters: tuple[tuple[str, str, Callable[[KVTransferStats], int]], ...] = (
+        ("hit_tokens", "Tokens found in the tier that the KV cache did not have.", lambda tier: tier.hit_tokens),
+        ("loaded_blocks", "KV blocks that came from the tier.", lambda tier: tier.num_loaded_blocks),
+        ("loaded_bytes", "Bytes that came from the tier.", lambda tier: tier.num_loaded_blocks * tier.block_bytes),
+        ("saved_blocks", "KV blocks that were given to the tier.", lambda tier: tier.num_saved_blocks),
+        ("saved_bytes", "Bytes that were given to the tier.", lambda tier: tier.num_saved_blocks * tier.block_bytes),
         (
             "failed_blocks",
             "KV blocks that the tier promised, but did not have whole.",
-            stats.num_failed_blocks,
+            lambda tier: tier.num_failed_blocks,
         ),
     )
     for name, text, value in counters:
         family = CounterMetricFamily(f"minivllm_kv_transfer_{name}", text, labels=["tier"])
-        family.add_metric([stats.tier], value)
+        for tier in tiers:
+            family.add_metric([tier.tier], value(tier))
         yield family
+    waits = HistogramMetricFamily(
+        "minivllm_kv_transfer_load_seconds", "How long requests waited for loads from the tier.", labels=["tier"]
+    )
+    for tier in tiers:
+        buckets = [*((str(bound), count) for bound, count in tier.loads_within), ("+Inf", tier.num_loads)]
+        waits.add_metric([tier.tier], buckets, tier.load_seconds)
+    yield waits
 
 
 def _observe(histogram: Histogram, seconds: float | None) -> None:

@@ -287,7 +287,7 @@ class Scheduler:
             num_draft_tokens=self._drafting.num_draft_tokens,
             num_accepted_tokens=sum(self._drafting.num_accepted_per_position),
             num_accepted_tokens_per_position=list(self._drafting.num_accepted_per_position),
-            kv_transfer=self.loads.stats() if self._connector.is_connected else None,
+            kv_transfer=self.loads.stats() if self._connector.is_connected else [],
         )
 
     def recent_steps(self, after: int) -> list[RecentStep]:

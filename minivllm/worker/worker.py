@@ -36,7 +36,7 @@ from minivllm.errors import RequestError
 from minivllm.graphs.graph_capture import CudaGraphs
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.connector import load_connector, make_context
-from minivllm.kv_transfer.connectors.worker_side import KVConnectorWorker, WorkerContext
+from minivllm.kv_transfer.connectors.worker_side import ConnectorWorker, WorkerContext
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.lora.manager import AdapterManager
 from minivllm.messages import (
@@ -79,7 +79,7 @@ class Worker:
         if there are some."""
         self.config, self.facts, self._communicator = config, facts, communicator
         self._report_transfer = report_transfer
-        self._connector: KVConnectorWorker | None = None
+        self._connector: ConnectorWorker | None = None
         self.device = torch.device(config.device)
         self.policy = DevicePolicy.of(self.device)
         self._make_attention = find_attention(config.attention_backend)
@@ -194,11 +194,11 @@ class Worker:
 
     def _make_connector(
         self, config: KVTransferConfig, groups: Sequence[GroupSpec], block_bytes: int
-    ) -> KVConnectorWorker:
+    ) -> ConnectorWorker:
         rank = 0 if self._communicator is None else self._communicator.rank
         transfer = make_context(config, groups, block_bytes, self.config.tensor_parallel_size, rank)
         context = WorkerContext(transfer=transfer, device=self.device, report=self._report_transfer)
-        connector: KVConnectorWorker = load_connector(config).worker_side(context)
+        connector: ConnectorWorker = load_connector(config).worker_side(context)
         connector.register_kv_caches(self.runner.model.caches)
         return connector
 

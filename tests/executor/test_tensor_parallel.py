@@ -206,6 +206,12 @@ def test_ranges_cover_everything_in_whole_units(count: int, unit: int, size: int
         ("llama", {}, {"enable_lora": True}, "enable_lora needs a single worker"),
         ("llama", {}, {"speculative_config": {"method": "ngram"}}, "speculative_config needs a single worker"),
         ("llama", {}, {"compile_in_background": True}, "compile_in_background needs a single worker"),
+        (
+            "llama",
+            {},
+            {"kv_transfer_config": {"kv_connector": "tests.kv_transfer.own_connector:ShelfConnector"}},
+            "moves the blocks of a single worker",
+        ),
         ("llama", {}, {"distributed_executor_backend": "uni"}, "'uni' needs a single worker"),
         ("llama", {}, {"tensor_parallel_size": 0}, "must be at least 1"),
     ],

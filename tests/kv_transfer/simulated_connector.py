@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
+
+import msgspec
 
 from minivllm.config import KVTransferConfig
 from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
+from minivllm.kv_cache.manager import FullBlock
 from minivllm.kv_cache.specs import GroupSpec, one_group
-from minivllm.kv_transfer.connector import BlockStore, TransferContext
+from minivllm.kv_transfer.connector import BlockStore, KVConnectorScheduler, TransferContext
+from minivllm.kv_transfer.connectors.multi import MultiScheduler, part_of
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.kv_transfer.remote_loads import Load
 from minivllm.messages import BlockIds, BlockTransfer, SchedulerOutput
@@ -23,7 +28,7 @@ Contents = tuple[list[int | None], ...]
 
 class SimulatedStore(BlockStore):
     """Scheduler's side. Names stay known when contents were lost, until a load fails. sends_every: which of the
-    requests that end are still read afterwards."""
+    requests that end are still read afterwards. lacks: a third of all blocks is never saved here: 0, 1 or 2."""
 
     def __init__(
         self, block_size: int, sends_every: int = 0, groups: Sequence[GroupSpec] = (), num_ranks: int = 1
@@ -33,12 +38,16 @@ class SimulatedStore(BlockStore):
             TransferContext(config=config, options=None, groups=groups, block_bytes=1, num_ranks=num_ranks)
         )
         self.names: set[bytes] = set()
+        self.lacks: int | None = None
         self.is_shy = False
         self._sends_every, self._num_finished = sends_every, 0
         self.sent: list[tuple[str, BlockIds]] = []
 
     def holds(self, key: bytes) -> bool:
         return key in self.names
+
+    def save(self, blocks: Sequence[FullBlock]) -> list[BlockTransfer]:
+        return super().save([block for block in blocks if block.key[0] % 3 != self.lacks])
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         return None if self.is_shy else super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -97,8 +106,8 @@ class Transport:
                     self._write(group, block_id, None)
 
     def carry(self, choice: int, num_good: int) -> KVConnectorOutput:
-        """One rank ends a load: its first blocks arrive, the next ones are broken. What was lost from the store is lost.
-        The blocks hold what they should as far as they do with all ranks, and not before the last one is done."""
+        """One rank ends a load: its first blocks arrive, the next ones are broken, and what was lost from the store is
+        lost. The blocks hold what they should as far as they do with all ranks, and not before the last one is done."""
         load = self.loads[choice % len(self.loads)]
         own = [key in self.stored for key in load.keys[:num_good]] + [False]
         valid = self.valid.setdefault(load.transfer_id, [])
@@ -113,6 +122,11 @@ class Transport:
             self.num_whole += min(valid) == len(load.keys)
         self.reports.append(KVConnectorOutput(rank=rank, finished_recving={load.transfer_id: valid[-1]}))
         return self.reports[-1]
+
+    def lose(self, seed: int) -> None:
+        """Half of what is stored."""
+        for key in Random(seed).sample(sorted(self.stored), len(self.stored) // 2):
+            del self.stored[key]
 
     def _next_rank(self, transfer_id: str) -> int:
         """One that has not reported yet."""
@@ -141,3 +155,80 @@ class Transport:
             value = GARBAGE if contents is None else contents[place]
             assert value is not None
             self.worker.slots[group][block_id * size + place] = value
+
+
+class SimulatedMulti(MultiScheduler):
+    """Two stores, each of which lacks another third of the blocks, as one connector."""
+
+    def __init__(self, block_size: int, sends_every: int = 0, num_ranks: int = 1) -> None:
+        self.stores = [SimulatedStore(block_size, sends_every and sends_every + n, (), num_ranks) for n in range(2)]
+        for index, store in enumerate(self.stores):
+            store.lacks = index
+        super().__init__(self.stores[0].context)
+        self.num_ranks = num_ranks
+
+    def _make_sides(self, context: TransferContext) -> list[KVConnectorScheduler]:
+        return list(self.stores)
+
+    @property
+    def is_shy(self) -> bool:
+        return any(store.is_shy for store in self.stores)
+
+    @is_shy.setter
+    def is_shy(self, value: bool) -> None:
+        self.stores[-1].is_shy = value
+
+    @property
+    def sent(self) -> list[tuple[str, BlockIds]]:
+        return [sent for store in self.stores for sent in store.sent]
+
+
+class MultiTransport:
+    """What carries for both, with the methods of one."""
+
+    def __init__(self, worker: SimulatedWorker, store: SimulatedMulti) -> None:
+        self.own = [Transport(worker, own) for own in store.stores]
+        self.reports: list[KVConnectorOutput] = []
+        self.num_composed = 0
+
+    @property
+    def loads(self) -> list[BlockTransfer]:
+        return [load for own in self.own for load in own.loads]
+
+    @property
+    def sends(self) -> list[tuple[str, BlockIds, Contents]]:
+        return [send for own in self.own for send in own.sends]
+
+    @property
+    def num_whole(self) -> int:
+        return sum(own.num_whole for own in self.own)
+
+    def follow(self, step: SchedulerOutput) -> None:
+        metadata = step.kv_connector_metadata
+        if metadata is not None:
+            self.num_composed += sum(load.transfer_id.endswith(".1") for load in metadata.loads)
+            for index, own in enumerate(self.own):
+                own.follow(msgspec.structs.replace(step, kv_connector_metadata=part_of(metadata, index)))
+
+    def start_sends(self) -> None:
+        for own in self.own:
+            own.start_sends()
+
+    def scribble(self) -> None:
+        for own in self.own:
+            own.scribble()
+
+    def lose(self, seed: int) -> None:
+        self.own[seed % 2].lose(seed)
+
+    def carry(self, choice: int, num_good: int) -> KVConnectorOutput:
+        index = choice % 2 if self.own[choice % 2].loads else 1 - choice % 2
+        return self._report(index, self.own[index].carry(choice // 2, num_good))
+
+    def end_send(self, choice: int) -> KVConnectorOutput:
+        index = choice % 2 if self.own[choice % 2].sends else 1 - choice % 2
+        return self._report(index, self.own[index].end_send(choice // 2))
+
+    def _report(self, index: int, report: KVConnectorOutput) -> KVConnectorOutput:
+        self.reports.append(msgspec.structs.replace(report, part=index))
+        return self.reports[-1]

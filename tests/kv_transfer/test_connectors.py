@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from minivllm import LLM, LoRARequest, SamplingParams, register_connector
@@ -40,8 +41,7 @@ def storage(path: Path, **more: Any) -> dict[str, Any]:
 
 
 def transferred(llm: LLM) -> KVTransferStats:
-    stats = llm.get_metrics().kv_transfer
-    assert stats is not None
+    [stats] = llm.get_metrics().kv_transfer
     return stats
 
 
@@ -166,7 +166,7 @@ def test_a_preempted_request_comes_back_from_host_memory(tiny_model: TinyModel) 
             results.append(([o.outputs[0].token_ids for o in outputs], llm.get_metrics()))
     (plain, without), (tokens, with_host) = results
     assert tokens == plain and without.num_preemptions > 0 and with_host.num_preemptions > 0
-    assert with_host.kv_transfer is not None and with_host.kv_transfer.hit_tokens > 0
+    assert with_host.kv_transfer[0].hit_tokens > 0
     assert with_host.num_computed_tokens < without.num_computed_tokens
 
 
@@ -264,17 +264,22 @@ def test_a_connector_wants_the_prefix_cache(tiny_model: TinyModel) -> None:
 def test_metrics_say_what_travelled_by_tier() -> None:
     metrics = ServerMetrics()
     assert b"kv_transfer" not in metrics.exposition()
-    metrics.engine_stats = SchedulerStats(
-        kv_transfer=KVTransferStats(
-            tier="OffloadingConnector",
-            block_bytes=100,
-            hit_tokens=64,
-            num_loaded_blocks=3,
-            num_saved_blocks=5,
-            num_failed_blocks=1,
-        )
+    host = KVTransferStats(
+        tier="OffloadingConnector",
+        block_bytes=100,
+        hit_tokens=64,
+        num_loaded_blocks=3,
+        num_saved_blocks=5,
+        num_failed_blocks=1,
+        num_loads=4,
+        loads_within=[(0.001, 1), (0.1, 3)],
+        load_seconds=2.5,
     )
+    metrics.engine_stats = SchedulerStats(kv_transfer=[host, msgspec.structs.replace(host, tier="files", num_loads=9)])
     text = metrics.exposition().decode()
     for line in ("hit_tokens_total", "loaded_bytes_total", "saved_blocks_total", "failed_blocks_total"):
         assert f'minivllm_kv_transfer_{line}{{tier="OffloadingConnector"}}' in text
+        assert f'minivllm_kv_transfer_{line}{{tier="files"}}' in text
     assert 'loaded_bytes_total{tier="OffloadingConnector"} 300.0' in text
+    for line in ('bucket{le="0.1",tier="files"} 3.0', 'bucket{le="+Inf",tier="files"} 9.0', 'sum{tier="files"} 2.5'):
+        assert f"minivllm_kv_transfer_load_seconds_{line}" in text

@@ -14,17 +14,19 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.scheduler.scheduler import Scheduler
-from tests.kv_transfer.simulated_connector import SimulatedStore, Transport
+from tests.kv_transfer.simulated_connector import MultiTransport, SimulatedMulti, SimulatedStore, Transport
 from tests.scheduler.simulated_worker import Layers
 from tests.scheduler.test_scheduler_properties import SchedulerMachine
 
 
 class ConnectorMachine(SchedulerMachine):
-    """The scheduler's machine with a connector."""
+    """The scheduler's machine with a connector. is_alone: with one worker, and no other connector beside it."""
 
-    transport: Transport
+    store: SimulatedStore | SimulatedMulti
+    transport: Transport | MultiTransport
     make_store: type[SimulatedStore] = SimulatedStore
     make_transport: type[Transport] = Transport
+    is_alone = False
 
     @initialize(
         policy=st.sampled_from(["fcfs", "priority"]),
@@ -41,6 +43,7 @@ class ConnectorMachine(SchedulerMachine):
         is_async=st.booleans(),
         sends_every=st.integers(0, 3),
         num_ranks=st.integers(1, 3),
+        are_several=st.booleans(),
     )
     def start(  # type: ignore[override]
         self,
@@ -54,11 +57,18 @@ class ConnectorMachine(SchedulerMachine):
         is_async: bool,
         sends_every: int,
         num_ranks: int,
+        are_several: bool,
     ) -> None:
-        self.store = self.make_store(block_size, sends_every, num_ranks=num_ranks)
         groups = [(Layers(block_size, kind, reach), num_blocks) for kind, reach, num_blocks in kinds]
-        super().start(policy, budget, max_num_seqs, groups, threshold, True, depth, is_async)
-        self.transport = self.make_transport(self.worker, self.store)
+        num_ranks = 1 if self.is_alone else num_ranks
+        if are_several and not self.is_alone:
+            self.store = several = SimulatedMulti(block_size, sends_every, num_ranks=num_ranks)
+            super().start(policy, budget, max_num_seqs, groups, threshold, True, depth, is_async)
+            self.transport = MultiTransport(self.worker, several)
+        else:
+            self.store = store = self.make_store(block_size, sends_every, num_ranks=num_ranks)
+            super().start(policy, budget, max_num_seqs, groups, threshold, True, depth, is_async)
+            self.transport = self.make_transport(self.worker, store)
 
     def make_scheduler(self, is_async: bool) -> Scheduler:
         return Scheduler(self.config, self.manager, async_scheduling=is_async, connector=self.store)
@@ -110,8 +120,7 @@ class ConnectorMachine(SchedulerMachine):
     @rule(seed=st.integers(0, 9))
     def lose(self, seed: int) -> None:
         """Some of what is stored is gone, and the scheduler's side does not know."""
-        for key in Random(seed).sample(sorted(self.transport.stored), len(self.transport.stored) // 2):
-            del self.transport.stored[key]
+        self.transport.lose(seed)
 
     @rule()
     def die(self) -> None:
@@ -176,6 +185,7 @@ def busy_life(seed: int, num_actions: int, make_machine: type[ConnectorMachine] 
         is_async=random.random() < 0.5,
         sends_every=random.choice([0, 0, 1, 3]),
         num_ranks=random.choice([1, 1, 2]),
+        are_several=random.random() < 0.6,
     )
     for _ in range(num_actions):
         action = random.random()
@@ -237,8 +247,10 @@ def test_long_busy_lives_keep_every_invariant(seed: int) -> None:
 def test_busy_lives_do_meet_hits_failures_and_preempted_requests_that_come_back() -> None:
     lives = [busy_life(seed, num_actions=400) for seed in range(100, 108)]
     stats = [life.scheduler.stats() for life in lives]
-    transfers = [entry.kv_transfer for entry in stats if entry.kv_transfer is not None]
+    transfers = [tier for entry in stats for tier in entry.kv_transfer]
     assert sum(entry.num_loaded_blocks for entry in transfers) > 50
     assert sum(entry.num_failed_blocks for entry in transfers) > 20
     assert sum(entry.num_preemptions for entry in stats) > 8
     assert sum(life.transport.num_whole for life in lives) > 20
+    several = [life.transport for life in lives if isinstance(life.transport, MultiTransport)]
+    assert sum(transport.num_composed for transport in several) > 5

@@ -2,5 +2,5 @@
 
 May import: config, device, kv_cache, kv_transfer, models.
 Door: `KVConnectorWorker` in worker_side.py, `OffloadingConnector` in offloading.py, `SharedStorageConnector` in
-shared_storage.py.
+shared_storage.py, `MultiConnector` in multi.py.
 """

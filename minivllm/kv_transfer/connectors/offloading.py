@@ -117,6 +117,7 @@ class OffloadingConnector(KVConnector):
     """Keeps full blocks in host memory. kv_connector_extra_config: {"cpu_bytes_to_use": …}."""
 
     Options = OffloadingOptions
+    moves_parts = True
     scheduler_side = OffloadingScheduler
     worker_side = OffloadingWorker
 

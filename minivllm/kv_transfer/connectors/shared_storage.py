@@ -204,6 +204,7 @@ class SharedStorageConnector(KVConnector):
     """Keeps full blocks in a directory. kv_connector_extra_config: {"shared_storage_path": …}."""
 
     Options = SharedStorageOptions
+    moves_parts = True
     outlives_engine = True
     scheduler_side = SharedStorageScheduler
     worker_side = SharedStorageWorker

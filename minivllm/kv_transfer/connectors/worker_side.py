@@ -74,8 +74,28 @@ class CacheBlocks:
                 block.copy_(data[place].view(block.dtype).view(block.shape), non_blocking=True)
 
 
-class KVConnectorWorker(ABC):
-    """One thread calls its methods, in the order of steps. A subclass says what ``load_block`` and ``save_block`` do.
+class ConnectorWorker(ABC):
+    """What the worker calls. One thread does, in the order of steps."""
+
+    @abstractmethod
+    def register_kv_caches(self, caches: Sequence[LayerCache | StateTensors]) -> None:
+        """The caches of all layers from now on; none while the engine sleeps. No load is under way."""
+
+    @abstractmethod
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        """Begin the loads of a step, before it is launched."""
+
+    @abstractmethod
+    def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
+        """Launch the saves of a step, behind it: no later step can write into their blocks before they are read."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Finish what is under way."""
+
+
+class KVConnectorWorker(ConnectorWorker):
+    """Moves whole blocks. A subclass says what ``load_block`` and ``save_block`` do.
 
     blocks: the KV cache; None while it has no memory.
     """
@@ -97,22 +117,19 @@ class KVConnectorWorker(ABC):
     def save_block(self, key: bytes, place: int) -> Tensor | None:
         """Memory for a block that is saved, uint8 [block_bytes] on the host; None if it need not be."""
 
-    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:  # noqa: B027, a choice
+    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
         """The blocks' contents are in the memory that save_block gave, once ``wait`` has returned."""
 
     # -- what the worker calls -------------------------------------------------------------------------------------
 
     def register_kv_caches(self, caches: Sequence[LayerCache | StateTensors]) -> None:
-        """The caches of all layers from now on; none while the engine sleeps. No load is under way."""
         self.blocks = CacheBlocks(caches, self.context) if caches else None
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """Begin the loads of a step, before it is launched."""
         for load in metadata.loads:
             self._thread.submit(self._load, load, self._fence())
 
     def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
-        """Launch the saves of a step, behind it: no later step can write into their blocks before they are read."""
         kept = []
         for save in metadata.saves:
             for index, key in enumerate(save.keys):
@@ -124,7 +141,6 @@ class KVConnectorWorker(ABC):
             self.saved(kept, self._fence())
 
     def shutdown(self) -> None:
-        """Finish what is under way."""
         self._thread.shutdown()
 
     def _fence(self) -> Callable[[], None]:
