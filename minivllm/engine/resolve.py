@@ -273,10 +273,10 @@ def fingerprint_of(config: EngineConfig, facts: ModelFacts) -> str:
         "attention": config.attention_backend,
         # Sums over ranks are rounded in other places.
         "tensor parallel size": config.tensor_parallel_size,
+        "expert parallel": config.expert_parallel,
         # Scaled rotary tables depend on it.
         "max_model_len": config.scheduler.max_model_len,
     }
-    logger.info("Reading the files of %s once, to know its blocks from those of other models …", config.model)
     try:
         return fingerprint((f"{name}: {value!r}" for name, value in settings.items()), config.model_path)
     except OSError as error:

@@ -15,6 +15,7 @@ import pytest
 
 from minivllm import LLM, LoRARequest, SamplingParams, register_connector
 from minivllm.errors import ConfigError, RequestError
+from minivllm.kv_cache.hashing import hash_block
 from minivllm.messages import KVTransferStats, SchedulerStats
 from minivllm.metrics.prometheus import ServerMetrics
 from tests.kv_transfer import own_connector
@@ -38,6 +39,14 @@ LONG = PROMPTS[1] + PROMPTS[2] * 2 + PROMPTS[1]
 def storage(path: Path, **more: Any) -> dict[str, Any]:
     extra = {"shared_storage_path": str(path)}
     return {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra, **more}
+
+
+def block_files(path: Path, prompt: list[int]) -> list[Path]:
+    """The files of a prompt's blocks, in the order of the blocks."""
+    keys = [b""]
+    for start in range(0, len(prompt) // 8 * 8, 8):
+        keys.append(hash_block(keys[-1], prompt[start : start + 8]))
+    return [next(path.rglob(f"{key.hex()}.safetensors")) for key in keys[1:]]
 
 
 def transferred(llm: LLM) -> KVTransferStats:
@@ -198,7 +207,7 @@ def test_what_does_not_arrive_is_recomputed_or_fails_as_the_policy_says(tiny_mod
     model = tiny_model("llama")
     with tiny_llm(model, kv_transfer_config=storage(tmp_path)) as llm:
         [expected] = run(llm, [PROMPTS[2]], GREEDY)
-        second = sorted(tmp_path.rglob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)[1]
+    second = block_files(tmp_path, PROMPTS[2])[1]
     for policy in ("fail", "recompute"):
         config = storage(tmp_path, kv_role="kv_consumer", kv_load_failure_policy=policy)
         second.write_bytes(second.read_bytes()[:-1])

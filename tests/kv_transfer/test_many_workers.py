@@ -30,8 +30,8 @@ def answers(llm: LLM, num_tokens: int = 24) -> list[list[int]]:
 
 
 def parts(path: Path, rank: int) -> list[Path]:
-    """The files of a rank, in the order in which they were written."""
-    return sorted(path.rglob(f"rank{rank}of2/*.safetensors"), key=lambda one: one.stat().st_mtime_ns)
+    """The files of a rank."""
+    return list(path.rglob(f"rank{rank}of2/*.safetensors"))
 
 
 @pytest.fixture

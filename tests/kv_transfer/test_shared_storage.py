@@ -22,7 +22,7 @@ from minivllm.kv_cache.specs import one_group
 from minivllm.kv_transfer.connector import make_scheduler_side
 from minivllm.kv_transfer.connectors.shared_storage import SharedStorageScheduler
 from minivllm.request import Request
-from tests.kv_transfer.test_connectors import GREEDY, PROMPTS, storage, transferred
+from tests.kv_transfer.test_connectors import GREEDY, PROMPTS, block_files, storage, transferred
 from tests.parity_reference import run, tiny_llm
 from tests.scheduler.simulated_worker import make_engine_request
 
@@ -50,11 +50,6 @@ def answer(model: Path, path: Path, **settings: Any) -> tuple[list[int], int]:
         return list(output.outputs[0].token_ids), output.num_cached_tokens
 
 
-def files_in(path: Path) -> list[Path]:
-    """In the order in which they were written."""
-    return sorted(path.rglob("*.safetensors"), key=lambda one: one.stat().st_mtime_ns)
-
-
 def test_another_process_hits_what_this_one_saved(tiny_model: TinyModel, tmp_path: Path) -> None:
     model = tiny_model("llama")
     tokens, num_found = answer(model, tmp_path)
@@ -66,7 +61,7 @@ def test_another_process_hits_what_this_one_saved(tiny_model: TinyModel, tmp_pat
 
 def test_a_file_is_a_safetensors_file_with_the_tensors_of_all_layers(tiny_model: TinyModel, tmp_path: Path) -> None:
     answer(tiny_model("llama"), tmp_path)
-    first = files_in(tmp_path)[0]
+    first = block_files(tmp_path, PROMPT)[0]
     with safetensors.safe_open(first, "pt") as file:
         names, metadata = list(file.keys()), file.metadata()
         assert metadata["block_hash"] == first.stem and {"0.k", "0.v"} <= set(names)
@@ -107,7 +102,7 @@ def test_what_is_not_the_blocks_own_file_is_ignored_with_one_line_and_written_an
 ) -> None:
     model = tiny_model("llama")
     tokens, _ = answer(model, tmp_path)
-    first, second = files_in(tmp_path)[:2]
+    first, second = block_files(tmp_path, PROMPT)[:2]
     good = second.read_bytes()
     for name, damage in DAMAGES.items():
         damage(second, first)

@@ -8,12 +8,14 @@ the block has been computed anew. (vLLM's SharedStorageConnector, with the hash 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import stat
 import struct
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +30,7 @@ from minivllm.config import KVTransferConfig
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.manager import FullBlock
 from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferContext
+from minivllm.kv_transfer.connectors.directory_bound import DirectoryBound
 from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, KVConnectorWorker, WorkerContext
 from minivllm.kv_transfer.remote_loads import Load
 from minivllm.messages import BlockTransfer
@@ -38,6 +41,9 @@ MAX_QUEUED_BLOCKS = 64
 """Blocks that wait for the disk. Those that come while it is behind are not saved."""
 MAX_KNOWN_BLOCKS = 2**17
 """Names that are remembered, so that a request that waits is not looked up on the disk in every step."""
+KNOWN_SECONDS = 1.0
+"""For how long: other processes may delete files."""
+NEVER = -1.0
 SAFETENSORS_DTYPES = {
     "float32": "F32",
     "bfloat16": "BF16",
@@ -48,9 +54,11 @@ SAFETENSORS_DTYPES = {
 
 
 class SharedStorageOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """shared_storage_path: a directory, made if it does not exist."""
+    """shared_storage_path: a directory, made if it does not exist. max_bytes: most bytes of all block files in it, of
+    other models too; those used longest ago are deleted. None for no bound."""
 
     shared_storage_path: str
+    max_bytes: int | None = None
 
 
 def folder_of(context: TransferContext, rank: int) -> Path:
@@ -76,6 +84,11 @@ class BlockFile:
             self._tensors[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": shape, "data_offsets": [start, stop]}
             start = stop
 
+    @property
+    def file_bytes(self) -> int:
+        """Of a whole file, which is the same for all blocks."""
+        return len(self.header(bytes(32), torch.empty(0, dtype=torch.uint8))) + self.block_bytes
+
     def header(self, key: bytes, contents: Tensor) -> bytes:
         """Everything before the tensors' bytes. There is one right header for a block, so it is simply compared."""
         digest = hashlib.sha256(contents.numpy().data).hexdigest()
@@ -99,11 +112,11 @@ class BlockFile:
 
     def read(self, path: Path, key: bytes) -> Tensor:
         """The contents, uint8 [block_bytes]. Raises OSError, or ValueError for anything but the block's file."""
+        expected = self.file_bytes
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode):
                 raise ValueError("it is no regular file")
-            expected = len(self.header(key, torch.empty(0, dtype=torch.uint8))) + self.block_bytes
             if info.st_size != expected:
                 raise ValueError(f"it has {info.st_size} bytes in place of {expected}")
             data = bytearray(expected)
@@ -121,14 +134,23 @@ class SharedStorageScheduler(BlockStore):
     def __init__(self, context: TransferContext) -> None:
         super().__init__(context)
         self._folders = [folder_of(context, rank) for rank in range(context.num_ranks)]
-        self._known: OrderedDict[bytes, bool] = OrderedDict()
+        self._known: OrderedDict[bytes, float] = OrderedDict()
+        max_bytes = context.options.max_bytes
+        if max_bytes is not None and max_bytes < context.block_bytes:
+            raise ConfigError(
+                f"max_bytes is {max_bytes}, but one block of {context.block_size} tokens takes {context.block_bytes}, "
+                "and its files a little more: give SharedStorageConnector more."
+            )
 
     def holds(self, key: bytes) -> bool:
-        if key not in self._known:
+        seen, now = self._known.get(key), time.monotonic()
+        if seen == NEVER:
+            return False
+        if seen is None or now - seen > KNOWN_SECONDS:
             if not all(path_of(folder, key).is_file() for folder in self._folders):
                 return False
-            self._remember(key, True)
-        return self._known[key]
+            self._remember(key, now)
+        return True
 
     def save(self, blocks: Sequence[FullBlock]) -> list[BlockTransfer]:
         missing = [block for block in blocks if not self.holds(block.key)]
@@ -136,14 +158,14 @@ class SharedStorageScheduler(BlockStore):
             self._known.pop(block.key, None)
         return super().save(missing)
 
-    def _remember(self, key: bytes, is_good: bool) -> None:
-        self._known[key] = is_good
+    def _remember(self, key: bytes, seen: float) -> None:
+        self._known[key] = seen
         if len(self._known) > MAX_KNOWN_BLOCKS:
             self._known.popitem(last=False)
 
     def update_connector_output(self, load: Load, num_valid_blocks: int) -> None:
         if num_valid_blocks < len(load.keys):
-            self._remember(load.keys[num_valid_blocks], False)
+            self._remember(load.keys[num_valid_blocks], NEVER)
 
     def reset_cache(self) -> None:
         self._known.clear()
@@ -157,6 +179,9 @@ class SharedStorageWorker(KVConnectorWorker):
         self._folder = folder_of(context.transfer, context.transfer.rank)
         if context.transfer.config.saves:
             self._folder.mkdir(parents=True, exist_ok=True)
+        options = context.transfer.options
+        root = Path(options.shared_storage_path)
+        self._bound = None if options.max_bytes is None else DirectoryBound(root, options.max_bytes)
         self._bad: set[bytes] = set()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-saves")
         self._room = Semaphore(MAX_QUEUED_BLOCKS)
@@ -166,11 +191,18 @@ class SharedStorageWorker(KVConnectorWorker):
         path = path_of(self._folder, key)
         try:
             return None if self.blocks is None else BlockFile(self.blocks).read(path, key)
+        except FileNotFoundError:  # deleted since the scheduler's side saw it
+            return None
         except (OSError, ValueError) as error:
             if key not in self._bad:
                 self._bad.add(key)
                 logger.warning("%s is ignored, and will be written anew: %s.", path, error)
             return None
+
+    def loaded(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):  # of one prompt the beginning is used most recently, so that it stays longest
+            with contextlib.suppress(OSError):
+                os.utime(path_of(self._folder, key), follow_symlinks=False)
 
     def save_block(self, key: bytes, place: int) -> Tensor | None:
         if self.blocks is None or not self._room.acquire(blocking=False):
@@ -184,8 +216,10 @@ class SharedStorageWorker(KVConnectorWorker):
 
     def _write(self, form: BlockFile, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
         wait()
-        for key, contents in data:
+        for key, contents in reversed(data):
             try:
+                if self._bound is not None and not self._bound.reserve(form.file_bytes):
+                    continue
                 form.write(path_of(self._folder, key), key, contents)
                 self._bad.discard(key)
             except OSError as error:
@@ -201,7 +235,7 @@ class SharedStorageWorker(KVConnectorWorker):
 
 
 class SharedStorageConnector(KVConnector):
-    """Keeps full blocks in a directory. kv_connector_extra_config: {"shared_storage_path": …}."""
+    """Keeps full blocks in a directory. kv_connector_extra_config: {"shared_storage_path": …, "max_bytes": …}."""
 
     Options = SharedStorageOptions
     moves_parts = True
@@ -211,7 +245,10 @@ class SharedStorageConnector(KVConnector):
 
     @classmethod
     def check(cls, config: KVTransferConfig) -> None:
-        path = Path(cls.options(config).shared_storage_path)
+        options = cls.options(config)
+        path = Path(options.shared_storage_path)
+        if options.max_bytes is not None and options.max_bytes < 1:
+            raise ConfigError(f"max_bytes is {options.max_bytes}, but must be at least 1.")
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -117,6 +117,9 @@ class KVConnectorWorker(ConnectorWorker):
     def save_block(self, key: bytes, place: int) -> Tensor | None:
         """Memory for a block that is saved, uint8 [block_bytes] on the host; None if it need not be."""
 
+    def loaded(self, keys: Sequence[bytes]) -> None:
+        """These blocks of a load were good. Called by the loads' thread."""
+
     def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
         """The blocks' contents are in the memory that save_block gave, once ``wait`` has returned."""
 
@@ -165,6 +168,7 @@ class KVConnectorWorker(ConnectorWorker):
                     num_valid += 1
             if self._stream is not None:
                 self._stream.synchronize()
+            self.loaded(load.keys[:num_valid])
         except Exception:  # whatever it is, the request must not wait for ever
             logger.exception("Loading %d blocks failed.", len(load.keys))
             num_valid = 0
