@@ -60,7 +60,8 @@ class EngineConfig:
     model_impl, hf_overrides: what workers in other processes read the model's configuration with. executor: whether
     the worker lives in the engine's process ("uni") or in one of its own ("mp"). kv_transfer: None where no keys and
     values travel. tensor_parallel_size: workers that divide every layer. expert_parallel: each of them has all of
-    some experts. custom_all_reduce: they add up in shared memory, not through gloo."""
+    some experts. custom_all_reduce: they add up in shared memory, not through gloo. heartbeat_timeout: how long a step
+    may take [seconds]."""
 
     model: str
     model_path: str
@@ -89,3 +90,4 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
     custom_all_reduce: bool = True
+    heartbeat_timeout: float = 300.0

@@ -19,6 +19,8 @@ class Communicator(ABC):
 
     rank: int
     size: int
+    num_exchanges = 0
+    """That this rank has come to: whoever has come to the fewest is who the others wait for."""
 
     @abstractmethod
     def exchange(self, x: Tensor) -> list[Tensor]:
@@ -36,6 +38,11 @@ class Communicator(ABC):
         """x [rows, widths[rank]] -> [rows, sum(widths)], side by side in order of rank."""
         parts = self.exchange(F.pad(x, (0, max(widths) - x.shape[1])).contiguous())
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The largest of what the ranks give, value by value: one decision everywhere."""
+        parts = self.exchange(torch.tensor(values, dtype=torch.float64))
+        return torch.stack(parts).amax(0).tolist()
 
     def close(self) -> None:
         """Release what the communicator holds. The last call."""

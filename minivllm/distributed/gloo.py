@@ -12,7 +12,7 @@ from minivllm.distributed.communicator import Communicator
 
 
 class GlooCommunicator(Communicator):
-    """rendezvous: a path where no file is yet, in a directory that all ranks see and nobody else can write to."""
+    """rendezvous: the path of an empty file, or of none yet, which all ranks see and nobody else can write."""
 
     def __init__(self, rank: int, size: int, rendezvous: str) -> None:
         self.rank, self.size = rank, size
@@ -21,6 +21,7 @@ class GlooCommunicator(Communicator):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
     def exchange(self, x: Tensor) -> list[Tensor]:
+        self.num_exchanges += 1
         mine = x.reshape(-1).view(torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine)

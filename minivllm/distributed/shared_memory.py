@@ -59,6 +59,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def _exchange(self, mine: Tensor) -> list[Tensor]:
         """What lies in the places of all ranks, len(mine) bytes of each."""
+        self.num_exchanges += 1
         places = self._places[self._turn, :, : len(mine)]
         self._turn = 1 - self._turn
         places[self.rank].copy_(mine)

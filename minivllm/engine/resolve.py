@@ -148,6 +148,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         tensor_parallel_size=args.tensor_parallel_size,
         expert_parallel=args.enable_expert_parallel,
         custom_all_reduce=not args.disable_custom_all_reduce,
+        heartbeat_timeout=args.heartbeat_timeout,
     )
     if transfer is not None and needs_fingerprint:
         config = replace(config, kv_transfer=replace(transfer, fingerprint=fingerprint_of(config, decoder)))

@@ -6,6 +6,7 @@ death ends the group, and whoever waits for it, now or later, gets the reason.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -14,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -22,18 +22,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from minivllm.compilation.package_builds import close_in_children, forget_descriptor
 from minivllm.config import EngineConfig
-from minivllm.distributed.shared_memory import Segment, open_segment, segment_descriptors
+from minivllm.distributed.shared_memory import open_segment, segment_descriptors
 from minivllm.errors import EngineDeadError, MinivllmError
-from minivllm.executor.broadcast_ring import PeerGone, RingWriter
 from minivllm.executor.child_reports import FRONTEND_SIGNALS, ErrorInfo, Log, describe_exit
 from minivllm.executor.protocol import PendingOutput
 from minivllm.executor.records import (
+    OUTPUT_RANK,
     Answer,
     Call,
     Channel,
@@ -41,11 +41,15 @@ from minivllm.executor.records import (
     FromWorker,
     Masks,
     Output,
+    Probe,
     Report,
     Start,
     Step,
     Stop,
+    Whereabouts,
 )
+from minivllm.executor.ring.agreement import Agreement
+from minivllm.executor.ring.broadcast_ring import PeerGone, RingWriter
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
@@ -58,7 +62,9 @@ WORKER_COMMAND = (sys.executable, *["-O"] * sys.flags.optimize, "-P", "-m", "min
 GRACE_SECONDS = 3.0
 """How long workers may take to end by themselves."""
 EXIT_SECONDS = 0.3
-"""How long to wait for the status of a worker whose socket has closed."""
+"""How long to wait for the status of a worker whose socket has closed, and for those that seem to hang to say where."""
+HANGING_SHARE = 0.75
+"""Of heartbeat_timeout: a hanging worker is named before the frontend takes the whole engine for hung."""
 
 
 class WorkerGroup:
@@ -71,58 +77,63 @@ class WorkerGroup:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._ring = RingWriter(size)
+        self._agreement = Agreement(self._ring, size, OUTPUT_RANK)
         self._lock = threading.Lock()
         self._outputs: deque[Future[ModelRunnerOutput]] = deque()
         self._calls: deque[tuple[list[Answer | None], Future[list[Answer]]]] = deque()
         self._tell: Callable[[MinivllmError], None] = lambda error: None
+        self._patience = HANGING_SHARE * config.heartbeat_timeout
+        self._hung_error: MinivllmError | None = None
+        self._whereabouts: dict[int, Whereabouts] = {}
         self._is_closing = False
         self._listener = threading.Thread(target=self._listen, name="workers", daemon=True)
         segment = open_segment(size) if size > 1 and config.custom_all_reduce else None
-        self._directory = tempfile.TemporaryDirectory(prefix="minivllm-")
+        rendezvous = os.memfd_create("minivllm-ranks") if size > 1 and segment is None else None
+        shared = [] if segment is None else segment_descriptors(segment)
+        start = Start(
+            config=config,
+            rank=0,
+            size=size,
+            log_level=logging.getLogger("minivllm").getEffectiveLevel(),
+            segment=segment,
+            rendezvous=rendezvous,
+            shared=shared if rendezvous is None else [rendezvous],
+        )
         try:
             for rank in range(size):
-                self._start(rank, config, command, segment)
+                self._start(msgspec.structs.replace(start, rank=rank), command)
         except BaseException:
             self.close()
             raise
         finally:
-            for descriptor in [] if segment is None else segment_descriptors(segment):
+            for descriptor in start.shared:
                 os.close(descriptor)  # the workers have theirs
         self._listener.start()
 
-    def _start(self, rank: int, config: EngineConfig, command: Sequence[str], segment: Segment | None) -> None:
+    def _start(self, start: Start, command: Sequence[str]) -> None:
         own, theirs = socket.socketpair()
         channel = Channel(own, FromWorker)
         self._channels.append(channel)
         close_in_children(channel.fileno())
-        descriptors = (theirs.fileno(), *self._ring.descriptors_of(rank))
-        shared = [] if segment is None else segment_descriptors(segment)
+        descriptors = (theirs.fileno(), *self._ring.descriptors_of(start.rank))
         # Ctrl-C goes to the whole process group: a worker begins with it blocked, until it can ignore it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FRONTEND_SIGNALS)
         try:
             process = subprocess.Popen(
-                [*command, *map(str, descriptors), str(rank), str(self.size)],
+                [*command, *map(str, descriptors), str(start.rank), str(self.size)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # the command's own output is on 1
-                pass_fds=(*descriptors, *shared),
+                pass_fds=(*descriptors, *start.shared),
                 env=_environment(self.size),
             )
             self.processes.append(process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
-        start = Start(
-            config=config,
-            rank=rank,
-            size=self.size,
-            log_level=logging.getLogger("minivllm").getEffectiveLevel(),
-            segment=segment,
-            rendezvous=f"{self._directory.name}/ranks" if self.size > 1 and segment is None else None,
-        )
         try:
             channel.send(start)
         except OSError:
-            raise EngineDeadError(self._describe_end(rank)) from None
+            raise EngineDeadError(self._describe_end(start.rank)) from None
 
     # -- what the executor does ----------------------------------------------------------------------------------
 
@@ -153,6 +164,31 @@ class WorkerGroup:
             self._raise_if_dead()
             raise
 
+    def wait_for(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
+        """The output of a step. Raises EngineDeadError, also if the step takes so long that a worker must hang."""
+        try:
+            return future.result(self._patience)
+        except TimeoutError:
+            self._kill_hanging()
+            return future.result()
+
+    def _kill_hanging(self) -> None:
+        """The worker for which the others wait; its end will be that of the group."""
+        for channel in self._channels:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                channel.send(Probe())
+        deadline = time.monotonic() + EXIT_SECONDS
+        while len(self._whereabouts) < self.size and time.monotonic() < deadline:
+            time.sleep(0.005)
+        found = dict(self._whereabouts)
+        rank = min(range(self.size), key=lambda rank: found[rank].num_exchanges if rank in found else -1)
+        self._hung_error = EngineDeadError(
+            f"The worker of rank {rank} hangs: its step has taken {self._patience:g} s, and it was killed; "
+            f"heartbeat_timeout sets how long a step may take. "
+            + (f"It was here:\n{found[rank].stack.rstrip()}" if rank in found else "It could not say where it was.")
+        )
+        self.processes[rank].kill()
+
     def when_dead(self, tell: Callable[[MinivllmError], None]) -> None:
         """See Executor."""
         with self._lock:
@@ -165,7 +201,7 @@ class WorkerGroup:
     # -- listening -----------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Until one worker ends: take in what all of them say."""
+        """Until one worker ends, or samples what others do not: take in what all of them say."""
         poll, ranks = select.poll(), {channel.fileno(): rank for rank, channel in enumerate(self._channels)}
         for descriptor in ranks:
             poll.register(descriptor, select.POLLIN)
@@ -180,18 +216,27 @@ class WorkerGroup:
                     if message is None or isinstance(message, Died):
                         self._die(rank, message)
                         return
-                    self._take(rank, message)
+                    try:
+                        self._take(rank, message)
+                    except EngineDeadError as error:
+                        self._die(rank, Died(ErrorInfo.of(error)))
+                        return
 
-    def _take(self, rank: int, message: Output | Answer | Report | Log) -> None:
+    def _take(self, rank: int, message: Output | Answer | Report | Log | Whereabouts) -> None:
+        """Raises EngineDeadError if the ranks have not sampled alike."""
         if isinstance(message, Log):
             message.handle()
         elif isinstance(message, Report):
             self._transfers.put(message.output)
+        elif isinstance(message, Whereabouts):
+            self._whereabouts[rank] = message
         elif isinstance(message, Output):
+            self._agreement.take(message.output.sampled_token_ids)
             with self._lock:
                 future = self._outputs.popleft()
             future.set_result(message.output)
         else:
+            self._agreement.check()
             with self._lock:
                 answers, waiting = next(call for call in self._calls if call[0][rank] is None)
                 answers[rank] = message
@@ -211,8 +256,11 @@ class WorkerGroup:
         while killed is None and time.monotonic() < deadline and self.processes[rank].poll() is None:
             time.sleep(0.005)
             killed = self._killed_rank()
-        if killed is not None or message is None:
-            error: MinivllmError = EngineDeadError(self._describe_end(rank if killed is None else killed))
+        error: MinivllmError
+        if self._hung_error is not None:
+            error = self._hung_error
+        elif killed is not None or message is None:
+            error = EngineDeadError(self._describe_end(rank if killed is None else killed))
         else:
             error = message.error.exception(f"worker of rank {rank}")
         for process in self.processes:
@@ -256,7 +304,16 @@ class WorkerGroup:
             forget_descriptor(channel.fileno())
             channel.close()
         self._ring.close()
-        self._directory.cleanup()
+
+
+class _PendingStep(NamedTuple):
+    """A ``PendingOutput``."""
+
+    group: WorkerGroup
+    future: Future[ModelRunnerOutput]
+
+    def result(self) -> ModelRunnerOutput:
+        return self.group.wait_for(self.future)
 
 
 class MultiprocExecutor:
@@ -287,10 +344,11 @@ class MultiprocExecutor:
     def execute_model(
         self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
     ) -> PendingOutput:
-        future = self._group.step(Step(step, token_masks is not None))
+        group = self._group
+        future = group.step(Step(step, token_masks is not None))
         if token_masks is not None:
-            self._group.write(Masks(token_masks()))
-        return future
+            group.write(Masks(token_masks()))
+        return _PendingStep(group, future)
 
     def collective(self, method: str, *args: Any) -> list[Any]:
         function = inspect.getattr_static(Worker, method)

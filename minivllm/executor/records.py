@@ -1,7 +1,8 @@
 """What crosses between an executor and its worker processes: typed msgpack messages, and nothing else is decoded.
 
 To all workers, through the ring: ``Step`` (then ``Masks``, where it says so), ``Call`` and ``Stop``. From each worker,
-through its socket: ``Output`` of the output rank, ``Answer`` to every call, ``Report``, ``Log`` and ``Died``.
+through its socket: ``Output`` of the output rank, ``Answer`` to every call, ``Report``, ``Log`` and ``Died``. The socket
+also brings each worker its ``Start``, and a ``Probe`` where it seems to hang, which it answers with ``Whereabouts``.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ OUTPUT_RANK = 0
 """Whose outputs count: all ranks sample alike."""
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """The first message to a worker, through its socket.
 
     rank: its place among ``size`` workers. segment: the descriptors by which they share tensors (see
-    ``open_segment``). rendezvous: instead of that, a path where they find one another through gloo.
+    ``open_segment``). rendezvous: instead of that, the descriptor of a file where they find one another through gloo.
+    shared: all descriptors of both.
     """
 
     config: EngineConfig
@@ -34,7 +36,15 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     log_level: int
     segment: tuple[int, list[list[int]]] | None = None
-    rendezvous: str | None = None
+    rendezvous: int | None = None
+    shared: list[int] = []
+
+
+class Probe(msgspec.Struct, frozen=True, tag="probe"):
+    """A step takes very long: say where you are."""
+
+
+ToWorker = Start | Probe
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
@@ -83,13 +93,20 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     output: KVConnectorOutput
 
 
+class Whereabouts(msgspec.Struct, frozen=True, tag="whereabouts"):
+    """Where a worker's main thread is. num_exchanges: how often it has come to where ranks wait for one another."""
+
+    num_exchanges: int
+    stack: str
+
+
 class Died(msgspec.Struct, frozen=True, tag="died"):
     """The last message of a worker that cannot go on."""
 
     error: ErrorInfo
 
 
-FromWorker = Output | Answer | Report | Log | Died
+FromWorker = Output | Answer | Report | Log | Whereabouts | Died
 
 _LENGTH = struct.Struct("<I")
 _RECEIVED_BYTES = 2**18

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections import deque
 from typing import Any
 
@@ -23,10 +24,9 @@ import msgspec
 from minivllm.compilation.package_builds import close_in_children
 from minivllm.distributed.communicator import Communicator
 from minivllm.distributed.gloo import GlooCommunicator
-from minivllm.distributed.shared_memory import SharedMemoryCommunicator, segment_descriptors
+from minivllm.distributed.shared_memory import SharedMemoryCommunicator
 from minivllm.errors import MinivllmError, RequestError
-from minivllm.executor.broadcast_ring import RingReader
-from minivllm.executor.child_reports import FRONTEND_SIGNALS, ErrorInfo, LogSender
+from minivllm.executor.child_reports import FRONTEND_SIGNALS, ErrorInfo, LogSender, printable
 from minivllm.executor.protocol import ENGINE_METHODS, PendingOutput, check_arguments
 from minivllm.executor.records import (
     OUTPUT_RANK,
@@ -39,8 +39,12 @@ from minivllm.executor.records import (
     Report,
     Start,
     Step,
+    ToWorker,
     ToWorkers,
+    Whereabouts,
 )
+from minivllm.executor.ring.agreement import token_digest
+from minivllm.executor.ring.broadcast_ring import RingReader
 from minivllm.messages import TokenMasks
 from minivllm.model_facts.choose import read_model_facts
 from minivllm.models.registry.registry import load_family
@@ -57,7 +61,9 @@ class WorkerProcess:
         self._start, self._ring, self._channel = start, ring, channel
         self._decoder = msgspec.msgpack.Decoder(ToWorkers)
         self._worker: Worker | None = None
+        self._communicator: Communicator | None = None
         self._pending: deque[PendingOutput] = deque()
+        self._num_outputs = 0
 
     def run(self) -> int:
         """Load, serve, end; the exit status: 1 if the worker died and said so."""
@@ -77,12 +83,17 @@ class WorkerProcess:
         if config.family is not None:
             load_family(config.family)
         facts = read_model_facts(config.model_path, config.load_format, config.hf_overrides, config.model_impl)
-        communicator: Communicator | None = None
         if start.segment is not None:
-            communicator = SharedMemoryCommunicator(start.rank, *start.segment)
+            self._communicator = SharedMemoryCommunicator(start.rank, *start.segment)
         elif start.rendezvous is not None:
-            communicator = GlooCommunicator(start.rank, start.size, start.rendezvous)
-        return Worker(config, facts, lambda output: self._channel.send(Report(output)), communicator)
+            self._communicator = GlooCommunicator(start.rank, start.size, f"/proc/self/fd/{start.rendezvous}")
+        return Worker(config, facts, lambda output: self._channel.send(Report(output)), self._communicator)
+
+    def whereabouts(self) -> Whereabouts:
+        """Of the main thread. From any other one."""
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        num_exchanges = 0 if self._communicator is None else self._communicator.num_exchanges
+        return Whereabouts(num_exchanges, printable("".join(traceback.format_stack(frame))))
 
     def _serve(self, worker: Worker) -> None:
         # On a CPU launching is computing: a result is there before the next record is looked at.
@@ -103,6 +114,8 @@ class WorkerProcess:
 
     def _send_output(self) -> None:
         output = self._pending.popleft().result()
+        self._num_outputs += 1
+        self._ring.note(self._num_outputs, token_digest(output.sampled_token_ids))
         if self._start.rank == OUTPUT_RANK:
             self._channel.send(Output(output))
 
@@ -142,16 +155,19 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FRONTEND_SIGNALS)
     faulthandler.enable(all_threads=True)
-    channel = Channel(socket.socket(fileno=descriptor), Start)
+    channel = Channel(socket.socket(fileno=descriptor), ToWorker)
     start: Start | None = channel.receive_one()
     if start is None:
         os._exit(0)  # the engine has gone before it said what to start
-    for inherited in [] if start.segment is None else segment_descriptors(start.segment):
+    for inherited in start.shared:
         os.set_inheritable(inherited, False)
 
+    worker = WorkerProcess(start, RingReader(memory, arrived, freed, rank, size), channel)
+
     def watch_engine() -> None:
-        while channel.receive() is not None:
-            pass
+        while (probes := channel.receive()) is not None:
+            for _ in probes:
+                channel.send(worker.whereabouts())
         os._exit(0)
 
     threading.Thread(target=watch_engine, name="engine watch", daemon=True).start()
@@ -159,7 +175,7 @@ def main() -> None:
     package.addHandler(LogSender(channel.send))
     package.setLevel(start.log_level if rank == OUTPUT_RANK else max(start.log_level, logging.WARNING))
     package.propagate = False
-    sys.exit(WorkerProcess(start, RingReader(memory, arrived, freed, rank, size), channel).run())
+    sys.exit(worker.run())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 ``python -m tests.executor.mock_worker FAULT SOCKET MEMORY ARRIVED FREED RANK SIZE``. Every step gives each scheduled
 request the token 7. FAULT is "none", or "PLACE:RANK", where that rank raises: start, load_model, step; or hang (in
-every step), or config (ConfigError at load_model).
+every step, and the others wait), differ (digests of other tokens), or config (ConfigError at load_model).
 """
 
 from __future__ import annotations
@@ -16,9 +16,23 @@ import time
 import msgspec
 
 from minivllm.errors import ConfigError
-from minivllm.executor.broadcast_ring import RingReader
 from minivllm.executor.child_reports import ErrorInfo
-from minivllm.executor.records import Answer, Call, Channel, Died, Log, Masks, Output, Start, Step, Stop, ToWorkers
+from minivllm.executor.records import (
+    Answer,
+    Call,
+    Channel,
+    Died,
+    Log,
+    Masks,
+    Output,
+    Step,
+    Stop,
+    ToWorker,
+    ToWorkers,
+    Whereabouts,
+)
+from minivllm.executor.ring.agreement import token_digest
+from minivllm.executor.ring.broadcast_ring import RingReader
 from minivllm.kv_cache.specs import one_group
 from minivllm.messages import ModelRunnerOutput
 
@@ -35,8 +49,14 @@ def answer(call: Call, rank: int, fault: str) -> Answer:
     return Answer(os.getpid() if call.method == "num_recompilations" else None)
 
 
+def watch(channel: Channel, fault: str) -> None:
+    while channel.receive() is not None:
+        channel.send(Whereabouts(num_exchanges=8 if fault == "hang" else 9, stack=f"a mock that has {fault}"))
+    os._exit(0)
+
+
 def serve(ring: RingReader, channel: Channel, rank: int, fault: str) -> None:
-    decoder = msgspec.msgpack.Decoder(ToWorkers)
+    decoder, num_steps = msgspec.msgpack.Decoder(ToWorkers), 0
     while not isinstance(record := decoder.decode(ring.read()), Stop):
         if isinstance(record, Call):
             channel.send(answer(record, rank, fault))
@@ -44,29 +64,32 @@ def serve(ring: RingReader, channel: Channel, rank: int, fault: str) -> None:
         assert isinstance(record, Step)
         if fault == "step":
             raise ValueError("the model has a fever")
-        if fault == "hang":
+        if fault in ("hang", "wait"):
             time.sleep(600)
         token = 7
         if record.has_masks:
             masks = decoder.decode(ring.read())
             assert isinstance(masks, Masks)
             token = masks.masks.words
+        num_steps += 1
+        tokens = {request_id: [token] for request_id in record.step.num_scheduled_tokens}
+        ring.note(num_steps, token_digest({"a": [8]} if fault == "differ" and num_steps == 5 else tokens))
         if rank == 0:
-            tokens = {request_id: [token] for request_id in record.step.num_scheduled_tokens}
             channel.send(Output(ModelRunnerOutput(sampled_token_ids=tokens)))
 
 
 def main() -> None:
     fault, victim = [*sys.argv[1].split(":"), "-1"][:2]
     descriptor, memory, arrived, freed, rank, size = map(int, sys.argv[2:8])
-    fault = fault if rank == int(victim) else "none"
-    channel = Channel(socket.socket(fileno=descriptor), Start)
+    if rank != int(victim):
+        fault = "wait" if fault == "hang" else "none"
+    channel = Channel(socket.socket(fileno=descriptor), ToWorker)
     try:
         assert channel.receive_one().rank == rank
         if fault == "start":
             raise OSError("no such device")
         channel.send(Log("minivllm.mock", 30, f"hello from {rank}"))
-        threading.Thread(target=lambda: (channel.receive(), os._exit(0)), daemon=True).start()
+        threading.Thread(target=watch, args=(channel, fault), daemon=True).start()
         serve(RingReader(memory, arrived, freed, rank, size), channel, rank, fault)
     except BaseException as error:
         channel.send(Died(ErrorInfo.of(error)))

@@ -42,8 +42,8 @@ def command(fault: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "tests.executor.mock_worker", fault)
 
 
-def start(fault: str = "none", size: int = 2) -> MultiprocExecutor:
-    config = replace(CONFIG, tensor_parallel_size=size)
+def start(fault: str = "none", size: int = 2, heartbeat_timeout: float = 300.0) -> MultiprocExecutor:
+    config = replace(CONFIG, tensor_parallel_size=size, heartbeat_timeout=heartbeat_timeout)
     return MultiprocExecutor(config, cast(Any, SimpleNamespace(vocab_size=100)), command(fault))
 
 
@@ -117,6 +117,19 @@ def test_a_worker_that_raises_in_a_step_ends_the_group_with_its_traceback() -> N
         executor.shutdown()
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_that_samples_other_tokens_ends_the_group_and_is_named(rank: int) -> None:
+    with nothing_left():
+        executor = start(f"differ:{rank}", size=3)
+        for _ in range(4):
+            executor.execute_model(STEP).result()
+        # The output rank may be faster than the others: then the next step hears of it.
+        with pytest.raises(EngineDeadError, match=f"In step 5 of the engine the worker of rank {rank} sampled other"):
+            for _ in range(100):
+                executor.execute_model(STEP).result()
+        executor.shutdown()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_killed_in_a_step_is_named_to_who_waits(rank: int) -> None:
     with nothing_left():
@@ -127,6 +140,25 @@ def test_a_worker_killed_in_a_step_is_named_to_who_waits(rank: int) -> None:
         with pytest.raises(EngineDeadError, match=rf"worker of rank {rank} was killed by SIGKILL"):
             pending.result()
         assert time.monotonic() - killed < 1.0
+        executor.shutdown()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_worker_that_hangs_is_named_with_where_it_is(rank: int) -> None:
+    with nothing_left():
+        executor = start(f"hang:{rank}", size=3, heartbeat_timeout=0.4)
+        message = rf"(?s)worker of rank {rank} hangs: its step has taken 0\.3 s.*a mock that has hang"
+        with pytest.raises(EngineDeadError, match=message):
+            executor.execute_model(STEP).result()
+        executor.shutdown()
+
+
+def test_a_worker_that_does_not_even_answer_is_named() -> None:
+    with nothing_left():
+        executor = start("hang:0", heartbeat_timeout=0.4)
+        os.kill(executor.pids[1], signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match=r"worker of rank 1 hangs: .* It could not say where it was"):
+            executor.execute_model(STEP).result()
         executor.shutdown()
 
 

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 RING_BYTES = 4 * 2**20
 _HEADER = struct.Struct("<II")
 """In front of every record: its length, and its number, which wraps around."""
-_LINE = 64
-"""Every cursor has a cache line of its own."""
+_PLACE = 4096
+"""Bytes that a cursor has for itself. Behind a reader's lie the digests that it noted last, with their numbers."""
+_NOTES = _PLACE // 8 - 8
 
 
 class PeerGone(Exception):
@@ -35,17 +36,17 @@ class _Ring:
 
     def __init__(self, memory: int, num_readers: int) -> None:
         self._map = mmap.mmap(memory, 0)
-        first = _LINE * (1 + num_readers)
+        first = _PLACE * (1 + num_readers)
         self._capacity = len(self._map) - first
         whole = memoryview(self._map)
         self._cursors, self._data = whole[:first].cast("Q"), whole[first:]
         self._number = 0
 
     def _cursor(self, index: int) -> int:
-        return self._cursors[index * _LINE // 8]
+        return self._cursors[index * _PLACE // 8]
 
     def _set_cursor(self, index: int, value: int) -> None:
-        self._cursors[index * _LINE // 8] = value
+        self._cursors[index * _PLACE // 8] = value
 
     def _unmap(self) -> None:
         self._cursors.release()
@@ -59,7 +60,7 @@ class RingWriter(_Ring):
 
     def __init__(self, num_readers: int, capacity: int = RING_BYTES) -> None:
         self.memory = os.memfd_create("minivllm-ring", os.MFD_CLOEXEC)
-        os.ftruncate(self.memory, _LINE * (1 + num_readers) + capacity)
+        os.ftruncate(self.memory, _PLACE * (1 + num_readers) + capacity)
         super().__init__(self.memory, num_readers)
         self.arrived = [_event() for _ in range(num_readers)]
         self.freed = _event()
@@ -92,6 +93,11 @@ class RingWriter(_Ring):
                 rest = rest[count:]
         self._number = (self._number + 1) % 2**32
         self._publish()
+
+    def digest(self, reader: int, number: int) -> int | None:
+        """What the reader has noted under this number, one of its last ones; None if it has not come so far."""
+        note = self._cursors[(1 + reader) * _PLACE // 8 + 8 + number % _NOTES]
+        return note % 2**32 if note >> 32 == number % 2**32 else None
 
     def _publish(self) -> None:
         self._set_cursor(0, self._written)
@@ -130,6 +136,10 @@ class RingReader(_Ring):
         record = self._take(length)
         self._release()
         return record
+
+    def note(self, number: int, digest: int) -> None:
+        """Leave 32 bits for the writer, under a number from 1 on."""
+        self._cursors[self._own * _PLACE // 8 + 8 + number % _NOTES] = number % 2**32 << 32 | digest
 
     def _take(self, size: int) -> bytes:
         taken = bytearray()
