@@ -227,7 +227,9 @@ class EngineArgs:
     ] = None
     disable_custom_all_reduce: Annotated[bool, "Let workers add up through gloo instead of shared memory."] = False
     heartbeat_timeout: Annotated[
-        float, "Seconds after which an engine process that does not finish its step is taken for hung and killed."
+        float,
+        "Seconds after which an engine process that does not finish its step is taken for hung and killed; a worker in "
+        "a process of its own after three quarters of that.",
     ] = 300.0
     speculative_config: Annotated[
         dict[str, Any] | None,
@@ -267,11 +269,6 @@ class EngineArgs:
         ATTENTION.check(self.attention_backend)
         _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         self._check_workers()
-        if self.profile is not None and self.executor == "mp":
-            raise ConfigError(
-                "profile records the engine's own process, but the workers have theirs: use one worker and "
-                "distributed_executor_backend='uni', or start_profile and stop_profile, which record the workers."
-            )
         if self.performance_mode is not None:
             _choice("performance_mode", self.performance_mode, PERFORMANCE_MODES)
         if self.cudagraph_mode is not None:
@@ -336,23 +333,16 @@ class EngineArgs:
     def _check_workers(self) -> None:
         """What goes with several workers. Raises ConfigError."""
         _choice("distributed_executor_backend", self.executor, get_args(ExecutorKind))
-        size = self.tensor_parallel_size
-        if size == 1 and self.enable_expert_parallel:
+        if self.tensor_parallel_size == 1 and self.enable_expert_parallel:
             raise ConfigError(
                 "enable_expert_parallel divides experts among workers, but tensor_parallel_size is 1: raise that, or "
                 "leave it out."
             )
-        if size == 1:
-            return
-        alone = {
-            "distributed_executor_backend='uni'": self.executor == "uni",
-            "enable_lora": self.enable_lora,
-            "speculative_config": self.speculative_config is not None,
-            "compile_in_background": bool(self.compile_in_background),
-        }
-        for name, is_given in alone.items():
-            if is_given:
-                raise ConfigError(f"tensor_parallel_size is {size}, but {name} needs a single worker: set only one.")
+        if self.tensor_parallel_size > 1 and self.executor == "uni":
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, but distributed_executor_backend='uni' has a "
+                "single worker: set only one of them."
+            )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:

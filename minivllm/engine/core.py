@@ -65,7 +65,8 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
         self._max_in_flight = 2 if config.async_scheduling else 1
         self.is_asleep = False
-        self._trace = None if config.profile is None else TraceRecorder(config.profile, self)
+        collective = executor.collective if config.executor == "mp" else None
+        self._trace = None if config.profile is None else TraceRecorder(config.profile, self, collective)
         self.structured_output = StructuredOutputManager(config, executor.vocab_size)
 
     @spanned("step")

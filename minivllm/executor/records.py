@@ -1,8 +1,8 @@
 """What crosses between an executor and its worker processes: typed msgpack messages, and nothing else is decoded.
 
 To all workers, through the ring: ``Step`` (then ``Masks``, where it says so), ``Call`` and ``Stop``. From each worker,
-through its socket: ``Output`` of the output rank, ``Answer`` to every call, ``Report``, ``Log`` and ``Died``. The socket
-also brings each worker its ``Start``, and a ``Probe`` where it seems to hang, which it answers with ``Whereabouts``.
+through its socket: ``Output`` of the output rank, ``Answer`` to every call, ``Report``, ``Log`` and ``Died``. It brings
+each worker its ``Start`` too, and a ``Probe`` where it seems to hang, which it answers with ``Whereabouts``.
 """
 
 from __future__ import annotations

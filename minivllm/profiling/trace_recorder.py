@@ -2,7 +2,7 @@
 
 The ranges are the engine's spans. In a step: schedule, dispatch, execute (apply, prepare, first, between, last,
 attention, sample, draft), wait (for the results) and output. With async scheduling on a CPU, execute runs in the
-worker's thread beside the steps of the core.
+worker's thread beside the steps of the core. Workers in processes of their own write a file each.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, MinivllmError
 from minivllm.profiling.spans import listen, torch_range
 
 logger = logging.getLogger(__name__)
@@ -27,15 +27,15 @@ MAX_STEPS = 300
 class TraceRecorder:
     """Records the first MAX_STEPS steps of an engine core and writes them to a file of their own in ``directory``."""
 
-    def __init__(self, directory: str, core: object) -> None:
-        """core: the subject of the spans "step" that are counted. Raises ConfigError if the directory cannot be
-        made."""
+    def __init__(self, directory: str, core: object, collective: Callable[..., list[Any]] | None = None) -> None:
+        """core: the subject of the spans "step" that are counted. collective: calls a method of all workers, if they
+        live in other processes. Raises ConfigError if the directory cannot be made."""
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"profile is {directory!r}, which cannot be made: {error.strerror}.") from None
         self.path = Path(directory) / f"minivllm-{os.getpid()}-{time.time_ns()}.json"
-        self._core = core
+        self._core, self._collective = core, collective
         self._profiler: Any = None
         self._num_steps = 0
         self._listening = ExitStack()
@@ -69,6 +69,8 @@ class TraceRecorder:
         everywhere = _ExperimentalConfig(profile_all_threads=True)
         self._profiler = profile(activities=activities, experimental_config=everywhere)
         self._profiler.start()
+        if self._collective is not None:
+            self._collective("start_profile", str(self.path.parent))
         logger.info("Recording the next %d steps.", MAX_STEPS)
 
     def stop(self) -> None:
@@ -79,6 +81,10 @@ class TraceRecorder:
             return
         profiler.stop()
         profiler.export_chrome_trace(str(self.path))
+        paths = [str(self.path)]
+        if self._collective is not None:
+            with suppress(MinivllmError):  # of workers that have died, or whose profile somebody else has stopped
+                paths += self._collective("stop_profile")
         logger.warning(
-            "Wrote a trace of %d steps to %s: open it at https://ui.perfetto.dev.", self._num_steps, self.path
+            "Wrote a trace of %d steps to %s: open it at https://ui.perfetto.dev.", self._num_steps, ", ".join(paths)
         )

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ from minivllm.models.model import Model
 from minivllm.profiling.spans import listen, spanned, torch_range
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.sampling_params import SamplingParams
+from minivllm.spec_decode.adaptive import StepCost
 from minivllm.spec_decode.speculation import Speculation, measured_step_cost
 from minivllm.worker.cache_size import groups_of, pool_text, size_groups
 from minivllm.worker.loading import check_weights, load_draft_model, load_model
@@ -178,7 +179,7 @@ class Worker:
             ),
         )
         if speculative is not None:
-            self.runner.speculate(speculative, self._draft_decoder)
+            self._agree_on_costs(self.runner.speculate(speculative, self._draft_decoder))
         if self.config.kv_transfer is not None:
             self._connector = self._make_connector(self.config.kv_transfer, groups, block_bytes)
         started = time.perf_counter()
@@ -216,7 +217,7 @@ class Worker:
             return
         logger.info("Loading the compiled model …")
         may_wait = self.config.compile_in_background and not self._unfinished_warm_up
-        if may_wait and not compiler.is_complete and compiler.build_in_background():
+        if may_wait and self._any_rank(not compiler.is_complete) and compiler.build_in_background():
             logger.info(
                 "Serving uncompiled, which is slower, while the model is compiled in the background.",
                 extra={"is_notice": True},
@@ -232,14 +233,18 @@ class Worker:
         compiler.freeze()
 
     def _finish_warm_up(self) -> None:
-        """Between two steps: change over to compiled regions if they are all there, and slots to warm up with."""
+        """Between two steps: change over to compiled regions if all ranks have all of theirs, and slots to warm up
+        with."""
         counts = self._unfinished_warm_up
-        if self._compiler.is_building or len(counts) > self.runner.batch.num_free_slots:
+        if self._any_rank(self._compiler.is_building or len(counts) > self.runner.batch.num_free_slots):
             return
         self.runner.use_regions(self._compiler)
         self._warm_up(counts)
         self._unfinished_warm_up = []
         logger.info("The model is compiled.")
+
+    def _any_rank(self, is_so: bool) -> bool:
+        return is_so if self._communicator is None else bool(max(self._communicator.largest([is_so])))
 
     def leave_builds(self) -> None:
         """What is being compiled in the background is finished without this process, for the next start."""
@@ -266,7 +271,14 @@ class Worker:
         cost = measured_step_cost(lambda drafts: verify_on_null_block(self.runner, drafts), k)
         self.runner.speculation = speculation
         speculation.take_costs(*cost)
+        self._agree_on_costs(speculation)
         logger.info("Verifying drafts adds %.3f of a step, and %.3f for each of them (measured).", *cost)
+
+    def _agree_on_costs(self, speculation: Speculation) -> None:
+        """Drafters that exchange tensors must guess as much on every rank."""
+        if self._communicator is not None:
+            lengths = speculation.lengths
+            lengths.cost = StepCost(*self._communicator.largest(astuple(lengths.cost)))
 
     @property
     def num_recompilations(self) -> int:
@@ -409,7 +421,7 @@ class Worker:
 
         Raises RequestError if it is recording already, or cannot write.
         """
-        if self._profile is not None or self.config.profile is not None:
+        if self._profile is not None or (self.config.profile is not None and self.config.executor == "uni"):
             raise RequestError("A profile is being recorded already, and there can be only one.")
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)

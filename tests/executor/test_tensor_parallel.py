@@ -134,7 +134,8 @@ def test_workers_divide_rounded_weights(tiny_model: Callable[..., Path], quantiz
 
 def test_processes_give_the_very_bits_of_threads(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_model("llama-biases", **UNEVEN)
-    settings = arguments(model, dtype="bfloat16", tensor_parallel_size=2)
+    drafts = {"method": "ngram", "prompt_lookup_min": 1, "verification_cost": 0.0}
+    settings = arguments(model, dtype="bfloat16", tensor_parallel_size=2, speculative_config=drafts)
     with virtual_llm(**settings) as llm:
         expected = answers(llm), logprobs(llm)
     with LLM(**settings) as llm:
@@ -203,16 +204,13 @@ def test_ranges_cover_everything_in_whole_units(count: int, unit: int, size: int
         ("qwen2-moe", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 24}, {}, "a shared MLP of 24"),
         ("llama", {}, {"model_impl": "transformers"}, "the layers of transformers are computed by one worker"),
         ("llama-mha", {}, {"quantization": "int4", "dtype": "bfloat16"}, "attention outputs in units of 16"),
-        ("llama", {}, {"enable_lora": True}, "enable_lora needs a single worker"),
-        ("llama", {}, {"speculative_config": {"method": "ngram"}}, "speculative_config needs a single worker"),
-        ("llama", {}, {"compile_in_background": True}, "compile_in_background needs a single worker"),
         (
             "llama",
             {},
             {"kv_transfer_config": {"kv_connector": "tests.kv_transfer.own_connector:ShelfConnector"}},
             "moves the blocks of a single worker",
         ),
-        ("llama", {}, {"distributed_executor_backend": "uni"}, "'uni' needs a single worker"),
+        ("llama", {}, {"distributed_executor_backend": "uni"}, "'uni' has a single worker"),
         ("llama", {}, {"tensor_parallel_size": 0}, "must be at least 1"),
     ],
 )

@@ -136,7 +136,7 @@ class Decoder:
     @property
     def weights_per_token(self) -> int:
         in_layers = sum(layer.weights_per_token for layer in self.layers)
-        return in_layers + self.config.hidden_size * self.config.vocab_size
+        return in_layers + self.config.hidden_size * self.head.out_features
 
     def load_weights(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
         """Take tensors under their Hugging Face names. Raises ModelError for a name that has no place."""
@@ -312,6 +312,10 @@ class Decoder:
     def logits(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """Logits [len(rows), vocab] of the picked rows (int32)."""
         return self._last(*hidden, rows, tokens.adapters, self._weights[-1][1], self.final_norm, self.head.tensors)
+
+    def gather_vocabulary(self, x: Tensor) -> Tensor:
+        """x [rows, this worker's part of the vocabulary] -> [rows, vocab]: what all workers have."""
+        return x
 
     def hidden_states(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """Final hidden states [len(rows), hidden] of the picked rows (int32).

@@ -121,6 +121,8 @@ class EagleHead(Decoder):
             else:
                 part, kind = name.split(".")
                 (self.fc if part == "fc" else self.head).load(part, kind, tensor)
+        if not self.embedding and self._target.shard.size > 1:
+            self.embedding = (self._gathered_embedding(),)
         if is_guessable is None or self.token_map is None:
             return
         if not torch.equal(is_guessable, self.token_map.cpu() < self.eagle.draft_vocab_size):
@@ -132,6 +134,12 @@ class EagleHead(Decoder):
         if isinstance(target.embedding_method, PlainLinear) and torch.equal(target.embedding[0].to(weight), weight):
             return
         self.embedding = (weight.to(self.device, copy=True),)
+
+    def _gathered_embedding(self) -> Tensor:
+        """[vocab, hidden]: the target's, which several workers divide."""
+        target = self._target
+        own = torch.arange(target.vocabulary.stop - target.vocabulary.start, device=self.device)
+        return target.gather_vocabulary(target.embedding_method.rows(own, target.embedding).T).T.contiguous()
 
     def _map_of(self, offsets: Tensor) -> Tensor:
         """offsets int64 [draft vocabulary]: how much further a token is in the whole vocabulary -> token_map."""
@@ -262,7 +270,7 @@ class EagleHead(Decoder):
         rows (int32). o: attention's output for what ``queries`` returned. Tokens that the head cannot guess get the
         lowest logit there is."""
         logits, features = self._output(o, residual, rows, self._output_weights)
-        return logits, features
+        return (self._target.gather_vocabulary(logits) if self.eagle.version == "eagle" else logits), features
 
     # The regions, as a decoder's.
 

@@ -15,6 +15,7 @@ tensors. (Megatron-LM: Shoeybi et al. 2019, with ranges instead of equal parts.)
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.norm import add_rms_norm
 from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, specs_of
 from minivllm.distributed.communicator import Communicator
@@ -38,8 +40,8 @@ from minivllm.profiling.spans import span, spanned
 
 
 class ShardedDecoder(Decoder):
-    """A ``Decoder`` of one rank. Logits are gathered, so that all ranks sample alike. Drafters and adapters have no
-    place in it."""
+    """A ``Decoder`` of one rank. Logits are gathered, so that all ranks sample alike. Of an adapter, too, each rank has
+    the part that goes with its own of the layer."""
 
     def __init__(self, config: DecoderConfig, *, communicator: Communicator, **settings: Any) -> None:
         """settings: those of ``Decoder``."""
@@ -55,6 +57,7 @@ class ShardedDecoder(Decoder):
         self._head: Callable
 
     def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
+        self._declared_tokens = tokens
         self._weights = [(layer.before, layer.after) for layer in self.layers]
         made: dict[object, Callable] = {}
 
@@ -91,22 +94,41 @@ class ShardedDecoder(Decoder):
                 "o": TensorSpec((TOKENS, *layer.mixer.output_shape), self.attention_dtype, self.device),
                 "residual": stream if layer.mixer.reads_again else None,
                 "norm": specs_of(after.read_norm),
+                "adapters": tokens.adapters,
                 "weights": specs_of(after.mixer),
             }
             kind = layer.spec.behind, layer.methods.behind
             self._output.append(region("output", partial(self._output_region, layer), inputs, kind))
-            inputs = {"x": stream, "residual": stream, "after": specs_of(layer.after)}
+            inputs = {
+                "x": stream,
+                "residual": stream,
+                "adapters": tokens.adapters,
+                "after": specs_of(layer.after),
+            }
             kind = layer.spec.behind, layer.methods.mlp
             self._mlp.append(region("mlp", partial(self._mlp_region, layer), inputs, kind))
+        self._head = self._compile_head(compile_region)
+
+    def _compile_head(self, compile_region: CompileRegion) -> Callable:
         last = self.layers[-1]
-        inputs = {
+        stream = TensorSpec((TOKENS, self.config.hidden_size), self.dtype, self.device)
+        inputs: dict[str, Any] = {
             "x": stream,
             "residual": stream,
             "norm": specs_of(last.after.mlp_norm),
             "final_norm": specs_of(self.final_norm),
             "head": specs_of(self.head.tensors),
         }
-        self._head = region("head", self._head_region, inputs, last.spec.behind, self.head.method)
+        constants = self._region_constants, last.spec.behind, self.head.method
+        return compile_region(Region("head", partial(self._head_region, last), inputs, constants))
+
+    def first_layers(self, count: int, compile_region: CompileRegion) -> ShardedDecoder:
+        """See Decoder. All ranks have to be asked for the same."""
+        shortened = copy.copy(self)
+        shortened.layers, shortened._queries = self.layers[:count], self._queries[:count]
+        if shortened.layers[-1].spec.behind != self.layers[-1].spec.behind:
+            shortened._head = shortened._compile_head(compile_region)
+        return shortened
 
     def _normed_queries(
         self,
@@ -167,39 +189,61 @@ class ShardedDecoder(Decoder):
         residual: Tensor = x
         norm: Tensor | None = None
         last = len(self.layers) - 1
+        tapped = () if self.tap is None else self.tap.layers
+        wanted = []
         for layer, queries in enumerate(self._queries):
             with span("queries"):
                 before, table = self._weights[layer][0], self.cos_sin[layer]
                 cache = self.layers[layer].own_cache(caches[layer])
                 q, residual = queries(x, residual, tokens, table, cache, norm, before)
+            if layer in tapped:
+                wanted.append(residual)
             o = attend(layer, q, self.layers[layer].given)
             if layer < last:
-                x, residual = self._behind(layer, o, residual)
+                x, residual = self._behind(layer, o, residual, tokens.adapters)
                 norm = self._weights[layer][1].mlp_norm
+        if self.tap is not None:
+            self.tap.take(wanted, (o, residual), tokens, caches)
         return o, residual
 
-    def _behind(self, layer: int, o: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def _behind(self, layer: int, o: Tensor, residual: Tensor, adapters: RowAdapters | None) -> tuple[Tensor, Tensor]:
         """Behind a layer's attention: what its MLP adds, and the stream without it."""
         after = self._weights[layer][1]
         with span("output"):
             stream = residual if self.layers[layer].mixer.reads_again else None
-            x = self._communicator.all_reduce(self._output[layer](o, stream, after.read_norm, after.mixer))
+            x = self._communicator.all_reduce(self._output[layer](o, stream, after.read_norm, adapters, after.mixer))
         with span("mlp"):
-            x, residual = self._mlp[layer](x, residual, after)
+            x, residual = self._mlp[layer](x, residual, adapters, after)
             return self._communicator.all_reduce(x), residual
 
     @spanned("last")
     def logits(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """See Decoder."""
-        x, residual = self._behind(len(self.layers) - 1, hidden[0][rows], hidden[1][rows])
-        norm = self._weights[-1][1].mlp_norm
-        logits = self._head(x, residual, norm, self.final_norm, self.head.tensors)
-        return self._communicator.gather_columns(logits, self._vocabulary_widths)
+        x, residual, norm = self._behind_all(hidden, rows, tokens)
+        return self.gather_vocabulary(self._head(x, residual, norm, self.final_norm, self.head.tensors))
+
+    def gather_vocabulary(self, x: Tensor) -> Tensor:
+        """See Decoder."""
+        return self._communicator.gather_columns(x, self._vocabulary_widths)
 
     def hidden_states(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """See Decoder."""
-        x, residual = self._behind(len(self.layers) - 1, hidden[0][rows], hidden[1][rows])
-        return self._normed(x, residual, self._weights[-1][1].mlp_norm, self.final_norm)
+        count = len(rows)
+        if count == 1 and len(hidden[0]) > 1:  # a region that takes one row takes those of a step of one token
+            rows = rows.repeat(2)
+        x, residual, norm = self._behind_all(hidden, rows, tokens)
+        return self._normed(self.layers[-1], x, residual, norm, self.final_norm)[:count]
+
+    def compile_hidden_states(self, compile_region: CompileRegion) -> Callable[[Hidden, Tensor, TokenInputs], Tensor]:
+        """See Decoder. All but the last norm is in regions anyway."""
+        return self.hidden_states
+
+    def _behind_all(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the last MLP adds for these rows, the stream without it, and the norm in between."""
+        last = len(self.layers) - 1
+        adapters = None if tokens.adapters is None else tokens.adapters.of(rows)
+        x, residual = self._behind(last, hidden[0][rows], hidden[1][rows], adapters)
+        return x, residual, self._weights[last][1].mlp_norm
 
     # The regions.
 
@@ -241,20 +285,36 @@ class ShardedDecoder(Decoder):
         return layer.enter(previous.leaving(x, norm), residual, before.norm)
 
     def _output_region(
-        self, layer: DecoderLayer, o: Tensor, residual: Tensor | None, norm: Tensor | None, weights: tuple[Any, ...]
+        self,
+        layer: DecoderLayer,
+        o: Tensor,
+        residual: Tensor | None,
+        norm: Tensor | None,
+        adapters: RowAdapters | None,
+        weights: tuple[Any, ...],
     ) -> Tensor:
         read = None if residual is None else layer.enter(None, residual, norm)[0]
-        return layer.mixer.behind(o, read, None, weights)
+        return layer.mixer.behind(o, read, adapters, weights)
 
-    def _mlp_region(self, layer: DecoderLayer, x: Tensor, residual: Tensor, after: AfterMixer) -> tuple[Tensor, Tensor]:
+    def _mlp_region(
+        self, layer: DecoderLayer, x: Tensor, residual: Tensor, adapters: RowAdapters | None, after: AfterMixer
+    ) -> tuple[Tensor, Tensor]:
         x, residual = layer.enter(layer.leaving(x, after.mixer_norm), residual, after.norm)
-        return layer.mlp.apply(x, after.mlp, None), residual
+        return layer.mlp.apply(x, after.mlp, adapters), residual
 
     def _head_region(
-        self, x: Tensor, residual: Tensor, norm: Tensor | None, final_norm: Tensor, head: LinearTensors
+        self,
+        layer: DecoderLayer,
+        x: Tensor,
+        residual: Tensor,
+        norm: Tensor | None,
+        final_norm: Tensor,
+        head: LinearTensors,
     ) -> Tensor:
-        return self._capped(self.head.method.apply(self._normed(x, residual, norm, final_norm), head))
+        return self._capped(self.head.method.apply(self._normed(layer, x, residual, norm, final_norm), head))
 
-    def _normed(self, x: Tensor, residual: Tensor, norm: Tensor | None, final_norm: Tensor) -> Tensor:
-        x = self.layers[-1].leaving(x, norm)
+    def _normed(
+        self, layer: DecoderLayer, x: Tensor, residual: Tensor, norm: Tensor | None, final_norm: Tensor
+    ) -> Tensor:
+        x = layer.leaving(x, norm)
         return add_rms_norm(x, residual, final_norm, self.config.rms_norm_eps)[0]

@@ -1,0 +1,69 @@
+"""Workers that compile in the background change over to compiled code together, however long each of them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minivllm import LLM
+from minivllm.compilation.compiler import RegionCompiler
+from minivllm.compilation.regions import Region
+from minivllm.worker.worker import Worker
+from tests.executor.test_tensor_parallel import UNEVEN, answers, arguments
+from tests.executor.virtual_shards import virtual_llm
+
+
+class SlowCompiler(RegionCompiler):
+    """Hands out regions as they are. Builds, where it needs any, are over when asked for ``rounds`` times."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__(enabled=True)
+        self.rounds, self.num_questions, self.changed_over_after = rounds, 0, -1
+
+    def __call__(self, region: Region) -> Callable:
+        return region.function
+
+    min_rows = 1
+
+    @property
+    def is_complete(self) -> bool:
+        return self.rounds == 0
+
+    def build_in_background(self) -> bool:
+        return True
+
+    @property
+    def is_building(self) -> bool:
+        self.num_questions += 1
+        return self.num_questions <= self.rounds
+
+    def freeze(self) -> None:
+        self.changed_over_after = self.num_questions
+
+
+@pytest.mark.parametrize("rounds", [(0, 5, 3), (4, 4, 9), (0, 0, 0)], ids=str)
+def test_ranks_change_over_at_the_same_step(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, rounds: tuple[int, ...]
+) -> None:
+    model = tiny_model("llama-biases", **UNEVEN)
+    with LLM(**arguments(model)) as llm:
+        expected = answers(llm)
+
+    def make(worker: Worker) -> RegionCompiler:
+        assert worker._communicator is not None
+        return SlowCompiler(rounds[worker._communicator.rank])
+
+    monkeypatch.setattr(Worker, "_make_compiler", make)
+    settings: dict[str, Any] = {"attention_backend": "sdpa", "compile_in_background": True, "enforce_eager": False}
+    with virtual_llm(**arguments(model, tensor_parallel_size=3, max_num_seqs=16, **settings)) as llm:
+        compilers: list[Any] = [
+            worker._compiler
+            for worker in llm.llm_engine.client.core.executor.workers  # type: ignore[attr-defined]
+        ]
+        assert {compiler.changed_over_after for compiler in compilers} == ({-1} if any(rounds) else {0})
+        assert answers(llm) == expected
+        # Asked with every step, until all were done.
+        assert {compiler.changed_over_after for compiler in compilers} == {max(rounds) + (max(rounds) > 0)}

@@ -1,0 +1,117 @@
+"""Drafters over a model that several workers divide: the tokens are those of one worker, and so are the guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minivllm import LLM
+from minivllm.worker.worker import Worker
+from tests.executor.test_tensor_parallel import UNEVEN
+from tests.executor.virtual_shards import virtual_llm
+from tests.parity_reference import reference_tokens, run, tiny_llm, tokens_of
+from tests.spec_decode.drafting_cases import GREEDY, PARAMS, PROMPTS
+from tests.spec_decode.eagle_heads import crafted_model, knowing_head
+
+TinyModel = Callable[..., Path]
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    "suffix": {"method": "suffix"},
+    "early_exit": {"method": "early_exit", "num_layers": 1},
+    "draft_model": {"method": "draft_model"},
+}
+
+
+def divided_llm(model: Path, size: int, **settings: Any) -> LLM:
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "enforce_eager": True,
+        "block_size": 8,
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": 1 + 14,  # some are preempted
+    }
+    return virtual_llm(model=str(model), tensor_parallel_size=size, **{**defaults, **settings})
+
+
+def workers_of(llm: LLM) -> list[Worker]:
+    executor = llm.llm_engine.client.core.executor  # type: ignore[attr-defined]
+    return getattr(executor, "workers", None) or [executor.worker]
+
+
+def always_drafts(llm: LLM) -> LLM:
+    """On every rank, however costly it is."""
+    for worker in workers_of(llm):
+        assert worker.runner.speculation is not None
+        worker.runner.speculation.lengths.choose = lambda *arguments: 3  # type: ignore[method-assign]
+    return llm
+
+
+def counts(llm: LLM) -> tuple[int, int]:
+    metrics = llm.get_metrics()
+    return metrics.num_draft_tokens, metrics.num_accepted_tokens
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: TinyModel) -> Path:
+    return tiny_model("llama-biases", **UNEVEN)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> list[list[int]]:
+    """Greedy and seeded, without drafts."""
+    with tiny_llm(model, max_model_len=64) as llm:
+        return tokens_of(run(llm, PROMPTS, PARAMS))
+
+
+@pytest.mark.parametrize("method", DRAFTERS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_tokens_are_those_without_drafts_and_guesses_those_of_one_worker(
+    model: Path, plain: list[list[int]], method: str, size: int
+) -> None:
+    config = {**DRAFTERS[method], "num_speculative_tokens": 3, "verification_cost": 0.0}
+    if method == "draft_model":
+        config["model"] = str(model)
+    roomy = {"max_model_len": 64, "num_gpu_blocks_override": 1 + 14}
+    with always_drafts(tiny_llm(model, speculative_config=config, **roomy)) as llm:
+        assert tokens_of(run(llm, PROMPTS, PARAMS)) == plain
+        expected = counts(llm)
+    with always_drafts(divided_llm(model, size, speculative_config=config, max_num_batched_tokens=None)) as llm:
+        assert tokens_of(run(llm, PROMPTS, PARAMS)) == plain
+        assert llm.get_metrics().num_preemptions > 0
+        drafted, accepted = counts(llm)
+    assert (drafted, accepted) == expected and drafted > 0
+    assert method != "draft_model" or accepted == drafted
+
+
+@pytest.mark.parametrize("version", ["eagle", "eagle3"])
+def test_a_head_that_can_know_what_the_model_says_is_right(tiny_model: TinyModel, tmp_path: Path, version: str) -> None:
+    """EAGLE's head shares embedding and head with a model of which each worker has a part of both."""
+    model = crafted_model(tmp_path / "model", tiny_model("mistral", sliding_window=2))
+    head = knowing_head(tmp_path / version, version, model)
+    config = {"method": version, "model": str(head), "num_speculative_tokens": 3, "verification_cost": 0.0}
+    with always_drafts(divided_llm(model, 2, speculative_config=config, num_gpu_blocks_override=64)) as llm:
+        for _ in range(2):  # the second time from the prefix cache
+            assert tokens_of(run(llm, PROMPTS, GREEDY)) == reference_tokens(model, PROMPTS)
+        drafted, accepted = counts(llm)
+        assert accepted > 0.97 * drafted > 0
+        call = llm.llm_engine.client.call
+        call("sleep", 2)
+        call("wake_up")
+        assert tokens_of(run(llm, PROMPTS, GREEDY)) == reference_tokens(model, PROMPTS)
+        assert counts(llm)[1] > 0.97 * counts(llm)[0] > drafted
+
+
+def test_all_ranks_take_drafts_for_equally_costly(model: Path, plain: list[list[int]]) -> None:
+    """Shares of a layer are uneven, and so are the steps that drafts are compared with: the dearest counts."""
+    config = {"method": "early_exit", "num_layers": 1, "num_speculative_tokens": 3}
+    with divided_llm(model, 2, speculative_config=config) as llm:
+        speculations = [worker.runner.speculation for worker in workers_of(llm)]
+        own = [one.drafter.cost_per_token for one in speculations if one is not None]
+        agreed = [one.lengths.cost.draft_token for one in speculations if one is not None]
+        assert own[0] != own[1] and agreed == [max(own)] * 2
+        assert tokens_of(run(llm, PROMPTS, PARAMS)) == plain
