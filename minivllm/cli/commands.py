@@ -13,6 +13,7 @@ from minivllm import __version__
 from minivllm.cli.chat.command import chat
 from minivllm.cli.engine.env import env
 from minivllm.cli.generate import generate
+from minivllm.cli.proxy import proxy
 from minivllm.cli.pull import pull
 from minivllm.cli.serve import serve
 from minivllm.cli.trace.command import trace
@@ -49,6 +50,7 @@ app = typer.Typer(
 app.command("chat")(chat)
 app.command("generate")(generate)
 app.command("serve")(serve)
+app.command("proxy")(proxy)
 app.command("pull")(pull)
 app.command("env")(env)
 app.command("trace")(trace)

@@ -94,14 +94,66 @@ def _adapter(text: str) -> LoRARequest:
     return LoRARequest(name, str(Path(path).expanduser().resolve()))
 
 
+@dataclass(frozen=True, kw_only=True)
+class DisaggregatedOptions:
+    """Several servers in place of one."""
+
+    disaggregated: Annotated[
+        str | None,
+        _option(
+            "Start so many prefill and decode servers on this host, and a proxy in front of them: 1P1D, 2P1D.",
+            metavar="xPyD",
+        ),
+    ] = None
+    min_prefill_tokens: Annotated[
+        int | None,
+        _option("With --disaggregated: shorter prompts, about, go to a decode server alone.", show_default="256"),
+    ] = None
+
+    def check(self, server: ServerSettings, args: EngineArgs) -> None:
+        """Raises ConfigError for what does not go with several servers, or needs them."""
+        if self.disaggregated is None:
+            if self.min_prefill_tokens is not None:
+                raise ConfigError("--min-prefill-tokens needs --disaggregated.")
+            return
+        if args.kv_transfer_config is not None:
+            raise ConfigError("--disaggregated chooses the connector itself: leave --kv-transfer-config out.")
+        if server.lora_directory is not None or server.cors_origins:
+            raise ConfigError("--disaggregated goes with neither --lora-directory nor --cors-origin.")
+
+
+_OF_EACH_SERVER = (
+    "max_queued_requests",
+    "max_queued_prompt_tokens",
+    "request_timeout",
+    "max_body_bytes",
+    "drain_timeout",
+    "stats_interval",
+    "otlp_endpoint",
+    "tool_call_parser",
+    "reasoning_parser",
+)
+
+
+def _server_flags(server: ServerOptions) -> list[str]:
+    """The flags of each server behind a proxy."""
+    values = {name: getattr(server, name) for name in _OF_EACH_SERVER}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+    flags += [f"--served-model-name={name}" for name in server.served_model_names or ()]
+    flags += [f"--lora={adapter}" for adapter in server.lora_adapters or ()]
+    return flags + ["--log-json"] * server.log_json
+
+
 @with_options
-def serve(server: ServerOptions, args: EngineArgs) -> None:
+def serve(server: ServerOptions, several: DisaggregatedOptions, args: EngineArgs) -> None:
     """Serve a model to OpenAI clients: chat and text completions, streams, tool calls, metrics.
 
     Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/score, /v1/models,
     /v1/load_lora_adapter, /v1/unload_lora_adapter, /tokenize, /detokenize, /health, /ready, /version, /metrics, /live;
     /openapi.json describes them. A browser that opens / gets a page to chat and to watch the engine. SIGTERM lets
     running requests finish; a second one does not. The exit code is 1 if the engine died.
+
+    --disaggregated 1P1D starts two servers and a proxy: one computes prompts, the other one writes answers.
 
     Example: minivllm serve smollm2 --port 8000 --api-key secret
 
@@ -115,6 +167,7 @@ def serve(server: ServerOptions, args: EngineArgs) -> None:
     settings = server.settings()
     if settings.lora_adapters or settings.lora_directory is not None:
         args = replace(args, enable_lora=True)
+    several.check(settings, args)
     from minivllm.cli.engine.engine_start import fetch_model
     from minivllm.metrics.tracing import check_packages
     from minivllm.server.run import listen, start_logging, warn_if_open
@@ -124,6 +177,12 @@ def serve(server: ServerOptions, args: EngineArgs) -> None:
     warn_if_open(settings)
     listener = listen(settings)
     try:
+        if several.disaggregated is not None:
+            from minivllm.cli.proxy import MIN_PREFILL_TOKENS, serve_disaggregated
+
+            least = MIN_PREFILL_TOKENS if several.min_prefill_tokens is None else several.min_prefill_tokens
+            serve_disaggregated(several.disaggregated, args, settings, listener, _server_flags(server), least)
+            return
         fetch_model(args)
         from minivllm.frontend.async_llm import AsyncLLM
 

@@ -19,6 +19,7 @@ from collections.abc import Generator
 from functools import partial
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from minivllm.errors import ConfigError
 from minivllm.frontend.async_llm import AsyncLLM
@@ -41,12 +42,38 @@ KILL_SECONDS = 0.7
 BACKLOG = 512
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handlers: draining comes before closing connections."""
+class Uvicorn(uvicorn.Server):
+    """uvicorn with bounded connections, and without its own signal handlers: draining comes before closing them.
+
+    last_words: how long answers may go on when it is told to stop [seconds].
+    """
+
+    def __init__(self, app: ASGIApp, limits: ConnectionLimits, last_words: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=partial(BoundedConnection, limits=limits),  # type: ignore[arg-type]
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                lifespan="off",
+                ws="none",
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=int(last_words),
+            )
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+    def exit_now(self) -> None:
+        """Close all connections, without waiting for anybody to read, and return from ``serve``."""
+        self.should_exit = self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 class ServerRun:
@@ -62,20 +89,7 @@ class ServerRun:
         limits = ConnectionLimits()
         if settings.request_timeout is not None:
             limits.write_seconds = min(limits.write_seconds, settings.request_timeout)
-        config = uvicorn.Config(
-            build_app(self.service),
-            http=partial(BoundedConnection, limits=limits),  # type: ignore[arg-type]
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            lifespan="off",
-            ws="none",
-            backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=int(LAST_WORDS_SECONDS),
-        )
-        self._server = _Uvicorn(config)
+        self._server = Uvicorn(build_app(self.service), limits, LAST_WORDS_SECONDS)
 
     @property
     def has_started(self) -> bool:
@@ -172,9 +186,7 @@ class ServerRun:
 
     def exit_now(self) -> None:
         """Close all connections, without waiting for anybody to read, and return from ``run``."""
-        self._server.should_exit = self._server.force_exit = True
-        for connection in list(self._server.server_state.connections):
-            connection.transport.abort()
+        self._server.exit_now()
 
 
 def listen(settings: ServerSettings) -> socket.socket:

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import httpx
 
 
-def server_root(url: str) -> str:
-    """The URL without a /v1 that many people put behind it. Raises ConfigError for what is no http URL."""
+def server_root(url: str, flag: str = "--url") -> str:
+    """The URL without a /v1 that many people put behind it. Raises ConfigError, naming the flag, for no http URL."""
     root = url.rstrip("/").removesuffix("/v1")
     if not root.startswith(("http://", "https://")):
-        raise ConfigError(f"--url is {url!r}, but must be like http://127.0.0.1:8000.")
+        raise ConfigError(f"{flag} is {url!r}, but must be like http://127.0.0.1:8000.")
     return root
 
 

@@ -1,5 +1,5 @@
 """What bounds a client: sizes, counts, connections, places in the queue.
 
-May import: device, metrics, server.wire.
+May import: device, server.wire.
 Door: `Admission` in admission.py.
 """

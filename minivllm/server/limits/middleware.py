@@ -8,11 +8,12 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextvars import ContextVar
+from typing import Protocol
 
+from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.device.freed_memory import return_freed_memory
-from minivllm.metrics.prometheus import ServerMetrics
 from minivllm.server.wire.errors import ApiError, error_response
 from minivllm.server.wire.json_bounds import JsonBounds
 
@@ -30,10 +31,17 @@ body_bytes: ContextVar[int] = ContextVar("body_bytes", default=0)
 _ECHOED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
+class CountsErrors(Protocol):
+    """errors: by the label "error_class"."""
+
+    @property
+    def errors(self) -> Counter: ...
+
+
 class AccessLog:
     """Gives every request an id, echoes the client's own, and logs method, path, status and time; never a body."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: CountsErrors) -> None:
         self._app = app
         self._metrics = metrics
 

@@ -80,6 +80,7 @@ _STATUSES = {
     429: ("overloaded", "The queue is full; Retry-After says when to come back."),
     499: ("client_left", ""),
     500: ("internal", "The server failed."),
+    502: ("bad_gateway", "The server that was answering has gone."),
     503: ("unavailable", "The engine is dead, or the server is shutting down."),
     504: ("timeout", "The request took longer than the server allows."),
 }

@@ -1,0 +1,168 @@
+"""``minivllm proxy``, and ``minivllm serve --disaggregated``, which starts the servers behind it as well."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from minivllm.cli.engine.openai_server import server_root
+from minivllm.cli.engine.options import engine_flags, with_options
+from minivllm.config import EngineArgs
+from minivllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    import socket
+
+    from minivllm.server.proxy.children import Children
+    from minivllm.server.proxy.relay import RelaySettings
+    from minivllm.server.service.settings import ServerSettings
+
+MIN_PREFILL_TOKENS = 256
+
+
+def _option(help_text: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help_text, **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxyOptions:
+    """Where the proxy listens, and how it chooses."""
+
+    prefill: Annotated[
+        list[str] | None, _option("Address of a server with kv_role kv_producer (may be repeated).", metavar="URL")
+    ] = None
+    decode: Annotated[
+        list[str] | None, _option("Address of a server with kv_role kv_consumer (may be repeated).", metavar="URL")
+    ] = None
+    host: Annotated[str, _option("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _option("Port to listen on; 0 takes a free one.")] = 8000
+    api_keys: Annotated[
+        list[str] | None,
+        _option(
+            "Key that clients must send as a bearer token, which the servers get as well (may be repeated).",
+            "--api-key",
+            envvar="MINIVLLM_API_KEY",
+        ),
+    ] = None
+    min_prefill_tokens: Annotated[
+        int, _option("Shorter prompts, about (four characters count as a token), go to a decode server alone.")
+    ] = MIN_PREFILL_TOKENS
+    prefill_timeout: Annotated[
+        float, _option("Seconds after which a decode server computes the prompt instead.", min=0.1)
+    ] = 60.0
+    timeout: Annotated[float, _option("Seconds that a server may be silent.", min=0.1)] = 600.0
+    max_body_bytes: Annotated[int, _option("Largest body of a request.")] = 4 * 2**20
+    drain_timeout: Annotated[float, _option("Seconds that running requests get after SIGTERM.")] = 30.0
+    log_json: Annotated[bool, _option("Log one JSON object per line.", "--log-json")] = False
+
+
+@with_options
+def proxy(options: ProxyOptions) -> None:
+    """Stand in front of servers that share keys and values: one computes a prompt, another one writes the answer.
+
+    Each prompt goes to a prefill server, which is asked for one token, and then to a decode server, which takes the
+    keys and values from it and streams the answer. Whatever fails with prefill, the decode server computes the prompt
+    itself. Clients see one OpenAI server: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health,
+    /ready, /metrics; what needs no prefill goes to a decode server.
+
+    Example: minivllm proxy --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002
+
+    minivllm serve --disaggregated 1P1D starts all three on one host.
+    """
+    from minivllm.server.service.settings import ServerSettings
+
+    check_packages()
+    if not options.decode or not options.prefill:
+        raise ConfigError("proxy needs at least one --prefill and one --decode server.")
+    settings = ServerSettings(
+        host=options.host,
+        port=options.port,
+        api_keys=tuple(options.api_keys or ()),
+        max_body_bytes=options.max_body_bytes,
+        drain_timeout=options.drain_timeout,
+        log_json=options.log_json,
+    )
+    from minivllm.server.proxy.relay import RelaySettings
+    from minivllm.server.run import listen, start_logging, warn_if_open
+
+    start_logging(as_json=settings.log_json)
+    warn_if_open(settings)
+    relay = RelaySettings(
+        prefill=[server_root(url, "--prefill") for url in options.prefill],
+        decode=[server_root(url, "--decode") for url in options.decode],
+        min_prefill_tokens=options.min_prefill_tokens,
+        prefill_timeout=options.prefill_timeout,
+        timeout=options.timeout,
+    )
+    listener = listen(settings)
+    try:
+        asyncio.run(_run(relay, settings, listener))
+    finally:
+        listener.close()
+
+
+async def _run(
+    relay: RelaySettings, settings: ServerSettings, listener: socket.socket, children: Children | None = None
+) -> None:
+    from minivllm.server.proxy.proxy_run import never, run_proxy
+
+    await run_proxy(
+        relay,
+        listener,
+        api_keys=settings.api_keys,
+        max_body_bytes=settings.max_body_bytes,
+        drain_timeout=settings.drain_timeout,
+        until=never if children is None else children.watch,
+    )
+
+
+def check_packages() -> None:
+    """Raises ConfigError if something that the proxy needs is not installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn", "httpx")):
+        raise ConfigError("A proxy needs fastapi, uvicorn and httpx: pip install 'minivllm[server]'.")
+
+
+def serve_disaggregated(
+    text: str,
+    args: EngineArgs,
+    settings: ServerSettings,
+    listener: socket.socket,
+    server_flags: Sequence[str],
+    min_prefill_tokens: int,
+) -> None:
+    """Start the servers that ``text`` asks for, and a proxy in front of them. server_flags: of each server.
+
+    Raises EngineDeadError, with the name of the server, when one ends before it is ready, or the last that can answer.
+    """
+    check_packages()
+    from minivllm.cli.engine.engine_start import fetch_model
+    from minivllm.server.proxy.children import Children, Shape
+    from minivllm.server.proxy.relay import RelaySettings
+
+    shape = Shape.parse(text)
+    fetch_model(args)  # here, so that the servers do not all do it
+    command = ["serve", args.model, *engine_flags(args), "--host=127.0.0.1", *server_flags]
+    children = Children(shape, command, settings.api_keys, settings.drain_timeout)
+    relay = RelaySettings(
+        prefill=[one.url for one in children.prefill],
+        decode=[one.url for one in children.decode],
+        min_prefill_tokens=min_prefill_tokens,
+        timeout=settings.request_timeout or 86400.0,
+    )
+
+    async def life() -> None:
+        await children.wait_until_ready()
+        await _run(relay, settings, listener, children)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # before the proxy runs, which drains
+    try:
+        asyncio.run(life())
+    finally:
+        children.close()

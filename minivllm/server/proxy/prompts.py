@@ -1,0 +1,80 @@
+"""What the proxy reads of a request's body: how long the prompt is about, how it begins, and the body for prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from minivllm.server.wire.errors import unsupported
+
+PROMPT_FIELDS = {
+    "/v1/chat/completions": ("messages", "tools"),
+    "/v1/completions": ("prompt",),
+    "/v1/responses": ("input", "instructions", "tools"),
+}
+"""Path -> fields that make the prompt."""
+LIMIT_FIELD = {
+    "/v1/chat/completions": "max_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+NOT_FOR_PREFILL = frozenset(
+    {
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "n",
+        "best_of",
+        "echo",
+        "logprobs",
+        "top_logprobs",
+        "response_format",
+        "structured_outputs",
+        "text",
+    }
+)
+"""What decides about the answer alone, and would make a single token cost more, or be refused."""
+BYTES_PER_TOKEN = 4
+"""Of text, about: the proxy has no tokenizer."""
+PREFIX_BYTES = 1024
+
+
+class Prompt:
+    """One request to a generating path. num_tokens: about. prefix: its beginning, for finding the same server again."""
+
+    def __init__(self, path: str, body: bytes) -> None:
+        """Raises ApiError 400 for what clients may not say. A body that is no JSON object is left to the servers."""
+        self._path = path
+        try:
+            self._fields = msgspec.json.decode(body, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            self._fields = {}
+        if "kv_transfer_params" in self._fields:
+            raise unsupported("kv_transfer_params", "is not for clients: leave it out.")
+        parts: list[Any] = [self._fields.get(name) for name in PROMPT_FIELDS[path]]
+        self.num_tokens = max(map(_length, parts[0])) if _are_several(path, parts[0]) else sum(map(_length, parts))
+        self.prefix = msgspec.json.encode(parts)[:PREFIX_BYTES]
+        self.is_stream = self._fields.get("stream") is True
+
+    def for_prefill(self) -> bytes:
+        """The same prompt, of whose answer one token is wanted."""
+        fields = {name: value for name, value in self._fields.items() if name not in NOT_FOR_PREFILL}
+        return msgspec.json.encode({**fields, LIMIT_FIELD[self._path]: 1})
+
+
+def _are_several(path: str, prompt: Any) -> bool:
+    return path == "/v1/completions" and isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+
+
+def _length(value: Any) -> int:
+    """Tokens of a prompt, or of its parts, about."""
+    if isinstance(value, str):
+        return len(value) // BYTES_PER_TOKEN
+    if isinstance(value, dict):
+        return sum(map(_length, value.values()))
+    if isinstance(value, list):
+        return len(value) if value and isinstance(value[0], int) else sum(map(_length, value))
+    return 0

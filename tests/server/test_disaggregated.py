@@ -1,0 +1,292 @@
+"""Prefill and decode servers as real processes: tokens are those of one engine, whoever dies when."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from minivllm import LLM, SamplingParams
+from minivllm.errors import ConfigError
+from minivllm.server.proxy.children import Shape
+from tests.parity_reference import random_prompts
+
+PROMPTS = random_prompts((150, 151, 33, 90, 5), seed=11)
+FLAGS = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "512", "--num-gpu-blocks-override", "80"]
+SAMPLING: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 5}]
+
+
+class Disaggregated:
+    """A running ``minivllm serve --disaggregated``, with its servers by name."""
+
+    def __init__(self, model: Path, log: Path, shape: str, *flags: str) -> None:
+        self._log = log
+        command = [sys.executable, "-m", "minivllm.cli.main", "serve", str(model), "--disaggregated", shape]
+        command += ["--min-prefill-tokens", "8", "--port", "0", "--served-model-name", "tiny", *FLAGS, *flags]
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=file)
+        self.wait_for(r"The proxy of .* listens on (http://[0-9.:]+)")
+        self.url = re.findall(r"listens on (http://[0-9.:]+)", self.log)[0]
+        self.urls = dict(re.findall(r"The (\w+ \d) server is ready at (http://[0-9.]+:\d+)", self.log))
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_for(self, pattern: str, seconds: float = 180.0) -> None:
+        end = time.monotonic() + seconds
+        while re.search(pattern, self.log) is None:
+            assert self.process.poll() is None and time.monotonic() < end, self.log[-3000:]
+            time.sleep(0.05)
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=120)
+
+    def server(self, name: str) -> psutil.Process:
+        """The HTTP server of that name."""
+        port = int(self.urls[name].rpartition(":")[2])
+        for child in self.children:
+            if child.is_running() and any(
+                one.laddr.port == port and one.status == psutil.CONN_LISTEN for one in child.net_connections("tcp")
+            ):
+                return child
+        raise AssertionError(f"{name} does not listen")
+
+    def kill(self, name: str) -> None:
+        """kill -9 of the server and of its engine."""
+        server = self.server(name)
+        for one in [*server.children(recursive=True), server]:
+            one.kill()
+
+    def metric(self, name: str, url: str) -> float:
+        found = re.findall(rf"^{name} (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+        return float(found[0])
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        code = self.process.wait(60)
+        assert psutil.wait_procs(self.children, timeout=30)[1] == []
+        return code
+
+
+@pytest.fixture
+def start(tiny_model: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[..., Disaggregated]]:
+    started: list[Disaggregated] = []
+
+    def make(shape: str = "1P1D", *flags: str) -> Disaggregated:
+        started.append(Disaggregated(tiny_model("llama"), tmp_path / f"log-{len(started)}", shape, *flags))
+        return started[-1]
+
+    yield make
+    for one in started:
+        for process in [one.process, *one.children]:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        one.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Callable[..., Path]) -> list[list[str]]:
+    """What one engine answers to every prompt, for each kind of sampling."""
+    settings: dict[str, Any] = {"enforce_eager": True, "dtype": "float32", "max_model_len": 512}
+    with LLM(str(tiny_model("llama")), num_gpu_blocks_override=80, **settings) as llm:
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        return [
+            [
+                one.outputs[0].text
+                for one in llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True, **kind), use_tqdm=False)
+            ]
+            for kind in SAMPLING
+        ]
+
+
+def ask(client: openai.OpenAI, prompt: list[int], kind: dict[str, Any], stream: bool) -> str:
+    body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 24, **kind}
+    body["extra_body"] = {"ignore_eos": True}
+    if stream:
+        return "".join(chunk.choices[0].text for chunk in client.completions.create(**body, stream=True))
+    return client.completions.create(**body).choices[0].text
+
+
+def test_tokens_are_those_of_one_engine_and_sigterm_ends_all(
+    start: Callable[..., Disaggregated], expected: list[list[str]]
+) -> None:
+    """With the official client: streams, answers in one piece, a client that leaves; then a prefill server dies."""
+    running = start()
+    with running.client() as client:
+        for kind, answers in zip(SAMPLING, expected):
+            for stream in (False, True):
+                assert [ask(client, prompt, kind, stream) for prompt in PROMPTS] == answers
+        first = client.completions.create(model="tiny", prompt=PROMPTS[0], max_tokens=1, temperature=0)
+        assert expected[0][0].startswith(first.choices[0].text)
+        loaded = 'minivllm_kv_transfer_loaded_bytes_total{tier="LookupBufferConnector"}'
+        assert running.metric(re.escape(loaded), running.urls["decode 1"]) > 0
+        assert running.metric('minivllm_proxy_requests_total{way="prefill_failed"}', running.url) == 0
+        stream = client.completions.create(
+            model="tiny", prompt=PROMPTS[0], max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        stream.close()
+        end = time.monotonic() + 30
+        while any(running.metric("minivllm_num_requests_running", url) for url in running.urls.values()):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        running.kill("prefill 1")
+        running.wait_for("The prefill 1 server was killed by SIGKILL")
+        fresh = [prompt[::-1] for prompt in PROMPTS]
+        assert all(ask(client, prompt, SAMPLING[0], stream=True) for prompt in fresh)
+        assert [ask(client, prompt, SAMPLING[0], stream=True) for prompt in PROMPTS] == expected[0]
+        assert httpx.get(f"{running.url}/ready").json() == {"status": "ok", "prefill": 0, "decode": 1}
+    assert running.stop() == 0
+
+
+@pytest.mark.slow
+def test_decode_servers_that_die_end_their_streams_and_others_go_on_until_none_is_left(
+    start: Callable[..., Disaggregated], expected: list[list[str]]
+) -> None:
+    running = start("1P2D")
+    with running.client() as client:
+        streams = [
+            client.completions.create(
+                model="tiny",
+                prompt=[4 + number] * 100,
+                max_tokens=390,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            for number in range(6)
+        ]
+        for stream in streams:
+            next(iter(stream))
+        running.kill("decode 1")
+        endings = []
+        for stream in streams:
+            try:
+                endings.append(sum(1 for _ in stream))
+            except openai.APIError as error:
+                assert "server that wrote this answer has gone" in str(error) or "engine has died" in str(error)
+                endings.append(0)
+        assert 0 in endings and any(endings), "some were written by the one, some by the other"
+        running.wait_for("The decode 1 server was killed by SIGKILL")
+        for kind, answers in zip(SAMPLING, expected):
+            assert [ask(client, prompt, kind, stream=True) for prompt in PROMPTS] == answers
+        running.kill("decode 2")
+    assert running.process.wait(60) == 1
+    assert "No decode server is left. The decode 2 server was killed by SIGKILL" in running.log
+    assert psutil.wait_procs(running.children, timeout=30)[1] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["prefill 1", "decode 1"])
+def test_a_kill_at_any_moment_leaves_right_tokens_or_an_error(
+    start: Callable[..., Disaggregated], expected: list[list[str]], victim: str
+) -> None:
+    """While prompts are computed, blocks travel and answers are written, by many clients."""
+    for pause in (0.0, 0.05, 0.15, 0.4):
+        running = start("2P2D")
+        answers: list[tuple[int, int, str | None]] = []
+
+        def one(kind: int, number: int, running: Disaggregated = running, answers: Any = answers) -> None:
+            with running.client() as client:
+                try:
+                    text = ask(client, PROMPTS[number], SAMPLING[kind], stream=number % 2 == 0)
+                except openai.APIError:
+                    text = None
+                answers.append((kind, number, text))
+
+        threads = [
+            threading.Thread(target=one, args=(kind, number))
+            for _ in range(2)
+            for kind in range(2)
+            for number in range(len(PROMPTS))
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(pause)
+        running.kill(victim)
+        for thread in threads:
+            thread.join(120)
+        assert len(answers) == len(threads)
+        assert all(text in (None, expected[kind][number]) for kind, number, text in answers)
+        if victim == "prefill 1":
+            assert all(text is not None for _, _, text in answers)
+        with running.client() as client:
+            assert [ask(client, prompt, SAMPLING[0], stream=True) for prompt in PROMPTS] == expected[0]
+        assert running.stop() == 0
+
+
+@pytest.mark.slow
+def test_a_frozen_prefill_server_delays_by_its_deadlines_and_ctrl_c_ends_all(
+    start: Callable[..., Disaggregated], expected: list[list[str]]
+) -> None:
+    """Frozen after it has announced its blocks: the load ends at its deadline, and the prompt is recomputed."""
+    running = start()
+    with running.client() as client:
+        httpx.post(
+            f"{running.urls['prefill 1']}/v1/completions", json={"prompt": PROMPTS[0], "max_tokens": 1}, timeout=60
+        )
+        server = running.server("prefill 1")
+        frozen = [server, *server.children(recursive=True)]
+        for one in frozen:
+            one.suspend()
+        body = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{running.urls['decode 1']}/v1/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["text"] == expected[0][0]
+        for one in frozen:
+            one.resume()
+        assert ask(client, PROMPTS[1], SAMPLING[0], stream=True) == expected[0][1]
+    assert running.stop(signal.SIGINT) == 0
+
+
+@pytest.mark.slow
+def test_servers_end_with_the_command_even_by_kill_9(start: Callable[..., Disaggregated]) -> None:
+    running = start()
+    os.kill(running.process.pid, signal.SIGKILL)
+    assert psutil.wait_procs(running.children, timeout=60)[1] == []
+
+
+@pytest.mark.slow
+def test_a_server_that_cannot_start_is_named(tiny_model: Callable[..., Path]) -> None:
+    command = [sys.executable, "-m", "minivllm.cli.main", "serve", str(tiny_model("llama")), "--disaggregated", "1P1D"]
+    command += ["--port", "0", "--num-gpu-blocks-override", "2", "--max-model-len", "512", "--enforce-eager"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert result.returncode == 1
+    assert re.search(r"minivllm: The (prefill|decode) 1 server ended with status \d", result.stderr)
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("text", ["", "1P", "P1D", "0P1D", "1P0D", "9P8D", "1p1d", "100P1D"])
+def test_a_shape_is_refused_with_a_sentence(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be like 1P1D"):
+        Shape.parse(text)
+    assert Shape.parse("2P3D") == Shape(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--min-prefill-tokens", "5"], "needs --disaggregated"),
+        (["--disaggregated", "1P1D", "--kv-transfer-config", '{"kv_connector": "OffloadingConnector"}'], "itself"),
+        (["--disaggregated", "1P1D", "--cors-origin", "*"], "goes with neither"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(flags: list[str], sentence: str) -> None:
+    command = [sys.executable, "-m", "minivllm.cli.main", "serve", "--port", "0", *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and sentence in result.stderr, result.stderr

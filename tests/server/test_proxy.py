@@ -1,0 +1,383 @@
+"""The proxy in front of scripted servers: who is asked what, who steps in, and what clients can and cannot do."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from minivllm.messages import EngineRequest
+from minivllm.server.limits.connections import ConnectionLimits
+from minivllm.server.proxy.pool import SLACK, Pool
+from minivllm.server.proxy.prompts import Prompt
+from minivllm.server.proxy.proxy_app import build_proxy_app
+from minivllm.server.proxy.relay import Relay, RelaySettings
+from minivllm.server.run import Uvicorn, listen
+from minivllm.server.service.settings import ServerSettings
+from minivllm.server.wire.errors import ApiError
+from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
+
+LONG = "say:" + "one two three four five six seven " * 6
+"""Long enough for prefill, with the threshold of these tests."""
+THRESHOLD = 20
+
+
+class RunningProxy:
+    """A proxy in a thread, with the servers behind it."""
+
+    def __init__(self, relay: Relay, url: str, prefill: list[ServedCore], decode: list[ServedCore]) -> None:
+        self.relay, self.url, self.prefill, self.decode = relay, url, prefill, decode
+
+    def ways(self) -> dict[str, int]:
+        text = httpx.get(f"{self.url}/metrics").text
+        lines = [line for line in text.splitlines() if line.startswith("minivllm_proxy_requests_total{")]
+        return {line.split('"')[1]: int(float(line.split()[-1])) for line in lines}
+
+    def client(self, **settings: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "unused", "max_retries": 0, **settings})
+
+
+@contextmanager
+def proxied(prefill: list[Any], decode: list[Any], api_keys: tuple[str, ...] = (), **settings: Any) -> Iterator[Any]:
+    """prefill, decode: servers, or addresses."""
+    urls = [[one if isinstance(one, str) else one.url for one in servers] for servers in (prefill, decode)]
+    options = {"min_prefill_tokens": THRESHOLD, "prefill_timeout": 20.0, **settings}
+    listener = listen(ServerSettings(port=0))
+    box: dict[str, Any] = {}
+    started = threading.Event()
+
+    async def main() -> None:
+        relay = Relay(RelaySettings(prefill=urls[0], decode=urls[1], **options))
+        server = Uvicorn(build_proxy_app(relay, api_keys, 2**20), ConnectionLimits(), 2.0)
+        box.update(relay=relay, server=server, loop=asyncio.get_running_loop())
+        started.set()
+        await server.serve([listener])
+        await relay.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), name="proxy")
+    thread.start()
+    started.wait(20)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        while not box["server"].started:
+            time.sleep(0.005)
+        yield RunningProxy(box["relay"], url, prefill, decode)
+    finally:
+        box["loop"].call_soon_threadsafe(box["server"].exit_now)
+        thread.join(30)
+        listener.close()
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def servers(scripts: Scripts) -> Iterator[Callable[[int], list[ServedCore]]]:
+    """Scripted servers called "tiny"; those that a test stops are its own."""
+    with ExitStack() as stack:
+
+        def make(count: int) -> list[ServedCore]:
+            cores = [ScriptedCore(scripts) for _ in range(count)]
+            return [
+                stack.enter_context(served(core, scripts.tokenizer, served_model_names=("tiny",))) for core in cores
+            ]
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def pair(servers: Callable[[int], list[ServedCore]]) -> Iterator[RunningProxy]:
+    prefill, decode = servers(2)
+    with proxied([prefill], [decode]) as proxy:
+        yield proxy
+
+
+def asked(server: ServedCore) -> list[EngineRequest]:
+    return server.core.admitted
+
+
+def clear(*proxies: RunningProxy) -> None:
+    for proxy in proxies:
+        for server in [*proxy.prefill, *proxy.decode]:
+            asked(server).clear()
+
+
+def test_a_long_prompt_is_computed_by_one_server_and_answered_by_the_other(pair: RunningProxy) -> None:
+    clear(pair)
+    before = pair.ways()
+    with pair.client() as client:
+        chunks = client.completions.create(model="tiny", prompt=LONG, max_tokens=300, stream=True, logprobs=1)
+        text = "".join(chunk.choices[0].text for chunk in chunks)
+    assert text.strip() == LONG.removeprefix("say:").strip()
+    [first], [second] = asked(pair.prefill[0]), asked(pair.decode[0])
+    assert first.prompt_token_ids == second.prompt_token_ids
+    assert first.max_tokens == 1 and first.sampling_params.logprobs is None and second.max_tokens == 300
+    assert {way: count - before[way] for way, count in pair.ways().items()} == {
+        "prefill": 1,
+        "decode_alone": 0,
+        "prefill_failed": 0,
+    }
+
+
+def test_a_short_prompt_goes_to_the_decode_server_alone(pair: RunningProxy) -> None:
+    clear(pair)
+    with pair.client() as client:
+        answer = client.completions.create(model="tiny", prompt="say:one two", max_tokens=5)
+        assert answer.choices[0].text.split() == ["one", "two"]
+    assert not asked(pair.prefill[0]) and len(asked(pair.decode[0])) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chats_and_responses_have_the_same_prompt_on_both_sides(pair: RunningProxy, stream: bool) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", {"messages": [{"role": "user", "content": LONG}], "max_completion_tokens": 7}),
+        ("chat/completions", {"messages": [{"role": "user", "content": LONG}], "min_tokens": 3}),
+        ("chat/completions", {"messages": [{"role": "user", "content": LONG}], "top_logprobs": 2, "logprobs": True}),
+        ("chat/completions", {"messages": [{"role": "user", "content": LONG}], "response_format": schema, "n": 2}),
+        ("responses", {"input": LONG, "instructions": "Be short.", "max_output_tokens": 9}),
+        ("completions", {"prompt": [LONG, "say:five"], "best_of": None, "echo": True}),
+        ("completions", {"prompt": list(range(4, 60)), "cache_salt": "tenant", "min_tokens": 4}),
+    ]
+    for path, body in bodies:
+        clear(pair)
+        response = httpx.post(f"{pair.url}/v1/{path}", json={**body, "model": "tiny", "stream": stream}, timeout=30)
+        assert response.status_code == 200, response.text
+        first, second = asked(pair.prefill[0]), asked(pair.decode[0])
+        prompts = [{tuple(one.prompt_token_ids) for one in side} for side in (first, second)]
+        assert prompts[0] == prompts[1] != set(), body
+        assert {one.cache_salt for one in first} == {one.cache_salt for one in second}
+        assert {one.max_tokens for one in first} == {1}
+
+
+def test_clients_may_not_say_where_keys_and_values_come_from(pair: RunningProxy) -> None:
+    clear(pair)
+    body = {"model": "tiny", "prompt": LONG, "kv_transfer_params": {"remote_host": "10.0.0.1"}}
+    for url in (pair.url, pair.prefill[0].url, pair.decode[0].url):
+        response = httpx.post(f"{url}/v1/completions", json=body)
+        assert response.status_code == 400 and "kv_transfer_params" in response.json()["error"]["message"]
+    assert not asked(pair.prefill[0]) and not asked(pair.decode[0])
+
+
+def test_what_is_refused_is_refused_in_the_servers_own_words(pair: RunningProxy) -> None:
+    for body in (
+        {"model": "tiny", "prompt": LONG, "nonsense": 1},
+        {"model": "other", "prompt": LONG},
+        {"model": "tiny", "prompt": LONG, "temperature": -1},
+        {"model": "tiny", "prompt": [[1, 2], "a"]},
+        [1, 2],
+    ):
+        direct = httpx.post(f"{pair.decode[0].url}/v1/completions", json=body)
+        through = httpx.post(f"{pair.url}/v1/completions", json=body)
+        assert (through.status_code, through.json()) == (direct.status_code, direct.json())
+        assert 400 <= through.status_code < 500
+    broken = httpx.post(f"{pair.url}/v1/completions", content=b'{"prompt": "a', headers={"content-type": "a/json"})
+    assert broken.status_code == 400 and broken.json()["error"]
+    assert httpx.post(f"{pair.url}/v1/completions", content=b"x" * 2**21).status_code == 413
+    assert httpx.get(f"{pair.url}/v1/nothing").status_code == 404
+    assert httpx.post(f"{pair.url}/v1/load_lora_adapter", json={}).status_code == 404
+
+
+def test_models_health_and_tokens_are_those_of_the_servers(pair: RunningProxy) -> None:
+    assert httpx.get(f"{pair.url}/health").json() == {"status": "ok", "prefill": 1, "decode": 1}
+    assert httpx.get(f"{pair.url}/ready").json() == {"status": "ok", "prefill": 1, "decode": 1}
+    with pair.client() as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        assert client.models.retrieve("tiny").id == "tiny"
+    answer = httpx.post(f"{pair.url}/tokenize", json={"prompt": "one two"})
+    assert answer.json()["count"] == len(answer.json()["tokens"])
+
+
+def test_a_client_that_leaves_is_followed_by_both_servers(
+    servers: Callable[[int], list[ServedCore]], scripts: Scripts
+) -> None:
+    for stage in ("prefill", "stream", "whole"):
+        prefill, decode = servers(2)
+        with proxied([prefill], [decode]) as proxy, proxy.client(timeout=0.5) as client:
+            body: dict[str, Any] = {"model": "tiny", "prompt": LONG, "max_tokens": 400}
+            body["extra_body"] = {"ignore_eos": True}
+            if stage == "prefill":
+                prefill.core.held = True
+            decode.core.step_seconds = 0.05
+            if stage == "stream":
+                stream = client.completions.create(**body, stream=True)
+                next(iter(stream))
+                stream.close()
+            else:
+                with pytest.raises(openai.APITimeoutError):
+                    client.completions.create(**body)
+            end = time.monotonic() + 20
+            while (
+                prefill.core.running
+                or decode.core.running
+                or any(one.load for one in [*proxy.relay.prefill.backends, *proxy.relay.decode.backends])
+            ):
+                assert time.monotonic() < end, stage
+                time.sleep(0.01)
+            assert bool(asked(decode)) == (stage != "prefill")
+
+
+def refused_address() -> str:
+    """Where nobody listens."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{one.getsockname()[1]}"
+
+
+def test_a_prefill_server_that_is_not_there_is_done_without(pair: RunningProxy) -> None:
+    clear(pair)
+    with proxied([refused_address()], pair.decode) as proxy, proxy.client() as client:
+        answer = client.completions.create(model="tiny", prompt=LONG, max_tokens=4)
+        assert answer.usage is not None and answer.usage.completion_tokens == 4
+        assert proxy.ways()["prefill_failed"] == 1
+        assert httpx.get(f"{proxy.url}/ready").json() == {"status": "ok", "prefill": 0, "decode": 1}
+    with proxied([refused_address(), *pair.prefill], pair.decode) as proxy, proxy.client() as client:
+        for number in range(6):  # some of them prefer the one that is not there
+            client.completions.create(model="tiny", prompt=f"{number} {LONG}", max_tokens=4)
+        assert proxy.ways()["prefill"] == 6
+
+
+def test_a_prefill_server_that_hangs_is_waited_for_no_longer_than_allowed(pair: RunningProxy) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with proxied([url], pair.decode, prefill_timeout=0.3) as proxy, proxy.client() as client:
+            assert client.completions.create(model="tiny", prompt=LONG, max_tokens=4).choices[0].text
+            assert proxy.ways()["prefill_failed"] == 1
+
+
+def test_another_decode_server_steps_in_before_the_first_piece(pair: RunningProxy) -> None:
+    for stream in (False, True):
+        with proxied(pair.prefill, [refused_address(), *pair.decode]) as proxy:
+            for number in range(4):
+                body = {"model": "tiny", "prompt": f"{number} {LONG}", "max_tokens": 3, "stream": stream}
+                assert httpx.post(f"{proxy.url}/v1/completions", json=body).status_code == 200
+    with proxied(pair.prefill, [refused_address()]) as proxy:
+        response = httpx.post(f"{proxy.url}/v1/completions", json={"model": "tiny", "prompt": LONG})
+        assert response.status_code == 503 and response.json()["error"]["code"] == "no_decode_server"
+        assert httpx.get(f"{proxy.url}/health").status_code == 503
+
+
+@contextmanager
+def stand_in(answer: bytes) -> Iterator[str]:
+    """A server that sends these bytes to everybody, and hangs up."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.settimeout(0.2)
+                    try:
+                        while connection.recv(65536):
+                            pass
+                    except TimeoutError:
+                        pass
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(20)
+
+
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+PIECE = b'data: {"choices": []}\n\n'
+
+
+@pytest.mark.parametrize("path", ["completions", "responses"])
+def test_a_stream_that_breaks_off_ends_with_an_error(pair: RunningProxy, path: str) -> None:
+    with stand_in(STREAM + b"%x\r\n%s\r\n" % (len(PIECE), PIECE)) as url, proxied(pair.prefill, [url]) as proxy:
+        body = {"model": "tiny", "input" if path == "responses" else "prompt": "a", "stream": True}
+        text = httpx.post(f"{proxy.url}/v1/{path}", json=body).text
+        assert text.startswith(PIECE.decode()) and "decode_server_lost" in text
+        assert ("event: error" in text) == (path == "responses")
+
+
+def test_an_answer_that_breaks_off_before_the_client_has_any_is_asked_for_again(pair: RunningProxy) -> None:
+    whole = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 500\r\n\r\n{"
+    busy = b"HTTP/1.1 503 Busy\r\ncontent-type: application/json\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
+    for answer in (whole, STREAM, STREAM + b"0\r\n\r\n", busy):
+        with stand_in(answer) as url, proxied(pair.prefill, [url, *pair.decode]) as proxy:
+            for number in range(3):
+                body = {"model": "tiny", "prompt": f"{number} say:one", "max_tokens": 3}
+                assert (
+                    httpx.post(f"{proxy.url}/v1/completions", json=body).json()["choices"][0]["text"].strip() == "one"
+                )
+    with stand_in(busy) as url, proxied(pair.prefill, [url]) as proxy:
+        assert httpx.post(f"{proxy.url}/v1/completions", json={"prompt": "a"}).status_code == 503
+
+
+def test_a_key_is_asked_for_and_passed_on(scripts: Scripts) -> None:
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(
+                served(ScriptedCore(scripts), scripts.tokenizer, served_model_names=("tiny",), api_keys=("secret",))
+            )
+            for _ in range(2)
+        ]
+        with proxied(servers[:1], servers[1:], api_keys=("secret",)) as proxy:
+            with proxy.client(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
+                client.completions.create(model="tiny", prompt=LONG)
+            with proxy.client(api_key="secret") as client:
+                assert client.completions.create(model="tiny", prompt=LONG, max_tokens=2).choices[0].text
+                assert [model.id for model in client.models.list()] == ["tiny"]
+            assert httpx.get(f"{proxy.url}/metrics").status_code == 401
+            assert httpx.get(f"{proxy.url}/health").status_code == 200
+
+
+def test_prompts_that_begin_alike_go_to_one_server_unless_it_is_busier() -> None:
+    pool = Pool(["http://a", "http://b", "http://c"])
+    chosen = {prefix: pool.pick(prefix) for prefix in (b"%d" % number for number in range(30))}
+    assert len({one.url for one in chosen.values() if one}) == 3
+    assert all(pool.pick(prefix) is one for prefix, one in chosen.items())
+    favourite = chosen[b"0"]
+    assert favourite is not None
+    favourite.load = SLACK
+    assert pool.pick(b"0") is favourite
+    favourite.load = SLACK + 1
+    second = pool.pick(b"0")
+    assert second is not favourite and second is not None
+    favourite.load = 0
+    favourite.rest()
+    assert pool.pick(b"0") is second
+    assert pool.pick(b"0", pool.backends) is None
+    for one in pool.backends:
+        one.rest()
+    assert pool.pick(b"0") is favourite, "all are resting, so nobody is"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "num_tokens"),
+    [
+        ("/v1/completions", b'{"prompt": "%s"}' % (b"x" * 400), 100),
+        ("/v1/completions", b'{"prompt": [1, 2, 3]}', 3),
+        ("/v1/completions", b'{"prompt": [[1, 2, 3], [4]]}', 3),
+        ("/v1/completions", b'{"prompt": ["%s", "%s"]}' % (b"x" * 40, b"y" * 80), 20),
+        ("/v1/completions", b'{"prompt": []}', 0),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": [{"text": "%s"}]}]}' % (b"x" * 400), 101),
+        ("/v1/responses", b'{"input": "%s", "instructions": "%s"}' % (b"x" * 40, b"y" * 40), 20),
+        ("/v1/responses", b"no json", 0),
+    ],
+)
+def test_how_long_a_prompt_is_about(path: str, body: bytes, num_tokens: int) -> None:
+    assert Prompt(path, body).num_tokens == num_tokens
+
+
+def test_parameters_of_transfers_are_refused_whatever_they_hold() -> None:
+    for value in (b"null", b"{}", b"1"):
+        with pytest.raises(ApiError, match="kv_transfer_params"):
+            Prompt("/v1/completions", b'{"prompt": "a", "kv_transfer_params": %s}' % value)
