@@ -22,8 +22,8 @@ class KVTransferConfig:
     kv_role: "kv_producer" only saves, "kv_consumer" only loads, "kv_both" does both.
     kv_load_failure_policy: what becomes of a request whose keys and values do not arrive: "recompute" them, or "fail".
     kv_connector_extra_config: the connector's own settings.
-    fingerprint: digest of all that decides what a block of known tokens holds; filled in when the engine starts, for
-        connectors whose blocks outlive it.
+    fingerprint: digest of all that decides what a block of known tokens holds, the model's files among it; settings:
+        of all but the files. Filled in when the engine starts, for connectors whose blocks outlive it.
     """
 
     kv_connector: str
@@ -31,6 +31,7 @@ class KVTransferConfig:
     kv_load_failure_policy: KVLoadFailurePolicy = "recompute"
     kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
+    settings: str = ""
 
     @property
     def loads(self) -> bool:
@@ -41,9 +42,9 @@ class KVTransferConfig:
         return self.kv_role != "kv_consumer"
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], fingerprint: str = "") -> KVTransferConfig:
+    def from_dict(cls, values: dict[str, Any]) -> KVTransferConfig:
         """Build from what the user wrote. Raises ConfigError naming the key and what it may be."""
-        known = [one.name for one in fields(cls) if one.name != "fingerprint"]
+        known = [one.name for one in fields(cls) if one.name not in ("fingerprint", "settings")]
         if not isinstance(values, dict):
             raise ConfigError(f"kv_transfer_config is {values!r}, but must be a dictionary with a 'kv_connector'.")
         for key in values:
@@ -61,7 +62,7 @@ class KVTransferConfig:
             raise ConfigError(
                 f"kv_transfer_config['kv_connector_extra_config'] is {extra!r}, but must be a dictionary."
             )
-        return cls(**values, fingerprint=fingerprint)
+        return cls(**values)
 
 
 def portable_transfer(values: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import ModelError, RequestError
 from minivllm.executor.protocol import WORKER_METHODS, check_arguments
+from minivllm.kv_transfer.connector import load_connector
+from minivllm.kv_transfer.fingerprint import fingerprint
 from minivllm.messages import LoRARequest, RecentStep, SchedulerStats
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ class Administration:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
+        self._weights_path, self._sleep_level = core.config.model_path, 0
 
     def call(self, method: str, args: Sequence[Any]) -> Any:
         """Call a method by name. Raises RequestError for a name that is not known and arguments that do not fit."""
@@ -98,37 +101,53 @@ class Administration:
             raise RequestError(f"The sleep level is {level!r}, but must be 1 (weights to the host) or 2 (drop them).")
         self._require_idle("sleep")
         self._core.executor.collective("sleep", level)
-        self._core.is_asleep = True
+        self._core.is_asleep, self._sleep_level = True, level
 
     def wake_up(self) -> None:
         """Undo sleep; an engine that is awake stays so. Raises ModelError, and goes on sleeping, if the weights cannot
-        be read again."""
-        if self._core.is_asleep:
-            self._core.executor.collective("wake_up")
-            self._core.is_asleep = False
+        be read again, and RequestError if they have changed meanwhile and a connector cannot follow."""
+        if not self._core.is_asleep:
+            return
+        digest = self._new_fingerprint() if self._sleep_level == 2 else None
+        self._core.executor.collective("wake_up")
+        self._core.is_asleep = False
+        if digest is not None:
+            self._core.use_fingerprint(digest)
+
+    def _new_fingerprint(self) -> str | None:
+        """Of the weights that are about to be read; None if no connector asks for it. Raises ModelError, or
+        RequestError."""
+        transfer = self._core.config.kv_transfer
+        if transfer is None or not transfer.fingerprint:
+            return None
+        digest = fingerprint(transfer.settings, self._weights_path)
+        if digest != transfer.fingerprint:
+            load_connector(transfer).check_new_weights(transfer)
+        return digest
 
     def is_sleeping(self) -> bool:
         return self._core.is_asleep
 
     def update_weights(self, directory: str) -> None:
-        """Replace the weights by those of a directory of safetensors files, and forget all cached prefixes.
+        """Replace the weights by those of a directory of safetensors files, and forget all cached prefixes, those that
+        connectors keep as well; files stay, for engines that have the old weights.
 
-        Raises RequestError while requests are unfinished or with kv_transfer_config, and ModelError for weights that
-        are not those of this architecture; both change nothing.
+        Raises RequestError while requests are unfinished or with a connector that cannot follow, and ModelError for
+        weights that are not those of this architecture; both change nothing.
         """
-        if self._core.config.kv_transfer is not None:
-            raise RequestError(
-                "update_weights needs an engine without kv_transfer_config: what is kept elsewhere are keys and values "
-                "of the weights that it was started with."
-            )
+        transfer = self._core.config.kv_transfer
+        if transfer is not None:
+            load_connector(transfer).check_new_weights(transfer)
         self._require_idle("update_weights")
         self._core.executor.collective("take_weights_from", directory)
+        before, self._weights_path = self._weights_path, directory
         # Old and new weights may not fit beside each other.
         self.sleep(level=2)
         try:
             self.wake_up()
         except ModelError:
             self._core.executor.collective("take_weights_from", None)
+            self._weights_path = before
             self.wake_up()
             raise
 

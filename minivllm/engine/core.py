@@ -6,6 +6,7 @@ Everything else is where the parts live and how they are reached; what operators
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minivllm.config import EngineConfig
@@ -171,6 +172,14 @@ class EngineCore:
         """Names of the adapters of unfinished requests."""
         loras = (request.engine_request.lora for request in self.scheduler.requests.values())
         return {lora.name for lora in loras if lora is not None}
+
+    def use_fingerprint(self, fingerprint: str) -> None:
+        """The model has other weights: from now on connectors keep their blocks apart from those of the old ones."""
+        transfer = self.config.kv_transfer
+        if transfer is not None and transfer.fingerprint != fingerprint:
+            self.config = replace(self.config, kv_transfer=replace(transfer, fingerprint=fingerprint))
+            self._connector.new_weights(fingerprint)
+            self.executor.collective("new_weights", fingerprint)
 
     def shutdown(self) -> None:
         if self._trace is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from minivllm.config import (
     SpeculativeConfig,
 )
 from minivllm.engine.draft_model import resolve_draft_model
-from minivllm.errors import ConfigError, ModelError
+from minivllm.errors import ConfigError
 from minivllm.hub.fetch import resolve_model
 from minivllm.kv_transfer.connector import load_connector
 from minivllm.kv_transfer.fingerprint import fingerprint
@@ -151,7 +152,9 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         heartbeat_timeout=args.heartbeat_timeout,
     )
     if transfer is not None and needs_fingerprint:
-        config = replace(config, kv_transfer=replace(transfer, fingerprint=fingerprint_of(config, decoder)))
+        settings = settings_digest(config, decoder)
+        digest = fingerprint(settings, config.model_path)
+        config = replace(config, kv_transfer=replace(transfer, settings=settings, fingerprint=digest))
     logger.info("Model %s: %s, weights in %s (%s).", args.model, decoder.architecture, dtype, dtype_reason)
     logger.info("Its layers are those of %s (%s).", implementation, why)
     logger.info(
@@ -260,9 +263,9 @@ def resolve_speculation(values: dict[str, Any] | None, decoder: ModelFacts) -> S
     return replace(config, num_layers=num_layers)
 
 
-def fingerprint_of(config: EngineConfig, facts: ModelFacts) -> str:
-    """Digest of all that decides which keys and values known tokens have, but for adapters and salts, which are part of
-    the blocks' hashes. Raises ModelError if the model's files cannot be read."""
+def settings_digest(config: EngineConfig, facts: ModelFacts) -> str:
+    """Digest of all that decides which keys and values known tokens have, but for the model's files, and adapters and
+    salts, which are part of the blocks' hashes."""
     settings = {
         "facts": facts,
         "implementation": facts.implementation,
@@ -278,10 +281,7 @@ def fingerprint_of(config: EngineConfig, facts: ModelFacts) -> str:
         # Scaled rotary tables depend on it.
         "max_model_len": config.scheduler.max_model_len,
     }
-    try:
-        return fingerprint((f"{name}: {value!r}" for name, value in settings.items()), config.model_path)
-    except OSError as error:
-        raise ModelError(f"The files of {config.model} cannot be read ({error}).") from None
+    return hashlib.sha256("\n".join(f"{name}: {value!r}" for name, value in settings.items()).encode()).hexdigest()
 
 
 def resolve_device(device: str) -> Device:

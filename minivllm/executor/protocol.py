@@ -62,6 +62,7 @@ ENGINE_METHODS = WORKER_METHODS | {
     "initialize_pools",
     "load_adapter",
     "load_model",
+    "new_weights",
     "num_recompilations",
     "size_cache",
     "sleep",

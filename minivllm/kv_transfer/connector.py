@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from minivllm.config import KVTransferConfig
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, RequestError
 from minivllm.kv_cache.manager import FullBlock
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import BlockIds, BlockTransfer, KVConnectorMetadata
@@ -107,6 +107,10 @@ class KVConnectorScheduler:
     def reset_cache(self) -> None:
         """Forget what is held in this process; nothing is under way."""
 
+    def new_weights(self, fingerprint: str) -> None:
+        """The model has other weights: nothing of the old ones is found from now on. Nothing is under way."""
+        self.reset_cache()
+
     def shutdown(self) -> None:
         """The engine ends."""
 
@@ -137,6 +141,10 @@ class BlockStore(KVConnectorScheduler, ABC):
     def save(self, blocks: Sequence[FullBlock]) -> list[BlockTransfer]:
         """Which of the blocks that became full are saved; all of them, unless a subclass knows better."""
         return [transfer_of(block) for block in blocks]
+
+    def new_weights(self, fingerprint: str) -> None:
+        self.context = with_fingerprint(self.context, fingerprint)
+        super().new_weights(fingerprint)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         if not self.context.config.loads:
@@ -174,11 +182,13 @@ class KVConnector:
     scheduler_side: TransferContext -> KVConnectorScheduler. worker_side: WorkerContext -> KVConnectorWorker. Options:
     what kv_connector_extra_config may hold. outlives_engine: what is saved can be loaded by another process.
     moves_parts: several workers go with it, each with its own part of a block; they must not take one another's.
+    takes_new_weights: both sides have a ``new_weights`` that keeps what was saved from being found with other weights.
     """
 
     Options: type[msgspec.Struct] = msgspec.defstruct("Options", [], forbid_unknown_fields=True)
     outlives_engine = False
     moves_parts = False
+    takes_new_weights = False
     scheduler_side: Callable[[TransferContext], KVConnectorScheduler]
     worker_side: Callable[[Any], Any]
 
@@ -193,6 +203,15 @@ class KVConnector:
         if num_ranks > 1 and not cls.moves_parts:
             raise ConfigError(
                 f"{config.kv_connector} moves the blocks of a single worker, but there are {num_ranks}: use one worker."
+            )
+
+    @classmethod
+    def check_new_weights(cls, config: KVTransferConfig) -> None:
+        """Raise RequestError if this connector belongs to the weights that the engine was started with."""
+        if not cls.takes_new_weights:
+            raise RequestError(
+                f"New weights do not go with {config.kv_connector}, whose blocks are known as those of the weights "
+                "that the engine was started with: start another engine."
             )
 
     @classmethod
@@ -241,6 +260,11 @@ def make_context(
     return TransferContext(
         config=config, options=options, groups=groups, block_bytes=block_bytes, num_ranks=num_ranks, rank=rank
     )
+
+
+def with_fingerprint(context: TransferContext, fingerprint: str) -> TransferContext:
+    """The same with other weights."""
+    return replace(context, config=replace(context.config, fingerprint=fingerprint))
 
 
 def side_context(context: TransferContext, config: KVTransferConfig) -> TransferContext:

@@ -14,10 +14,11 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+
+from minivllm.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -27,22 +28,23 @@ MIN_AGE_SECONDS = 5.0
 LARGE_BYTES = 2**28
 
 
-def fingerprint(settings: Iterable[str], model_path: str) -> str:
-    """Hex digest of settings and of a model's files, contents and all: a .gguf file, or those of a directory.
+def fingerprint(settings: str, model_path: str) -> str:
+    """Hex digest of a digest of settings and of a model's files, contents and all: a .gguf file, or those of a
+    directory. The names of the files do not count, so that a copy elsewhere has the same fingerprint.
 
-    The names of the files do not count, so that a copy elsewhere has the same fingerprint. Raises OSError.
+    Raises ModelError if they cannot be read.
     """
-    digest = hashlib.sha256(b"minivllm KV blocks, version 1")
-    for setting in settings:
-        text = setting.encode()
-        digest.update(len(text).to_bytes(8, "little") + text)
-    files = [model_path]
-    if os.path.isdir(model_path):
-        names = sorted(name for name in os.listdir(model_path) if name.endswith(SUFFIXES))
-        files = [os.path.join(model_path, name) for name in names]
+    digest = hashlib.sha256(b"minivllm KV blocks, version 2 " + settings.encode())
     known = _KnownDigests()
-    for path in files:
-        digest.update(bytes.fromhex(known.digest_of(path)))
+    try:
+        files = [model_path]
+        if os.path.isdir(model_path):
+            names = sorted(name for name in os.listdir(model_path) if name.endswith(SUFFIXES))
+            files = [os.path.join(model_path, name) for name in names]
+        for path in files:
+            digest.update(bytes.fromhex(known.digest_of(path)))
+    except OSError as error:
+        raise ModelError(f"The model's files in {model_path} cannot be read ({error}).") from None
     known.save()
     return digest.hexdigest()
 

@@ -401,6 +401,11 @@ class Worker:
         self._previous_config = self.config
         self.config = replace(self.config, model_path=directory, load_format="safetensors")
 
+    def new_weights(self, fingerprint: str) -> None:
+        """What a connector moves from now on belongs to other weights. fingerprint: see KVTransferConfig."""
+        if self._connector is not None:
+            self._connector.new_weights(fingerprint)
+
     @property
     def _caches(self) -> list[list[Any]]:
         return [self.runner.model.caches, *(model.caches for model in self.runner.guessing_models)]

@@ -166,27 +166,27 @@ def test_files_are_read_once_and_again_when_they_have_changed(
     read: list[object] = []
     file_digest = fingerprints.hashlib.file_digest
     monkeypatch.setattr(fingerprints.hashlib, "file_digest", lambda *a: read.append(a) or file_digest(*a))
-    first = fingerprint(["s"], str(model_files))
-    assert len(read) == 2 and fingerprint(["s"], str(model_files)) == first and len(read) == 2
+    first = fingerprint("s", str(model_files))
+    assert len(read) == 2 and fingerprint("s", str(model_files)) == first and len(read) == 2
     weights = model_files / "model.safetensors"
     before, data = weights.stat(), bytearray(weights.read_bytes())
     data[500] ^= 1
     weights.write_bytes(data)
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))  # same size, same time, another bit
-    other = fingerprint(["s"], str(model_files))
+    other = fingerprint("s", str(model_files))
     assert other != first and len(read) == 3
     data[500] ^= 1
     weights.write_bytes(data)
-    assert fingerprint(["s"], str(model_files)) == first and fingerprint(["t"], str(model_files)) != first
+    assert fingerprint("s", str(model_files)) == first and fingerprint("t", str(model_files)) != first
     known = tmp_path / "home" / "file_digests.json"
     assert known.stat().st_mode & 0o077 == 0
     known.write_text("{broken")
-    assert fingerprint(["s"], str(model_files)) == first
+    assert fingerprint("s", str(model_files)) == first
 
 
 def test_files_that_changed_a_moment_ago_are_not_remembered(
     model_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fingerprints, "MIN_AGE_SECONDS", 60.0)
-    fingerprint([], str(model_files))
+    fingerprint("", str(model_files))
     assert not (tmp_path / "home" / "file_digests.json").exists()

@@ -7,6 +7,7 @@ that has more, and so on. So the fastest tier is named first. Saves go to all of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,10 +47,10 @@ def configs_of(config: KVTransferConfig) -> list[KVTransferConfig]:
             raise ConfigError(
                 f"{name} has a kv_load_failure_policy, which is one for all: put it beside 'MultiConnector'."
             )
-        own = KVTransferConfig.from_dict({"kv_role": config.kv_role, **values}, config.fingerprint)
+        own = KVTransferConfig.from_dict({"kv_role": config.kv_role, **values})
         if load_connector(own) is MultiConnector:
             raise ConfigError(f"{name} has a MultiConnector: name its connectors in the one list.")
-        found.append(own)
+        found.append(replace(own, fingerprint=config.fingerprint, settings=config.settings))
     if not found:
         raise ConfigError(f"{name} is empty, but must have a kv_transfer_config for each connector.")
     return found
@@ -182,6 +183,10 @@ class MultiScheduler(KVConnectorScheduler):
         for side in self._sides:
             side.reset_cache()
 
+    def new_weights(self, fingerprint: str) -> None:
+        for side in self._sides:
+            side.new_weights(fingerprint)
+
     def shutdown(self) -> None:
         for side in self._sides:
             side.shutdown()
@@ -211,6 +216,10 @@ class MultiWorker(ConnectorWorker):
     def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
         for index, side in enumerate(self._sides):
             side.wait_for_save(part_of(metadata, index))
+
+    def new_weights(self, fingerprint: str) -> None:
+        for side in self._sides:
+            side.new_weights(fingerprint)
 
     def shutdown(self) -> None:
         for side in self._sides:
@@ -245,6 +254,11 @@ class MultiConnector(KVConnector):
     def check_ranks(cls, config: KVTransferConfig, num_ranks: int) -> None:
         for own in configs_of(config):
             load_connector(own).check_ranks(own, num_ranks)
+
+    @classmethod
+    def check_new_weights(cls, config: KVTransferConfig) -> None:
+        for own in configs_of(config):
+            load_connector(own).check_new_weights(own)
 
     @classmethod
     def needs_fingerprint(cls, config: KVTransferConfig) -> bool:

@@ -21,6 +21,7 @@ from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferCont
 from minivllm.kv_transfer.connectors.worker_side import KVConnectorWorker, WorkerContext
 from minivllm.kv_transfer.remote_loads import Load
 from minivllm.messages import BlockTransfer
+from minivllm.models.model import LayerCache, StateTensors
 
 DEFAULT_BYTES = 2**30
 
@@ -97,11 +98,18 @@ class OffloadingWorker(KVConnectorWorker):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        shape = (num_places(context.transfer), sum(group.block_bytes for group in context.transfer.groups))
-        is_cuda = context.device.type == "cuda"
-        self._memory = (
-            torch.empty(shape, dtype=torch.uint8, pin_memory=True) if is_cuda else lazily_zeroed(shape, torch.uint8)
-        )
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def register_kv_caches(self, caches: Sequence[LayerCache | StateTensors]) -> None:
+        """A sleeping engine gives this memory back, too."""
+        super().register_kv_caches(caches)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        if self.blocks is not None:
+            shape = (num_places(self.context.transfer), self.blocks.block_bytes)
+            is_cuda = self.context.device.type == "cuda"
+            self._memory = (
+                torch.empty(shape, dtype=torch.uint8, pin_memory=True) if is_cuda else lazily_zeroed(shape, torch.uint8)
+            )
 
     def load_block(self, key: bytes, place: int) -> Tensor | None:
         return self._own(place)
@@ -110,14 +118,14 @@ class OffloadingWorker(KVConnectorWorker):
         return self._own(place)
 
     def _own(self, place: int) -> Tensor | None:
-        return None if self.blocks is None else self._memory[place, : self.blocks.block_bytes]
+        return None if self.blocks is None else self._memory[place]
 
 
 class OffloadingConnector(KVConnector):
     """Keeps full blocks in host memory. kv_connector_extra_config: {"cpu_bytes_to_use": …}."""
 
     Options = OffloadingOptions
-    moves_parts = True
+    moves_parts = takes_new_weights = True
     scheduler_side = OffloadingScheduler
     worker_side = OffloadingWorker
 

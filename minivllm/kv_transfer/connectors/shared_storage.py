@@ -170,15 +170,17 @@ class SharedStorageScheduler(BlockStore):
     def reset_cache(self) -> None:
         self._known.clear()
 
+    def new_weights(self, fingerprint: str) -> None:
+        super().new_weights(fingerprint)
+        self._folders = [folder_of(self.context, rank) for rank in range(self.num_ranks)]
+
 
 class SharedStorageWorker(KVConnectorWorker):
     """Reads in the loads' thread, and writes in another one."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._folder = folder_of(context.transfer, context.transfer.rank)
-        if context.transfer.config.saves:
-            self._folder.mkdir(parents=True, exist_ok=True)
+        self._use_folder()
         options = context.transfer.options
         root = Path(options.shared_storage_path)
         self._bound = None if options.max_bytes is None else DirectoryBound(root, options.max_bytes)
@@ -186,6 +188,17 @@ class SharedStorageWorker(KVConnectorWorker):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-saves")
         self._room = Semaphore(MAX_QUEUED_BLOCKS)
         self._cannot_write = False
+
+    def _use_folder(self) -> None:
+        transfer = self.context.transfer
+        self._folder = folder_of(transfer, transfer.rank)
+        if transfer.config.saves:
+            self._folder.mkdir(parents=True, exist_ok=True)
+
+    def new_weights(self, fingerprint: str) -> None:
+        super().new_weights(fingerprint)
+        self._use_folder()
+        self._bad.clear()
 
     def load_block(self, key: bytes, place: int) -> Tensor | None:
         path = path_of(self._folder, key)
@@ -212,19 +225,20 @@ class SharedStorageWorker(KVConnectorWorker):
 
     def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
         if self.blocks is not None:
-            self._writer.submit(self._write, BlockFile(self.blocks), data, wait)
+            self._writer.submit(self._write, BlockFile(self.blocks), self._folder, data, wait)
 
-    def _write(self, form: BlockFile, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
+    def _write(self, form: BlockFile, folder: Path, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
+        """folder: of the weights that the blocks were computed with."""
         wait()
         for key, contents in reversed(data):
             try:
                 if self._bound is not None and not self._bound.reserve(form.file_bytes):
                     continue
-                form.write(path_of(self._folder, key), key, contents)
+                form.write(path_of(folder, key), key, contents)
                 self._bad.discard(key)
             except OSError as error:
                 if not self._cannot_write:
-                    logger.warning("Blocks cannot be saved in %s: %s.", self._folder, error)
+                    logger.warning("Blocks cannot be saved in %s: %s.", folder, error)
                 self._cannot_write = True
             finally:
                 self._room.release()
@@ -238,7 +252,7 @@ class SharedStorageConnector(KVConnector):
     """Keeps full blocks in a directory. kv_connector_extra_config: {"shared_storage_path": …, "max_bytes": …}."""
 
     Options = SharedStorageOptions
-    moves_parts = True
+    moves_parts = takes_new_weights = True
     outlives_engine = True
     scheduler_side = SharedStorageScheduler
     worker_side = SharedStorageWorker

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
-from minivllm.kv_transfer.connector import TransferContext
+from minivllm.kv_transfer.connector import TransferContext, with_fingerprint
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.messages import BlockTransfer, KVConnectorMetadata
 from minivllm.models.model import LayerCache, StateTensors
@@ -90,6 +90,10 @@ class ConnectorWorker(ABC):
         """Launch the saves of a step, behind it: no later step can write into their blocks before they are read."""
 
     @abstractmethod
+    def new_weights(self, fingerprint: str) -> None:
+        """The model has other weights, so blocks have other contents. No load is under way."""
+
+    @abstractmethod
     def shutdown(self) -> None:
         """Finish what is under way."""
 
@@ -142,6 +146,9 @@ class KVConnectorWorker(ConnectorWorker):
                     kept.append((key, data))
         if kept:
             self.saved(kept, self._fence())
+
+    def new_weights(self, fingerprint: str) -> None:
+        self.context = replace(self.context, transfer=with_fingerprint(self.context.transfer, fingerprint))
 
     def shutdown(self) -> None:
         self._thread.shutdown()
