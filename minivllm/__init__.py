@@ -8,44 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "AttentionRule",
-    "BatchUpdate",
-    "BeamSearchParams",
-    "CompletionOutput",
-    "Description",
-    "DraftContext",
-    "DraftTask",
-    "Drafter",
-    "EngineArgs",
-    "Entries",
-    "Family",
-    "KVConnector",
-    "LoRARequest",
-    "LogitsProcessor",
-    "OutputKind",
-    "PoolingParams",
-    "RepetitionDetection",
-    "RequestOutput",
-    "SamplingParams",
-    "SchedulingPolicy",
-    "SortedQueue",
-    "StructuredOutputs",
-    "Turns",
-    "__version__",
-    "register_attention",
-    "register_connector",
-    "register_drafter",
-    "register_family",
-    "register_policy",
-    "rule_attention",
-]
+__all__ = ["LLM", "AsyncLLM", "AttentionRule", "BatchUpdate", "BeamSearchParams", "CompletionOutput", "Description"]
+__all__ += ["DraftContext", "DraftTask", "Drafter", "EngineArgs", "Entries", "Family", "KVConnector", "LoRARequest"]
+__all__ += ["LogitsProcessor", "OutputKind", "PoolingParams", "RepetitionDetection", "RequestOutput", "RoutingPolicy"]
+__all__ += ["SamplingParams", "SchedulingPolicy", "SortedQueue", "StructuredOutputs", "Turns", "__version__"]
+__all__ += ["register_attention", "register_connector", "register_drafter", "register_family", "register_policy"]
+__all__ += ["register_routing", "rule_attention"]
 
 if TYPE_CHECKING:
     from minivllm.attention import AttentionRule, rule_attention
     from minivllm.config import EngineArgs
+    from minivllm.data_parallel.policy import RoutingPolicy
     from minivllm.frontend.async_llm import AsyncLLM
     from minivllm.frontend.llm import LLM
     from minivllm.kv_transfer.connector import KVConnector
@@ -54,7 +27,13 @@ if TYPE_CHECKING:
     from minivllm.models.families.dense import Description
     from minivllm.models.families.family import Family
     from minivllm.models.registry.registry import register_family
-    from minivllm.plugins import register_attention, register_connector, register_drafter, register_policy
+    from minivllm.plugins import (
+        register_attention,
+        register_connector,
+        register_drafter,
+        register_policy,
+        register_routing,
+    )
     from minivllm.processing.outputs import CompletionOutput, RequestOutput
     from minivllm.sampling.logits_processors import BatchUpdate, LogitsProcessor
     from minivllm.sampling_params import (
@@ -74,6 +53,7 @@ _HOMES = {
     for module, names in {
         "attention": "AttentionRule rule_attention",
         "config": "EngineArgs",
+        "data_parallel.policy": "RoutingPolicy",
         "frontend.async_llm": "AsyncLLM",
         "frontend.llm": "LLM",
         "kv_transfer.connector": "KVConnector",
@@ -82,7 +62,7 @@ _HOMES = {
         "models.families.dense": "Description",
         "models.families.family": "Family",
         "models.registry.registry": "register_family",
-        "plugins": "register_attention register_connector register_drafter register_policy",
+        "plugins": "register_attention register_connector register_drafter register_policy register_routing",
         "processing.outputs": "CompletionOutput RequestOutput",
         "sampling.logits_processors": "BatchUpdate LogitsProcessor",
         "sampling_params": "BeamSearchParams OutputKind PoolingParams RepetitionDetection SamplingParams "

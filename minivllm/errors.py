@@ -32,3 +32,7 @@ class ModelError(MinivllmError):
 
 class EngineDeadError(MinivllmError):
     """The engine stopped; the text carries the original cause."""
+
+
+class EngineLostError(EngineDeadError):
+    """One of several engines has died with this request. The others serve on, so it can be sent again."""

@@ -123,5 +123,13 @@ CONNECTORS = Plugins(
     },
 )
 """A connector is a subclass of KVConnector, the class itself, which names its two sides."""
-register_connector = CONNECTORS.register
+ROUTING = Plugins(
+    "data_parallel_policy",
+    {
+        "prefix": "minivllm.data_parallel.policy:PrefixAffinity",
+        "round_robin": "minivllm.data_parallel.policy:RoundRobin",
+    },
+)
+"""A policy is a subclass of RoutingPolicy: the class itself, which is called without arguments."""
+register_connector, register_routing = CONNECTORS.register, ROUTING.register
 register_policy, register_attention, register_drafter = POLICIES.register, ATTENTION.register, DRAFTERS.register

@@ -162,6 +162,9 @@ def throughput(
 
     Latency of one request at a time: minivllm bench throughput --workload fixed:1:128:64
 
+    Two engines, and what prefix affinity is worth: minivllm bench throughput --workload multi-turn:16:4:128:16
+    --engine minivllm,data_parallel_size=2 --vs minivllm,data_parallel_size=2,data_parallel_policy=round_robin
+
     A curve: minivllm bench throughput --batches 1,2,4,8,16,32 --png curve.png
     """
     texts = workload or ["fixed:16:128:64"]

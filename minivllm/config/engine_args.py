@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 from minivllm.config.kv_transfer_config import KVTransferConfig, portable_transfer
 from minivllm.errors import ConfigError
-from minivllm.plugins import ATTENTION, CONNECTORS, DRAFTERS, POLICIES, import_path
+from minivllm.plugins import ATTENTION, CONNECTORS, DRAFTERS, POLICIES, ROUTING, import_path
 
 Device = Literal["cpu", "cuda"]
 CudaGraphMode = Literal["none", "piecewise", "full_decode", "full_and_piecewise"]
@@ -225,6 +225,18 @@ class EngineArgs:
         "Where workers live: uni, in the engine's process, which is the default for one; mp, each in a process of its "
         "own, whose end is told with its reason. What is plugged in then needs an import path.",
     ] = None
+    data_parallel_size: Annotated[
+        int,
+        "Engines that each hold the whole model and share the requests, each in a process of its own. They divide the "
+        "cores (unless OMP_NUM_THREADS is set) and the memory of a KV cache without a size of its own; max_num_seqs "
+        "and other limits are those of each. On a CPU.",
+    ] = 1
+    data_parallel_policy: Annotated[
+        str,
+        f"Which engine gets a request: {', '.join(ROUTING.known)}, a name given to register_routing, or your own, as "
+        "package.module:Class. prefix: the one that will be done with the prompt first, by what it holds of it and by "
+        "what else it has to do.",
+    ] = "prefix"
     disable_custom_all_reduce: Annotated[bool, "Let workers add up through gloo instead of shared memory."] = False
     heartbeat_timeout: Annotated[
         float,
@@ -268,6 +280,8 @@ class EngineArgs:
         POLICIES.check(self.scheduling_policy)
         ATTENTION.check(self.attention_backend)
         _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        _at_least("data_parallel_size", self.data_parallel_size, 1)
+        ROUTING.check(self.data_parallel_policy)
         self._check_workers()
         if self.performance_mode is not None:
             _choice("performance_mode", self.performance_mode, PERFORMANCE_MODES)
@@ -372,6 +386,7 @@ class EngineArgs:
             transfer = portable_transfer(transfer)
         return replace(
             self,
+            data_parallel_policy="prefix",  # the frontend routes
             kv_transfer_config=transfer,
             scheduling_policy=POLICIES.portable(self.scheduling_policy),
             attention_backend=ATTENTION.portable(self.attention_backend),

@@ -61,7 +61,7 @@ class EngineConfig:
     the worker lives in the engine's process ("uni") or in one of its own ("mp"). kv_transfer: None where no keys and
     values travel. tensor_parallel_size: workers that divide every layer. expert_parallel: each of them has all of
     some experts. custom_all_reduce: they add up in shared memory, not through gloo. heartbeat_timeout: how long a step
-    may take [seconds]."""
+    may take [seconds]. data_parallel_size: engines that share the machine, each with the whole model."""
 
     model: str
     model_path: str
@@ -91,3 +91,4 @@ class EngineConfig:
     expert_parallel: bool = False
     custom_all_reduce: bool = True
     heartbeat_timeout: float = 300.0
+    data_parallel_size: int = 1

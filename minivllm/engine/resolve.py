@@ -150,6 +150,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         expert_parallel=args.enable_expert_parallel,
         custom_all_reduce=not args.disable_custom_all_reduce,
         heartbeat_timeout=args.heartbeat_timeout,
+        data_parallel_size=args.data_parallel_size,
     )
     if transfer is not None and needs_fingerprint:
         settings = settings_digest(config, decoder)
@@ -170,7 +171,12 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
 
 
 def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
-    """Raises ConfigError where several workers cannot divide this model, or not here."""
+    """Raises ConfigError where several engines or workers cannot share or divide this model, or not here."""
+    if args.data_parallel_size > 1 and device != "cpu":
+        raise ConfigError(
+            f"data_parallel_size is {args.data_parallel_size}, but engines share a machine on a CPU only: use "
+            "device='cpu', or a server for each GPU."
+        )
     size = args.tensor_parallel_size
     if size == 1:
         return

@@ -8,13 +8,14 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from minivllm.config import EngineArgs, EngineConfig
 from minivllm.engine.administration import Administration
 from minivllm.engine.openmp import choose_wait_policy
+from minivllm.errors import EngineDeadError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,47 @@ class EngineClient(Protocol):
     def call(self, method: str, *args: Any) -> Any: ...
 
     def close(self) -> None: ...
+
+
+class DeathListener(Protocol):
+    def __call__(self, error: EngineDeadError, request_ids: Collection[str] | None = None) -> None:
+        """An engine has died. request_ids: those that died with it, while others serve on; None: nobody does."""
+
+
+class AsyncEngineClient(Protocol):
+    """What ``AsyncLLM`` uses. config: of all engines together: as many places and tokens of a step as they have.
+
+    dead_error: why nobody serves any more. num_restarts: of each of num_engines.
+    """
+
+    config: EngineConfig
+    model_vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_engines(self) -> int: ...
+
+    @property
+    def num_restarts(self) -> Sequence[int]: ...
+
+    @property
+    def dead_error(self) -> EngineDeadError | None: ...
+
+    def start(self, on_outputs: Callable[[list[EngineOutput]], Awaitable[None]], on_death: DeathListener) -> None: ...
+
+    def add_request(self, request: EngineRequest) -> None: ...
+
+    def abort(self, request_ids: list[str]) -> None: ...
+
+    async def call(self, method: str, *args: Any) -> Any: ...
+
+    async def call_engine(self, index: int, method: str, *args: Any) -> Any: ...
+
+    async def close(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def terminate(self) -> None: ...
 
 
 class InProcessClient:

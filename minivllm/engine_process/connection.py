@@ -18,8 +18,9 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import zmq
 
@@ -47,9 +48,20 @@ class EngineConnection:
 
     Raises what the engine raised if it cannot start: ConfigError, ModelError, or EngineDeadError with a traceback.
     command: what to run instead of this package's engine; it gets two file descriptors as further arguments.
+    environment: variables of the process besides those of this one. wait: return when the engine serves; otherwise
+    ``wait_until_ready`` must be called before anything else.
     """
 
-    def __init__(self, args: EngineArgs, command: Sequence[str] = ENGINE_COMMAND) -> None:
+    ready: wire.Ready
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        command: Sequence[str] = ENGINE_COMMAND,
+        *,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        wait: bool = True,
+    ) -> None:
         self.args = args.for_another_process()
         self.dead_error: EngineDeadError | None = None
         self._identity = secrets.token_bytes(16)
@@ -72,7 +84,11 @@ class EngineConnection:
                     stdin=subprocess.DEVNULL,
                     stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
                     pass_fds=(start_read, life_write),
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                    env={
+                        **os.environ,
+                        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                        **environment,
+                    },
                 )
             finally:
                 os.close(start_read)
@@ -90,10 +106,11 @@ class EngineConnection:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             self._send_start()
-            self.ready = self._wait_until_ready()
         except BaseException:
             self.close()
             raise
+        if wait:
+            self.wait_until_ready()
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -120,7 +137,15 @@ class EngineConnection:
         except BrokenPipeError:
             raise self.death() from None
 
-    def _wait_until_ready(self) -> wire.Ready:
+    def wait_until_ready(self) -> None:
+        """Return when the engine serves. If it cannot start, raise what it raised; nothing is left of it then."""
+        try:
+            self.ready = self._receive_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def _receive_ready(self) -> wire.Ready:
         poller = zmq.Poller()
         for source in (self._router, self.pull, self.life_fd):
             poller.register(source, zmq.POLLIN)

@@ -111,6 +111,8 @@ class AsyncProcessClient(_Client):
     ``start`` must be called in the event loop before anything is awaited.
     """
 
+    num_engines, num_restarts = 1, (0,)
+
     def __init__(self, connection: EngineConnection) -> None:
         super().__init__(connection)
         self._results: dict[int, asyncio.Future[Any]] = {}
@@ -144,14 +146,20 @@ class AsyncProcessClient(_Client):
         """Raises EngineDeadError."""
         self._connection.abort(request_ids)
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call one of Administration's methods. Raises RequestError if it refuses, or EngineDeadError."""
+    def send_call(self, method: str, *args: Any) -> asyncio.Future[Any]:
+        """Send a call now, behind what was sent before it; its result. Raises EngineDeadError."""
         call_id = self._connection.call(method, args)
         future = self._results[call_id] = asyncio.get_running_loop().create_future()
-        try:
-            return await future
-        finally:
-            del self._results[call_id]
+        future.add_done_callback(lambda _: self._results.pop(call_id))
+        return future
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call one of Administration's methods. Raises RequestError if it refuses, or EngineDeadError."""
+        return await self.send_call(method, *args)
+
+    async def call_engine(self, index: int, method: str, *args: Any) -> Any:
+        """``call`` for one of ``num_engines``, of which there is one here."""
+        return await self.call(method, *args)
 
     async def close(self) -> None:
         """End the engine process; pending calls raise EngineDeadError. Closing twice is fine."""

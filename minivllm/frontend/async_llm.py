@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from minivllm.processing.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from minivllm.engine_process.client import AsyncProcessClient
+    from minivllm.engine_process.client import AsyncEngineClient
     from minivllm.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -53,12 +53,12 @@ class _Stream:
 
 
 class AsyncLLM(TextFrontend):
-    """An engine process with text at both ends. An asynchronous context manager: leaving it ends the process.
+    """Engine processes, mostly one, with text at both ends. An asynchronous context manager: leaving it ends them.
 
     Lives in the event loop that first uses it; only ``prepare`` and ``render_chat`` may be called from other threads.
     """
 
-    def __init__(self, client: AsyncProcessClient, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, client: AsyncEngineClient, tokenizer: Tokenizer | None = None) -> None:
         super().__init__(client, tokenizer)
         self.client = client
         self._streams: dict[str, _Stream] = {}
@@ -67,7 +67,7 @@ class AsyncLLM(TextFrontend):
     @classmethod
     def from_args(cls, args: EngineArgs) -> AsyncLLM:
         """Start an engine process and load the model; blocks until it is ready. Raises ConfigError or ModelError."""
-        from minivllm.engine_process.client import make_async_client
+        from minivllm.data_parallel.client import make_async_client
 
         if args.performance_mode is None:
             args = replace(args, performance_mode="interactivity")
@@ -127,6 +127,15 @@ class AsyncLLM(TextFrontend):
         """Why the engine is dead, None while it lives."""
         return self.client.dead_error
 
+    @property
+    def num_engines(self) -> int:
+        return self.client.num_engines
+
+    @property
+    def num_restarts(self) -> Sequence[int]:
+        """How often each engine was started again after a death."""
+        return self.client.num_restarts
+
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine process ended, or was killed because its busy loop hung."""
         self._start()
@@ -134,11 +143,25 @@ class AsyncLLM(TextFrontend):
             raise self.client.dead_error
 
     async def stats(self) -> SchedulerStats:
+        """Of all engines together."""
         return msgspec.convert(await self._call("stats"), SchedulerStats)
 
-    async def recent_steps(self, after: int = 0) -> list[RecentStep]:
-        """What the scheduler decided in the last few hundred steps, those with numbers above ``after``."""
-        return msgspec.convert(await self._call("recent_steps", after), list[RecentStep])
+    async def engine_stats(self) -> list[SchedulerStats | None]:
+        """Of each engine; None for one that is down."""
+
+        async def ask(index: int) -> SchedulerStats | None:
+            try:
+                return msgspec.convert(await self.client.call_engine(index, "stats"), SchedulerStats)
+            except EngineDeadError:
+                return None
+
+        self._start()
+        return await asyncio.gather(*map(ask, range(self.client.num_engines)))
+
+    async def recent_steps(self, after: int = 0, engine: int = 0) -> list[RecentStep]:
+        """What the scheduler of an engine decided in its last few hundred steps, those with numbers above ``after``."""
+        self._start()
+        return msgspec.convert(await self.client.call_engine(engine, "recent_steps", after), list[RecentStep])
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False if requests are still using the cache."""
@@ -288,7 +311,7 @@ class AsyncLLM(TextFrontend):
     def _start(self) -> None:
         if not self._started:
             self._started = True
-            self.client.start(self._take_in, self._fail_all)
+            self.client.start(self._take_in, self._fail)
 
     async def _call(self, method: str, *args: Any) -> Any:
         self._start()
@@ -307,6 +330,8 @@ class AsyncLLM(TextFrontend):
                 slice_start = time.perf_counter()
         self._abort_in_engine(sequence_ids_to_abort)
 
-    def _fail_all(self, error: EngineDeadError) -> None:
+    def _fail(self, error: EngineDeadError, request_ids: Collection[str] | None = None) -> None:
+        """An engine has died with these sequences; None: with all, for there is no engine any more."""
         for stream in self._streams.values():
-            stream.fail(error)
+            if request_ids is None or any(one.sequence_id in request_ids for one in stream.request.sequences):
+                stream.fail(error)

@@ -23,7 +23,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.tokenizer.detokenizer import TokenDecoder
 
 if TYPE_CHECKING:
-    from minivllm.engine_process.client import AsyncProcessClient, EngineClient
+    from minivllm.engine_process.client import AsyncEngineClient, EngineClient
     from minivllm.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 class TextFrontend(InputProcessor):
     """The text side of an engine: prompts become requests (``prepare``), tokens become text (``output_processor``)."""
 
-    def __init__(self, client: EngineClient | AsyncProcessClient, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, client: EngineClient | AsyncEngineClient, tokenizer: Tokenizer | None) -> None:
         super().__init__(
             client.config, tokenizer, model_vocab_size=client.model_vocab_size, eos_token_ids=client.eos_token_ids
         )
@@ -63,7 +63,7 @@ class LLMEngine(TextFrontend):
     @classmethod
     def from_args(cls, args: EngineArgs) -> LLMEngine:
         """Load the model and its tokenizer, if it has one. Raises ConfigError or ModelError."""
-        from minivllm.engine_process.client import make_client
+        from minivllm.data_parallel.client import make_client
 
         client = make_client(args)
         try:

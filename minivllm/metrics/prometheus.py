@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -19,12 +21,11 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
 class ServerMetrics:
-    """One registry per server. ``engine_stats`` are the core's own counters, as of the last look."""
+    """One registry per server. ``engines`` have the cores' own counters, as of the last look."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.engine_stats = SchedulerStats()
-        self.engine_is_up = True
+        self.engines = [EngineSample()]
         self.num_admitted = 0
         self.registry.register(_EngineCollector(self))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that began to answer.")
@@ -50,6 +51,14 @@ class ServerMetrics:
             registry=self.registry,
         )
 
+    def look_at_engines(self, stats: Sequence[SchedulerStats | None], num_restarts: Sequence[int]) -> None:
+        """What the engines counted; None for one that is down, which leaves its last counters standing."""
+        before = {index: one.stats for index, one in enumerate(self.engines)}
+        self.engines = [
+            EngineSample(one or before.get(index, SchedulerStats()), is_up=one is not None, num_restarts=restarts)
+            for index, (one, restarts) in enumerate(zip(stats, num_restarts))
+        ]
+
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self.registry)
@@ -59,6 +68,15 @@ class ServerMetrics:
 
     def _seconds(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(f"minivllm_{name}_seconds", f"{text} [seconds]", buckets=buckets, registry=self.registry)
+
+
+@dataclass(frozen=True)
+class EngineSample:
+    """One engine at the last look. num_restarts: how often it was started again after a death."""
+
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
+    is_up: bool = True
+    num_restarts: int = 0
 
 
 class RequestRecorder:
@@ -107,83 +125,103 @@ class RequestRecorder:
                 self._metrics.itl.observe((now - last) / num_tokens)
 
 
+GAUGES: tuple[tuple[str, str, Callable[[EngineSample], float]], ...] = (
+    ("num_requests_running", "Sequences in the current batch.", lambda one: one.stats.num_running),
+    ("num_requests_waiting", "Sequences that wait for a place in the batch.", lambda one: one.stats.num_waiting),
+    ("kv_cache_usage_ratio", "Share of KV blocks in use, 0 to 1.", lambda one: one.stats.kv_cache_usage),
+    ("engine_up", "1 while the engine core answers.", lambda one: float(one.is_up)),
+)
+COUNTERS = (
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queried_tokens"),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hit_tokens"),
+    ("num_preemptions", "Requests that lost their blocks and began again.", "num_preemptions"),
+    ("engine_steps", "Steps of the engine core.", "num_steps"),
+    ("computed_tokens", "Tokens the model computed, prompts and drafts included.", "num_computed_tokens"),
+    ("spec_decode_num_drafts", "Verifications of at least one drafted token.", "num_drafts"),
+    ("spec_decode_num_draft_tokens", "Drafted tokens that were verified.", "num_draft_tokens"),
+    ("spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", "num_accepted_tokens"),
+)
+POOL_GAUGES = (
+    ("kv_cache_pool_usage_ratio", "Share of KV blocks in use in the pool of a KV group.", "usage"),
+    ("kv_cache_pool_blocks", "KV blocks in the pool of a KV group.", "num_blocks"),
+)
+TRANSFER_COUNTERS: tuple[tuple[str, str, Callable[[KVTransferStats], float]], ...] = (
+    ("hit_tokens", "Tokens found in the tier that the KV cache did not have.", lambda one: one.hit_tokens),
+    ("loaded_blocks", "KV blocks that came from the tier.", lambda one: one.num_loaded_blocks),
+    ("loaded_bytes", "Bytes that came from the tier.", lambda one: one.num_loaded_blocks * one.block_bytes),
+    ("saved_blocks", "KV blocks that were given to the tier.", lambda one: one.num_saved_blocks),
+    ("saved_bytes", "Bytes that were given to the tier.", lambda one: one.num_saved_blocks * one.block_bytes),
+    (
+        "failed_blocks",
+        "KV blocks that the tier promised, but did not have whole.",
+        lambda one: one.num_failed_blocks,
+    ),
+)
+
+
 class _EngineCollector:
-    """The core's state and counters, which the core counts itself."""
+    """The cores' state and counters, which the cores count themselves. Label engine: its number, from 0."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._metrics.engine_stats
-        gauges = (
-            ("num_requests_running", "Sequences in the current batch.", stats.num_running),
-            ("num_requests_waiting", "Sequences that wait for a place in the batch.", stats.num_waiting),
-            ("num_completions_admitted", "Completions the server has taken in.", self._metrics.num_admitted),
-            ("kv_cache_usage_ratio", "Share of KV blocks in use, 0 to 1.", stats.kv_cache_usage),
-            ("engine_up", "1 while the engine core answers.", float(self._metrics.engine_is_up)),
-        )
-        counters = (
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queried_tokens),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hit_tokens),
-            ("num_preemptions", "Requests that lost their blocks and began again.", stats.num_preemptions),
-            ("engine_steps", "Steps of the engine core.", stats.num_steps),
-            ("computed_tokens", "Tokens the model computed, prompts and drafts included.", stats.num_computed_tokens),
-            ("spec_decode_num_drafts", "Verifications of at least one drafted token.", stats.num_drafts),
-            ("spec_decode_num_draft_tokens", "Drafted tokens that were verified.", stats.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", stats.num_accepted_tokens),
-        )
-        for name, text, value in gauges:
-            yield GaugeMetricFamily(f"minivllm_{name}", text, value=value)
-        for name, text, value in counters:
-            yield CounterMetricFamily(f"minivllm_{name}", text, value=value)
-        pools = (
-            ("kv_cache_pool_usage_ratio", "Share of KV blocks in use in the pool of a KV group.", "usage"),
-            ("kv_cache_pool_blocks", "KV blocks in the pool of a KV group.", "num_blocks"),
-        )
-        for name, text, field in pools:
-            of_pools = GaugeMetricFamily(f"minivllm_{name}", text, labels=["group"])
-            for pool in stats.kv_cache_pools:
-                of_pools.add_metric([pool.name], getattr(pool, field))
-            yield of_pools
-        if stats.kv_transfer:
-            yield from _transfers(stats.kv_transfer)
+        engines = [(str(index), one) for index, one in enumerate(self._metrics.engines)]
+        text = "Completions the server has taken in."
+        yield GaugeMetricFamily("minivllm_num_completions_admitted", text, value=self._metrics.num_admitted)
+        for name, text, value in GAUGES:
+            yield _family(GaugeMetricFamily, name, text, (([engine], value(one)) for engine, one in engines))
+        restarts = (([engine], one.num_restarts) for engine, one in engines)
+        yield _family(CounterMetricFamily, "engine_restarts", "Starts of an engine after a death.", restarts)
+        for name, text, attribute in COUNTERS:
+            counts = (([engine], getattr(one.stats, attribute)) for engine, one in engines)
+            yield _family(CounterMetricFamily, name, text, counts)
+        for name, text, attribute in POOL_GAUGES:
+            of_pools = (
+                ([engine, pool.name], getattr(pool, attribute))
+                for engine, one in engines
+                for pool in one.stats.kv_cache_pools
+            )
+            yield _family(GaugeMetricFamily, name, text, of_pools, "group")
+        if any(one.stats.kv_transfer for _, one in engines):
+            yield from _transfers(
+                [([engine, tier.tier], tier) for engine, one in engines for tier in one.stats.kv_transfer]
+            )
         # Tokens that a client's grammar forces count as drafts too, and those can be many.
-        accepted = CounterMetricFamily(
-            "minivllm_spec_decode_num_accepted_tokens_per_pos",
-            "Verifications that kept the drafted token at this position, from 0.",
-            labels=["position"],
+        of_positions = (
+            ([engine, str(position)], count)
+            for engine, one in engines
+            for position, count in enumerate(one.stats.num_accepted_tokens_per_position[:MAX_DRAFT_POSITIONS])
         )
-        for position, count in enumerate(stats.num_accepted_tokens_per_position[:MAX_DRAFT_POSITIONS]):
-            accepted.add_metric([str(position)], count)
-        yield accepted
+        name, text = "accepted_tokens_per_pos", "Verifications that kept the drafted token at this position, from 0."
+        yield _family(CounterMetricFamily, f"spec_decode_num_{name}", text, of_positions, "position")
 
 
-def _transfers(tiers: Sequence[KVTransferStats]) -> Iterable[Metric]:
-    """What connectors have done. The names of the tiers are the operator's choice."""
-    counters: tuple[tuple[str, str, Callable[[KVTransferStats], int]], ...] = (
-        ("hit_tokens", "Tokens found in the tier that the KV cache did not have.", lambda tier: tier.hit_tokens),
-        ("loaded_blocks", "KV blocks that came from the tier.", lambda tier: tier.num_loaded_blocks),
-        ("loaded_bytes", "Bytes that came from the tier.", lambda tier: tier.num_loaded_blocks * tier.block_bytes),
-        ("saved_blocks", "KV blocks that were given to the tier.", lambda tier: tier.num_saved_blocks),
-        ("saved_bytes", "Bytes that were given to the tier.", lambda tier: tier.num_saved_blocks * tier.block_bytes),
-        (
-            "failed_blocks",
-            "KV blocks that the tier promised, but did not have whole.",
-            lambda tier: tier.num_failed_blocks,
-        ),
-    )
-    for name, text, value in counters:
-        family = CounterMetricFamily(f"minivllm_kv_transfer_{name}", text, labels=["tier"])
-        for tier in tiers:
-            family.add_metric([tier.tier], value(tier))
-        yield family
+def _transfers(tiers: Sequence[tuple[list[str], KVTransferStats]]) -> Iterable[Metric]:
+    """What connectors have done, by engine and tier. The names of the tiers are the operator's choice."""
+    for name, text, count in TRANSFER_COUNTERS:
+        of_tiers = ((place, count(tier)) for place, tier in tiers)
+        yield _family(CounterMetricFamily, f"kv_transfer_{name}", text, of_tiers, "tier")
     waits = HistogramMetricFamily(
-        "minivllm_kv_transfer_load_seconds", "How long requests waited for loads from the tier.", labels=["tier"]
+        "minivllm_kv_transfer_load_seconds",
+        "How long requests waited for loads from the tier.",
+        labels=["engine", "tier"],
     )
-    for tier in tiers:
+    for place, tier in tiers:
         buckets = [*((str(bound), count) for bound, count in tier.loads_within), ("+Inf", tier.num_loads)]
-        waits.add_metric([tier.tier], buckets, tier.load_seconds)
+        waits.add_metric(place, buckets, tier.load_seconds)
     yield waits
+
+
+def _family(
+    kind: Callable[..., Any], name: str, text: str, values: Iterable[tuple[list[str], float]], *labels: str
+) -> Metric:
+    """A family of metrics with the label ``engine`` and others."""
+    family: Any = kind(f"minivllm_{name}", text, labels=["engine", *labels])
+    for place, value in values:
+        family.add_metric(place, value)
+    made: Metric = family
+    return made
 
 
 def _observe(histogram: Histogram, seconds: float | None) -> None:
@@ -199,22 +237,25 @@ class StatusLine:
 
     def next(self, metrics: ServerMetrics, seconds: float) -> str | None:
         """The line for the last ``seconds``; None if nothing happened in them."""
-        stats = metrics.engine_stats
+        engines = [one.stats for one in metrics.engines]
+        num_running, num_waiting = sum(one.num_running for one in engines), sum(one.num_waiting for one in engines)
         now = (
             metrics.registry.get_sample_value("minivllm_prompt_tokens_total") or 0.0,
             metrics.registry.get_sample_value("minivllm_generation_tokens_total") or 0.0,
-            float(stats.prefix_cache_queried_tokens),
-            float(stats.prefix_cache_hit_tokens),
-            float(stats.num_preemptions),
+            float(sum(one.prefix_cache_queried_tokens for one in engines)),
+            float(sum(one.prefix_cache_hit_tokens for one in engines)),
+            float(sum(one.num_preemptions for one in engines)),
         )
         prompt, generated, queried, hit, preempted = (new - old for new, old in zip(now, self._last))
         self._last = now
-        if not (prompt or generated or stats.num_running or stats.num_waiting):
+        if not (prompt or generated or num_running or num_waiting):
             return None
+        num_up = sum(one.is_up for one in metrics.engines)
         parts = [
-            f"running {stats.num_running}",
-            f"waiting {stats.num_waiting}",
-            f"KV {stats.kv_cache_usage:.0%}",
+            *([f"engines {num_up} of {len(engines)}"] if num_up < len(engines) else ()),
+            f"running {num_running}",
+            f"waiting {num_waiting}",
+            f"KV {sum(one.kv_cache_usage for one in engines) / len(engines):.0%}",
             f"prompt {prompt / seconds:,.0f} tok/s",
             f"generation {generated / seconds:,.0f} tok/s",
             f"prefix hits {hit / queried:.0%}" if queried else "prefix hits –",

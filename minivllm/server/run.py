@@ -170,7 +170,7 @@ class ServerRun:
             return
         logger.error("The engine has died; the server stops.")
         self.service.admission.is_draining = True
-        self.service.metrics.engine_is_up = False
+        await self.service.refresh_stats()
         await asyncio.sleep(DEATH_NOTICE_SECONDS)
         self._server.should_exit = True
 

@@ -134,7 +134,8 @@ class Worker:
 
         def free_bytes() -> int:
             # The workers of a host share its memory.
-            return cache_memory(self.device, utilization, self._profile_step) // self.config.tensor_parallel_size
+            sharing = self.config.tensor_parallel_size * self.config.data_parallel_size
+            return cache_memory(self.device, utilization, self._profile_step) // sharing
 
         groups, origin = size_groups(self.config, self._new_groups(), free_bytes)
         pools = "; ".join(map(pool_text, groups))

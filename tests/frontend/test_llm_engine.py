@@ -255,7 +255,7 @@ def test_unknown_engine_argument_is_refused_before_loading() -> None:
 def test_engine_that_cannot_get_a_tokenizer_frees_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     core = client(config=engine_config(model_path=str(tmp_path)))
     module = type("client_module", (), {"make_client": staticmethod(lambda args: core)})
-    monkeypatch.setitem(__import__("sys").modules, "minivllm.engine_process.client", module)
+    monkeypatch.setitem(__import__("sys").modules, "minivllm.data_parallel.client", module)
     with pytest.raises(ModelError):
         LLMEngine.from_args(EngineArgs(model="x", tokenizer=str(tmp_path / "missing")))
     assert core.closed == 1

@@ -284,11 +284,16 @@ def test_metrics_say_what_travelled_by_tier() -> None:
         loads_within=[(0.001, 1), (0.1, 3)],
         load_seconds=2.5,
     )
-    metrics.engine_stats = SchedulerStats(kv_transfer=[host, msgspec.structs.replace(host, tier="files", num_loads=9)])
+    tiers = [host, msgspec.structs.replace(host, tier="files", num_loads=9)]
+    metrics.look_at_engines([SchedulerStats(kv_transfer=tiers)], [0])
     text = metrics.exposition().decode()
     for line in ("hit_tokens_total", "loaded_bytes_total", "saved_blocks_total", "failed_blocks_total"):
-        assert f'minivllm_kv_transfer_{line}{{tier="OffloadingConnector"}}' in text
-        assert f'minivllm_kv_transfer_{line}{{tier="files"}}' in text
-    assert 'loaded_bytes_total{tier="OffloadingConnector"} 300.0' in text
-    for line in ('bucket{le="0.1",tier="files"} 3.0', 'bucket{le="+Inf",tier="files"} 9.0', 'sum{tier="files"} 2.5'):
+        assert f'minivllm_kv_transfer_{line}{{engine="0",tier="OffloadingConnector"}}' in text
+        assert f'minivllm_kv_transfer_{line}{{engine="0",tier="files"}}' in text
+    assert 'loaded_bytes_total{engine="0",tier="OffloadingConnector"} 300.0' in text
+    for line in (
+        'bucket{engine="0",le="0.1",tier="files"} 3.0',
+        'bucket{engine="0",le="+Inf",tier="files"} 9.0',
+        'sum{engine="0",tier="files"} 2.5',
+    ):
         assert f"minivllm_kv_transfer_load_seconds_{line}" in text

@@ -71,14 +71,39 @@ def test_tokens_that_come_together_share_the_time_between_outputs() -> None:
 
 def test_the_cores_own_counters_are_passed_on() -> None:
     metrics = ServerMetrics()
-    metrics.engine_stats = SchedulerStats(
-        num_running=3, num_waiting=4, kv_cache_usage=0.5, prefix_cache_queried_tokens=100, prefix_cache_hit_tokens=40
+    metrics.look_at_engines(
+        [
+            SchedulerStats(
+                num_running=3,
+                num_waiting=4,
+                kv_cache_usage=0.5,
+                prefix_cache_queried_tokens=100,
+                prefix_cache_hit_tokens=40,
+            )
+        ],
+        [0],
     )
     values = values_of(metrics)
-    assert values["minivllm_num_requests_running"] == 3
-    assert values["minivllm_num_requests_waiting"] == 4
-    assert values["minivllm_kv_cache_usage_ratio"] == 0.5
-    assert values["minivllm_prefix_cache_hits_total"] / values["minivllm_prefix_cache_queries_total"] == 0.4
+    assert values["minivllm_num_requests_running{engine=0}"] == 3
+    assert values["minivllm_num_requests_waiting{engine=0}"] == 4
+    assert values["minivllm_kv_cache_usage_ratio{engine=0}"] == 0.5
+    assert (
+        values["minivllm_prefix_cache_hits_total{engine=0}"] / values["minivllm_prefix_cache_queries_total{engine=0}"]
+        == 0.4
+    )
+
+
+def test_engines_count_apart_and_one_that_is_down_keeps_its_last_counters() -> None:
+    metrics, line = ServerMetrics(), StatusLine()
+    metrics.look_at_engines([SchedulerStats(num_running=3, num_steps=7), SchedulerStats(num_running=4)], [0, 0])
+    assert str(line.next(metrics, 1.0)).startswith("running 7 ")
+    metrics.look_at_engines([None, SchedulerStats(num_running=5)], [2, 0])
+    values = values_of(metrics)
+    assert [values[f"minivllm_engine_up{{engine={index}}}"] for index in range(2)] == [0, 1]
+    assert [values[f"minivllm_engine_restarts_total{{engine={index}}}"] for index in range(2)] == [2, 0]
+    assert [values[f"minivllm_num_requests_running{{engine={index}}}"] for index in range(2)] == [3, 5]
+    assert values["minivllm_engine_steps_total{engine=0}"] == 7
+    assert str(line.next(metrics, 1.0)).startswith("engines 1 of 2 · running 8 ")
 
 
 def test_every_pool_of_the_kv_cache_has_its_gauges() -> None:
@@ -87,30 +112,35 @@ def test_every_pool_of_the_kv_cache_has_its_gauges() -> None:
         PoolStats(name="full attention", num_blocks=90, usage=0.5),
         PoolStats(name="window", num_blocks=7, usage=1.0),
     ]
-    metrics.engine_stats = SchedulerStats(kv_cache_usage=1.0, kv_cache_pools=pools)
+    metrics.look_at_engines([SchedulerStats(kv_cache_usage=1.0, kv_cache_pools=pools)], [0])
     values = values_of(metrics)
     for pool in pools:
-        assert values[f"minivllm_kv_cache_pool_blocks{{group={pool.name}}}"] == pool.num_blocks
-        assert values[f"minivllm_kv_cache_pool_usage_ratio{{group={pool.name}}}"] == pool.usage
+        assert values[f"minivllm_kv_cache_pool_blocks{{engine=0,group={pool.name}}}"] == pool.num_blocks
+        assert values[f"minivllm_kv_cache_pool_usage_ratio{{engine=0,group={pool.name}}}"] == pool.usage
 
 
 def test_speculation_is_counted_in_all_and_by_position() -> None:
     metrics = ServerMetrics()
-    assert values_of(metrics)["minivllm_spec_decode_num_drafts_total"] == 0
-    metrics.engine_stats = SchedulerStats(
-        num_drafts=10, num_draft_tokens=30, num_accepted_tokens=15, num_accepted_tokens_per_position=[8, 5, 2]
+    assert values_of(metrics)["minivllm_spec_decode_num_drafts_total{engine=0}"] == 0
+    metrics.look_at_engines(
+        [
+            SchedulerStats(
+                num_drafts=10, num_draft_tokens=30, num_accepted_tokens=15, num_accepted_tokens_per_position=[8, 5, 2]
+            )
+        ],
+        [0],
     )
     values = values_of(metrics)
-    assert values["minivllm_spec_decode_num_drafts_total"] == 10
-    assert values["minivllm_spec_decode_num_draft_tokens_total"] == 30
-    assert values["minivllm_spec_decode_num_accepted_tokens_total"] == 15
+    assert values["minivllm_spec_decode_num_drafts_total{engine=0}"] == 10
+    assert values["minivllm_spec_decode_num_draft_tokens_total{engine=0}"] == 30
+    assert values["minivllm_spec_decode_num_accepted_tokens_total{engine=0}"] == 15
     name = "minivllm_spec_decode_num_accepted_tokens_per_pos_total"
-    assert [values[f"{name}{{position={position}}}"] for position in range(3)] == [8, 5, 2]
+    assert [values[f"{name}{{engine=0,position={position}}}"] for position in range(3)] == [8, 5, 2]
 
 
 def test_a_clients_long_grammar_does_not_make_labels_without_end() -> None:
     metrics = ServerMetrics()
-    metrics.engine_stats = SchedulerStats(num_accepted_tokens_per_position=[1] * 1000)
+    metrics.look_at_engines([SchedulerStats(num_accepted_tokens_per_position=[1] * 1000)], [0])
     assert sum("per_pos" in name for name in values_of(metrics)) == MAX_DRAFT_POSITIONS
 
 
@@ -123,7 +153,7 @@ def test_two_servers_in_one_process_count_apart() -> None:
 def test_the_dashboard_asks_only_for_metrics_that_exist() -> None:
     metrics = ServerMetrics()
     metrics.errors.labels("internal")
-    metrics.engine_stats = SchedulerStats(num_accepted_tokens_per_position=[1])
+    metrics.look_at_engines([SchedulerStats(num_accepted_tokens_per_position=[1])], [0])
     exposed = {name.split("{")[0] for name in values_of(metrics)}
     dashboard = json.loads(files("minivllm.metrics").joinpath("grafana_dashboard.json").read_text())
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"]) >= 12
@@ -138,8 +168,10 @@ def test_the_status_line_tells_rates_and_is_silent_when_nothing_happens() -> Non
     metrics, line = ServerMetrics(), StatusLine()
     assert line.next(metrics, 2.0) is None
     record_stream(metrics)
-    metrics.engine_stats = SchedulerStats(num_running=1, prefix_cache_queried_tokens=10, prefix_cache_hit_tokens=5)
+    metrics.look_at_engines(
+        [SchedulerStats(num_running=1, prefix_cache_queried_tokens=10, prefix_cache_hit_tokens=5)], [0]
+    )
     text = line.next(metrics, 2.0)
     assert text == ("running 1 · waiting 0 · KV 0% · prompt 2 tok/s · generation 3 tok/s · prefix hits 50%")
-    metrics.engine_stats = SchedulerStats(prefix_cache_queried_tokens=10, prefix_cache_hit_tokens=5)
+    metrics.look_at_engines([SchedulerStats(prefix_cache_queried_tokens=10, prefix_cache_hit_tokens=5)], [0])
     assert line.next(metrics, 2.0) is None

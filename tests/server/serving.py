@@ -48,6 +48,7 @@ class ScriptedCore:
 
     model_vocab_size = VOCAB_SIZE
     eos_token_ids = (EOS,)
+    num_engines, num_restarts = 1, (0,)
     kv_groups = (one_group(1, 16, num_blocks=100),)
 
     def __init__(self, script: Script, *, max_model_len: int = 4096, max_num_seqs: int = 8) -> None:
@@ -114,6 +115,9 @@ class ScriptedCore:
                 num_steps=self._num_steps,
             )
         )
+
+    async def call_engine(self, index: int, method: str, *args: Any) -> Any:
+        return await self.call(method, *args)
 
     async def close(self) -> None:
         if self._task is not None:

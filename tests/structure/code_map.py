@@ -15,6 +15,7 @@ ORDER = (
     "minivllm/processing",
     "minivllm/tokenizer",
     "minivllm/stop_conditions",
+    "minivllm/data_parallel",
     "minivllm/engine_process",
     "minivllm/engine",
     "minivllm/scheduler",

@@ -31,6 +31,7 @@ NOT_RUN_HERE = {
     "pip install -e '.[server]'",
     "minivllm serve smollm2 --port 8000",  # tests/server does
     "minivllm serve smollm2 --disaggregated 1P1D",  # tests/server does
+    "minivllm serve smollm2 --data-parallel-size 2",  # tests/data_parallel does
     ".ci/run",
     "bash tests/gpu/run.sh",
     "python tests/structure/code_map.py",

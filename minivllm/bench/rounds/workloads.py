@@ -28,6 +28,8 @@ FORMS = {
     "random:REQUESTS:LOW:HIGH": "prompt and output lengths uniform in LOW to HIGH, all at once",
     "nano-256": "256 requests, prompt and output lengths uniform in 100 to 1024, all at once",
     "shared-prefix:REQUESTS:PREFIX:SUFFIX:OUTPUT": "every prompt begins with the same PREFIX tokens",
+    "prefix-groups:GROUPS:REQUESTS:PREFIX:SUFFIX:OUTPUT": "REQUESTS of every group begin with the same PREFIX tokens, "
+    "groups in a random order",
     "multi-turn:CONVERSATIONS:TURNS:TOKENS:OUTPUT": "every turn sends the whole conversation and TOKENS more",
     "long-among-decodes:REQUESTS:LONG": "short prompts that decode 128 tokens; a prompt of LONG comes after 1 s",
     "bursts:BURSTS:SIZE:SECONDS:LOW:HIGH": "SIZE requests at once, every SECONDS; lengths uniform",
@@ -106,6 +108,13 @@ def _shared_prefix(source: Source, requests: int, prefix: int, suffix: int, outp
     return [Task(shared + source.ids(suffix), output) for _ in range(requests)]
 
 
+def _prefix_groups(source: Source, groups: int, requests: int, prefix: int, suffix: int, output: int) -> list[Task]:
+    order = [group for group in range(groups) for _ in range(requests)]
+    source.lengths.shuffle(order)
+    shared = [source.ids(prefix) for _ in range(groups)]
+    return [Task(shared[group] + source.ids(suffix), output) for group in order]
+
+
 def _multi_turn(source: Source, conversations: int, turns: int, tokens: int, output: int) -> list[Task]:
     """The answers in the history are made up, for the prompts must not depend on what an engine says."""
     tasks: list[Task] = []
@@ -166,6 +175,7 @@ _MAKERS: dict[str, tuple[Callable[..., list[Task]], tuple[type, ...]]] = {
     "fixed": (_fixed, (int, int, int)),
     "random": (_random, (int, int, int)),
     "shared-prefix": (_shared_prefix, (int, int, int, int)),
+    "prefix-groups": (_prefix_groups, (int, int, int, int, int)),
     "multi-turn": (_multi_turn, (int, int, int, int)),
     "long-among-decodes": (_long_among_decodes, (int, int)),
     "bursts": (_bursts, (int, int, float, int, int)),

@@ -48,7 +48,7 @@ def served_models(root: str, headers: Mapping[str, str]) -> list[dict[str, Any]]
 
 
 def engine_stats(root: str, headers: Mapping[str, str]) -> SchedulerStats:
-    """What the engine of a minivllm server counted so far, for all its clients, from /metrics.
+    """What the engines of a minivllm server counted so far, for all its clients, from /metrics.
 
     Raises RequestError for a server that cannot be reached, or that is none of ours and counts other things.
     """
@@ -58,21 +58,25 @@ def engine_stats(root: str, headers: Mapping[str, str]) -> SchedulerStats:
         answer = httpx.get(f"{root}/metrics", headers=headers, timeout=30, trust_env=False)
     except httpx.HTTPError as error:
         raise RequestError(f"The server at {root} cannot be reached ({type(error).__name__}).") from None
-    values = dict(re.findall(r"^minivllm_(\w+) (\S+)$", answer.text, re.MULTILINE)) if answer.is_success else {}
+    values: dict[str, list[float]] = {}
+    for metric, value in _METRIC.findall(answer.text) if answer.is_success else ():
+        values.setdefault(metric, []).append(float(value))
     if "engine_up" not in values:
         raise RequestError(
             f"The server at {root} does not tell what its engine does: minivllm's own servers do, under /metrics "
             f"(this one answers {answer.status_code})."
         )
-    if not float(values["engine_up"]):
+    if not any(values["engine_up"]):
         raise RequestError(f"The engine of the server at {root} is dead: the server has to be started again.")
     missing = [metric for metric in ("kv_cache_usage_ratio", *_COUNTS.values()) if metric not in values]
     if missing:
         raise RequestError(f"The server at {root} does not count {missing[0]}: it runs another version of minivllm.")
-    counts: dict[str, Any] = {field: int(float(values[metric])) for field, metric in _COUNTS.items()}
-    return SchedulerStats(kv_cache_usage=float(values["kv_cache_usage_ratio"]), **counts)
+    counts: dict[str, Any] = {field: int(sum(values[metric])) for field, metric in _COUNTS.items()}
+    usage = values["kv_cache_usage_ratio"]
+    return SchedulerStats(kv_cache_usage=sum(usage) / len(usage), **counts)
 
 
+_METRIC = re.compile(r'^minivllm_(\w+)(?:\{engine="\d+"\})? (\S+)$', re.MULTILINE)
 _COUNTS = {
     "num_running": "num_requests_running",
     "num_waiting": "num_requests_waiting",

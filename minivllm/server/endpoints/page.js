@@ -239,7 +239,8 @@ $("clear").addEventListener("click", () => {
 async function look() {
   if (document.visibilityState === "visible") {
     try {
-      show(await (await ask("/live?after=" + lastStep)).json());
+      const watched = $("engine").value || "0", live = await (await ask("/live?after=" + lastStep + "&engine=" + watched)).json();
+      if (watched === ($("engine").value || "0")) show(live);
       setStatus("connected");
     } catch (error) {
       if (error.status === 401) return askForKey();
@@ -250,7 +251,23 @@ async function look() {
   setTimeout(look, POLL_MS);
 }
 
+function showEngines(engines) {
+  const select = $("engine");
+  select.hidden = engines.length < 2;
+  if (select.length !== engines.length) select.replaceChildren(...engines.map((_, index) => new Option("", index)));
+  engines.forEach((one, index) => {
+    const state = one.is_up ? one.num_running + " running, " + one.num_waiting + " waiting" : "down";
+    if (document.activeElement !== select) select.options[index].text = "Engine " + index + ": " + state;
+  });
+}
+$("engine").addEventListener("change", () => {
+  [steps, lastStep] = [[], 0];
+  for (const values of Object.values(samples)) values.length = 0;
+  $("engine").blur();
+});
+
 function show(live) {
+  showEngines(live.engines);
   if (live.num_steps < lastStep) [steps, lastStep] = [[], 0]; // another server
   for (const [name, value] of [["running", live.num_running], ["waiting", live.num_waiting], ["kv", live.kv_cache_usage]]) {
     samples[name].push(value);

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Query
 from fastapi.responses import Response
 from typing_extensions import TypedDict
 
+from minivllm.messages import SchedulerStats
 from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import documented
 
@@ -33,8 +34,18 @@ class LiveStep(TypedDict):
     preempted: list[str]
 
 
+class LiveEngine(TypedDict):
+    """One of several engines. is_up: it serves; else the figures are 0."""
+
+    is_up: bool
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+
+
 class Live(TypedDict):
-    """The engine now. kv_cache_usage: share of blocks in use, 0 to 1. num_steps: steps so far. steps: the last ones."""
+    """The engine now. kv_cache_usage: share of blocks in use, 0 to 1. num_steps: steps so far. steps: the last ones.
+    engines: all of them, by number."""
 
     num_running: int
     num_waiting: int
@@ -42,6 +53,7 @@ class Live(TypedDict):
     num_preemptions: int
     num_steps: int
     steps: list[LiveStep]
+    engines: list[LiveEngine]
 
 
 def assemble_page() -> str:
@@ -71,6 +83,7 @@ def content_security_policy(page: str) -> str:
 
 def add_page(app: FastAPI, service: Service) -> None:
     page = assemble_page()
+    num_engines = service.engine.num_engines
     headers = {
         "content-security-policy": content_security_policy(page),
         "x-content-type-options": "nosniff",
@@ -84,10 +97,14 @@ def add_page(app: FastAPI, service: Service) -> None:
         return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
     @app.get("/live", responses={200: {"model": Live}, **documented(400, 401, 503)}, tags=["page"])
-    async def live(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> Response:
-        """The engine now, and the scheduler's last decisions: those with step numbers above ``after``."""
-        stats = await service.engine.stats()
-        steps = await service.engine.recent_steps(after)
+    async def live(
+        after: Annotated[int, Query(ge=0, le=2**53)] = 0, engine: Annotated[int, Query(ge=0, lt=num_engines)] = 0
+    ) -> Response:
+        """An engine now, and its scheduler's last decisions: those with step numbers above ``after``."""
+        await service.engine.check_health()
+        engines = await service.engine.engine_stats()
+        stats = engines[engine] or SchedulerStats()
+        steps = [] if engines[engine] is None else await service.engine.recent_steps(after, engine)
         answer = Live(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
@@ -98,5 +115,16 @@ def add_page(app: FastAPI, service: Service) -> None:
                 {**msgspec.to_builtins(one), "unfinished_prompts": sorted(one.unfinished_prompts)}  # type: ignore[typeddict-item]
                 for one in steps
             ],
+            engines=[_engine(one) for one in engines],
         )
         return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _engine(stats: SchedulerStats | None) -> LiveEngine:
+    known = stats or SchedulerStats()
+    return LiveEngine(
+        is_up=stats is not None,
+        num_running=known.num_running,
+        num_waiting=known.num_waiting,
+        kv_cache_usage=known.kv_cache_usage,
+    )

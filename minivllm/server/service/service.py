@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
-from minivllm.errors import EngineDeadError, RequestError
+from minivllm.errors import RequestError
 from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.messages import FinishReason
 from minivllm.metrics.prometheus import RequestRecorder, ServerMetrics
@@ -196,12 +196,9 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def refresh_stats(self) -> None:
-        """Look at the core's counters; a dead engine leaves the last ones standing."""
+        """Look at the counters of all engines; one that is down leaves its last ones standing."""
         self.metrics.num_admitted = self.admission.num_completions
-        try:
-            self.metrics.engine_stats = await self.engine.stats()
-        except EngineDeadError:
-            self.metrics.engine_is_up = False
+        self.metrics.look_at_engines(await self.engine.engine_stats(), self.engine.num_restarts)
 
     async def abort_all(self) -> None:
         """End every running request early; their clients get an error that says the server is shutting down."""

@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict
 
-from minivllm.errors import ContextLengthError, EngineDeadError, MinivllmError
+from minivllm.errors import ContextLengthError, EngineDeadError, EngineLostError, MinivllmError
 from minivllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,11 @@ def engine_dead() -> ApiError:
     return ApiError(503, "The engine has died and the server is stopping.", type="server_error", code="engine_dead")
 
 
+def engine_lost() -> ApiError:
+    message = "The engine that worked on this request has died. Others serve on: send it again."
+    return ApiError(503, message, type="server_error", code="engine_lost", headers={"retry-after": "1"})
+
+
 def shutting_down() -> ApiError:
     message = "The server is shutting down."
     return ApiError(503, message, type="server_error", code="shutting_down", headers={"retry-after": "5"})
@@ -127,6 +132,8 @@ def to_api_error(error: BaseException) -> ApiError:
     """Any exception as an answer; unexpected ones are logged with their traceback."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, EngineLostError):
+        return engine_lost()
     if isinstance(error, EngineDeadError):
         return engine_dead()
     if isinstance(error, ContextLengthError):

@@ -1,0 +1,42 @@
+"""The engine client that engine arguments ask for: of one engine, or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from minivllm.config import EngineArgs
+from minivllm.engine_process import client as single
+from minivllm.engine_process.client import AsyncEngineClient, EngineClient
+from minivllm.plugins import ROUTING
+
+Client = TypeVar("Client")
+
+
+def make_client(args: EngineArgs) -> EngineClient:
+    """Load the model and start the engine cores: one in this process, or in another with args.multiprocess, or several
+    in others. Raises ConfigError or ModelError."""
+    if args.data_parallel_size == 1:
+        return single.make_client(args)
+    from minivllm.data_parallel.clients import DataParallelClient
+
+    return _start(args, DataParallelClient)
+
+
+def make_async_client(args: EngineArgs) -> AsyncEngineClient:
+    """Start the engine processes for an event loop, and wait until they are ready. Raises ConfigError or ModelError."""
+    if args.data_parallel_size == 1:
+        return single.make_async_client(args)
+    from minivllm.data_parallel.clients import AsyncDataParallelClient
+
+    return _start(args, AsyncDataParallelClient)
+
+
+def _start(args: EngineArgs, make: Callable[..., Client]) -> Client:
+    from minivllm.data_parallel.replicas import share_of_cores, start_engines
+    from minivllm.engine_process.connection import EngineConnection
+
+    policy = ROUTING.load(args.data_parallel_policy)()
+    connect = partial(EngineConnection, args, environment=share_of_cores(args), wait=False)
+    return make(start_engines(connect, args.data_parallel_size), connect, policy)

@@ -1,0 +1,102 @@
+"""Starting engines that share a machine, and starting one again that has died."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from minivllm.config import EngineArgs
+from minivllm.engine_process.connection import EngineConnection
+from minivllm.engine_process.process_clients import AsyncProcessClient
+
+logger = logging.getLogger(__name__)
+
+Connect = Callable[[], EngineConnection]
+"""Starts an engine process, and does not wait for it."""
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds before the second try to start a dead engine; twice as long before every later one, up to the longest. The
+first try comes at once."""
+STABLE_SECONDS = 60.0
+"""An engine that has lived so long begins with the first try again."""
+
+
+def share_of_cores(args: EngineArgs) -> dict[str, str]:
+    """Variables of one engine process: its share of the cores. Threads that the user set are for each engine."""
+    if "OMP_NUM_THREADS" in os.environ or args.data_parallel_size == 1:
+        return {}
+    sharing = args.data_parallel_size * args.tensor_parallel_size
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // sharing))}
+
+
+def start_engines(connect: Connect, count: int) -> list[EngineConnection]:
+    """Start so many engines and wait until all of them serve. If one cannot, none is left, and its error is raised.
+
+    The first one starts alone: what it has to compile is on disk for the others.
+    """
+    connections: list[EngineConnection] = []
+    try:
+        for number in range(count):
+            connections.append(connect())
+            if number == 0:
+                connections[0].wait_until_ready()
+        for connection in connections[1:]:
+            connection.wait_until_ready()
+    except BaseException:
+        for connection in connections:
+            connection.close()
+        raise
+    return connections
+
+
+class Replica:
+    """One engine, which may die and start again. client: of the process that runs now, or ran last."""
+
+    def __init__(self, index: int, client: AsyncProcessClient) -> None:
+        self.index, self.client = index, client
+        self.is_up = True
+        self.num_restarts = 0
+        self._num_tries = 0
+        self._up_since = time.monotonic()
+        self._starting: EngineConnection | None = None
+        self._is_over = False
+
+    def next_pause(self) -> float:
+        """Seconds to wait before the next try to start it."""
+        tries, self._num_tries = self._num_tries, self._num_tries + 1
+        return 0.0 if tries == 0 else min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(tries - 1, 30))
+
+    def died(self) -> None:
+        """It serves no more."""
+        self.is_up = False
+        if time.monotonic() - self._up_since >= STABLE_SECONDS:
+            self._num_tries = 0
+
+    def serves_again(self, client: AsyncProcessClient) -> None:
+        self.client, self.is_up = client, True
+        self.num_restarts += 1
+        self._up_since = time.monotonic()
+
+    async def start(self, connect: Connect) -> AsyncProcessClient:
+        """Start its process and wait until it serves. Raises what the engine raises."""
+
+        def start() -> EngineConnection:
+            self._starting = connection = connect()
+            if self._is_over:
+                connection.process.kill()
+            connection.wait_until_ready()
+            return connection
+
+        try:
+            return AsyncProcessClient(await asyncio.to_thread(start))
+        finally:
+            self._starting = None
+
+    def give_up(self) -> None:
+        """Let a start that is under way fail, and every later one."""
+        self._is_over = True
+        starting = self._starting
+        if starting is not None:
+            starting.process.kill()
