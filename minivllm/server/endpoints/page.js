@@ -253,7 +253,7 @@ async function look() {
 
 function showEngines(engines) {
   const select = $("engine");
-  select.hidden = engines.length < 2;
+  $("engines").hidden = engines.length < 2;
   if (select.length !== engines.length) select.replaceChildren(...engines.map((_, index) => new Option("", index)));
   engines.forEach((one, index) => {
     const state = one.is_up ? one.num_running + " running, " + one.num_waiting + " waiting" : "down";
