@@ -172,7 +172,7 @@ def resumed() -> str:
     for _ in range(20):
         worker.step()
     request = worker.scheduler.running[0]
-    worker.scheduler._preempt(request, 0, plan := StepPlan(0))
+    worker.scheduler._preempt(request, 0, plan := StepPlan(0, 0))
     worker.batch.apply(SchedulerOutput(preempted_request_ids=plan.preempted))
     message, sent = worker.step()
     assert message < first_message and sent > 12 * 84

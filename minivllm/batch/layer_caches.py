@@ -12,6 +12,7 @@ from minivllm.errors import ConfigError
 from minivllm.kv_cache.sizing.sizing import local_block_size
 from minivllm.kv_cache.specs import GroupKind, GroupSpec
 from minivllm.models.decoder_config import AttentionSpec
+from minivllm.models.layer_specs import StateMixerSpec
 from minivllm.models.model import CacheSpec, LayerCache, Model, StateSpec, StateTensors
 
 
@@ -29,6 +30,7 @@ def kv_groups(
     draft: Model | None = None,
     may_drop: bool = True,
     one_size: bool = False,
+    elsewhere: Sequence[AttentionSpec | StateMixerSpec] = (),
 ) -> list[GroupSpec]:
     """The KV groups of a model, not sized yet: one for all layers with the same window or chunk, full attention first,
     then the longest windows, and layers that keep a state behind them. Groups of a short window or chunk have smaller
@@ -36,7 +38,8 @@ def kv_groups(
 
     A window as long as a request can be is full attention. draft: keeps what it computes in the blocks of the first
     group, which must then be one of full attention: without one among the layers, all of them form it. may_drop: False
-    where attention reads whatever it likes, so that all layers form one group too.
+    where attention reads whatever it likes, so that all layers form one group too. elsewhere: how layers attend that
+    other stages of a pipeline have, so that all stages have the same groups; one without layers counts a byte.
     """
     of_token = {
         layer: spec.bytes_per_token for layer, spec in enumerate(model.cache_specs) if isinstance(spec, CacheSpec)
@@ -46,6 +49,9 @@ def kv_groups(
     for layer, attention in enumerate(model.attention_specs):
         if isinstance(attention, AttentionSpec):
             layers.setdefault(_kind_of(attention, max_model_len), []).append(layer)
+    for attention in elsewhere:
+        if isinstance(attention, AttentionSpec):
+            layers.setdefault(_kind_of(attention, max_model_len), [])
     has_full = ("full attention", None) in layers
     if len(layers) == has_full or not may_drop or (draft is not None and not has_full):
         layers = {("full attention", None): list(of_token)}
@@ -53,10 +59,12 @@ def kv_groups(
     for kind, reach in sorted(layers, key=lambda group: -(group[1] or max_model_len)):
         own, size = layers[kind, reach], local_block_size(block_size, None if one_size else reach)
         num_bytes = size * sum(of_token[layer] for layer in own) + (0 if groups else of_draft)
-        groups.append(GroupSpec(kind=kind, reach=reach, layers=tuple(own), block_size=size, block_bytes=num_bytes))
+        groups.append(
+            GroupSpec(kind=kind, reach=reach, layers=tuple(own), block_size=size, block_bytes=max(num_bytes, 1))
+        )
     states = {layer: spec.num_bytes for layer, spec in enumerate(model.cache_specs) if isinstance(spec, StateSpec)}
-    if states:
-        num_bytes = sum(states.values())
+    if states or any(isinstance(spec, StateMixerSpec) for spec in elsewhere):
+        num_bytes = max(sum(states.values()), 1)
         groups.append(GroupSpec(kind="state", layers=tuple(states), block_size=block_size, block_bytes=num_bytes))
     return groups
 

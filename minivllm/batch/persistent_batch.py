@@ -140,8 +140,9 @@ class PersistentBatch:
         return freed, entered
 
     def append_tokens(self, request: WorkerRequest, token_ids: list[int]) -> None:
-        """Record sampled tokens."""
-        self.token_ids.write(request.slot, request.num_tokens, token_ids)
+        """Record sampled tokens, also of a request that has left its slot."""
+        if request.slot >= 0:
+            self.token_ids.write(request.slot, request.num_tokens, token_ids)
         request.output_token_ids += token_ids
 
     def append_pending(self, requests: list[WorkerRequest], slots: np.ndarray, token_ids: Tensor) -> None:

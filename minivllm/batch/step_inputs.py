@@ -27,6 +27,12 @@ class Row:
     count: int
     drafts: Sequence[int] = ()
 
+    @property
+    def is_sampled(self) -> bool:
+        """It reaches the last known token, or the last draft, of a request that wants more of them."""
+        request = self.request
+        return self.start + self.count == request.num_tokens + len(self.drafts) and request.data.pooling is None
+
 
 @dataclass(frozen=True)
 class StepInputs:

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,30 +176,32 @@ def iterate_weights(
     dtype: torch.dtype,
     seed: int = 0,
     kept_bits: frozenset[int] = frozenset(),
+    wants: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, StoredWeight]]:
-    """Yield (Hugging Face name, CPU tensor of ``dtype``) for exactly the names of ``expected_shapes``.
+    """Yield (Hugging Face name, CPU tensor of ``dtype``) for exactly the names of ``expected_shapes`` that are wanted.
 
     What a router decides by, and sinks, come in the type in which they are stored. A tensor may be a view of the
     mapped file: copy it before changing it. With tied embeddings no lm_head is yielded. seed: used by load_format
     "dummy" only. kept_bits: a GGUF file's matrices of linear layers whose blocks are groups of that many bits come
     as ``GroupedWeight``; with 4 among them, other quantised types come as ``RestoredWeight``, since rounding those
-    to 4 bits would spoil what the file holds. Raises ModelError, naming file and tensor, for a missing or broken
-    file, a missing, unexpected or misshapen tensor, before anything is yielded.
+    to 4 bits would spoil what the file holds. wants: tells the names whose tensors are read; all are checked. Raises
+    ModelError, naming file and tensor, for a missing or broken file, a missing, unexpected or misshapen tensor, before
+    anything is yielded.
     """
     expected = expected_shapes(decoder_config)
     family = FAMILIES[decoder_config.architecture].for_model(decoder_config)
     if load_format == "dummy":
-        return _dummy_weights(expected, dtype, seed)
+        return _dummy_weights({name: shape for name, shape in expected.items() if wants(name)}, dtype, seed)
     gguf_path = find_gguf(model_path, load_format)
     if gguf_path is not None:
         weights: Iterator[tuple[str, StoredWeight]] = _gguf_weights(
-            gguf_path, decoder_config, ExpertTensors(expected), expected, dtype, kept_bits
+            gguf_path, decoder_config, ExpertTensors(expected), expected, dtype, kept_bits, wants
         )
     else:
         packed = None if decoder_config.quantization is None else PackedWeights(decoder_config.quantization)
         experts = ExpertTensors(expected, family.transposes_experts)
         num_layers = decoder_config.num_layers
-        weights = _safetensors_weights(Path(model_path), family, num_layers, experts, expected, dtype, packed)
+        weights = _safetensors_weights(Path(model_path), family, num_layers, experts, expected, dtype, packed, wants)
     rewrite = family.rewrite_weight
     if rewrite is None:
         return weights
@@ -268,6 +270,7 @@ def _gguf_weights(
     expected: Mapping[str, Shape],
     dtype: torch.dtype,
     kept_bits: frozenset[int],
+    wants: Callable[[str], bool],
 ) -> Iterator[tuple[str, StoredWeight]]:
     with GGUFFile(path) as file:
         family = FAMILIES[config.architecture]
@@ -284,6 +287,8 @@ def _gguf_weights(
                 found[name or gguf_name] = tensor.shape
         found, file_of = experts.unstacked(found, dict.fromkeys(found, path))
         check_tensors(*_unfused(found, expected, file_of, family), path)
+        names = {name: hugging_face_name(name, family.fused, family.gguf_renamed) for name in file.tensors}
+        skip |= {stored for stored, name in names.items() if name is not None and not wants(name)}
         heads: dict[str, int] = {}
         if family.gguf_permutes_rotary:
             mixer = config.layers[0].attention
@@ -338,6 +343,7 @@ def _safetensors_weights(
     expected: Mapping[str, Shape],
     dtype: torch.dtype,
     packed: PackedWeights | None,
+    wants: Callable[[str], bool],
 ) -> Iterator[tuple[str, StoredWeight]]:
     files, listed = safetensors_files(directory)
     stored_in: dict[str, Path] = {}
@@ -395,6 +401,8 @@ def _safetensors_weights(
         found, file_of = experts.unstacked(found, file_of)
         check_tensors(*_unfused(found, expected, file_of, family), directory)
         for weight, parts in parts_of.items():
+            if not wants(weight):
+                continue
             if packed is not None and "" not in parts:
                 value = packed.assemble(weight, {part: read(tensor) for part, tensor in parts.items()}, dtype)
             else:

@@ -220,6 +220,10 @@ class EngineArgs:
         bool,
         "Of mixtures of experts, give each of several workers all of some experts, in place of a part of every one.",
     ] = False
+    pipeline_parallel_size: Annotated[
+        int,
+        "Stages that the layers are dealt out to, which compute side by side, each with workers of its own; on a CPU.",
+    ] = 1
     distributed_executor_backend: Annotated[
         str | None,
         "Where workers live: uni, in the engine's process, which is the default for one; mp, each in a process of its "
@@ -282,7 +286,9 @@ class EngineArgs:
         _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         _at_least("data_parallel_size", self.data_parallel_size, 1)
         ROUTING.check(self.data_parallel_policy)
+        _at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         self._check_workers()
+        self._check_stages()
         if self.performance_mode is not None:
             _choice("performance_mode", self.performance_mode, PERFORMANCE_MODES)
         if self.cudagraph_mode is not None:
@@ -339,9 +345,14 @@ class EngineArgs:
             )
 
     @property
+    def num_workers(self) -> int:
+        """Of one model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def executor(self) -> ExecutorKind:
         """Where the workers live."""
-        chosen = self.distributed_executor_backend or ("uni" if self.tensor_parallel_size == 1 else "mp")
+        chosen = self.distributed_executor_backend or ("uni" if self.num_workers == 1 else "mp")
         return cast(ExecutorKind, chosen)
 
     def _check_workers(self) -> None:
@@ -357,6 +368,24 @@ class EngineArgs:
                 f"tensor_parallel_size is {self.tensor_parallel_size}, but distributed_executor_backend='uni' has a "
                 "single worker: set only one of them."
             )
+
+    def _check_stages(self) -> None:
+        """What goes with stages. Raises ConfigError."""
+        if self.pipeline_parallel_size == 1:
+            return
+        whole = {
+            "distributed_executor_backend='uni'": self.executor == "uni",
+            "enable_lora": self.enable_lora,
+            "speculative_config": self.speculative_config is not None,
+            "compile_in_background": bool(self.compile_in_background),
+            "kv_transfer_config": self.kv_transfer_config is not None,
+        }
+        for name, is_given in whole.items():
+            if is_given:
+                raise ConfigError(
+                    f"pipeline_parallel_size is {self.pipeline_parallel_size}, but {name} needs all layers in one "
+                    f"worker: set only one."
+                )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:

@@ -26,6 +26,7 @@ class SchedulerConfig:
     """Limits of one step and of one request.
 
     num_lookahead_tokens: room behind the scheduled tokens, into which a drafter with a KV cache writes its guesses.
+    num_stages: of a pipeline, which steps should share the requests among.
     """
 
     max_num_seqs: int = 64
@@ -35,6 +36,7 @@ class SchedulerConfig:
     policy: str = "fcfs"
     has_priorities: bool = False
     num_lookahead_tokens: int = 0
+    num_stages: int = 1
 
     @property
     def longest_chunk(self) -> int:
@@ -56,12 +58,13 @@ class LoRAConfig:
 class EngineConfig:
     """Everything the engine runs with, after resolution. ``model_path`` is local: a directory or a ``.gguf`` file.
     ``lora`` is None where no adapters are served. tokenizer: where the tokenizer comes from, if not from the model.
-    attention_backend, logits_processors: see EngineArgs. async_scheduling: up to two steps are in flight. family,
+    attention_backend, logits_processors: see EngineArgs. async_scheduling: one step more is in flight. family,
     model_impl, hf_overrides: what workers in other processes read the model's configuration with. executor: whether
     the worker lives in the engine's process ("uni") or in one of its own ("mp"). kv_transfer: None where no keys and
     values travel. tensor_parallel_size: workers that divide every layer. expert_parallel: each of them has all of
-    some experts. custom_all_reduce: they add up in shared memory, not through gloo. heartbeat_timeout: how long a step
-    may take [seconds]. data_parallel_size: engines that share the machine, each with the whole model."""
+    some experts. pipeline_parallel_size: stages that the layers are dealt out to, each with so many workers.
+    custom_all_reduce: they add up in shared memory, not through gloo. heartbeat_timeout: how long a step may take
+    [seconds]. data_parallel_size: engines that share the machine, each with the whole model."""
 
     model: str
     model_path: str
@@ -89,6 +92,17 @@ class EngineConfig:
     kv_transfer: KVTransferConfig | None = None
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
+    pipeline_parallel_size: int = 1
     custom_all_reduce: bool = True
     heartbeat_timeout: float = 300.0
     data_parallel_size: int = 1
+
+    @property
+    def num_workers(self) -> int:
+        """Of one model. Those of a stage follow one another in rank."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that are handed to the workers before the results of the oldest are taken in: one for each stage."""
+        return self.pipeline_parallel_size + self.async_scheduling

@@ -33,10 +33,10 @@ class EngineCore:
 
     is_asleep: the workers have no memory for requests (see Administration.sleep). adapters: None without LoRA.
 
-    The steps in flight are handed to the workers, their results not consumed yet: one makes a synchronous engine, two
-    make async scheduling. (The batch queue of vLLM V1.) Blocks are safe to reuse for two reasons: results are consumed
-    in the order of their schedules, and workers run their steps in order. A request may end while a later step still
-    computes it. Its blocks are free at once. The next owner of such a block gets it in a step after that one, and
+    The steps in flight are handed to the workers, their results not consumed yet: one for each stage of a pipeline, and
+    one more with async scheduling. (The batch queue of vLLM V1.) Blocks are safe to reuse for two reasons: results are
+    consumed in the order of their schedules, and workers run their steps in order. A request may end while a later step
+    still computes it. Its blocks are free at once. The next owner of such a block gets it in a step after that one, and
     writes its own keys and values over those that the late step left there.
     """
 
@@ -64,7 +64,7 @@ class EngineCore:
         )
         self._is_stalled = False
         self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
-        self._max_in_flight = 2 if config.async_scheduling else 1
+        self._max_in_flight = config.max_in_flight
         self.is_asleep = False
         collective = executor.collective if config.executor == "mp" else None
         self._trace = None if config.profile is None else TraceRecorder(config.profile, self, collective)

@@ -98,6 +98,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     if transfer is not None:
         load_connector(transfer).check_ranks(transfer, args.tensor_parallel_size)
     check_workers(args, decoder, device)
+    check_stages(args, decoder, device)
     find_attention(args.attention_backend)
     load_logits_processors(args.logits_processors or ())  # what is wrong with them is said before the model is loaded
     config = EngineConfig(
@@ -126,6 +127,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
             policy=args.scheduling_policy,
             has_priorities=make_policy(args.scheduling_policy).uses_priority,
             num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
+            num_stages=args.pipeline_parallel_size,
         ),
         tokenizer=args.tokenizer,
         quantization=args.quantization,
@@ -148,6 +150,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         kv_transfer=transfer,
         tensor_parallel_size=args.tensor_parallel_size,
         expert_parallel=args.enable_expert_parallel,
+        pipeline_parallel_size=args.pipeline_parallel_size,
         custom_all_reduce=not args.disable_custom_all_reduce,
         heartbeat_timeout=args.heartbeat_timeout,
         data_parallel_size=args.data_parallel_size,
@@ -196,6 +199,24 @@ def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
             f"quantization='int8'."
         )
     check_layout(facts, size, args.quantization, args.enable_expert_parallel)
+
+
+def check_stages(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
+    """Raises ConfigError where the layers of this model cannot be dealt out to so many stages, or not here."""
+    size = args.pipeline_parallel_size
+    if size == 1:
+        return
+    if device != "cpu":
+        raise ConfigError(f"pipeline_parallel_size is {size}, but stages compute on a CPU only: use device='cpu'.")
+    if not isinstance(facts, DecoderConfig):
+        raise ConfigError(
+            f"pipeline_parallel_size is {size}, but the layers of transformers are computed by one worker: use 1."
+        )
+    if facts.num_layers < size:
+        raise ConfigError(
+            f"pipeline_parallel_size is {size}, but {args.model} has {facts.num_layers} layers, and every stage needs "
+            f"one: use {facts.num_layers} or less."
+        )
 
 
 def resolve_token_budget(args: EngineArgs, defaults: DeviceDefaults, max_num_seqs: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 import os
 import select
 import signal
@@ -28,12 +29,11 @@ import msgspec
 
 from minivllm.compilation.package_builds import close_in_children, forget_descriptor
 from minivllm.config import EngineConfig
-from minivllm.distributed.shared_memory import open_segment, segment_descriptors
+from minivllm.distributed.shared_links import SharedLinks
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executor.child_reports import FRONTEND_SIGNALS, ErrorInfo, Log, describe_exit
 from minivllm.executor.protocol import PendingOutput
 from minivllm.executor.records import (
-    OUTPUT_RANK,
     Answer,
     Call,
     Channel,
@@ -47,6 +47,7 @@ from minivllm.executor.records import (
     Step,
     Stop,
     Whereabouts,
+    output_rank,
 )
 from minivllm.executor.ring.agreement import Agreement
 from minivllm.executor.ring.broadcast_ring import PeerGone, RingWriter
@@ -72,12 +73,13 @@ class WorkerGroup:
 
     def __init__(self, config: EngineConfig, transfers: TransferInbox, command: Sequence[str]) -> None:
         self._transfers = transfers
-        self.size = size = config.tensor_parallel_size
+        self.size = size = config.num_workers
+        self._stage_size = config.tensor_parallel_size
         self.dead_error: MinivllmError | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._ring = RingWriter(size)
-        self._agreement = Agreement(self._ring, size, OUTPUT_RANK)
+        self._agreement = Agreement(self._ring, size, output_rank(config))
         self._lock = threading.Lock()
         self._outputs: deque[Future[ModelRunnerOutput]] = deque()
         self._calls: deque[tuple[list[Answer | None], Future[list[Answer]]]] = deque()
@@ -87,27 +89,22 @@ class WorkerGroup:
         self._whereabouts: dict[int, Whereabouts] = {}
         self._is_closing = False
         self._listener = threading.Thread(target=self._listen, name="workers", daemon=True)
-        segment = open_segment(size) if size > 1 and config.custom_all_reduce else None
-        rendezvous = os.memfd_create("minivllm-ranks") if size > 1 and segment is None else None
-        shared = [] if segment is None else segment_descriptors(segment)
-        start = Start(
-            config=config,
-            rank=0,
-            size=size,
-            log_level=logging.getLogger("minivllm").getEffectiveLevel(),
-            segment=segment,
-            rendezvous=rendezvous,
-            shared=shared if rendezvous is None else [rendezvous],
-        )
+        start = Start(config=config, rank=0, size=size, log_level=logging.getLogger("minivllm").getEffectiveLevel())
+        shared = SharedLinks(config.tensor_parallel_size, config.pipeline_parallel_size, not config.custom_all_reduce)
         try:
             for rank in range(size):
-                self._start(msgspec.structs.replace(start, rank=rank), command)
+                own = {
+                    "segment": shared.segment(rank),
+                    "rendezvous": shared.rendezvous(rank),
+                    "links": shared.links(rank),
+                    "shared": shared.descriptors(rank),
+                }
+                self._start(msgspec.structs.replace(start, rank=rank, **own), command)
         except BaseException:
             self.close()
             raise
         finally:
-            for descriptor in start.shared:
-                os.close(descriptor)  # the workers have theirs
+            shared.close()
         self._listener.start()
 
     def _start(self, start: Start, command: Sequence[str]) -> None:
@@ -181,9 +178,10 @@ class WorkerGroup:
         while len(self._whereabouts) < self.size and time.monotonic() < deadline:
             time.sleep(0.005)
         found = dict(self._whereabouts)
-        rank = min(range(self.size), key=lambda rank: found[rank].num_exchanges if rank in found else -1)
+        counts = {rank: (where.num_handed, where.num_exchanges) for rank, where in found.items()}
+        rank = min(range(self.size), key=lambda rank: counts.get(rank, (-math.inf, 0)))
         self._hung_error = EngineDeadError(
-            f"The worker of rank {rank} hangs: its step has taken {self._patience:g} s, and it was killed; "
+            f"The {self._name(rank)} hangs: its step has taken {self._patience:g} s, and it was killed; "
             f"heartbeat_timeout sets how long a step may take. "
             + (f"It was here:\n{found[rank].stack.rstrip()}" if rank in found else "It could not say where it was.")
         )
@@ -262,7 +260,7 @@ class WorkerGroup:
         elif killed is not None or message is None:
             error = EngineDeadError(self._describe_end(rank if killed is None else killed))
         else:
-            error = message.error.exception(f"worker of rank {rank}")
+            error = message.error.exception(self._name(rank))
         for process in self.processes:
             process.kill()
         with self._lock:
@@ -282,7 +280,13 @@ class WorkerGroup:
             status = self.processes[rank].wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             status = None
-        return describe_exit(f"worker of rank {rank}", status)
+        return describe_exit(self._name(rank), status)
+
+    def _name(self, rank: int) -> str:
+        """As errors name a worker."""
+        return f"worker of rank {rank}" + (
+            f" (stage {rank // self._stage_size})" if self._stage_size < self.size else ""
+        )
 
     def close(self) -> None:
         """End the workers, after what they were given. Nothing is left of them. The last call."""

@@ -15,12 +15,15 @@ from typing import Any
 import msgspec
 
 from minivllm.config import EngineConfig
+from minivllm.distributed.stage import StageLinks
 from minivllm.executor.child_reports import ErrorInfo, Log
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
-OUTPUT_RANK = 0
-"""Whose outputs count: all ranks sample alike."""
+
+def output_rank(config: EngineConfig) -> int:
+    """Whose outputs count: the first one of the last stage, whose ranks sample alike."""
+    return config.num_workers - config.tensor_parallel_size
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
@@ -28,7 +31,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 
     rank: its place among ``size`` workers. segment: the descriptors by which they share tensors (see
     ``open_segment``). rendezvous: instead of that, the descriptor of a file where they find one another through gloo.
-    shared: all descriptors of both.
+    links: to the workers of other stages. shared: all descriptors of these.
     """
 
     config: EngineConfig
@@ -37,6 +40,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     log_level: int
     segment: tuple[int, list[list[int]]] | None = None
     rendezvous: int | None = None
+    links: StageLinks = StageLinks()
     shared: list[int] = []
 
 
@@ -94,10 +98,12 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
 
 
 class Whereabouts(msgspec.Struct, frozen=True, tag="whereabouts"):
-    """Where a worker's main thread is. num_exchanges: how often it has come to where ranks wait for one another."""
+    """Where a worker's main thread is. num_exchanges: how often it has come to where ranks wait for one another.
+    num_handed: see ``Stage``."""
 
     num_exchanges: int
     stack: str
+    num_handed: int = 0
 
 
 class Died(msgspec.Struct, frozen=True, tag="died"):

@@ -25,11 +25,11 @@ from minivllm.compilation.package_builds import close_in_children
 from minivllm.distributed.communicator import Communicator
 from minivllm.distributed.gloo import GlooCommunicator
 from minivllm.distributed.shared_memory import SharedMemoryCommunicator
+from minivllm.distributed.stage import Stage
 from minivllm.errors import MinivllmError, RequestError
 from minivllm.executor.child_reports import FRONTEND_SIGNALS, ErrorInfo, LogSender, printable
 from minivllm.executor.protocol import ENGINE_METHODS, PendingOutput, check_arguments
 from minivllm.executor.records import (
-    OUTPUT_RANK,
     Answer,
     Call,
     Channel,
@@ -42,6 +42,7 @@ from minivllm.executor.records import (
     ToWorker,
     ToWorkers,
     Whereabouts,
+    output_rank,
 )
 from minivllm.executor.ring.agreement import token_digest
 from minivllm.executor.ring.broadcast_ring import RingReader
@@ -62,6 +63,7 @@ class WorkerProcess:
         self._decoder = msgspec.msgpack.Decoder(ToWorkers)
         self._worker: Worker | None = None
         self._communicator: Communicator | None = None
+        self._stage = Stage()
         self._pending: deque[PendingOutput] = deque()
         self._num_outputs = 0
 
@@ -83,28 +85,34 @@ class WorkerProcess:
         if config.family is not None:
             load_family(config.family)
         facts = read_model_facts(config.model_path, config.load_format, config.hf_overrides, config.model_impl)
+        number, rank = divmod(start.rank, config.tensor_parallel_size)
         if start.segment is not None:
-            self._communicator = SharedMemoryCommunicator(start.rank, *start.segment)
+            self._communicator = SharedMemoryCommunicator(rank, *start.segment)
         elif start.rendezvous is not None:
-            self._communicator = GlooCommunicator(start.rank, start.size, f"/proc/self/fd/{start.rendezvous}")
-        return Worker(config, facts, lambda output: self._channel.send(Report(output)), self._communicator)
+            path = f"/proc/self/fd/{start.rendezvous}"
+            self._communicator = GlooCommunicator(rank, config.tensor_parallel_size, path)
+        self._stage = Stage(number, config.pipeline_parallel_size, start.links)
+        return Worker(config, facts, lambda output: self._channel.send(Report(output)), self._communicator, self._stage)
 
     def whereabouts(self) -> Whereabouts:
         """Of the main thread. From any other one."""
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         num_exchanges = 0 if self._communicator is None else self._communicator.num_exchanges
-        return Whereabouts(num_exchanges, printable("".join(traceback.format_stack(frame))))
+        return Whereabouts(num_exchanges, printable("".join(traceback.format_stack(frame))), self._stage.num_handed)
 
     def _serve(self, worker: Worker) -> None:
         # On a CPU launching is computing: a result is there before the next record is looked at.
         in_flight = 1 if worker.device.type == "cpu" else MAX_IN_FLIGHT
+        samples = self._start.rank >= output_rank(self._start.config)
         while True:
             if self._pending and (len(self._pending) == in_flight or not self._ring.has_record):
                 self._send_output()
                 continue
             record = self._read()
             if isinstance(record, Step):
-                self._pending.append(worker.launch(record.step, self._read_masks if record.has_masks else None))
+                pending = worker.launch(record.step, self._read_masks if record.has_masks else None)
+                if samples:
+                    self._pending.append(pending)
             elif isinstance(record, Call):
                 while self._pending:
                     self._send_output()
@@ -116,7 +124,7 @@ class WorkerProcess:
         output = self._pending.popleft().result()
         self._num_outputs += 1
         self._ring.note(self._num_outputs, token_digest(output.sampled_token_ids))
-        if self._start.rank == OUTPUT_RANK:
+        if self._start.rank == output_rank(self._start.config):
             self._channel.send(Output(output))
 
     def _read(self) -> ToWorkers:
@@ -173,7 +181,7 @@ def main() -> None:
     threading.Thread(target=watch_engine, name="engine watch", daemon=True).start()
     package = logging.getLogger("minivllm")
     package.addHandler(LogSender(channel.send))
-    package.setLevel(start.log_level if rank == OUTPUT_RANK else max(start.log_level, logging.WARNING))
+    package.setLevel(start.log_level if rank == output_rank(start.config) else max(start.log_level, logging.WARNING))
     package.propagate = False
     sys.exit(worker.run())
 

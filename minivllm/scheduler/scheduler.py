@@ -10,6 +10,10 @@ fills the cache chunk by chunk, is preempted as the last one that came, and find
 memory runs out only because answers grow. vLLM checks the whole prompt as well (``scheduler_reserve_full_isl``, on by
 default), but not what other prompts under way will take; it matters where long_prefill_token_threshold lets several
 run side by side.
+
+The stages of a pipeline compute different requests at the same time. So where there are several, a step samples for no
+more of the running requests than their share, and has no more of prompts than a share of the budget: else one step
+takes everybody, and all stages but one have nothing to do.
 """
 
 from __future__ import annotations
@@ -186,7 +190,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan one step: running requests first, then waiting ones unless one was preempted, if the policy has nothing
         else in mind."""
-        plan = StepPlan(self.config.max_num_batched_tokens)
+        budget = self.config.max_num_batched_tokens
+        plan = StepPlan(budget, chunk_budget=-(-budget // self.config.num_stages))
         self.policy.take_turns(_Turns(self, plan))
         return self._send(plan)
 
@@ -316,6 +321,7 @@ class Scheduler:
         allocate_slots, cut_chunk = self.kv_cache_manager.allocate_slots, self.kv_cache_manager.cut_chunk
         no_block_ids = self.kv_cache_manager.no_block_ids
         rolled_back, scheduled = self._rolled_back, frozenset(plan.num_scheduled_tokens)
+        share, resting = -(-len(running) // self.config.num_stages), self._resting()
         index = 0
         while index < len(running) and plan.budget > 0:
             request = running[index]
@@ -327,14 +333,17 @@ class Scheduler:
                 # With a mask, what the last token was decides which one may come next, so it must be known.
                 num_new += request.num_output_placeholders
             if num_new != 1:
-                num_new = min(num_new, plan.budget)
+                num_new = min(num_new, plan.budget, plan.chunk_budget)
                 if 0 < threshold < num_new:
                     num_new = threshold
                 num_new = cut_chunk(request, num_computed, num_new)
             # The last token of a sequence is never computed, so neither drafts nor placeholders may reach it.
             num_left = request.num_prompt_tokens + request.max_tokens - 1 - num_computed
             num_new = min(num_new, num_left)
-            if num_new <= 0 or request.request_id in scheduled:  # its next token is in flight, or its turn is over
+            ends = num_computed + num_new >= len(request.all_token_ids)
+            is_resting = ends and (share == 0 or (request.num_output_placeholders and request.request_id in resting))
+            if num_new <= 0 or is_resting or request.request_id in scheduled:
+                # Its next token is in flight, or its turn is over, or comes later.
                 index += 1
                 continue
 
@@ -356,6 +365,7 @@ class Scheduler:
                 continue  # the request itself had to go, and the next one took its place
 
             plan.add(request, num_new)
+            share -= ends
             if new_block_ids is not no_block_ids or (rolled_back and request.request_id in rolled_back):
                 plan.differences[request.request_id] = CachedRequestData(
                     request_id=request.request_id, new_block_ids=new_block_ids, num_computed_tokens=num_computed
@@ -371,7 +381,7 @@ class Scheduler:
         promised: list[int] | None = None
         self._admission.begin_step()
         seats = self.config.max_num_seqs - len(self.loads.waiting)
-        while waiting and plan.budget > 0 and len(self.running) < seats:
+        while waiting and min(plan.budget, plan.chunk_budget) > 0 and len(self.running) < seats:
             request = waiting.peek()
             if request.status is RequestStatus.BLOCKED or request.num_output_placeholders:
                 # A preempted request with a token in flight must know that token before it starts over.
@@ -393,7 +403,7 @@ class Scheduler:
                 waiting.pop()
                 seats, promised = seats - 1, self._num_promised_blocks(plan)
                 continue
-            num_new = min(request.num_tokens - num_computed, plan.budget)
+            num_new = min(request.num_tokens - num_computed, plan.budget, plan.chunk_budget)
             if 0 < threshold < num_new:
                 num_new = threshold
             num_new = manager.cut_chunk(request, num_computed, num_new)
@@ -405,6 +415,13 @@ class Scheduler:
             plan.add(request, num_new)
         for request in reversed(set_aside):
             waiting.prepend(request)
+
+    def _resting(self) -> set[str]:
+        """Requests of the newest steps in flight, which other stages of a pipeline still compute: with their next token
+        scheduled now, the first stage would wait for the last one."""
+        num_others = self.config.num_stages - 1
+        steps = list(self._in_flight)[-num_others:] if num_others and self._async_scheduling else ()
+        return {request_id for step in steps for request_id in step.output.num_scheduled_tokens}
 
     def _num_promised_blocks(self, plan: StepPlan) -> list[int]:
         """Blocks of each KV group that the prompts under way will take beyond this step."""

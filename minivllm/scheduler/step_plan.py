@@ -9,10 +9,14 @@ from minivllm.request import Request
 
 
 class StepPlan:
-    """A step while it is being put together: all of it can be taken back until it is sent."""
+    """A step while it is being put together: all of it can be taken back until it is sent.
+
+    budget: tokens that may still be added; chunk_budget: of requests that get more than one.
+    """
 
     __slots__ = (
         "budget",
+        "chunk_budget",
         "differences",
         "drafts",
         "new_requests",
@@ -21,8 +25,8 @@ class StepPlan:
         "requests",
     )
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, budget: int, chunk_budget: int) -> None:
+        self.budget, self.chunk_budget = budget, chunk_budget
         self.num_scheduled_tokens: dict[str, int] = {}
         self.requests: list[Request] = []
         self.new_requests: list[NewRequestData] = []
@@ -34,6 +38,7 @@ class StepPlan:
         self.num_scheduled_tokens[request.request_id] = num_tokens
         self.requests.append(request)
         self.budget -= num_tokens
+        self.chunk_budget -= num_tokens if num_tokens > 1 else 0
 
     def take_back(self, request: Request) -> None:
         """Undo ``add``, if it happened."""
@@ -41,6 +46,7 @@ class StepPlan:
         if num_tokens is not None:
             self.requests.remove(request)
             self.budget += num_tokens
+            self.chunk_budget += num_tokens if num_tokens > 1 else 0
             self.differences.pop(request.request_id, None)
             self.drafts.pop(request.request_id, None)
 

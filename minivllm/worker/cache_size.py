@@ -12,6 +12,7 @@ from minivllm.errors import ConfigError
 from minivllm.kv_cache.sizing.sizing import PoolLimits, enough_blocks, fit_pools, size_pools
 from minivllm.kv_cache.specs import GroupSpec, total_bytes
 from minivllm.model_facts.facts import ModelFacts
+from minivllm.models.decoder import Decoder
 from minivllm.models.model import Model
 from minivllm.plugins import ATTENTION
 from minivllm.worker.loading import new_model
@@ -24,7 +25,10 @@ def groups_of(config: EngineConfig, model: Model, draft: Model | None) -> list[G
     block_size, length = config.cache.block_size, config.scheduler.max_model_len
     knows_windows = ATTENTION.is_ours(config.attention_backend)
     travels = config.kv_transfer is not None  # then one hash names a block of each group
-    groups = kv_groups(model, block_size, length, draft=draft, may_drop=knows_windows, one_size=travels)
+    elsewhere = model.config.attention_specs if isinstance(model, Decoder) else ()
+    groups = kv_groups(
+        model, block_size, length, draft=draft, may_drop=knows_windows, one_size=travels, elsewhere=elsewhere
+    )
     forgets = any(group.reach for group in kv_groups(model, block_size, length))
     if forgets and not any(group.reach for group in groups):
         reason = "the draft model keeps its own in the same blocks" if knows_windows else "attention may read it"

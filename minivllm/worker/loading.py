@@ -12,6 +12,7 @@ from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.config import EngineConfig
 from minivllm.device.policy import DevicePolicy
 from minivllm.distributed.communicator import Communicator
+from minivllm.distributed.stage import Stage
 from minivllm.errors import ConfigError
 from minivllm.linear.choose import MethodChooser
 from minivllm.model_facts.choose import read_model_facts
@@ -30,11 +31,11 @@ from minivllm.weight_formats.packed_weights import PackedWeights
 
 
 def load_model(
-    config: EngineConfig, facts: ModelFacts, communicator: Communicator | None = None
+    config: EngineConfig, facts: ModelFacts, communicator: Communicator | None = None, stage: Stage | None = None
 ) -> tuple[Model, Callable[[], None]]:
     """The model that is served, and what logs how its layers are quantised. Raises ModelError, or ConfigError for a
     quantisation that cannot be had."""
-    return _load(config, facts, config.model_path, config.load_format, communicator)
+    return _load(config, facts, config.model_path, config.load_format, communicator, stage)
 
 
 def load_draft_model(config: EngineConfig, target: Model, target_facts: ModelFacts) -> Model | None:
@@ -60,10 +61,10 @@ def check_weights(config: EngineConfig, facts: ModelFacts, model: Model, directo
 
 
 def new_model(
-    config: EngineConfig, facts: ModelFacts, communicator: Communicator | None = None
+    config: EngineConfig, facts: ModelFacts, communicator: Communicator | None = None, stage: Stage | None = None
 ) -> tuple[Model, MethodChooser]:
     """The model without its weights, for which no memory is taken yet, and what chooses how its layers are quantised.
-    communicator: to the workers that divide it, if there are some.
+    communicator: to the workers that divide its layers, if there are some. stage: which layers, if not all.
 
     Raises ModelError for a model that cannot be served.
     """
@@ -85,23 +86,28 @@ def new_model(
     assert isinstance(facts, DecoderConfig)
     if communicator is not None:
         settings["expert_parallel"] = config.expert_parallel
-        return ShardedDecoder(facts, communicator=communicator, **settings), chooser
-    return Decoder(facts, **settings), chooser
+        return ShardedDecoder(facts, communicator=communicator, stage=stage, **settings), chooser
+    return Decoder(facts, stage=stage, **settings), chooser
 
 
 def _load(
-    config: EngineConfig, facts: ModelFacts, path: str, load_format: str, communicator: Communicator | None = None
+    config: EngineConfig,
+    facts: ModelFacts,
+    path: str,
+    load_format: str,
+    communicator: Communicator | None = None,
+    stage: Stage | None = None,
 ) -> tuple[Model, Callable[[], None]]:
-    model, chooser = new_model(config, facts, communicator)
+    model, chooser = new_model(config, facts, communicator, stage)
     if isinstance(model, TransformersModel):
         if load_format == "dummy":
             model.load_weights(dummy_parameters(model.names, config.seed))
         else:
             model.load_weights(iterate_parameters(Path(path), model.names, _packed(facts)))
         return model, chooser.log_choices
-    assert isinstance(facts, DecoderConfig)
+    assert isinstance(facts, DecoderConfig) and isinstance(model, Decoder)
     dtype = getattr(torch, config.dtype)
-    model.load_weights(iterate_weights(path, load_format, facts, dtype, config.seed, chooser.kept_bits))
+    model.load_weights(iterate_weights(path, load_format, facts, dtype, config.seed, chooser.kept_bits, model.wants))
     return model, chooser.log_choices
 
 

@@ -15,10 +15,12 @@ from minivllm.batch.layer_caches import too_large
 from minivllm.batch.paged_model import PagedModel, RunnerLimits
 from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputs
+from minivllm.batch.token_feedback import TokenFeedback, UnknownTokens
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.config import CudaGraphMode, SpeculativeConfig
 from minivllm.device.buffers import ReadBack
 from minivllm.device.policy import DevicePolicy
+from minivllm.distributed.stage import Stage
 from minivllm.graphs.graph_capture import GraphBackend
 from minivllm.graphs.step_graphs import StepGraphs, StepHidden
 from minivllm.kv_cache.specs import total_bytes
@@ -62,6 +64,7 @@ class ModelRunner:
         policy: DevicePolicy,
         make_attention: AttentionFactory,
         adapters: AdapterManager | None = None,
+        stage: Stage | None = None,
     ) -> None:
         self.decoder, self.limits = decoder, limits
         self._policy, self._make_attention = policy, make_attention
@@ -75,6 +78,8 @@ class ModelRunner:
         self.sampler = Sampler(self.sampling_state, masks=(self.token_masks,))
         self._read_back = ReadBack(device)
         self._newest: PendingStep | None = None
+        self._stage = stage or Stage()
+        self._feedback = TokenFeedback(self.batch, self._stage)
         self._pooler = Pooler(decoder)
         self._slot_states: list[SlotState] = [self.sampling_state, self._pooler]
         batch_adapters = None
@@ -123,7 +128,9 @@ class ModelRunner:
         return self.launch(step, token_masks).result()
 
     @spanned("execute")
-    def launch(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> PendingStep:
+    def launch(
+        self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
+    ) -> PendingStep | UnknownTokens:
         """Like execute, but the tokens stay on the device, where a next step may be launched on them at once.
 
         Waits for the last step's tokens only if what is sampled now depends on them in other ways than through the
@@ -141,6 +148,8 @@ class ModelRunner:
                 state.add(request.slot, request.data, request.output_token_ids)
         if not step.num_scheduled_tokens:
             return pending
+        if not self._stage.is_last:
+            self._feedback.learn_for(step)
         rows = self._rows(step)
         graph = None if self.graphs is None else self.graphs.choose([row.count for row in rows])
         with span("prepare"):
@@ -149,6 +158,11 @@ class ModelRunner:
             hidden = StepHidden(self.model.forward(inputs))
         else:
             hidden = self.graphs.forward(inputs, graph)
+        if not self._stage.is_last:
+            if token_masks is not None:
+                token_masks()  # sent to all
+            self._newest = None
+            return self._feedback.expect(rows)
         pending.output.pooled = self._pooler.pool(inputs, hidden.hidden)
         self._prompt_logprobs(inputs, hidden, pending.output)
         self.token_masks.load(None if token_masks is None else token_masks(), self.batch.requests)
@@ -156,6 +170,8 @@ class ModelRunner:
         for row in rows:
             # Rejected drafts were computed for nothing: the last known token is yet to be computed, always.
             row.request.num_computed_tokens = min(row.start + row.count, row.request.num_tokens - 1)
+        if self._stage.size > 1:
+            self._feedback.tell(pending.result().sampled_token_ids)
         if self.speculation is not None:
             output = pending.result()
             with span("draft"):
@@ -192,8 +208,7 @@ class ModelRunner:
         token = 0
         for row in inputs.rows:
             token += row.count
-            is_last = row.start + row.count == row.request.num_tokens + len(row.drafts)
-            if is_last and row.request.data.pooling is None:
+            if row.is_sampled:
                 last_tokens += range(token - 1 - len(row.drafts), token)
                 sampled.append(row)
         if not sampled:

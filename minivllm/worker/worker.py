@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import astuple, replace
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from minivllm.attention import find_attention
+from minivllm.batch.null_steps import end_of, null_step, null_verification
 from minivllm.batch.paged_model import RunnerLimits
+from minivllm.batch.token_feedback import UnknownTokens
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.compilation.region_packages import PackagedRegionCompiler
 from minivllm.config import EngineConfig, KVTransferConfig, SpeculativeConfig
@@ -32,6 +30,7 @@ from minivllm.device.memory import (
 )
 from minivllm.device.policy import DevicePolicy
 from minivllm.distributed.communicator import Communicator
+from minivllm.distributed.stage import Stage
 from minivllm.errors import RequestError
 from minivllm.graphs.graph_capture import CudaGraphs
 from minivllm.kv_cache.specs import GroupSpec
@@ -40,18 +39,16 @@ from minivllm.kv_transfer.connectors.worker_side import ConnectorWorker, WorkerC
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.lora.manager import AdapterManager
 from minivllm.messages import (
-    EngineRequest,
     LoRARequest,
     ModelRunnerOutput,
-    NewRequestData,
     SchedulerOutput,
     TokenMasks,
 )
 from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.model import Model
-from minivllm.profiling.spans import listen, spanned, torch_range
+from minivllm.profiling.device_profile import DeviceProfile
+from minivllm.profiling.spans import spanned
 from minivllm.sampling.logits_processors import load_logits_processors
-from minivllm.sampling_params import SamplingParams
 from minivllm.spec_decode.adaptive import StepCost
 from minivllm.spec_decode.speculation import Speculation, measured_step_cost
 from minivllm.worker.cache_size import groups_of, pool_text, size_groups
@@ -75,10 +72,11 @@ class Worker:
         facts: ModelFacts,
         report_transfer: Callable[[KVConnectorOutput], None] = lambda report: None,
         communicator: Communicator | None = None,
+        stage: Stage | None = None,
     ) -> None:
-        """report_transfer: for what a connector has done, called from any thread. communicator: to the other workers,
-        if there are some."""
-        self.config, self.facts, self._communicator = config, facts, communicator
+        """report_transfer: for what a connector has done, called from any thread. communicator: to the other workers
+        of the same layers, if there are some. stage: which layers these are, if not all."""
+        self.config, self.facts, self._communicator, self._stage = config, facts, communicator, stage
         self._report_transfer = report_transfer
         self._connector: ConnectorWorker | None = None
         self.device = torch.device(config.device)
@@ -92,7 +90,7 @@ class Worker:
         self.runner: ModelRunner
         self._previous_config = config
         self._sleep_level = 0
-        self._profile: tuple[torch.profiler.profile, Path, ExitStack] | None = None
+        self._profile: DeviceProfile | None = None
 
     def _make_compiler(self) -> RegionCompiler:
         if self.config.enforce_eager:
@@ -111,7 +109,7 @@ class Worker:
         """Load this worker's weights. Raises ModelError, or ConfigError for a quantisation that cannot be had."""
         started = time.perf_counter()
         logger.info("Reading the weights of %s …", self.config.model)
-        self._decoder, log_choices = load_model(self.config, self.facts, self._communicator)
+        self._decoder, log_choices = load_model(self.config, self.facts, self._communicator, self._stage)
         self._draft_decoder = load_draft_model(self.config, self._decoder, self.facts)
         if self.config.lora is not None:
             self._adapters = AdapterManager(self._decoder, self.config.lora)
@@ -135,7 +133,8 @@ class Worker:
         def free_bytes() -> int:
             # The workers of a host share its memory.
             sharing = self.config.tensor_parallel_size * self.config.data_parallel_size
-            return cache_memory(self.device, utilization, self._profile_step) // sharing
+            own, all_layers = len(self._decoder.cache_specs), self.facts.num_layers
+            return cache_memory(self.device, utilization, self._profile_step) * own // (sharing * all_layers)
 
         groups, origin = size_groups(self.config, self._new_groups(), free_bytes)
         pools = "; ".join(map(pool_text, groups))
@@ -205,7 +204,9 @@ class Worker:
         return connector
 
     def _make_runner(self, compiler: RegionCompiler, limits: RunnerLimits) -> ModelRunner:
-        return ModelRunner(self._decoder, compiler, limits, self.policy, self._make_attention, self._adapters)
+        return ModelRunner(
+            self._decoder, compiler, limits, self.policy, self._make_attention, self._adapters, self._stage
+        )
 
     @spanned("compile")
     def _warm_up(self, counts: list[int]) -> None:
@@ -292,7 +293,9 @@ class Worker:
         return self.launch(step, token_masks).result()
 
     @torch.inference_mode()
-    def launch(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> PendingStep:
+    def launch(
+        self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
+    ) -> PendingStep | UnknownTokens:
         """Start one step; see ModelRunner.launch."""
         if self._unfinished_warm_up:
             self._finish_warm_up()
@@ -429,68 +432,30 @@ class Worker:
         """
         if self._profile is not None or (self.config.profile is not None and self.config.executor == "uni"):
             raise RequestError("A profile is being recorded already, and there can be only one.")
-        try:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RequestError(
-                f"The profile cannot go to {directory!r} ({error.strerror}): name a directory."
-            ) from None
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        profile = torch.profiler.profile(activities=activities)
-        profile.start()
-        listening = ExitStack()
-        listening.enter_context(listen(torch_range))
-        self._profile = (profile, Path(directory), listening)
+        self._profile = DeviceProfile(directory, self.device)
 
     def stop_profile(self) -> str:
         """Write what was recorded as a Chrome trace (ui.perfetto.dev opens it); its path. Raises RequestError."""
         if self._profile is None:
             raise RequestError("No profile is being recorded: start one first.")
-        (profile, directory, listening), self._profile = self._profile, None
-        listening.close()
-        profile.stop()
-        path = directory / f"minivllm-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
-        profile.export_chrome_trace(str(path))
-        return str(path)
+        profile, self._profile = self._profile, None
+        return profile.stop()
 
 
 def run_on_null_block(runner: ModelRunner, counts: list[int]) -> None:
-    """Run one step of made-up requests, counts[i] tokens each, that read and write nothing but the null block."""
-    names = [f"warm-up-{index}" for index in range(len(counts))]
-    requests = [_null_request(runner, name, count, count) for name, count in zip(names, counts)]
+    """Run one step of made-up requests, counts[i] tokens each."""
+    step = null_step(runner.limits.groups, counts)
     try:
-        runner.execute(SchedulerOutput(num_scheduled_tokens=dict(zip(names, counts)), new_requests=requests))
+        runner.execute(step)
     finally:
-        runner.execute(SchedulerOutput(finished_request_ids=names))
+        runner.execute(end_of(step))
 
 
 def verify_on_null_block(runner: ModelRunner, num_drafts: int) -> float:
-    """Verify so many drafts of one made-up request, of which all but one token is computed. Returns the seconds."""
-    name, count = "verification", 1 + num_drafts
-    request = msgspec.structs.replace(_null_request(runner, name, 2, 2 + num_drafts), num_computed_tokens=1)
-    drafts = {name: [0] * num_drafts} if num_drafts else {}
-    step = SchedulerOutput(num_scheduled_tokens={name: count}, new_requests=[request], draft_token_ids=drafts)
+    """Verify so many drafts of one made-up request. Returns the seconds."""
+    step = null_verification(runner.limits.groups, num_drafts)
     started = time.perf_counter()
     runner.execute(step)
     seconds = time.perf_counter() - started
-    runner.execute(SchedulerOutput(finished_request_ids=[name]))
+    runner.execute(end_of(step))
     return seconds
-
-
-def _null_request(runner: ModelRunner, name: str, num_prompt_tokens: int, num_tokens: int) -> NewRequestData:
-    """A greedy request with room for num_tokens, all of it in the null block."""
-    request = EngineRequest(
-        request_id=name,
-        prompt_token_ids=[0] * num_prompt_tokens,
-        sampling_params=SamplingParams(temperature=0.0),
-        max_tokens=num_tokens,
-        seed=0,
-        arrival_time=0.0,
-    )
-    return NewRequestData(
-        request=request,
-        block_ids=tuple([0] * -(-num_tokens // group.block_size) for group in runner.limits.groups),
-        num_computed_tokens=0,
-    )

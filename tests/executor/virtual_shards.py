@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import Tensor
 from minivllm import LLM, EngineArgs
 from minivllm.config import EngineConfig
 from minivllm.distributed.communicator import Communicator
+from minivllm.distributed.shared_links import SharedLinks
+from minivllm.distributed.stage import Stage
 from minivllm.engine.core import EngineCore
 from minivllm.engine.resolve import resolve
 from minivllm.engine_process.client import InProcessClient
 from minivllm.errors import MinivllmError
 from minivllm.executor.protocol import PendingOutput, check_arguments
-from minivllm.frontend.llm_engine import LLMEngine
+from minivllm.frontend.llm_engine import LLMEngine, load_model_tokenizer
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
@@ -43,18 +46,21 @@ class ThreadCommunicator(Communicator):
 
 
 class VirtualShards:
-    """An ``Executor``. Every step, all ranks must give the very same output."""
+    """An ``Executor``. Every step, all ranks of the last stage must give the very same output."""
 
     def __init__(self, config: EngineConfig, facts: ModelFacts) -> None:
-        size = config.tensor_parallel_size
+        self._size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
         self.vocab_size, self.transfers = facts.vocab_size, TransferInbox()
-        self._barrier = threading.Barrier(size)
-        places: list[list[Any]] = [[None] * size, [None] * size]
-        self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
-        self.workers = [
-            Worker(config, facts, self.transfers.put, ThreadCommunicator(rank, self._barrier, places))
-            for rank in range(size)
-        ]
+        self._shared = SharedLinks(self._size, num_stages)
+        self._barriers = [threading.Barrier(self._size) for _ in range(num_stages)]
+        self._threads = [ThreadPoolExecutor(1) for _ in range(config.num_workers)]
+        self.workers = []
+        for number, barrier in enumerate(self._barriers):
+            places: list[list[Any]] = [[None] * self._size, [None] * self._size]
+            for place in range(self._size):
+                communicator = ThreadCommunicator(place, barrier, places) if self._size > 1 else None
+                stage = Stage(number, num_stages, self._shared.links(len(self.workers)))
+                self.workers.append(Worker(config, facts, self.transfers.put, communicator, stage))
         self.collective("load_model")
         sized = self.collective("size_cache")
         counts = [min(group.num_blocks for group in groups) for groups in zip(*sized)]
@@ -71,7 +77,7 @@ class VirtualShards:
             except MinivllmError:
                 raise
             except BaseException:
-                self._barrier.abort()
+                self._release_all()
                 raise
 
         return [thread.submit(guarded, worker) for thread, worker in zip(self._threads, self.workers)]
@@ -80,16 +86,31 @@ class VirtualShards:
         self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
     ) -> PendingOutput:
         masks = None if token_masks is None else token_masks()
-        waiting = self._submit(lambda worker: worker.execute(step, None if masks is None else lambda: masks))
+        launched = self._submit(lambda worker: worker.launch(step, None if masks is None else lambda: masks))
+        size = self._size
 
         class Pending:
             def result(self) -> ModelRunnerOutput:
-                first, *others = [future.result(120) for future in waiting]
+                wait(launched[-size:], 120, FIRST_EXCEPTION)
+                for future in launched:
+                    if future.done():
+                        future.result()
+                first, *others = [future.result().result() for future in launched[-size:]]
                 for other in others:
                     assert msgspec.json.encode(other) == msgspec.json.encode(first)
                 return first
 
         return Pending()
+
+    def _release_all(self) -> None:
+        """One rank has failed: those that wait for it fail too."""
+        for barrier in self._barriers:
+            barrier.abort()
+        for rank in range(len(self.workers)):
+            links = self._shared.links(rank)
+            for link in [links.source, *links.tokens]:
+                if link is not None:
+                    os.eventfd_write(link[1], 1000)
 
     def collective(self, method: str, *args: Any) -> list[Any]:
         def call(worker: Worker) -> Any:
@@ -109,9 +130,11 @@ class VirtualShards:
             thread.shutdown()
         for worker in self.workers:
             worker.stop_transfers()
+        self._shared.close()
 
 
 def virtual_llm(**arguments: Any) -> LLM:
-    config, facts = resolve(EngineArgs(**arguments))
-    core = EngineCore(config, VirtualShards(config, facts))
-    return LLM(engine=LLMEngine(InProcessClient(core, facts.vocab_size, facts.eos_token_ids)))
+    args = EngineArgs(**arguments)
+    config, facts = resolve(args)
+    client = InProcessClient(EngineCore(config, VirtualShards(config, facts)), facts.vocab_size, facts.eos_token_ids)
+    return LLM(engine=LLMEngine(client, load_model_tokenizer(args, config.model_path, config.load_format)))

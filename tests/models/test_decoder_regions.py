@@ -151,7 +151,7 @@ def region_calls(decoder: Decoder, caches: list[LayerCache]) -> list[tuple]:
     ids = torch.tensor([4, 8, 15, 16, 23], dtype=torch.int32)
     layers = decoder.layers
     return [
-        (decoder._first, (ids, inputs, decoder.cos_sin[0], caches[0], decoder.embedding, layers[0].before)),
+        (decoder._first, (ids, decoder.embedding, inputs, decoder.cos_sin[0], caches[0], layers[0].before)),
         (
             decoder._between[0],
             (o, residual, inputs, decoder.cos_sin[1], caches[1], layers[0].after, layers[1].before),

@@ -70,6 +70,7 @@ def make_core(
     max_num_seqs: int = 4,
     caching: bool = True,
     policy: str = "fcfs",
+    num_stages: int = 1,
 ) -> tuple[EngineCore, SimulatedExecutor]:
     executor = SimulatedExecutor(num_blocks, max_num_seqs)
     config = EngineConfig(
@@ -86,8 +87,10 @@ def make_core(
             max_num_batched_tokens=budget,
             max_model_len=MAX_MODEL_LEN,
             policy=policy,  # type: ignore[arg-type]
+            num_stages=num_stages,
         ),
         async_scheduling=is_async,
+        pipeline_parallel_size=num_stages,
     )
     return EngineCore(config, executor), executor
 
@@ -244,6 +247,8 @@ ARRIVAL = st.fixed_dictionaries(
     caching=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority"]),
     seed=st.integers(0, 2**16),
+    num_stages=st.integers(1, 3),
+    is_async=st.booleans(),
 )
 def test_any_life_of_many_requests_gives_every_one_what_it_would_get_alone(
     arrivals: list[dict[str, Any]],
@@ -253,9 +258,17 @@ def test_any_life_of_many_requests_gives_every_one_what_it_would_get_alone(
     caching: bool,
     policy: str,
     seed: int,
+    num_stages: int,
+    is_async: bool,
 ) -> None:
     core, executor = make_core(
-        budget=budget, num_blocks=num_blocks, max_num_seqs=max_num_seqs, caching=caching, policy=policy
+        is_async,
+        budget=budget,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        caching=caching,
+        policy=policy,
+        num_stages=num_stages,
     )
     random = Random(seed)
     given_requests: dict[str, EngineRequest] = {}

@@ -26,7 +26,7 @@ class Agreement:
 
     def __init__(self, ring: RingWriter, num_ranks: int, output_rank: int) -> None:
         self._ring, self._output_rank = ring, output_rank
-        self._others = [rank for rank in range(num_ranks) if rank != output_rank]
+        self._others = range(output_rank + 1, num_ranks)  # stages before the last one do not sample
         self._num_steps = 0
         self._waiting: deque[tuple[int, int, set[int]]] = deque()
 

@@ -6,6 +6,12 @@
               attention(q) ...
     last:     pick rows -> o-proj -> norm -> MLP -> final norm -> head                    -> logits
 
+Where a decoder is one of several stages, its first region begins with the residual stream that the stage before has
+sent, and its last one ends with that of the next stage:
+
+    entry:    norm -> qkv -> rotary -> KV write                                           -> q
+    exit:     o-proj -> norm -> MLP                                                       -> residual stream
+
 A layer that keeps a state is cut in the same way, where the state is updated. A region is a pure function of tensors
 (it writes the KV cache it is given, and nothing else), so one compiled ``between`` serves all layers, and the MLP of
 one layer fuses with the QKV projection of the next.
@@ -26,10 +32,12 @@ from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.norm import add_rms_norm
 from kernels_triton_free.rotary import rotary_table
 from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, specs_of
+from minivllm.distributed.stage import Stage
 from minivllm.errors import ModelError
 from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard, never_quantized
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder.layer import AfterMixer, BeforeMixer, DecoderLayer
+from minivllm.models.decoder.stages import layers_of
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
 from minivllm.models.layer_specs import LatentSpec, StateMixerSpec
 from minivllm.models.linear_factory import LinearFactory
@@ -70,18 +78,23 @@ class Decoder:
         choose_method: ChooseMethod = never_quantized,
         cache_dtype: torch.dtype | None = None,
         expert_parallel: bool = False,
+        stage: Stage | None = None,
     ) -> None:
         """attention_dtype: dtype of q and o. max_model_len: positions of the rotary table.
 
         choose_method: picks the quantised method of each linear layer, if it gets one. expert_parallel: see
         LinearFactory.
         cache_dtype: of the KV cache, if it is not attention_dtype.
+        stage: which of the layers are this decoder's; all, if it is not given.
         """
         shard = shard or Shard()
         self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
         self.cache_dtype, self.shard = cache_dtype or attention_dtype, shard
         factory = LinearFactory(dtype, device, choose_method, shard, expert_parallel)
-        self.layers = [DecoderLayer(spec, config.hidden_size, factory, attention_dtype) for spec in config.layers]
+        self.stage = stage or Stage()
+        own_layers = layers_of(self.stage, config)
+        self.first_layer, specs = own_layers.start, config.layers[own_layers.start : own_layers.stop]
+        self.layers = [DecoderLayer(spec, config.hidden_size, factory, attention_dtype) for spec in specs]
         self.vocabulary = shard.own(config.vocab_size, VOCABULARY_UNIT)
         own = {"lm_head": self.vocabulary}
         self.head = factory.make({"lm_head": config.vocab_size}, config.hidden_size, False, "column", own)
@@ -95,7 +108,7 @@ class Decoder:
             rotary_table(rotary_frequencies(rotary, max_model_len), positions, rotary.attention_factor).to(device)
             for rotary in config.rotary
         ]
-        rotated = (0 if isinstance(spec.mixer, StateMixerSpec) else spec.mixer.rotary for spec in config.layers)
+        rotated = (0 if isinstance(spec.mixer, StateMixerSpec) else spec.mixer.rotary for spec in specs)
         self.cos_sin = [tables[index or 0] for index in rotated]
         self.tap: HiddenTap | None = None
         self._first: Callable
@@ -129,14 +142,22 @@ class Decoder:
     def linears(self) -> list[tuple[str, Linear]]:
         return [
             (f"model.layers.{index}.{block}", linear)
-            for index, layer in enumerate(self.layers)
+            for index, layer in enumerate(self.layers, self.first_layer)
             for block, linear in layer.named_linears
         ]
 
     @property
     def weights_per_token(self) -> int:
         in_layers = sum(layer.weights_per_token for layer in self.layers)
-        return in_layers + self.config.hidden_size * self.head.out_features
+        return in_layers + (self.config.hidden_size * self.head.out_features if self.stage.is_last else 0)
+
+    def wants(self, name: str) -> bool:
+        """Whether this stage has a place for the tensor of this Hugging Face name."""
+        if name.startswith("model.layers."):
+            return 0 <= int(name.split(".")[2]) - self.first_layer < len(self.layers)
+        if name == "model.embed_tokens.weight":
+            return self.stage.is_first or (self.stage.is_last and self.config.tie_word_embeddings)
+        return self.stage.is_last
 
     def load_weights(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
         """Take tensors under their Hugging Face names. Raises ModelError for a name that has no place."""
@@ -150,7 +171,7 @@ class Decoder:
                 self.final_norm = tensor.to(self.device)
             elif name.startswith("model.layers."):
                 _, _, index, rest = name.split(".", 3)
-                self.layers[int(index)].load(rest, tensor, self.device)
+                self.layers[int(index) - self.first_layer].load(rest, tensor, self.device)
             else:
                 raise ModelError(
                     f"The checkpoint holds a tensor {name!r} that a {self.config.architecture} has no place for."
@@ -160,9 +181,13 @@ class Decoder:
         """A tied embedding is kept once, as the head's weight, if the head's method can look up rows in that."""
         if self.config.tie_word_embeddings:
             self.head.load("lm_head", "weight", weight)
-            if self.head.method.gathers_rows:
+            if self.head.method.gathers_rows and self.stage.is_first:
                 self.embedding, self.embedding_method = self.head.tensors, self.head.method
                 return
+            if not self.stage.is_last:
+                self.head.tensors = ()
+        if not self.stage.is_first:
+            return
         values = weight.restore(self.dtype) if isinstance(weight, QuantizedWeight) else weight
         self.embedding = (values[self.vocabulary].to(self.device),)
 
@@ -202,21 +227,19 @@ class Decoder:
         self._declared_tokens = tokens
         self._weights = [(layer.before, layer.after) for layer in self.layers]
         layers, common = self.layers, self._region_constants
-        self._first = compile_region(
-            Region(
-                "first",
-                partial(self._first_region, layers[0]),
-                {
-                    "token_ids": TensorSpec((TOKENS,), torch.int32, self.device),
-                    "tokens": tokens,
-                    "cos_sin": specs_of(self.cos_sin[0]),
-                    "cache": layers[0].own_cache(caches[0]),
-                    "embedding": specs_of(self.embedding),
-                    "before": specs_of(layers[0].before),
-                },
-                (common, layers[0].spec.ahead, layers[0].methods.ahead, self.embedding_method),
-            )
-        )
+        name, function, inputs = "entry", partial(self._entry_region, layers[0]), dict[str, Any](stream=self._stream)
+        if self.stage.is_first:
+            name, function = "first", partial(self._first_region, layers[0])
+            token_ids = TensorSpec((TOKENS,), torch.int32, self.device)
+            inputs = {"token_ids": token_ids, "embedding": specs_of(self.embedding)}
+        inputs |= {
+            "tokens": tokens,
+            "cos_sin": specs_of(self.cos_sin[0]),
+            "cache": layers[0].own_cache(caches[0]),
+            "before": specs_of(layers[0].before),
+        }
+        constants = common, layers[0].spec.ahead, layers[0].methods.ahead, self.embedding_method
+        self._first = compile_region(Region(name, function, inputs, constants))
         # What tells two regions apart: the specs of both layers, how their products are computed, and the inputs. The
         # first layers of a kind stand for all of it.
         regions: dict[object, Callable] = {}
@@ -237,7 +260,7 @@ class Decoder:
                 function = partial(self._between_region, layer, following)
                 regions[key] = compile_region(Region("between", function, inputs, (common, kind)))
             self._between.append(regions[key])
-        self._last = self._compile_last(compile_region)
+        self._last = self._compile_last(compile_region) if self.stage.is_last else self._compile_exit(compile_region)
 
     @property
     def _region_constants(self) -> tuple[object, ...]:
@@ -246,11 +269,16 @@ class Decoder:
         model_wide = config.rms_norm_eps, config.embedding_scale, config.logits_scale, config.logits_soft_cap
         return model_wide, self.shard, self.dtype, self.attention_dtype
 
+    @property
+    def _stream(self) -> TensorSpec:
+        """Spec of the residual stream."""
+        return TensorSpec((TOKENS, self.config.hidden_size), self.dtype, self.device)
+
     def _attended(self, layer: DecoderLayer) -> dict[str, Any]:
         """Specs of what every region behind a layer's attention takes."""
         return {
             "o": TensorSpec((TOKENS, *layer.mixer.output_shape), self.attention_dtype, self.device),
-            "residual": TensorSpec((TOKENS, self.config.hidden_size), self.dtype, self.device),
+            "residual": self._stream,
         }
 
     @property
@@ -270,6 +298,13 @@ class Decoder:
         constants = (self._region_constants, layer.spec.behind, layer.methods, self.head.method)
         return compile_region(Region("last", partial(self._last_region, layer), inputs, constants))
 
+    def _compile_exit(self, compile_region: CompileRegion) -> Callable:
+        layer = self.layers[-1]
+        adapters = self._declared_tokens.adapters
+        inputs = {**self._attended(layer), "adapters": adapters, "after": specs_of(layer.after)}
+        constants = self._region_constants, layer.spec.behind, layer.methods
+        return compile_region(Region("exit", partial(self._exit_region, layer), inputs, constants))
+
     def first_layers(self, count: int, compile_region: CompileRegion) -> Decoder:
         """The decoder of the first ``count`` layers with this one's final norm and head; all weights and, where they
         compute the same, all regions are shared. ``build_regions`` comes first."""
@@ -283,16 +318,11 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
         """Run all layers up to the last attention. Returns (o [tokens, kv_heads, G, D] of the last attention, residual
-        stream [tokens, hidden])."""
+        stream [tokens, hidden]); a stage before the last one, nothing: it sends the stream behind its last layer on."""
+        entered = (token_ids, self.embedding) if self.stage.is_first else (self._received(token_ids),)
         with span("first"):
-            q, residual = self._first(
-                token_ids,
-                tokens,
-                self.cos_sin[0],
-                self.layers[0].own_cache(caches[0]),
-                self.embedding,
-                self._weights[0][0],
-            )
+            cache = self.layers[0].own_cache(caches[0])
+            q, residual = self._first(*entered, tokens, self.cos_sin[0], cache, self._weights[0][0])
         tapped = () if self.tap is None else self.tap.layers
         wanted = [residual] if 0 in tapped else []
         for layer, between in enumerate(self._between):
@@ -306,7 +336,16 @@ class Decoder:
         hidden = attend(len(self.layers) - 1, q, self.layers[-1].given), residual
         if self.tap is not None:
             self.tap.take(wanted, hidden, tokens, caches)
-        return hidden
+        if self.stage.is_last:
+            return hidden
+        with span("last"):
+            self.stage.send(self._last(*hidden, tokens.adapters, self._weights[-1][1]))
+        return ()
+
+    @spanned("receive")
+    def _received(self, token_ids: Tensor) -> Tensor:
+        """The residual stream [tokens, hidden] from the stage before."""
+        return self.stage.receive((len(token_ids), self.config.hidden_size), self.dtype)
 
     @spanned("last")
     def logits(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
@@ -344,16 +383,28 @@ class Decoder:
         self,
         layer: DecoderLayer,
         token_ids: Tensor,
+        embedding: LinearTensors,
         tokens: TokenInputs,
         cos_sin: Tensor,
         cache: LayerCache | None,
-        embedding: LinearTensors,
         before: BeforeMixer,
     ) -> tuple[Tensor, Tensor]:
         residual = self.embedding_method.rows(token_ids, embedding)
         if self.config.embedding_scale != 1.0:
             residual = residual * self.config.embedding_scale
         x, residual = layer.enter(None, residual, before.norm)
+        return layer.mixer.ahead(x, tokens, cos_sin, cache, before.mixer), residual
+
+    def _entry_region(
+        self,
+        layer: DecoderLayer,
+        stream: Tensor,
+        tokens: TokenInputs,
+        cos_sin: Tensor,
+        cache: LayerCache | None,
+        before: BeforeMixer,
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = layer.enter(None, stream.clone(), before.norm)  # what a region returns is none of its inputs
         return layer.mixer.ahead(x, tokens, cos_sin, cache, before.mixer), residual
 
     def _between_region(
@@ -371,6 +422,12 @@ class Decoder:
         x, residual = layer.output(o, residual, tokens.adapters, after)
         x, residual = following.enter(x, residual, before.norm)
         return following.mixer.ahead(x, tokens, cos_sin, cache, before.mixer), residual
+
+    def _exit_region(
+        self, layer: DecoderLayer, o: Tensor, residual: Tensor, adapters: RowAdapters | None, after: AfterMixer
+    ) -> Tensor:
+        x, residual = layer.output(o, residual, adapters, after)
+        return residual + x
 
     def _last_region(
         self,

@@ -9,6 +9,9 @@
     ...
     head:     final norm -> own columns of the head               -> part of the logits
 
+A stage of a pipeline that is not the first begins with the stream that it receives, and one that is not the last ends
+with the stream that it sends, which is whole on every rank.
+
 Parts are added, and those of the logits put side by side, between regions: a region stays a pure function of its
 tensors. (Megatron-LM: Shoeybi et al. 2019, with ranges instead of equal parts.)
 """
@@ -50,11 +53,12 @@ class ShardedDecoder(Decoder):
         ranks = (Shard(rank, communicator.size) for rank in range(communicator.size))
         parts = [shard.own(config.vocab_size, VOCABULARY_UNIT) for shard in ranks]
         self._vocabulary_widths = [part.stop - part.start for part in parts]
-        self._embed: Callable
+        self._embed: Callable | None = None
         self._queries: list[Callable]
         self._output: list[Callable]
         self._mlp: list[Callable]
         self._head: Callable
+        """What follows the last layer: the head, or in a stage before the last one, the stream to send."""
 
     def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
         self._declared_tokens = tokens
@@ -71,7 +75,8 @@ class ShardedDecoder(Decoder):
         stream: Any = TensorSpec((TOKENS, self.config.hidden_size), self.dtype, self.device)
         token_ids = TensorSpec((TOKENS,), torch.int32, self.device)
         embedding = {"token_ids": token_ids, "embedding": specs_of(self.embedding)}
-        self._embed = region("embed", self._embed_region, embedding, self.embedding_method, self.vocabulary.start)
+        if self.stage.is_first:
+            self._embed = region("embed", self._embed_region, embedding, self.embedding_method, self.vocabulary.start)
         self._queries, self._output, self._mlp = [], [], []
         for index, (previous, layer) in enumerate(pairwise([None, *self.layers])):
             assert layer is not None
@@ -112,14 +117,11 @@ class ShardedDecoder(Decoder):
     def _compile_head(self, compile_region: CompileRegion) -> Callable:
         last = self.layers[-1]
         stream = TensorSpec((TOKENS, self.config.hidden_size), self.dtype, self.device)
-        inputs: dict[str, Any] = {
-            "x": stream,
-            "residual": stream,
-            "norm": specs_of(last.after.mlp_norm),
-            "final_norm": specs_of(self.final_norm),
-            "head": specs_of(self.head.tensors),
-        }
+        inputs: dict[str, Any] = {"x": stream, "residual": stream, "norm": specs_of(last.after.mlp_norm)}
         constants = self._region_constants, last.spec.behind, self.head.method
+        if not self.stage.is_last:
+            return compile_region(Region("leave", partial(self._leave_region, last), inputs, constants))
+        inputs |= {"final_norm": specs_of(self.final_norm), "head": specs_of(self.head.tensors)}
         return compile_region(Region("head", partial(self._head_region, last), inputs, constants))
 
     def first_layers(self, count: int, compile_region: CompileRegion) -> ShardedDecoder:
@@ -184,8 +186,11 @@ class ShardedDecoder(Decoder):
 
     def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
         """See Decoder. A part in each of the two sums of a layer is this rank's."""
-        with span("embed"):
-            x = self._communicator.all_reduce(self._embed(token_ids, self.embedding))
+        if self._embed is None:
+            x = self._received(token_ids)
+        else:
+            with span("embed"):
+                x = self._communicator.all_reduce(self._embed(token_ids, self.embedding))
         residual: Tensor = x
         norm: Tensor | None = None
         last = len(self.layers) - 1
@@ -204,7 +209,11 @@ class ShardedDecoder(Decoder):
                 norm = self._weights[layer][1].mlp_norm
         if self.tap is not None:
             self.tap.take(wanted, (o, residual), tokens, caches)
-        return o, residual
+        if self.stage.is_last:
+            return o, residual
+        x, residual = self._behind(last, o, residual, tokens.adapters)
+        self.stage.send(self._head(x, residual, self._weights[last][1].mlp_norm))
+        return ()
 
     def _behind(self, layer: int, o: Tensor, residual: Tensor, adapters: RowAdapters | None) -> tuple[Tensor, Tensor]:
         """Behind a layer's attention: what its MLP adds, and the stream without it."""
@@ -312,6 +321,9 @@ class ShardedDecoder(Decoder):
         head: LinearTensors,
     ) -> Tensor:
         return self._capped(self.head.method.apply(self._normed(layer, x, residual, norm, final_norm), head))
+
+    def _leave_region(self, layer: DecoderLayer, x: Tensor, residual: Tensor, norm: Tensor | None) -> Tensor:
+        return residual + layer.leaving(x, norm)
 
     def _normed(
         self, layer: DecoderLayer, x: Tensor, residual: Tensor, norm: Tensor | None, final_norm: Tensor

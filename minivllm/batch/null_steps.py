@@ -1,0 +1,45 @@
+"""Steps of made-up requests that read and write nothing but the null block, to warm up with and to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from minivllm.kv_cache.specs import GroupSpec
+from minivllm.messages import EngineRequest, NewRequestData, SchedulerOutput
+from minivllm.sampling_params import SamplingParams
+
+
+def null_step(groups: Sequence[GroupSpec], counts: Sequence[int]) -> SchedulerOutput:
+    """One request with counts[i] tokens for each i, which samples one more."""
+    names = [f"warm-up-{index}" for index in range(len(counts))]
+    requests = [_null_request(groups, name, count, count) for name, count in zip(names, counts)]
+    return SchedulerOutput(num_scheduled_tokens=dict(zip(names, counts)), new_requests=requests)
+
+
+def null_verification(groups: Sequence[GroupSpec], num_drafts: int) -> SchedulerOutput:
+    """Verifies so many drafts of one request, of which all but one token is computed."""
+    name, count = "verification", 1 + num_drafts
+    request = msgspec.structs.replace(_null_request(groups, name, 2, 2 + num_drafts), num_computed_tokens=1)
+    drafts = {name: [0] * num_drafts} if num_drafts else {}
+    return SchedulerOutput(num_scheduled_tokens={name: count}, new_requests=[request], draft_token_ids=drafts)
+
+
+def end_of(step: SchedulerOutput) -> SchedulerOutput:
+    """Its requests are to be forgotten."""
+    return SchedulerOutput(finished_request_ids=list(step.num_scheduled_tokens))
+
+
+def _null_request(groups: Sequence[GroupSpec], name: str, num_prompt_tokens: int, num_tokens: int) -> NewRequestData:
+    """A greedy request with room for num_tokens, all of it in the null block."""
+    request = EngineRequest(
+        request_id=name,
+        prompt_token_ids=[0] * num_prompt_tokens,
+        sampling_params=SamplingParams(temperature=0.0),
+        max_tokens=num_tokens,
+        seed=0,
+        arrival_time=0.0,
+    )
+    blocks = tuple([0] * -(-num_tokens // group.block_size) for group in groups)
+    return NewRequestData(request=request, block_ids=blocks, num_computed_tokens=0)
