@@ -224,3 +224,21 @@ def test_experts_that_cannot_be_dealt_out_are_refused(
     settings = {"tensor_parallel_size": 2, "enable_expert_parallel": True, **more}
     with pytest.raises(ConfigError, match=message):
         LLM(**arguments(tiny_model(family, **overrides), **settings))
+
+
+COMPILED: dict[str, dict[str, Any]] = {
+    "olmo2, norms of all heads": {},
+    "gpt-oss, biased experts, sinks, windows": {"enable_expert_parallel": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_workers_give_the_tokens_of_one_that_is_not(tiny_model: TinyModel, name: str) -> None:
+    family, overrides = MODELS[name]
+    one = arguments(tiny_model(family, **WIDE | overrides))
+    with LLM(**one) as llm:
+        expected, _ = answers(llm)
+    with LLM(**one | {"enforce_eager": False, "tensor_parallel_size": 2}, **COMPILED[name]) as llm:
+        assert answers(llm)[0] == expected
+        assert llm.llm_engine.client.call("num_recompilations") == 0
