@@ -252,6 +252,7 @@ class Mamba2Spec(StateMixerSpec):
 
     heads, head_dim: of the input. groups, state_dim: of b and c; every group serves heads / groups heads, which are
     normed together. taps: tokens that the convolution sees. conv_bias: it carries a bias. bias: so do the projections.
+    norms_apart: other workers have heads of the only group, so that the norm comes behind the update.
     """
 
     heads: int
@@ -262,6 +263,7 @@ class Mamba2Spec(StateMixerSpec):
     norm_eps: float
     conv_bias: bool = True
     bias: bool = False
+    norms_apart: bool = False
 
     block = "mamba"
 
@@ -285,7 +287,8 @@ class Mamba2Spec(StateMixerSpec):
         """See GatedDeltaSpec."""
         bias = {"conv1d.bias": (self.channels,)} if self.conv_bias else {}
         own = dict.fromkeys(("A_log", "dt_bias", "D"), (self.heads,))
-        return {"conv1d.weight": (self.channels, self.taps), **bias, **own, "norm.weight": (self.inner,)}
+        norm = {} if self.norms_apart else {"norm.weight": (self.inner,)}
+        return {"conv1d.weight": (self.channels, self.taps), **bias, **own, **norm}
 
     @property
     def output_heads(self) -> tuple[int, int]:

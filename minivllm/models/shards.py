@@ -7,11 +7,7 @@ KV head and divide its query heads.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from minivllm.distributed.shard import Shard
 from minivllm.errors import ConfigError
@@ -21,6 +17,7 @@ from minivllm.models.layer_specs import (
     GatedDeltaSpec,
     LatentSpec,
     LayerSpec,
+    Mamba2Spec,
     MixerSpec,
     MoeSpec,
     SelfAttentionSpec,
@@ -52,40 +49,6 @@ def own_heads(spec: SelfAttentionSpec, shard: Shard) -> OwnHeads:
     own = Shard(shard.rank % replicas, replicas).own(group)
     return OwnHeads(
         slice(kv_head * group + own.start, kv_head * group + own.stop), slice(kv_head, kv_head + 1), own.start == 0
-    )
-
-
-class OwnDelta(NamedTuple):
-    """A worker's part of a gated delta net. spec: that part as a layer by itself. projections: its range of each one.
-    values: of the output. channels: its three ranges of the convolution's. heads: of the heads of values."""
-
-    spec: GatedDeltaSpec
-    projections: dict[str, slice]
-    values: slice
-    channels: tuple[slice, ...]
-    heads: slice
-
-    def part(self, name: str, vector: Tensor) -> Tensor:
-        """Of one of ``spec.parameters``."""
-        if name == "conv1d":
-            return torch.cat([vector[channels] for channels in self.channels])
-        return vector[self.heads] if name in ("A_log", "dt_bias") else vector
-
-
-def own_delta(spec: GatedDeltaSpec, shard: Shard) -> OwnDelta:
-    """That of one worker: heads of keys, each with the heads of values that it serves."""
-    key_heads, group = shard.own(spec.key_heads), spec.heads // spec.key_heads
-    heads, keys = times(key_heads, group), times(key_heads, spec.key_dim)
-    values, width = times(heads, spec.value_dim), spec.key_heads * spec.key_dim
-    ranges = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
-    count = key_heads.stop - key_heads.start
-    channels = ((keys, 0), (keys, width), (values, 2 * width))
-    return OwnDelta(
-        replace(spec, key_heads=count, heads=count * group),
-        {f"in_proj_{part}": own for part, own in ranges.items()},
-        values,
-        tuple(slice(first + own.start, first + own.stop) for own, first in channels),
-        heads,
     )
 
 
@@ -146,10 +109,11 @@ def _obstacle_to_heads(spec: MixerSpec, size: int, quantization: str | None) -> 
         heads, kind, unit = spec.heads, "query heads", spec.value_dim
     elif isinstance(spec, GatedDeltaSpec):
         heads, kind, unit = spec.key_heads, "heads of keys", spec.heads // spec.key_heads * spec.value_dim
-    elif isinstance(spec, ShortConvSpec):
-        return None
+    elif isinstance(spec, Mamba2Spec):
+        heads, kind = (spec.heads, "heads") if spec.groups == 1 else (spec.groups, "groups of heads")
+        unit = spec.heads // heads * spec.head_dim
     else:
-        return f"has a {type(spec).__name__}, which is computed by one worker only: use 1"
+        return None
     if size > heads:
         return f"has {heads} {kind}: use that many or less"
     if quantization == "int4" and unit % MLP_UNIT:

@@ -28,6 +28,14 @@ LATENTS = {
     "moe_intermediate_size": 80,
     "n_shared_experts": 1,
 }
+MAMBA = {
+    **LAYERS,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_head": "auto",
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, windows": ("mixtral", {**EXPERTS, "intermediate_size": 96}),
     "qwen3-moe": ("qwen3-moe", EXPERTS),
@@ -56,6 +64,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 6,
             "layer_types": ["conv", "full_attention"],
         },
+    ),
+    "mamba2, one group, experts": ("granite-hybrid-moe", {**MAMBA, "intermediate_size": 80}),
+    "mamba2, groups of heads": (
+        "granite-hybrid-biases",
+        {**MAMBA, "mamba_n_heads": 12, "mamba_n_groups": 3, "num_key_value_heads": 3},
     ),
     "latents": ("deepseek-v2-groups", {**LATENTS, "n_group": 4}),
     "latents, corrected scores": ("deepseek-v3-halves", LATENTS),

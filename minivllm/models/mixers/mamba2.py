@@ -29,7 +29,10 @@ def _ahead(
 
 def _behind(spec: Mamba2Spec, scanned: Tensor, rest: tuple[Tensor, ...], parameters: Parameters) -> Tensor:
     skipped, z = rest
-    out = ((scanned + skipped).flatten(1) * F.silu(z)).unflatten(-1, (spec.groups, -1))
+    out = (scanned + skipped).flatten(1) * F.silu(z)
+    if spec.norms_apart:
+        return out
+    out = out.unflatten(-1, (spec.groups, -1))
     weight = parameters["norm.weight"].unflatten(0, (spec.groups, -1))
     return rms_norm(out, weight, spec.norm_eps).flatten(1)
 

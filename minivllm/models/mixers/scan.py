@@ -15,36 +15,30 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.lora import RowAdapters
+from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.state.rows import StateRows
 from kernels_triton_free.state.tiles import ScanPlan, plan_scan
 from minivllm.compilation.regions import CompileRegion, Region, TensorSpec
-from minivllm.errors import ModelError
 from minivllm.linear.layer import LinearMethod, LinearTensors
-from minivllm.models.layer_specs import GatedDeltaSpec, Mamba2Spec
+from minivllm.models.layer_specs import Mamba2Spec
 from minivllm.models.linear_factory import LinearFactory
 from minivllm.models.mixers.mixer import Vectors
+from minivllm.models.mixers.own_scan import OwnScan, ScanSpec, own_scan
 from minivllm.models.model import TOKENS, LayerCache, StateSpec, TokenInputs
-from minivllm.models.shards import OwnDelta, own_delta
-
-ScanSpec = GatedDeltaSpec | Mamba2Spec
 
 
 class ScanMixer:
-    """A ``Mixer``: x holds what all projections gave, side by side; o is projected back. Workers divide the heads of a
-    gated delta net."""
+    """A ``Mixer``: x holds what all projections gave, side by side; o is projected back. Workers divide heads."""
 
     reads_again = False
 
     def __init__(self, spec: ScanSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype) -> None:
         self.block, self._dtype, self._attention_dtype = spec.block, factory.dtype, attention_dtype
-        self.attends: ScanSpec = spec
-        self._own: OwnDelta | None = None
+        own = OwnScan(spec, {}, slice(0, spec.widths[1]), {})
         if factory.shard.size > 1:
-            if not isinstance(spec, GatedDeltaSpec):
-                raise ModelError("Mamba2 layers cannot be divided among workers: run this model on one.")
-            self._own = own_delta(spec, factory.shard)
-            self.attends = self._own.spec
-        into, out = (None, None) if self._own is None else (self._own.projections, {"out_proj": self._own.values})
+            own = own_scan(spec, factory.shard)
+        self.attends, self._own, self._width = own.spec, own, spec.widths[1]
+        into, out = own.projections or None, {"out_proj": own.values}
         self._in = factory.make(dict(spec.projections), hidden_size, spec.bias, "column", into)
         self._out = factory.make({"out_proj": hidden_size}, spec.widths[1], spec.bias, "row", out)
         self.linears = (self._in, self._out)
@@ -62,7 +56,20 @@ class ScanMixer:
         return (self.attends.widths[1],)
 
     def own(self, name: str, vector: Tensor) -> Tensor:
-        return vector if self._own is None else self._own.part(name, vector)
+        return vector[self._own.vectors[name]] if name in self._own.vectors else vector
+
+    @property
+    def norms_apart(self) -> bool:
+        """See Mamba2Spec: before ``behind``, o has to be ``normed``."""
+        return isinstance(self.attends, Mamba2Spec) and self.attends.norms_apart
+
+    def mean_square(self, o: Tensor) -> Tensor:
+        """This worker's part of the mean square of the outputs of all heads: float32 [tokens, 1]."""
+        return o.float().square().sum(-1, keepdim=True) / self._width
+
+    def normed(self, o: Tensor, mean_square: Tensor, weights: tuple[Any, ...]) -> Tensor:
+        """o, where the mean square is that of all workers' heads."""
+        return rms_norm(o.float(), weights[1], self.attends.norm_eps, mean_square)
 
     def ahead_weights(self, vectors: Vectors) -> tuple[LinearTensors]:
         return (self._in.arguments,)
@@ -71,17 +78,15 @@ class ScanMixer:
         """In the order of ``spec.parameters``."""
         return tuple(vectors[name.removesuffix(".weight")] for name in self.attends.parameters)
 
-    def behind_weights(self, vectors: Vectors) -> tuple[LinearTensors]:
-        return (self._out.arguments,)
+    def behind_weights(self, vectors: Vectors) -> tuple[Any, ...]:
+        return (self._out.arguments, vectors["norm"]) if self.norms_apart else (self._out.arguments,)
 
     def ahead(
         self, x: Tensor, tokens: TokenInputs, cos_sin: Tensor, cache: LayerCache | None, weights: tuple[LinearTensors]
     ) -> Tensor:
         return self._in.apply(x, weights[0], tokens.adapters).to(self._attention_dtype)
 
-    def behind(
-        self, o: Tensor, x: Tensor | None, adapters: RowAdapters | None, weights: tuple[LinearTensors]
-    ) -> Tensor:
+    def behind(self, o: Tensor, x: Tensor | None, adapters: RowAdapters | None, weights: tuple[Any, ...]) -> Tensor:
         return self._out.apply(o.to(self._dtype), weights[0], adapters)
 
 

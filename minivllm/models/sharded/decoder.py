@@ -37,6 +37,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.decoder.layer import AfterMixer, BeforeMixer, DecoderLayer
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.mixers.attention import QueryWeights, SelfAttention
+from minivllm.models.mixers.scan import ScanMixer
 from minivllm.models.model import TOKENS, Attend, Hidden, LayerCache, TokenInputs
 from minivllm.models.shards import VOCABULARY_UNIT
 from minivllm.profiling.spans import span, spanned
@@ -94,9 +95,11 @@ class ShardedDecoder(Decoder):
                 self._queries.append(self._normed_queries(previous, layer, layer.mixer, inputs, kind, region))
             else:
                 self._queries.append(region("queries", partial(self._queries_region, previous, layer), inputs, kind))
-            after = layer.after
+            after, mixer = layer.after, layer.mixer
+            is_apart = isinstance(mixer, ScanMixer) and mixer.norms_apart
             inputs = {
                 "o": TensorSpec((TOKENS, *layer.mixer.output_shape), self.attention_dtype, self.device),
+                "mean_square": TensorSpec((TOKENS, 1), torch.float32, self.device) if is_apart else None,
                 "residual": stream if layer.mixer.reads_again else None,
                 "norm": specs_of(after.read_norm),
                 "adapters": tokens.adapters,
@@ -217,10 +220,14 @@ class ShardedDecoder(Decoder):
 
     def _behind(self, layer: int, o: Tensor, residual: Tensor, adapters: RowAdapters | None) -> tuple[Tensor, Tensor]:
         """Behind a layer's attention: what its MLP adds, and the stream without it."""
-        after = self._weights[layer][1]
+        after, mixer = self._weights[layer][1], self.layers[layer].mixer
         with span("output"):
-            stream = residual if self.layers[layer].mixer.reads_again else None
-            x = self._communicator.all_reduce(self._output[layer](o, stream, after.read_norm, adapters, after.mixer))
+            mean_square = None
+            if isinstance(mixer, ScanMixer) and mixer.norms_apart:
+                mean_square = self._communicator.all_reduce(mixer.mean_square(o))
+            stream = residual if mixer.reads_again else None
+            x = self._output[layer](o, mean_square, stream, after.read_norm, adapters, after.mixer)
+            x = self._communicator.all_reduce(x)
         with span("mlp"):
             x, residual = self._mlp[layer](x, residual, adapters, after)
             return self._communicator.all_reduce(x), residual
@@ -297,11 +304,15 @@ class ShardedDecoder(Decoder):
         self,
         layer: DecoderLayer,
         o: Tensor,
+        mean_square: Tensor | None,
         residual: Tensor | None,
         norm: Tensor | None,
         adapters: RowAdapters | None,
         weights: tuple[Any, ...],
     ) -> Tensor:
+        if mean_square is not None:
+            assert isinstance(layer.mixer, ScanMixer)
+            o = layer.mixer.normed(o, mean_square, weights)
         read = None if residual is None else layer.enter(None, residual, norm)[0]
         return layer.mixer.behind(o, read, adapters, weights)
 
