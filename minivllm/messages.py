@@ -249,10 +249,11 @@ class RecentStep(msgspec.Struct, frozen=True, kw_only=True):
     """What the scheduler decided in a step, for people to look at. step: its number, from 1.
 
     num_scheduled_tokens: per request. unfinished_prompts: those that sampled nothing, because known tokens remained to
-    be computed. preempted: those that lost their place.
+    be computed. preempted: those that lost their place. loading: those that wait for keys and values from elsewhere.
     """
 
     step: int
     num_scheduled_tokens: dict[str, int]
     unfinished_prompts: set[str]
     preempted: list[str]
+    loading: list[str] = []

@@ -96,7 +96,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     transfer = None if args.kv_transfer_config is None else KVTransferConfig.from_dict(args.kv_transfer_config)
     needs_fingerprint = transfer is not None and load_connector(transfer).needs_fingerprint(transfer)
     if transfer is not None:
-        load_connector(transfer).check_ranks(transfer, args.tensor_parallel_size)
+        check_transfer(transfer, args.tensor_parallel_size, decoder)
     check_workers(args, decoder, device)
     check_stages(args, decoder, device)
     find_attention(args.attention_backend)
@@ -171,6 +171,16 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         cache_reason,
     )
     return config, decoder
+
+
+def check_transfer(transfer: KVTransferConfig, num_ranks: int, facts: ModelFacts) -> None:
+    """Raises ConfigError where a connector cannot move what this model keeps, or not for so many workers."""
+    load_connector(transfer).check_ranks(transfer, num_ranks)
+    if facts.keeps_states:
+        raise ConfigError(
+            f"kv_transfer_config moves blocks of keys and values, but layers of {facts.architecture} keep a state, "
+            "which is not cut into blocks: its prefixes would be of no use without it. Leave it out for this model."
+        )
 
 
 def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:

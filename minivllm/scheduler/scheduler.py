@@ -510,6 +510,7 @@ class Scheduler:
                     num_scheduled_tokens=output.num_scheduled_tokens,
                     unfinished_prompts=unfinished_prompts,
                     preempted=output.preempted_request_ids,
+                    loading=list(self.loads.waiting),
                 )
             )
         return output

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from minivllm.cli.commands import app
-from minivllm.cli.trace.command import Workload, heat_strip, perfetto_trace, simulate, simulated_steps
+from minivllm.cli.trace.command import Workload, folded, heat_strip, perfetto_trace, simulate, simulated_steps
 from minivllm.errors import ConfigError
 
 ARTICLE = {"budget": 10, "prompt_lens": [3, 5, 12], "max_tokens": 3}
@@ -146,6 +146,28 @@ def test_the_perfetto_file_holds_every_scheduled_token() -> None:
         sum(step.num_scheduled_tokens.values()) for step in steps
     )
     assert {event["cat"] for event in spans} == {"prompt", "decode"}
+
+
+LOADING = {"budget": 16, "prompt_lens": [8, 8], "max_tokens": 9, "block_size": 4, "num_blocks": 7}
+
+
+def test_what_a_preempted_request_had_comes_back_from_a_second_tier_after_so_many_steps() -> None:
+    lines = list(simulate(**LOADING, load_steps=2))
+    assert [line["loading"] for line in lines if "loading" in line] == [["R2"], ["R2"]]
+    again = [line["num_scheduled_tokens"] for line in lines[lines.index(lines[-1]) - 3 :]]
+    assert again == [{"R2": 1}] * 4
+    recomputed = sum(sum(line["num_scheduled_tokens"].values()) for line in simulate(**LOADING))
+    assert sum(sum(line["num_scheduled_tokens"].values()) for line in lines) == recomputed - 4, "one block was lost"
+
+
+def test_loads_are_in_the_heat_strip_and_in_the_perfetto_file() -> None:
+    steps = list(simulated_steps(Workload(**LOADING, load_steps=3)))
+    strip = heat_strip(steps, 2).plain
+    assert strip.splitlines()[2].split().count("~") == 3 and "loading" in strip
+    assert "loading" not in heat_strip(list(simulated_steps(Workload(**LOADING))), 2).plain
+    loads = [event for event in perfetto_trace(steps)["traceEvents"] if event.get("cat") == "load"]
+    assert [event["tid"] for event in loads] == [2, 2, 2]
+    assert sum("~" in row for row in heat_strip(folded(steps), 2).plain.splitlines()) == 1
 
 
 def test_too_small_a_pool_is_refused_before_anything_runs() -> None:

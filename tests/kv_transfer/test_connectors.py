@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -268,6 +269,30 @@ def test_bad_settings_are_refused_with_a_sentence(tiny_model: TinyModel, config:
 def test_a_connector_wants_the_prefix_cache(tiny_model: TinyModel) -> None:
     with pytest.raises(ConfigError, match="needs enable_prefix_caching"):
         tiny_llm(tiny_model("llama"), kv_transfer_config=OFFLOAD, enable_prefix_caching=False)
+
+
+def test_transfers_are_spans_of_a_trace_and_loads_are_seen_in_steps(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = {**storage(tmp_path / "blocks"), "kv_role": "kv_both"}
+    with tiny_llm(tiny_model("llama"), kv_transfer_config=config, profile=str(tmp_path / "traces")) as llm:
+        run(llm, [PROMPTS[2]], GREEDY)
+        assert llm.reset_prefix_cache()
+        engine = llm.llm_engine
+        engine.add_request("short", {"prompt_token_ids": PROMPTS[3]}, GREEDY)
+        engine.step()
+        engine.add_request("loads", {"prompt_token_ids": PROMPTS[2]}, GREEDY)
+        while engine.has_unfinished_requests():
+            engine.step()
+        steps = engine.client.call("recent_steps", 0)
+    assert any(step.loading and step.num_scheduled_tokens for step in steps)
+    [file] = (tmp_path / "traces").iterdir()
+    events = json.loads(file.read_text())["traceEvents"]
+    spans = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert spans.count("load_kv") == 1 and spans.count("save_kv") > 1 and spans.count("write_kv") > 1
+
+
+def test_a_model_that_keeps_states_is_refused_before_it_is_loaded(tiny_model: TinyModel) -> None:
+    with pytest.raises(ConfigError, match="of Lfm2ForCausalLM keep a state"):
+        tiny_llm(tiny_model("lfm2"), kv_transfer_config=OFFLOAD, load_format="dummy")
 
 
 def test_metrics_say_what_travelled_by_tier() -> None:

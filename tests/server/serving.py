@@ -25,6 +25,7 @@ from minivllm.messages import (
     EngineRequest,
     EventType,
     FinishReason,
+    KVTransferStats,
     PositionLogprobs,
     RecentStep,
     SchedulerStats,
@@ -68,6 +69,7 @@ class ScriptedCore:
         self.script = script
         self.step_seconds = 0.0
         self.held = False
+        self.tiers: list[KVTransferStats] = []
         self.admitted: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.running: dict[str, EngineRequest] = {}
@@ -113,6 +115,7 @@ class ScriptedCore:
                 prefix_cache_hit_tokens=4,
                 num_preemptions=2,
                 num_steps=self._num_steps,
+                kv_transfer=self.tiers,
             )
         )
 

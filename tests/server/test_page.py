@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from minivllm.messages import KVTransferStats
 from minivllm.server.endpoints.page import assemble_page, content_security_policy
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
@@ -126,3 +127,29 @@ def test_live_tells_the_state_and_the_steps_after_the_last_known_one(server: Ser
     for wrong in ("x", "-1", "1e99"):
         answer = httpx.get(f"{server.url}/live", params={"after": wrong})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "after"
+
+
+def test_live_tells_what_came_from_elsewhere_by_tier(server: ServedCore) -> None:
+    assert httpx.get(f"{server.url}/live").json()["tiers"] == []
+    server.core.tiers = [
+        KVTransferStats(
+            tier="OffloadingConnector",
+            block_bytes=10,
+            hit_tokens=64,
+            num_loaded_blocks=3,
+            num_saved_blocks=5,
+            num_failed_blocks=1,
+        )
+    ]
+    try:
+        assert httpx.get(f"{server.url}/live").json()["tiers"] == [
+            {
+                "name": "OffloadingConnector",
+                "hit_tokens": 64,
+                "loaded_bytes": 30,
+                "saved_bytes": 50,
+                "num_failed_blocks": 1,
+            }
+        ]
+    finally:
+        server.core.tiers = []

@@ -34,23 +34,28 @@ MICROSECONDS_PER_STEP = 1000
 _PROMPT_COLOURS = ("#bee9e8", "#8cc7e3", "#5fa8d3", "#2f6f97")
 _DECODE_COLOUR = "#f4a259"
 PREEMPTED_COLOUR = "#e5383b"
+LOADING_COLOUR = "#b8a1d9"
 
 
 @dataclass(frozen=True)
 class TraceStep:
-    """One decision of the scheduler. decoding: ids that computed only the token sampled just before."""
+    """One decision of the scheduler. decoding: ids that computed only the token sampled just before. loading: ids that
+    wait for keys and values from another tier."""
 
     step: int
     num_scheduled_tokens: dict[str, int]
     decoding: frozenset[str]
     preempted: list[str]
     finished: list[str]
+    loading: Sequence[str] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON line: "preempted" and "finished" only where there are any."""
+        """The JSON line: "preempted", "loading" and "finished" only where there are any."""
         line: dict[str, Any] = {"step": self.step, "num_scheduled_tokens": self.num_scheduled_tokens}
         if self.preempted:
             line["preempted"] = self.preempted
+        if self.loading:
+            line["loading"] = list(self.loading)
         if self.finished:
             line["finished"] = self.finished
         return line
@@ -82,13 +87,19 @@ class Workload:
     threshold: Annotated[
         int, typer.Option(help="Most tokens of one request per step (long_prefill_token_threshold); 0 is no cap.")
     ] = 0
+    load_steps: Annotated[
+        int,
+        typer.Option(
+            help="Full blocks are saved to a second tier too, and take so many steps to come back; 0 is no such tier."
+        ),
+    ] = 0
 
     def __post_init__(self) -> None:
         for name in ("prompt_lens", "priorities", "arrivals"):
             object.__setattr__(self, name, _read_numbers(name, getattr(self, name)))
         if not self.prompt_lens:
             raise ConfigError("prompt-lens is empty, but must hold at least one length.")
-        lows = {"budget": 1, "max_tokens": 1, "max_num_seqs": 1, "block_size": 1, "threshold": 0}
+        lows = {"budget": 1, "max_tokens": 1, "max_num_seqs": 1, "block_size": 1, "threshold": 0, "load_steps": 0}
         numbers = [(name, getattr(self, name), low) for name, low in lows.items()]
         numbers += [("prompt_lens", length, 1) for length in self.prompt_lens]
         numbers += [("arrivals", step, 0) for step in self.arrivals]
@@ -139,6 +150,7 @@ def simulate(**workload: Any) -> Iterator[dict[str, Any]]:
 
 def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
     """Decisions of every step until all requests are done."""
+    from minivllm.cli.trace.simulated_tier import SimulatedTier
     from minivllm.kv_cache.group_manager import FullAttentionManager
     from minivllm.kv_cache.manager import KVCacheManager
     from minivllm.messages import EngineRequest, ModelRunnerOutput
@@ -154,7 +166,8 @@ def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
         policy=workload.policy,
     )
     blocks = FullAttentionManager(workload.blocks(), workload.block_size)
-    scheduler = Scheduler(config, KVCacheManager([blocks], config.max_model_len))
+    tier = SimulatedTier(workload.block_size, workload.load_steps) if workload.load_steps else None
+    scheduler = Scheduler(config, KVCacheManager([blocks], config.max_model_len), connector=tier)
     arrivals = workload.arrivals or [0] * len(workload.prompt_lens)
     coming = sorted(range(len(arrivals)), key=lambda index: (arrivals[index], index), reverse=True)
     caught_up: set[str] = set()
@@ -172,6 +185,8 @@ def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
                 priority=workload.priorities[index] if workload.priorities else 0,
             )
             scheduler.add_request(Request(engine_request))
+        if tier is not None:
+            tier.bring(scheduler, step)
         output = scheduler.schedule()
         caught_up.difference_update(output.preempted_request_ids)
         decoding = frozenset(caught_up.intersection(output.num_scheduled_tokens))
@@ -184,7 +199,8 @@ def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
         sampled = {request_id: [0] for request_id in complete}
         results = scheduler.update_from_output(output, ModelRunnerOutput(sampled_token_ids=sampled))
         finished = [result.request_id for result in results if result.finish_reason is not None]
-        yield TraceStep(step, output.num_scheduled_tokens, decoding, output.preempted_request_ids, finished)
+        loading = sorted(scheduler.loads.waiting)
+        yield TraceStep(step, output.num_scheduled_tokens, decoding, output.preempted_request_ids, finished, loading)
         step += 1
 
 
@@ -218,7 +234,10 @@ def heat_strip(steps: Sequence[TraceStep], num_requests: int, columns: int | Non
             for shown in part:
                 strip.append(*_cell(shown, f"R{number}", most, width))
     strip.append("\n\n" + " " * label_width)
-    for name, colour in (("prompt", _PROMPT_COLOURS[1]), ("decode", _DECODE_COLOUR), ("preempted", PREEMPTED_COLOUR)):
+    legend = [("prompt", _PROMPT_COLOURS[1]), ("decode", _DECODE_COLOUR), ("preempted", PREEMPTED_COLOUR)]
+    if any(step.loading for step in steps):
+        legend.append(("loading", LOADING_COLOUR))
+    for name, colour in legend:
         strip.append(f" {name} ", style=f"black on {colour}").append(" ")
     return strip
 
@@ -230,6 +249,8 @@ def _cell(step: TraceStep | None, request_id: str, most: int, width: int) -> tup
         return "…".rjust(width), "dim"
     if request_id in step.preempted:
         return "x".rjust(width), f"black on {PREEMPTED_COLOUR}"
+    if request_id in step.loading:
+        return "~".rjust(width), f"black on {LOADING_COLOUR}"
     if count is None:
         return "·".rjust(width), "dim"
     return short_count(count).rjust(width), f"black on {cell_colour(step, request_id, most)}"
@@ -266,6 +287,7 @@ def folded(steps: Sequence[TraceStep], run: int = 8) -> list[TraceStep]:
 
     def is_alike(one: TraceStep, other: TraceStep) -> bool:
         alike = one.num_scheduled_tokens == other.num_scheduled_tokens and one.decoding == other.decoding
+        alike = alike and one.loading == other.loading
         return alike and not (one.preempted or other.preempted or one.finished)
 
     kept: list[TraceStep] = []
@@ -296,6 +318,19 @@ def perfetto_trace(steps: Sequence[TraceStep]) -> dict[str, Any]:
                     "pid": 1,
                     "tid": int(request_id[1:]),
                     "args": {"step": step.step, "tokens": count},
+                }
+            )
+        for request_id in step.loading:
+            events.append(
+                {
+                    "name": "load",
+                    "cat": "load",
+                    "ph": "X",
+                    "ts": start,
+                    "dur": MICROSECONDS_PER_STEP,
+                    "pid": 1,
+                    "tid": int(request_id[1:]),
+                    "args": {"step": step.step},
                 }
             )
         for request_id in step.preempted:
@@ -366,6 +401,8 @@ def draw_heat_strip(steps: Sequence[TraceStep], num_requests: int) -> bytes:
             count = step.num_scheduled_tokens.get(request_id)
             if request_id in step.preempted:
                 text, colour = "x", PREEMPTED_COLOUR
+            elif request_id in step.loading:
+                text, colour = "~", LOADING_COLOUR
             elif count is not None:
                 text, colour = short_count(count), cell_colour(step, request_id, most)
             else:
@@ -378,7 +415,7 @@ def draw_heat_strip(steps: Sequence[TraceStep], num_requests: int) -> bytes:
     marked = range(0, len(steps), max(1, len(steps) // 20))
     axes.set_xticks(marked, [str(steps[place].step) for place in marked])
     axes.set_xlabel("step of the scheduler")
-    axes.set_title("tokens computed per step: blue prompt, orange decode, red preempted", fontsize=9)
+    axes.set_title("tokens computed per step: blue prompt, orange decode, red preempted, violet loading", fontsize=9)
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=120)
     return content.getvalue()

@@ -34,6 +34,7 @@ from minivllm.kv_transfer.connectors.directory_bound import DirectoryBound
 from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, KVConnectorWorker, WorkerContext
 from minivllm.kv_transfer.remote_loads import Load
 from minivllm.messages import BlockTransfer
+from minivllm.profiling.spans import spanned
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +228,7 @@ class SharedStorageWorker(KVConnectorWorker):
         if self.blocks is not None:
             self._writer.submit(self._write, BlockFile(self.blocks), self._folder, data, wait)
 
+    @spanned("write_kv")
     def _write(self, form: BlockFile, folder: Path, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
         """folder: of the weights that the blocks were computed with."""
         wait()

@@ -25,6 +25,7 @@ from minivllm.kv_transfer.connector import TransferContext, with_fingerprint
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.messages import BlockTransfer, KVConnectorMetadata
 from minivllm.models.model import LayerCache, StateTensors
+from minivllm.profiling.spans import spanned
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ class KVConnectorWorker(ConnectorWorker):
         for load in metadata.loads:
             self._thread.submit(self._load, load, self._fence())
 
+    @spanned("save_kv")
     def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
         kept = []
         for save in metadata.saves:
@@ -161,6 +163,7 @@ class KVConnectorWorker(ConnectorWorker):
         event.record(torch.cuda.current_stream(self.context.device))
         return event.synchronize
 
+    @spanned("load_kv")
     @torch.inference_mode()
     def _load(self, load: BlockTransfer, wait: Callable[[], None]) -> None:
         num_valid = 0

@@ -266,8 +266,20 @@ $("engine").addEventListener("change", () => {
   $("engine").blur();
 });
 
+function showTiers(tiers) {
+  const mib = (bytes) => (bytes / 2 ** 20).toFixed(1) + " MiB";
+  $("tiers").hidden = $("loading-legend").hidden = !tiers.length;
+  $("tiers").replaceChildren(...tiers.map((tier) => {
+    const line = document.createElement("li");
+    line.textContent = tier.name + ": " + counted(tier.hit_tokens, "token") + " found, " + mib(tier.loaded_bytes) + " loaded, " +
+      mib(tier.saved_bytes) + " saved, " + counted(tier.num_failed_blocks, "block") + " failed";
+    return line;
+  }));
+}
+
 function show(live) {
   showEngines(live.engines);
+  showTiers(live.tiers);
   if (live.num_steps < lastStep) [steps, lastStep] = [[], 0]; // another server
   for (const [name, value] of [["running", live.num_running], ["waiting", live.num_waiting], ["kv", live.kv_cache_usage]]) {
     samples[name].push(value);
@@ -329,19 +341,20 @@ function drawChart(canvas, values, most) {
 }
 
 function drawHeat() {
-  const ids = [...new Set(steps.flatMap((step) => Object.keys(step.num_scheduled_tokens).concat(step.preempted)))];
+  const named = (step) => Object.keys(step.num_scheduled_tokens).concat(step.preempted, step.loading);
+  const ids = [...new Set(steps.flatMap(named))];
   const rows = ids.slice(-ROWS), cellHeight = Math.min(24, 240 / Math.max(1, rows.length));
   const [context, width] = prepare($("heat"), cellHeight * Math.max(1, rows.length)), cellWidth = width / COLUMNS;
   const most = Math.max(2, ...steps.flatMap((step) => Object.values(step.num_scheduled_tokens)));
   const colours = { low: colour("--prompt-low"), high: colour("--prompt-high"), decode: colour("--decode"),
-    preempted: colour("--preempted"), empty: colour("--empty") };
+    preempted: colour("--preempted"), loading: colour("--loading"), empty: colour("--empty") };
   steps.forEach((step, column) => {
     rows.forEach((id, row) => {
       const box = [column * cellWidth, row * cellHeight, cellWidth - 1, cellHeight - 1];
       const count = step.num_scheduled_tokens[id];
       context.globalAlpha = 1;
       if (step.preempted.includes(id)) context.fillStyle = colours.preempted;
-      else if (count === undefined) context.fillStyle = colours.empty;
+      else if (count === undefined) context.fillStyle = step.loading.includes(id) ? colours.loading : colours.empty;
       else if (step.decoding.has(id)) context.fillStyle = colours.decode;
       else {
         context.fillStyle = colours.low;

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Query
 from fastapi.responses import Response
 from typing_extensions import TypedDict
 
-from minivllm.messages import SchedulerStats
+from minivllm.messages import KVTransferStats, SchedulerStats
 from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import documented
 
@@ -26,12 +26,23 @@ SCRIPTS = ("page_markdown.js", "page.js")
 
 class LiveStep(TypedDict):
     """One decision of the scheduler. num_scheduled_tokens: per sequence. unfinished_prompts: those that sampled nothing
-    yet. preempted: those that lost their place."""
+    yet. preempted: those that lost their place. loading: those that wait for keys and values from elsewhere."""
 
     step: int
     num_scheduled_tokens: dict[str, int]
     unfinished_prompts: list[str]
     preempted: list[str]
+    loading: list[str]
+
+
+class LiveTier(TypedDict):
+    """Where keys and values are kept besides the KV cache. hit_tokens: found there."""
+
+    name: str
+    hit_tokens: int
+    loaded_bytes: int
+    saved_bytes: int
+    num_failed_blocks: int
 
 
 class LiveEngine(TypedDict):
@@ -45,7 +56,7 @@ class LiveEngine(TypedDict):
 
 class Live(TypedDict):
     """The engine now. kv_cache_usage: share of blocks in use, 0 to 1. num_steps: steps so far. steps: the last ones.
-    engines: all of them, by number."""
+    engines: all of them, by number. tiers: of its connectors."""
 
     num_running: int
     num_waiting: int
@@ -54,6 +65,7 @@ class Live(TypedDict):
     num_steps: int
     steps: list[LiveStep]
     engines: list[LiveEngine]
+    tiers: list[LiveTier]
 
 
 def assemble_page() -> str:
@@ -116,6 +128,7 @@ def add_page(app: FastAPI, service: Service) -> None:
                 for one in steps
             ],
             engines=[_engine(one) for one in engines],
+            tiers=[_tier(one) for one in stats.kv_transfer],
         )
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
@@ -127,4 +140,14 @@ def _engine(stats: SchedulerStats | None) -> LiveEngine:
         num_running=known.num_running,
         num_waiting=known.num_waiting,
         kv_cache_usage=known.kv_cache_usage,
+    )
+
+
+def _tier(stats: KVTransferStats) -> LiveTier:
+    return LiveTier(
+        name=stats.tier,
+        hit_tokens=stats.hit_tokens,
+        loaded_bytes=stats.num_loaded_blocks * stats.block_bytes,
+        saved_bytes=stats.num_saved_blocks * stats.block_bytes,
+        num_failed_blocks=stats.num_failed_blocks,
     )
