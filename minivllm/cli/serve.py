@@ -118,6 +118,8 @@ class DisaggregatedOptions:
             return
         if args.kv_transfer_config is not None:
             raise ConfigError("--disaggregated chooses the connector itself: leave --kv-transfer-config out.")
+        if args.data_parallel_size > 1:
+            raise ConfigError("--disaggregated counts the servers of each kind itself: leave --data-parallel-size out.")
         if server.lora_directory is not None or server.cors_origins:
             raise ConfigError("--disaggregated goes with neither --lora-directory nor --cors-origin.")
 

@@ -86,6 +86,8 @@ def test_streams_get_their_own_tokens_and_both_engines_work() -> None:
             results = await asyncio.gather(*(collect(llm.generate(ids(n, n), params(20))) for n in range(2, 60)))
             for n, (token_ids, _) in enumerate(results, start=2):
                 assert token_ids == expected_tokens([n, n], 20)
+            _, last = await collect(llm.generate(ids(5, 6), params(9, OutputKind.CUMULATIVE, n=4)))
+            assert [one.token_ids for one in last.outputs] == [expected_tokens([5, 6], 9)] * 4
             each = [stats for stats in await llm.engine_stats() if stats is not None]
             assert len(each) == 2 and min(stats.num_computed_tokens for stats in each) > 200
             together = await llm.stats()
@@ -136,16 +138,6 @@ def test_a_conversation_finds_its_blocks_and_round_robin_does_not() -> None:
     run(test)
 
 
-def test_several_completions_of_a_request_may_be_on_several_engines() -> None:
-    async def test() -> None:
-        async with running() as llm:
-            _, last = await collect(llm.generate(ids(5, 6), params(9, OutputKind.CUMULATIVE, n=4)))
-            assert [one.token_ids for one in last.outputs] == [expected_tokens([5, 6], 9)] * 4
-            assert all(stats and stats.num_computed_tokens for stats in await llm.engine_stats())
-
-    run(test)
-
-
 # Calls to all
 
 
@@ -162,6 +154,8 @@ def test_what_only_idle_engines_do_is_refused_by_all_while_one_is_busy() -> None
             await stream.aclose()
             assert await llm.reset_prefix_cache() is True
             assert await llm.num_recompilations() == 0
+            with pytest.raises(RequestError, match="cannot be called"):
+                await engines_of(llm).call("no such thing")
 
     run(test)
 
@@ -183,15 +177,6 @@ def test_paused_engines_take_requests_in_and_run_them_later() -> None:
             assert (await late)[0] == expected_tokens([9], 5)
             results = await asyncio.gather(*tasks, return_exceptions=True)
             assert sum(isinstance(result, EngineLostError) for result in results) == 2
-
-    run(test)
-
-
-def test_an_unknown_call_is_refused() -> None:
-    async def test() -> None:
-        async with running() as llm:
-            with pytest.raises(RequestError, match="cannot be called"):
-                await engines_of(llm).call("no such thing")
 
     run(test)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -21,6 +22,7 @@ from minivllm.errors import ModelError, RequestError
 from minivllm.frontend.async_llm import AsyncLLM
 from tests.lora.lora_adapters import random_adapter
 from tests.server.serving import ServedCore, serve_in_thread
+from tests.server.test_process import Command
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -226,9 +228,12 @@ def test_an_engine_that_starts_again_has_the_weights_and_the_adapters_of_the_oth
             assert await llm.list_loras() == [adapter]
             sums = await llm.collective_rpc("weight_checksums")
             assert sums[0] == sums[1]
+            for number in (1, 2, 3):  # seeds of their own; twice, so that both engines have their turn
+                for _ in range(2):
+                    outputs = [output async for output in llm.generate(prompts[number], params[number])]
+                    assert [one.token_ids for one in outputs[-1].outputs] == expected[number]
 
     asyncio.run(test())
-    assert expected and prompts and params
 
 
 @pytest.mark.slow
@@ -240,3 +245,33 @@ def test_the_memory_of_the_cache_is_divided(tiny_model: Callable[..., Path]) -> 
         with LLM(str(tiny_model("llama")), data_parallel_size=size, **settings) as llm:
             sizes.append(llm.llm_engine.stats().kv_cache_pools[0].num_blocks)
     assert 0.7 < sizes[1] / sizes[0] < 1.3  # of both together
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "code"), [("SIGTERM", 0), ("kill -9 of all engines", 1)])
+def test_the_command_ends_with_all_its_engines(
+    way: str, code: int, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    command = Command(tiny_model("llama"), tmp_path / "log", "--data-parallel-size", "2")
+    try:
+        children = psutil.Process(command.process.pid).children(recursive=True)
+        engines = [child for child in children if "minivllm.engine_process.process" in child.cmdline()]
+        assert len(engines) == 2
+        with command.client() as client:
+            streams = [client.completions.create(prompt=[5 + number, 6], **ENDLESS) for number in range(2)]
+            for stream in streams:
+                next(iter(stream))
+            if way == "SIGTERM":
+                command.process.send_signal(signal.SIGTERM)
+                assert [list(stream)[-1].choices[0].finish_reason for stream in streams] == ["length"] * 2
+            else:
+                for engine in engines:
+                    engine.kill()
+                for stream in streams:
+                    with pytest.raises(openai.APIError, match="has died"):
+                        list(stream)
+                assert httpx.get(f"{command.url}/health").status_code == 503
+        assert command.process.wait(60) == code
+        assert psutil.wait_procs(children, timeout=30)[1] == []
+    finally:
+        command.process.kill()

@@ -134,7 +134,7 @@ def test_tokens_are_those_of_one_engine_and_sigterm_ends_all(
                 assert [ask(client, prompt, kind, stream) for prompt in PROMPTS] == answers
         first = client.completions.create(model="tiny", prompt=PROMPTS[0], max_tokens=1, temperature=0)
         assert expected[0][0].startswith(first.choices[0].text)
-        loaded = 'minivllm_kv_transfer_loaded_bytes_total{tier="LookupBufferConnector"}'
+        loaded = 'minivllm_kv_transfer_loaded_bytes_total{engine="0",tier="LookupBufferConnector"}'
         assert running.metric(re.escape(loaded), running.urls["decode 1"]) > 0
         assert running.metric('minivllm_proxy_requests_total{way="prefill_failed"}', running.url) == 0
         stream = client.completions.create(
