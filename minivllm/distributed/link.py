@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from dataclasses import dataclass
 
 LinkDescriptors = tuple[int, int, int]
 """What workers inherit: of the memory, and of the eventfds that count full and empty places."""
@@ -17,6 +18,16 @@ NUM_PLACES = 16
 PLACE_BYTES = 2**20
 _LENGTH = struct.Struct("<Q")
 """In front of every record; in the same place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLinks:
+    """How a worker reaches those of other stages. source, sink: the residual stream, from the stage before and to the
+    next one. tokens: what the last stage samples, to each of the others, or from it."""
+
+    source: LinkDescriptors | None = None
+    sink: LinkDescriptors | None = None
+    tokens: tuple[LinkDescriptors, ...] = ()
 
 
 def open_link() -> LinkDescriptors:

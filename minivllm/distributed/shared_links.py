@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 
-from minivllm.distributed.link import open_link
+from minivllm.distributed.link import StageLinks, open_link
 from minivllm.distributed.shared_memory import Segment, open_segment, segment_descriptors
-from minivllm.distributed.stage import StageLinks
 
 
 class SharedLinks:

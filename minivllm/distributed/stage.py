@@ -7,22 +7,11 @@ one goes on with other requests. (GPipe: Huang et al. 2019; of inference only th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minivllm.distributed.link import Link, LinkDescriptors
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageLinks:
-    """How a worker reaches those of other stages. source, sink: the residual stream, from the stage before and to the
-    next one. tokens: what the last stage samples, to each of the others, or from it."""
-
-    source: LinkDescriptors | None = None
-    sink: LinkDescriptors | None = None
-    tokens: tuple[LinkDescriptors, ...] = ()
+from minivllm.distributed.link import Link, StageLinks
 
 
 class Stage:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from minivllm.config import EngineConfig
-from minivllm.distributed.stage import StageLinks
+from minivllm.distributed.link import StageLinks
 from minivllm.executor.child_reports import ErrorInfo, Log
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks

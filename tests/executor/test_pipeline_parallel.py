@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm import LLM, SamplingParams
-from minivllm.distributed.link import NUM_PLACES, PLACE_BYTES, Link, open_link
-from minivllm.distributed.stage import Stage, StageLinks, divide_layers
+from minivllm.distributed.link import NUM_PLACES, PLACE_BYTES, Link, StageLinks, open_link
+from minivllm.distributed.stage import Stage, divide_layers
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.sampling_params import StructuredOutputs
 from tests.executor.test_tensor_parallel import PROMPTS, UNEVEN, answers, arguments

@@ -1,0 +1,164 @@
+"""One worker in a process of its own: reads records from the ring, runs them in order, answers through its socket."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from minivllm.distributed.communicator import Communicator
+from minivllm.distributed.gloo import GlooCommunicator
+from minivllm.distributed.shared_memory import SharedMemoryCommunicator
+from minivllm.distributed.stage import Stage
+from minivllm.errors import MinivllmError, RequestError
+from minivllm.executor.child_reports import ErrorInfo, LogSender, printable
+from minivllm.executor.protocol import ENGINE_METHODS, PendingOutput, check_arguments
+from minivllm.executor.records import (
+    Answer,
+    Call,
+    Channel,
+    Died,
+    Masks,
+    Output,
+    Report,
+    Start,
+    Step,
+    ToWorkers,
+    Whereabouts,
+    output_rank,
+)
+from minivllm.executor.ring.agreement import token_digest
+from minivllm.executor.ring.broadcast_ring import RingReader
+from minivllm.messages import TokenMasks
+from minivllm.model_facts.choose import read_model_facts
+from minivllm.models.registry.registry import load_family
+from minivllm.worker.worker import Worker
+
+MAX_IN_FLIGHT = 2
+"""Steps that a device works through while this process waits for the older one."""
+
+
+class WorkerProcess:
+    """Serves one executor until it says Stop."""
+
+    def __init__(self, start: Start, ring: RingReader, channel: Channel) -> None:
+        self._start, self._ring, self._channel = start, ring, channel
+        self._decoder = msgspec.msgpack.Decoder(ToWorkers)
+        self._worker: Worker | None = None
+        self._communicator: Communicator | None = None
+        self._stage = Stage()
+        self._pending: deque[PendingOutput] = deque()
+        self._num_outputs = 0
+
+    def run(self) -> int:
+        """Load, serve, end; the exit status: 1 if the worker died and said so."""
+        try:
+            self._worker = self._make_worker(self._start)
+            self._serve(self._worker)
+            self._worker.leave_builds()
+            self._worker.stop_transfers()
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # the engine has gone as well
+                self._channel.send(Died(ErrorInfo.of(error)))
+            return 1
+        return 0
+
+    def _make_worker(self, start: Start) -> Worker:
+        config = start.config
+        if config.family is not None:
+            load_family(config.family)
+        facts = read_model_facts(config.model_path, config.load_format, config.hf_overrides, config.model_impl)
+        number, rank = divmod(start.rank, config.tensor_parallel_size)
+        if start.segment is not None:
+            self._communicator = SharedMemoryCommunicator(rank, *start.segment)
+        elif start.rendezvous is not None:
+            path = f"/proc/self/fd/{start.rendezvous}"
+            self._communicator = GlooCommunicator(rank, config.tensor_parallel_size, path)
+        self._stage = Stage(number, config.pipeline_parallel_size, start.links)
+        return Worker(config, facts, lambda output: self._channel.send(Report(output)), self._communicator, self._stage)
+
+    def whereabouts(self) -> Whereabouts:
+        """Of the main thread. From any other one."""
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        num_exchanges = 0 if self._communicator is None else self._communicator.num_exchanges
+        return Whereabouts(num_exchanges, printable("".join(traceback.format_stack(frame))), self._stage.num_handed)
+
+    def _serve(self, worker: Worker) -> None:
+        # On a CPU launching is computing: a result is there before the next record is looked at.
+        in_flight = 1 if worker.device.type == "cpu" else MAX_IN_FLIGHT
+        samples = self._start.rank >= output_rank(self._start.config)
+        while True:
+            if self._pending and (len(self._pending) == in_flight or not self._ring.has_record):
+                self._send_output()
+                continue
+            record = self._read()
+            if isinstance(record, Step):
+                pending = worker.launch(record.step, self._read_masks if record.has_masks else None)
+                if samples:
+                    self._pending.append(pending)
+            elif isinstance(record, Call):
+                while self._pending:
+                    self._send_output()
+                self._channel.send(self._call(worker, record))
+            else:
+                return
+
+    def _send_output(self) -> None:
+        output = self._pending.popleft().result()
+        self._num_outputs += 1
+        self._ring.note(self._num_outputs, token_digest(output.sampled_token_ids))
+        if self._start.rank == output_rank(self._start.config):
+            self._channel.send(Output(output))
+
+    def _read(self) -> ToWorkers:
+        record: ToWorkers = self._decoder.decode(self._ring.read())
+        return record
+
+    def _read_masks(self) -> TokenMasks:
+        record = self._read()
+        assert isinstance(record, Masks), "the executor writes them right behind their step"
+        return record.masks
+
+    @staticmethod
+    def _call(worker: Worker, call: Call) -> Answer:
+        try:
+            if call.method not in ENGINE_METHODS:
+                raise RequestError(f"{call.method!r} is no method of a worker that may be called.")
+            found: Any = getattr(worker, call.method)
+            value = found(*check_arguments(found, call.args)) if callable(found) else found
+        except MinivllmError as error:
+            return Answer(error=ErrorInfo.of(error))
+        if call.method == "initialize_pools":  # what exists now stays
+            gc.collect()
+            gc.freeze()
+        return Answer(value)
+
+
+def serve(channel: Channel, ring: RingReader, rank: int) -> int:
+    """What a worker process does once it has imported everything; its exit status."""
+    start: Start | None = channel.receive_one()
+    if start is None:
+        return 0  # the engine has gone before it said what to start
+    for inherited in start.shared:
+        os.set_inheritable(inherited, False)
+    worker = WorkerProcess(start, ring, channel)
+
+    def answer_probes() -> None:
+        while (probes := channel.receive()) is not None:
+            for _ in probes:
+                channel.send(worker.whereabouts())
+
+    threading.Thread(target=answer_probes, name="probes", daemon=True).start()
+    package = logging.getLogger("minivllm")
+    package.addHandler(LogSender(channel.send))
+    package.setLevel(start.log_level if rank == output_rank(start.config) else max(start.log_level, logging.WARNING))
+    package.propagate = False
+    return worker.run()
