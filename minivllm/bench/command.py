@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from minivllm.bench.disaggregated import disaggregated
 from minivllm.bench.engines import model, throughput
 from minivllm.bench.parts.parts import roofline
 from minivllm.bench.parts.startup import startup
@@ -11,5 +12,5 @@ from minivllm.bench.reports.report import compare
 from minivllm.bench.serve import serve
 
 bench = typer.Typer(rich_markup_mode=None)
-for command in (model, throughput, serve, startup, roofline, compare):
+for command in (model, throughput, serve, disaggregated, startup, roofline, compare):
     bench.command(command.__name__)(command)

@@ -23,6 +23,7 @@ EXAMPLES = [
     "shared-prefix:4:16:4:8",
     "multi-turn:2:3:10:4",
     "long-among-decodes:3:200",
+    "prefill-load:2:30:3:100:0.5",
     "bursts:2:3:0.5:5:9",
     "poisson:20:10:5:9",
 ]

@@ -32,6 +32,8 @@ FORMS = {
     "groups in a random order",
     "multi-turn:CONVERSATIONS:TURNS:TOKENS:OUTPUT": "every turn sends the whole conversation and TOKENS more",
     "long-among-decodes:REQUESTS:LONG": "short prompts that decode 128 tokens; a prompt of LONG comes after 1 s",
+    "prefill-load:STREAMS:TOKENS:PROMPTS:LONG:SECONDS": "STREAMS short prompts that decode TOKENS; meanwhile one of "
+    "PROMPTS prompts of LONG comes every SECONDS and decodes 1",
     "bursts:BURSTS:SIZE:SECONDS:LOW:HIGH": "SIZE requests at once, every SECONDS; lengths uniform",
     "poisson:REQUESTS:RATE:LOW:HIGH": "independent arrivals, RATE per second; lengths uniform",
     "PATH.jsonl": 'lines of {"prompt_token_ids": […], "max_tokens": n, "arrival": seconds}',
@@ -131,6 +133,11 @@ def _long_among_decodes(source: Source, requests: int, long: int) -> list[Task]:
     return [*_fixed(source, requests, 32, 128), Task(source.ids(long), 16, arrival=1.0)]
 
 
+def _prefill_load(source: Source, streams: int, tokens: int, prompts: int, long: int, seconds: float) -> list[Task]:
+    arrivals = [seconds * (number + 1) for number in range(prompts)]
+    return _fixed(source, streams, 32, tokens) + [Task(source.ids(long), 1, arrival) for arrival in arrivals]
+
+
 def _bursts(source: Source, bursts: int, size: int, seconds: float, low: int, high: int) -> list[Task]:
     return [source.uniform(low, high, burst * seconds) for burst in range(bursts) for _ in range(size)]
 
@@ -178,6 +185,7 @@ _MAKERS: dict[str, tuple[Callable[..., list[Task]], tuple[type, ...]]] = {
     "prefix-groups": (_prefix_groups, (int, int, int, int, int)),
     "multi-turn": (_multi_turn, (int, int, int, int)),
     "long-among-decodes": (_long_among_decodes, (int, int)),
+    "prefill-load": (_prefill_load, (int, int, int, int, float)),
     "bursts": (_bursts, (int, int, float, int, int)),
     "poisson": (_poisson, (int, float, int, int)),
 }

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,8 @@ class Shape:
 
 
 class Child:
-    """A running server. name: "prefill 1". url: where it will listen."""
+    """A running server, which ends when nobody holds ``life_fd`` open any longer. name: "prefill 1". url: where it will
+    listen. command: "serve" or "proxy", and its flags but for --port."""
 
     def __init__(self, name: str, command: Sequence[str], api_keys: Sequence[str], life_fd: int) -> None:
         self.name = name
@@ -106,14 +108,7 @@ class Children:
 
     async def wait_until_ready(self) -> None:
         """Raises EngineDeadError for one that ends instead."""
-        async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
-            for child in self.all:
-                while not await _is_ready(client, child):
-                    for one in self.all:
-                        if one.has_ended:
-                            raise EngineDeadError(one.ending)
-                    await asyncio.sleep(POLL_SECONDS)
-                logger.info("The %s server is ready at %s.", child.name, child.url)
+        await wait_until_ready(self.all)
 
     async def watch(self) -> None:
         """Name every server that ends. Raises EngineDeadError when none is left that could answer."""
@@ -127,21 +122,38 @@ class Children:
             await asyncio.sleep(POLL_SECONDS)
 
     def close(self) -> None:
-        """End all that run: SIGTERM, and SIGKILL to those that do not drain in time."""
+        """End all that run."""
         os.close(self._life)
-        for child in self.all:
-            if child.process.poll() is None:
-                child.process.send_signal(signal.SIGTERM)
-        end = time.monotonic() + self._drain_timeout + KILL_SECONDS
-        for child in self.all:
-            try:
-                child.process.wait(max(end - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                logger.warning("The %s server does not end, and is killed.", child.name)
-                child.process.kill()
-                child.process.wait()
-            child.close()
+        end_all(self.all, self._drain_timeout + KILL_SECONDS)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+async def wait_until_ready(children: Sequence[Child]) -> None:
+    """Raises EngineDeadError for one that ends instead."""
+    async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
+        for child in children:
+            while not await _is_ready(client, child):
+                for one in children:
+                    if one.has_ended:
+                        raise EngineDeadError(one.ending)
+                await asyncio.sleep(POLL_SECONDS)
+            logger.info("The %s server is ready at %s.", child.name, child.url)
+
+
+def end_all(children: Sequence[Child], seconds: float) -> None:
+    """SIGTERM, and SIGKILL to those that do not end in time."""
+    for child in children:
+        if not child.has_ended:
+            child.process.send_signal(signal.SIGTERM)
+    end = time.monotonic() + seconds
+    for child in children:
+        try:
+            child.process.wait(max(end - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            logger.warning("The %s server does not end, and is killed.", child.name)
+            child.process.kill()
+            child.process.wait()
+        child.close()
 
 
 async def _is_ready(client: httpx.AsyncClient, child: Child) -> bool:
@@ -149,3 +161,17 @@ async def _is_ready(client: httpx.AsyncClient, child: Child) -> bool:
         return (await client.get(f"{child.url}/ready")).is_success
     except httpx.HTTPError:
         return False
+
+
+@contextmanager
+def started_child(name: str, command: Sequence[str]) -> Iterator[Child]:
+    """A single server, ready, for the length of the block. Raises EngineDeadError if it ends instead."""
+    life_fd, life = os.pipe()
+    child = Child(name, command, (), life_fd)
+    os.close(life_fd)
+    try:
+        asyncio.run(wait_until_ready([child]))
+        yield child
+    finally:
+        os.close(life)
+        end_all([child], KILL_SECONDS)
