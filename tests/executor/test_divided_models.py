@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
+from minivllm.messages import LoRARequest
 from tests.end_to_end.test_compressed_tensors import PER_TOKEN, all_but_the_head, compressed_copy, group, weights
 from tests.end_to_end.test_packed_checkpoints import float8_copy, quantised_copy
 from tests.executor.virtual_shards import virtual_llm
+from tests.gguf_families import write_expert_gguf
 from tests.gguf_models import write_gguf
 from tests.quantization.test_mxfp4 import gpt_oss_copies
 
@@ -184,10 +189,57 @@ def test_mxfp4_experts_are_divided(tiny_model: TinyModel, tmp_path: Path) -> Non
     assert_divided(arguments(path), sizes=(2,), enable_expert_parallel=True)
 
 
+@pytest.mark.parametrize("family", ["qwen2-moe", "gpt-oss"])
+def test_experts_of_a_gguf_file_are_divided(tiny_model: TinyModel, tmp_path: Path, family: str) -> None:
+    sizes = {**EXPERTS, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96, "intermediate_size": 96}
+    source = tiny_model(family, **WIDE | sizes, mlp_only_layers=[])
+    write_expert_gguf(source, tmp_path / "model.gguf", "Q4_0")
+    one = arguments(tmp_path / "model.gguf", tokenizer=str(source), quantization="int8")
+    assert_divided(one, sizes=(3,))
+    assert_divided(one, sizes=(2,), enable_expert_parallel=True)
+
+
 def test_inputs_that_are_rounded_together_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     path = compressed(tiny_model("qwen3", **WIDE | HEADS), tmp_path, weights(8, "channel"), inputs=PER_TOKEN)
     with pytest.raises(ConfigError, match="rounds the inputs of its layers to int8"):
         LLM(**arguments(path, tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize("name", ["short convolutions", "mamba2, groups of heads", "latents"])
+def test_adapters_are_divided_as_the_layers_that_they_change(tiny_model: TinyModel, tmp_path: Path, name: str) -> None:
+    """One adapter of all linear layers, for the first request and the last."""
+    family, overrides = MODELS[name]
+    one = arguments(tiny_model(family, **WIDE | overrides), enable_lora=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+    def tokens(llm: LLM, adapter: LoRARequest | None) -> list[Any]:
+        adapters = None if adapter is None else [adapter, None, adapter]
+        return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, greedy, lora_request=adapters)]
+
+    with LLM(**one) as llm:
+        decoder = llm.llm_engine.client.core.executor.worker._decoder  # type: ignore[attr-defined]
+        shapes = {
+            f"{block}.{part}": linear.whole_shape(part) for block, linear in decoder.linears for part in linear.sizes
+        }
+        adapter = random_adapter(tmp_path, shapes)
+        expected = tokens(llm, adapter)
+        assert expected != tokens(llm, None)
+    with virtual_llm(**one, tensor_parallel_size=2) as llm:
+        assert tokens(llm, adapter) == expected
+
+
+def random_adapter(directory: Path, shapes: dict[str, tuple[int, int]]) -> LoRARequest:
+    """Of rank 8. shapes: [out, in] of the layers it changes."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, (outputs, inputs) in shapes.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(8, inputs, generator=generator) / inputs**0.5
+        tensors[f"base_model.model.{name}.lora_B.weight"] = 0.3 * torch.randn(outputs, 8, generator=generator)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    modules = sorted({name.rpartition(".")[2] for name in shapes})
+    entries = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": modules}
+    (directory / "adapter_config.json").write_text(json.dumps(entries))
+    return LoRARequest("own", str(directory))
 
 
 DEALT: dict[str, tuple[str, dict[str, Any]]] = {
