@@ -226,7 +226,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_usage: share of the blocks that are in use, 0 to 1, in the pool that has the fewest left. kv_cache_pools:
     of each KV group. num_drafts: verifications of at least one drafted token. num_draft_tokens, num_accepted_tokens:
     drafted tokens that were verified, and those of them that were kept. num_accepted_tokens_per_position: how many
-    verifications kept their first, second, … drafted token. kv_transfer: of each tier.
+    verifications kept their first, second, … drafted token. kv_transfer: of each tier. worker_resident_bytes: memory of
+    the process that each worker lives in, by rank.
     """
 
     num_running: int = 0
@@ -243,6 +244,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_position: list[int] = msgspec.field(default_factory=list)
     kv_transfer: list[KVTransferStats] = []
+    worker_resident_bytes: list[int] = []
 
 
 class RecentStep(msgspec.Struct, frozen=True, kw_only=True):

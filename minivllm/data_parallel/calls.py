@@ -99,12 +99,21 @@ _COMBINE: dict[str, Callable[[Sequence[Any]], Any]] = {
 }
 
 
+_NOT_SUMMED = {
+    "kv_cache_usage",
+    "kv_cache_pools",
+    "num_accepted_tokens_per_position",
+    "kv_transfer",
+    "worker_resident_bytes",
+}
+
+
 def sum_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
     """Counts of several engines together; shares are means, for their caches are of one size."""
     fields: dict[str, Any] = {}
     for name in SchedulerStats.__struct_fields__:
         values = [getattr(one, name) for one in stats]
-        if name not in ("kv_cache_usage", "kv_cache_pools", "num_accepted_tokens_per_position", "kv_transfer"):
+        if name not in _NOT_SUMMED:
             fields[name] = sum(values)
     positions = [one.num_accepted_tokens_per_position for one in stats]
     longest = max(map(len, positions))
@@ -122,6 +131,7 @@ def sum_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
             sum(counts[place] for counts in positions if place < len(counts)) for place in range(longest)
         ],
         kv_transfer=list(map(_sum_tiers, zip(*(one.kv_transfer for one in stats)))),
+        worker_resident_bytes=_joined([one.worker_resident_bytes for one in stats]),
         **fields,
     )
 

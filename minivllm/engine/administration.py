@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
+from minivllm.device.freed_memory import resident_bytes
 from minivllm.errors import ModelError, RequestError
 from minivllm.executor.protocol import WORKER_METHODS, check_arguments
 from minivllm.kv_transfer.connector import load_connector
@@ -36,7 +39,8 @@ class Administration:
     # -- a look inside -------------------------------------------------------------------------------------------
 
     def stats(self) -> SchedulerStats:
-        return self._core.scheduler.stats()
+        memory = list(map(resident_bytes, self._core.executor.pids))
+        return structs.replace(self._core.scheduler.stats(), worker_resident_bytes=memory)
 
     def recent_steps(self, after: int) -> list[RecentStep]:
         """What the scheduler decided in the last steps, those with numbers above ``after``."""

@@ -331,7 +331,7 @@ class MultiprocExecutor:
         self.transfers = TransferInbox()
         self._group = WorkerGroup(config, self.transfers, command)
         self._close = weakref.finalize(self, self._group.close)
-        self.pids = [process.pid for process in self._group.processes]
+        self.pids: Sequence[int] = [process.pid for process in self._group.processes]
         try:
             self.collective("load_model")
             sized: list[list[GroupSpec]] = self.collective("size_cache")

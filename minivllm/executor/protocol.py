@@ -32,6 +32,8 @@ class Executor(Protocol):
     """Width of the logits."""
     transfers: TransferInbox
     """What a connector's worker side reports."""
+    pids: Sequence[int]
+    """Processes that the workers live in, by rank."""
 
     def execute_model(
         self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ class UniProcExecutor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker") if has_thread else None
         self._worker: Worker | None = None
         self.transfers = TransferInbox()
+        self.pids: Sequence[int] = [os.getpid()]
         self.vocab_size = facts.vocab_size
         try:
             self.kv_groups: Sequence[GroupSpec] = self._call(self._load, config, facts)

@@ -183,6 +183,13 @@ class _EngineCollector:
                 for pool in one.stats.kv_cache_pools
             )
             yield _family(GaugeMetricFamily, name, text, of_pools, "group")
+        of_workers = (
+            ([engine, str(rank)], size)
+            for engine, one in engines
+            for rank, size in enumerate(one.stats.worker_resident_bytes)
+        )
+        text = "Memory of the process that a worker lives in."
+        yield _family(GaugeMetricFamily, "worker_resident_bytes", text, of_workers, "rank")
         if any(one.stats.kv_transfer for _, one in engines):
             yield from _transfers(
                 [([engine, tier.tier], tier) for engine, one in engines for tier in one.stats.kv_transfer]

@@ -25,6 +25,7 @@ def stats_of(step: int, positions: list[int]) -> SchedulerStats:
         kv_cache_pools=[PoolStats(name="full attention", num_blocks=7, usage=step / 10)],
         num_accepted_tokens_per_position=positions,
         kv_transfer=[tier],
+        worker_resident_bytes=[step, 7],
     )
 
 
@@ -38,6 +39,7 @@ def test_every_count_of_all_engines_is_summed_and_shares_are_means() -> None:
     [pool] = together.kv_cache_pools
     assert (pool.name, pool.num_blocks, pool.usage) == ("full attention", 14, pytest.approx(0.2))
     assert together.num_accepted_tokens_per_position == [7, 4, 1]
+    assert together.worker_resident_bytes == [1, 7, 3, 7]
     [tier] = together.kv_transfer
     for name in filled(KVTransferStats, 1):
         if name != "block_bytes":

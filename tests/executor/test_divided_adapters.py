@@ -55,6 +55,8 @@ def test_vectors_and_tokens_of_processes_are_those_of_one_worker(
         with pytest.raises(RequestError, match="must be a local directory"):
             llm.llm_engine.client.call("add_lora", "nothing", str(tmp_path / "nowhere"))
         assert answers(llm) == tokens
+        memory = llm.get_metrics().worker_resident_bytes
+        assert len(memory) == 2 and min(memory) > 30 * 2**20
         for got, wanted in zip(llm.embed(asked, lora_request=adapters), vectors, strict=True):
             assert got.embedding == pytest.approx(wanted, abs=1e-4)
         named = next(adapter for adapter in adapters if adapter is not None)

@@ -51,6 +51,7 @@ class VirtualShards:
     def __init__(self, config: EngineConfig, facts: ModelFacts) -> None:
         self._size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
         self.vocab_size, self.transfers = facts.vocab_size, TransferInbox()
+        self.pids = [os.getpid()] * config.num_workers
         self._shared = SharedLinks(self._size, num_stages)
         self._barriers = [threading.Barrier(self._size) for _ in range(num_stages)]
         self._threads = [ThreadPoolExecutor(1) for _ in range(config.num_workers)]

@@ -119,6 +119,14 @@ def test_every_pool_of_the_kv_cache_has_its_gauges() -> None:
         assert values[f"minivllm_kv_cache_pool_usage_ratio{{engine=0,group={pool.name}}}"] == pool.usage
 
 
+def test_the_memory_of_every_worker_has_its_gauge() -> None:
+    metrics = ServerMetrics()
+    metrics.look_at_engines([SchedulerStats(worker_resident_bytes=[10, 20]), None], [0, 0])
+    values = values_of(metrics)
+    names = {f"minivllm_worker_resident_bytes{{engine=0,rank={rank}}}": 10 * (1 + rank) for rank in range(2)}
+    assert {name: value for name, value in values.items() if "resident" in name} == names
+
+
 def test_speculation_is_counted_in_all_and_by_position() -> None:
     metrics = ServerMetrics()
     assert values_of(metrics)["minivllm_spec_decode_num_drafts_total{engine=0}"] == 0

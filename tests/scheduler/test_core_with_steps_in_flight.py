@@ -5,6 +5,7 @@ The workers are simulated ones in a thread; they check every block table they ar
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,7 @@ class SimulatedExecutor:
     """Runs steps in order in a thread. before_step is called there with the number of each step, from 0."""
 
     def __init__(self, num_blocks: int, max_num_seqs: int) -> None:
+        self.pids = [os.getpid()]
         self.kv_groups, self.vocab_size = [one_group(1, BLOCK_SIZE, num_blocks=num_blocks)], VOCAB_SIZE
         self.block_bytes = sum(group.block_bytes for group in self.kv_groups)
         self.worker = SimulatedWorker(BLOCK_SIZE, max_num_seqs)
