@@ -1,0 +1,175 @@
+"""``minivllm bench simulate``: what routing policies would do with many engines, without running any."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minivllm.bench.reports.figures import Figure, error_figures, latency_figures, rate_figures
+from minivllm.bench.reports.report import (
+    Comparison,
+    Measurement,
+    OutputOptions,
+    compared,
+    make_report,
+    publish,
+    read_report,
+)
+from minivllm.bench.rounds.workloads import ARRIVAL_FORMS, FORMS, arrive, make_workload
+from minivllm.bench.sides.drive import Task
+from minivllm.bench.simulation.cluster import Cluster, Failure, Outcome, run_cluster
+from minivllm.bench.simulation.step_time import StepTime, fit_step_time, parse_step_time
+from minivllm.cli.engine.options import with_options
+from minivllm.config import SchedulerConfig
+from minivllm.errors import ConfigError
+from minivllm.plugins import ROUTING
+
+VOCAB_SIZE = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationOptions:
+    """The engines and what they are sent."""
+
+    workload: Annotated[
+        str, typer.Option(help="What is sent: " + "; ".join(f"{form} ({text})" for form, text in FORMS.items()))
+    ] = "multi-turn:64:4:128:64"
+    arrivals: Annotated[
+        str | None,
+        typer.Option(help="When, in place of the workload's own times: " + "; ".join(ARRIVAL_FORMS)),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="data_parallel_policy, repeatable; the others are compared with the first. [default: all]"),
+    ] = None
+    data_parallel_size: Annotated[int, typer.Option(min=1, max=4096, help="Engines.")] = 2
+    fit: Annotated[
+        Path | None,
+        typer.Option(help="JSON of bench model with decode:1, decode:16 and prefill:512: how long steps take."),
+    ] = None
+    step_ms: Annotated[
+        str | None,
+        typer.Option(help="In place of --fit, milliseconds of a step, of a prompt token, of a request that decodes."),
+    ] = None
+    failure: Annotated[
+        list[str] | None,
+        typer.Option(help="ENGINE:AT:SECONDS: it dies at a time, and serves again so many seconds later (repeatable)."),
+    ] = None
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at the same time, of each engine.")] = 64
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 2048
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block of the KV cache.")] = 64
+    num_blocks: Annotated[int, typer.Option(min=2, help="Blocks of the KV cache of each engine.")] = 1024
+
+    def tasks(self) -> list[Task]:
+        """Raises ConfigError for what is no workload, or does not fit into the cache of an engine."""
+        tasks = make_workload(self.workload, VOCAB_SIZE, self.seed)
+        longest = max(len(task.prompt) + task.max_tokens for task in tasks)
+        if longest > (self.num_blocks - 1) * self.block_size:
+            raise ConfigError(
+                f"The longest request has {longest} tokens, but the KV cache of an engine only "
+                f"{(self.num_blocks - 1) * self.block_size}: give it more --num-blocks."
+            )
+        return tasks if self.arrivals is None else arrive(tasks, self.arrivals, self.seed)
+
+    def step_time(self) -> StepTime:
+        """Raises ConfigError unless exactly one source is given, RequestError for a report that tells too little."""
+        if (self.fit is None) == (self.step_ms is None):
+            raise ConfigError("How long steps take must be told: give either --fit or --step-ms.")
+        return fit_step_time(read_report(self.fit)) if self.fit is not None else parse_step_time(str(self.step_ms))
+
+    def cluster(self, step_time: StepTime, tasks: Sequence[Task]) -> Cluster:
+        """Raises ConfigError for a failure that cannot be."""
+        limits = SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=max(len(task.prompt) + task.max_tokens for task in tasks),
+        )
+        return Cluster(
+            num_engines=self.data_parallel_size,
+            step_time=step_time,
+            scheduler=limits,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            failures=[_failure(text, self.data_parallel_size) for text in self.failure or ()],
+        )
+
+
+def _failure(text: str, num_engines: int) -> Failure:
+    engine, _, rest = text.partition(":")
+    at, _, seconds = rest.partition(":")
+    try:
+        failure = Failure(int(engine), float(at), float(seconds))
+        if not (0 <= failure.engine < num_engines and 0 <= failure.time < 1e9 and 0 <= failure.seconds < 1e9):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"--failure is {text!r}, but must be ENGINE:AT:SECONDS with an engine below {num_engines}, such as 0:10:30."
+        ) from None
+    return failure
+
+
+@with_options
+def simulate(options: SimulationOptions, output: OutputOptions) -> None:
+    """Simulate engines that share requests: real schedulers, prefix caches and routing, no model.
+
+    A step takes as long as a model of its time says, which --fit makes from what bench model measured here or
+    elsewhere. That model knows no contexts, no network and no frontend, so compare policies by it, not machines. With
+    one engine beside, the hits tell what routing loses.
+
+    Example: minivllm bench simulate --data-parallel-size 64 --workload multi-turn:400:4:256:64 --arrivals poisson:40
+    --step-ms 20,1.7,2.3
+
+    A dead engine: minivllm bench simulate --data-parallel-size 4 --failure 0:10:30 --step-ms 20,1.7,2.3
+
+    Fitted: minivllm bench model --case decode:1 --case decode:16 --case prefill:512 --json speed.json, then
+    minivllm bench simulate --fit speed.json
+    """
+    step_time, tasks = options.step_time(), options.tasks()
+    cluster = options.cluster(step_time, tasks)
+    policies = options.policy or [*ROUTING.known]
+    runs = {name: (cluster, ROUTING.load(name)()) for name in policies}
+    if options.data_parallel_size > 1:
+        runs["one engine"] = (replace(cluster, num_engines=1, failures=()), ROUTING.load("round_robin")())
+    measurements: list[Measurement] = []
+    comparisons: list[Comparison] = []
+    notes, first = [], dict[str, Measurement]()
+    for side, (simulated, policy) in runs.items():
+        started = time.perf_counter()
+        outcome = run_cluster(simulated, policy, tasks)
+        case = options.workload if options.arrivals is None else f"{options.workload}, {options.arrivals}"
+        own = {
+            one.metric: Measurement(case, side, one.metric, one.unit, one.better, one.samples)
+            for one in figures_of(outcome)
+        }
+        measurements += own.values()
+        if not first:
+            first = own
+        elif side != "one engine":
+            comparisons += compared(first, own)
+        notes.append(
+            f"{side}: prefix cache hits {outcome.hit_rate:.1%}, {outcome.seconds:,.1f} s simulated in "
+            f"{time.perf_counter() - started:.1f} s."
+        )
+    configuration = {**asdict(options), "fit": None if options.fit is None else str(options.fit)}
+    configuration["step_time"] = asdict(step_time)
+    publish(make_report("simulate", configuration, measurements, comparisons, notes), output)
+
+
+def figures_of(outcome: Outcome) -> list[Figure]:
+    """Latencies and rates as of a real run, hits, and how evenly the work was spread."""
+    good = [record for record in outcome.records if record.error is None]
+    num_output = sum(len(record.token_ids) for record in good)
+    mean = sum(outcome.computed) / len(outcome.computed)
+    return [
+        *latency_figures(outcome.records),
+        *rate_figures(len(good), 0, num_output, max(outcome.seconds, 1e-9))[:2],
+        Figure("prefix cache hits", "share", "higher", [outcome.hit_rate]),
+        Figure("busiest engine / mean", "×", "lower", [max(outcome.computed) / mean if mean else 1.0]),
+        *error_figures(outcome.records),
+    ]
