@@ -6,6 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from minivllm.bench.sides.drive import Record, Task
 from minivllm.bench.simulation.step_time import StepTime
@@ -110,10 +111,10 @@ class _Run:
         self._followers: dict[int, list[int]] = {}
         self.outcome = Outcome([Record() for _ in tasks], computed=[0] * cluster.num_engines)
         for failure in cluster.failures:
-            self._plan(failure.time, lambda failure=failure: self._fail(failure))
+            self._plan(failure.time, partial(self._fail, failure))
         for index, task in enumerate(tasks):
             if task.after is None:
-                self._plan(task.arrival, lambda index=index: self._arrive(index))
+                self._plan(task.arrival, partial(self._arrive, index))
             else:
                 self._followers.setdefault(task.after, []).append(index)
 
@@ -149,7 +150,7 @@ class _Run:
     def _work(self, index: int) -> None:
         engine, life = self._engines[index], self._lives[index]
         if engine.is_idle:
-            self._plan(self._now + engine.start_step(), lambda: self._end_step(index, life))
+            self._plan(self._now + engine.start_step(), partial(self._end_step, index, life))
 
     def _end_step(self, index: int, life: int) -> None:
         if life != self._lives[index]:
@@ -170,7 +171,7 @@ class _Run:
         self.outcome.seconds = self._now
         self._num_left -= 1
         for follower in self._followers.get(index, ()):
-            self._plan(self._now + self._tasks[follower].arrival, lambda one=follower: self._arrive(one))
+            self._plan(self._now + self._tasks[follower].arrival, partial(self._arrive, follower))
 
     def _fail(self, failure: Failure) -> None:
         index = failure.engine
@@ -181,7 +182,7 @@ class _Run:
         self._engines[index] = SimulatedEngine(self._cluster)
         for request_id in self._router.lose(index):
             self._finish(int(request_id), LOST)
-        self._plan(self._now + failure.seconds, lambda: self._return(index))
+        self._plan(self._now + failure.seconds, partial(self._return, index))
 
     def _return(self, index: int) -> None:
         self._router.engines[index].is_up = True
