@@ -19,6 +19,7 @@ import torch
 
 from minivllm import LLM
 from minivllm.errors import ConfigError
+from minivllm.kv_transfer.lookup import catalogue, lookup_connector
 from minivllm.kv_transfer.lookup.gate import read_key
 from minivllm.kv_transfer.lookup.handshake import Purpose
 from minivllm.kv_transfer.lookup.lookup_server import MAX_CONNECTIONS
@@ -34,13 +35,19 @@ from tests.kv_transfer.lookup_pair import (
     wait_for_blocks,
     wait_until,
 )
-from tests.kv_transfer.test_connectors import ASYNC, CHUNKS, GREEDY, NGRAM, PROMPTS, SEEDED, transferred
+from tests.kv_transfer.test_connectors import ASYNC, CHUNKS, GREEDY, LONG, NGRAM, PROMPTS, SEEDED, transferred
 from tests.parity_reference import run, tiny_llm
 
 TinyModel = Callable[..., Path]
 FIRST = SamplingParams(temperature=0.0, max_tokens=1)
 PROMPT = PROMPTS[2]
 KEYS = block_keys(PROMPT)[: (len(PROMPT) - 1) // 8]
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (catalogue, lookup_connector):
+        monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
 
 
 def tokens(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
@@ -157,6 +164,26 @@ def test_blocks_come_from_several_producers_also_for_one_prompt(tiny_model: Tiny
         assert scheduler_side(asking).places(KEYS) == [0, 0, 1, 1]
         [output] = run(asking, [PROMPT], GREEDY)
         assert [list(output.outputs[0].token_ids)] == tokens(plain, [PROMPT]) and output.num_cached_tokens == 32
+
+
+def test_a_consumer_may_have_other_tiers_besides(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """What it computed itself comes from its host memory, the rest from the producer, also for one prompt."""
+    path, own = tiny_model("llama"), unix(tmp_path)
+    tiers = [{"kv_connector": "OffloadingConnector"}, consumer(own)]
+    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": tiers}}
+    with (
+        tiny_llm(path, kv_transfer_config=producer(own)) as first,
+        tiny_llm(path, num_gpu_blocks_override=17, kv_transfer_config=several) as second,
+    ):
+        [_, remote] = second.llm_engine.client.core._connector.tiers  # type: ignore[attr-defined]
+        run(second, [PROMPT[:16]], FIRST)
+        run(second, [LONG], GREEDY)  # takes all the blocks of the device
+        expected = tokens(first, [PROMPT])
+        wait_until(lambda: all(remote.holds(key) for key in KEYS))
+        [output] = run(second, [PROMPT], GREEDY)
+        assert [list(output.outputs[0].token_ids)] == expected and output.num_cached_tokens == 32
+        stats = {one.tier: one.num_loaded_blocks for one in second.get_metrics().kv_transfer}
+        assert stats == {"OffloadingConnector": 2, "LookupBufferConnector": 2}
 
 
 def test_a_full_buffer_keeps_its_bound_and_the_beginning_of_what_came_last(
@@ -310,7 +337,7 @@ def test_a_handshake_that_fails_is_said_once_and_nothing_travels(
             config = consumer(own, **extra)
             with caplog.at_level(logging.INFO), tiny_llm(model, kv_transfer_config=config, **settings) as second:
                 wait_until(lambda: "turned away" in caplog.text)
-                time.sleep(1.2)  # two more attempts
+                time.sleep(0.2)  # a few more attempts
                 [output] = run(second, [PROMPT], GREEDY)
                 assert output.num_cached_tokens == 0 and not scheduler_side(second).holds(KEYS[0])
                 if model == path and not settings:

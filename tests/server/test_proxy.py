@@ -156,6 +156,21 @@ def test_chats_and_responses_have_the_same_prompt_on_both_sides(pair: RunningPro
         assert {one.max_tokens for one in first} == {1}
 
 
+def test_the_official_client_streams_chats_and_responses_through_it(pair: RunningProxy) -> None:
+    wish = LONG.removeprefix("say:").strip()
+    with pair.client() as client:
+        messages: Any = [{"role": "user", "content": LONG}]
+        chunks = client.chat.completions.create(
+            model="tiny", messages=messages, stream=True, max_tokens=300, stream_options={"include_usage": True}
+        )
+        pieces = list(chunks)
+        assert "".join(one.choices[0].delta.content or "" for one in pieces if one.choices).strip() == wish
+        assert pieces[-1].usage is not None and pieces[-1].usage.completion_tokens > 10
+        with client.responses.stream(model="tiny", input=LONG, max_output_tokens=300) as events:
+            assert [event.type for event in events][-1] == "response.completed"
+            assert events.get_final_response().output_text.strip() == wish
+
+
 def test_clients_may_not_say_where_keys_and_values_come_from(pair: RunningProxy) -> None:
     clear(pair)
     body = {"model": "tiny", "prompt": LONG, "kv_transfer_params": {"remote_host": "10.0.0.1"}}
@@ -336,6 +351,8 @@ def test_a_key_is_asked_for_and_passed_on(scripts: Scripts) -> None:
                 assert client.completions.create(model="tiny", prompt=LONG, max_tokens=2).choices[0].text
                 assert [model.id for model in client.models.list()] == ["tiny"]
             assert httpx.get(f"{proxy.url}/metrics").status_code == 401
+            answer = httpx.get(f"{proxy.url}/metrics", headers={"authorization": "Bearer secret"})
+            assert 'minivllm_proxy_requests_total{way="prefill"} 1.0' in answer.text
             assert httpx.get(f"{proxy.url}/health").status_code == 200
 
 
