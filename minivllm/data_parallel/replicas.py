@@ -27,7 +27,7 @@ def share_of_cores(args: EngineArgs) -> dict[str, str]:
     """Variables of one engine process: its share of the cores. Threads that the user set are for each engine."""
     if "OMP_NUM_THREADS" in os.environ or args.data_parallel_size == 1:
         return {}
-    sharing = args.data_parallel_size * args.tensor_parallel_size
+    sharing = args.data_parallel_size * args.num_workers
     return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // sharing))}
 
 
