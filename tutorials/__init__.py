@@ -1,4 +1,4 @@
-"""Seventeen chapters that take a serving engine apart. ``python -m tutorials`` lists them."""
+"""Eighteen chapters that take a serving engine apart. ``python -m tutorials`` lists them."""
 
 from __future__ import annotations
 

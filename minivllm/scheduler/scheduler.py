@@ -43,6 +43,7 @@ from minivllm.request import Request, RequestStatus
 from minivllm.scheduler.admission import AdmissionPolicy, AdmitAll
 from minivllm.scheduler.drafting_stats import DraftingStats
 from minivllm.scheduler.policy import SchedulingPolicy, make_policy
+from minivllm.scheduler.stage_share import stage_share
 from minivllm.scheduler.step_plan import InFlightStep, StepPlan
 from minivllm.scheduler.stopping import append_until_stop
 
@@ -321,17 +322,18 @@ class Scheduler:
         allocate_slots, cut_chunk = self.kv_cache_manager.allocate_slots, self.kv_cache_manager.cut_chunk
         no_block_ids = self.kv_cache_manager.no_block_ids
         rolled_back, scheduled = self._rolled_back, frozenset(plan.num_scheduled_tokens)
-        share, resting = -(-len(running) // self.config.num_stages), self._resting()
+        share, busy = stage_share(running, self._in_flight, self.config.num_stages)
         index = 0
         while index < len(running) and plan.budget > 0:
             request = running[index]
             num_computed = request.num_computed_tokens
             num_new = len(request.all_token_ids) - num_computed
-            if request.draft_token_ids:
-                num_new += len(request.draft_token_ids)
             if self._async_scheduling and request.token_mask is None:
                 # With a mask, what the last token was decides which one may come next, so it must be known.
                 num_new += request.num_output_placeholders
+            is_decode = num_new == 1
+            if request.draft_token_ids:
+                num_new += len(request.draft_token_ids)
             if num_new != 1:
                 num_new = min(num_new, plan.budget, plan.chunk_budget)
                 if 0 < threshold < num_new:
@@ -340,10 +342,9 @@ class Scheduler:
             # The last token of a sequence is never computed, so neither drafts nor placeholders may reach it.
             num_left = request.num_prompt_tokens + request.max_tokens - 1 - num_computed
             num_new = min(num_new, num_left)
-            ends = num_computed + num_new >= len(request.all_token_ids)
-            is_resting = ends and (share == 0 or (request.num_output_placeholders and request.request_id in resting))
-            if num_new <= 0 or is_resting or request.request_id in scheduled:
-                # Its next token is in flight, or its turn is over, or comes later.
+            comes_later = is_decode and (share == 0 or request.request_id in busy)
+            if num_new <= 0 or comes_later or request.request_id in scheduled:
+                # Its next token is in flight, or its turn is over, or that of others comes first.
                 index += 1
                 continue
 
@@ -365,7 +366,7 @@ class Scheduler:
                 continue  # the request itself had to go, and the next one took its place
 
             plan.add(request, num_new)
-            share -= ends
+            share -= is_decode
             if new_block_ids is not no_block_ids or (rolled_back and request.request_id in rolled_back):
                 plan.differences[request.request_id] = CachedRequestData(
                     request_id=request.request_id, new_block_ids=new_block_ids, num_computed_tokens=num_computed
@@ -415,13 +416,6 @@ class Scheduler:
             plan.add(request, num_new)
         for request in reversed(set_aside):
             waiting.prepend(request)
-
-    def _resting(self) -> set[str]:
-        """Requests of the newest steps in flight, which other stages of a pipeline still compute: with their next token
-        scheduled now, the first stage would wait for the last one."""
-        num_others = self.config.num_stages - 1
-        steps = list(self._in_flight)[-num_others:] if num_others and self._async_scheduling else ()
-        return {request_id for step in steps for request_id in step.output.num_scheduled_tokens}
 
     def _num_promised_blocks(self, plan: StepPlan) -> list[int]:
         """Blocks of each KV group that the prompts under way will take beyond this step."""
