@@ -58,6 +58,9 @@ def test_nothing_but_block_files_is_counted_or_deleted(tmp_path: Path) -> None:
     link.symlink_to(outside)
     being_written, left_behind = (folder / f".{number:064x}.safetensors.7.part" for number in (1, 2))
     being_written.write_bytes(bytes(100))
+    long_ago = time.time() - 600
+    os.utime(being_written, (long_ago, long_ago))
+    os.utime(old, (long_ago + 1, long_ago + 1))
     left_behind.write_bytes(large)
     os.utime(left_behind, (1, 1))
     bound = DirectoryBound(tmp_path, 250)  # 200 are there: the block, and what is being written

@@ -92,7 +92,7 @@ def test_worker_processes_find_what_those_of_another_engine_saved(uneven: Path, 
         assert answers(llm, num_tokens=4) == expected
         in_host, in_files = llm.get_metrics().kv_transfer
         assert in_host.num_failed_blocks == in_files.num_failed_blocks == 0
-        assert in_files.num_loaded_blocks > 4 and in_host.num_loaded_blocks > 0
+        assert in_files.num_loaded_blocks > 4
     assert len(parts(tmp_path, 0)) == len(parts(tmp_path, 1)) > 4
 
 

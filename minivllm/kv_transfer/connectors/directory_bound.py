@@ -66,6 +66,8 @@ class DirectoryBound:
         for _, size, path in files:
             if total <= wanted:
                 break
+            if PART_NAME.fullmatch(os.path.basename(path)):
+                continue  # another process is about to rename it
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             total -= size
