@@ -76,7 +76,7 @@ def addresses_of(config: KVTransferConfig, options: LookupBufferOptions) -> tupl
     """Where this engine listens, and whom it asks. Raises ConfigError for what does not suit its role."""
     if config.saves != bool(options.address) or config.loads != bool(options.peers):
         raise ConfigError(
-            "LookupBufferConnector needs an 'address' to listen at as kv_producer, 'peers' to ask as kv_consumer, and "
+            f"{config.kv_connector} needs an 'address' to listen at as kv_producer, 'peers' to ask as kv_consumer, and "
             f"both as kv_both; with kv_role {config.kv_role!r} it got address {options.address!r} and peers "
             f"{options.peers!r}."
         )

@@ -7,6 +7,7 @@ slow or stopped in between may have put other blocks there (vLLM once answered w
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -123,7 +124,7 @@ class NixlWorker(KVConnectorWorker):
             self._server = LeaseServer(own, self._gate, self._blocks, self._agent.get_agent_metadata())
         self._reader: Any = None
         self._staging: Tensor | None = None
-        self._abandoned: list[Tensor] = []
+        self._abandoned: list[tuple[Any, ...]] = []
         self._staged: dict[bytes, Tensor] = {}
         self._producers: dict[int, _Producer] = {}
         self._load_now = BlockTransfer(keys=[], block_ids=())
@@ -156,7 +157,8 @@ class NixlWorker(KVConnectorWorker):
             except (OSError, ValueError, RuntimeError) as error:  # NIXL's errors are RuntimeErrors
                 logger.warning("Blocks from %s did not come: %s.", self._peers[place].text, error)
                 self._hang_up(place)
-        return self._staged.get(key)
+        data = self._staged.get(key)
+        return None if data is None or self.blocks is None else data[: self.blocks.block_bytes]
 
     def _fetch(self, place: int, keys: Sequence[bytes]) -> None:
         """Read blocks of one producer under a lease. Raises OSError, ValueError, or what NIXL raises."""
@@ -165,8 +167,9 @@ class NixlWorker(KVConnectorWorker):
         if self._staging is None:
             shape = (STAGED_BLOCKS, self._block_bytes)
             self._staging = torch.zeros(shape, dtype=torch.uint8, pin_memory=self._is_cuda)
+            for other in list(self._producers):
+                self._hang_up(other)
             self._reader = make_agent("consumer", self._staging)
-            self._producers.clear()
         if place not in self._producers:
             self._producers[place] = _Producer(self._gate.connect(self._peers[place], Purpose.BLOCKS, self._deadline))
         producer = self._producers[place]
@@ -197,7 +200,7 @@ class NixlWorker(KVConnectorWorker):
             time.sleep(LOOK_SECONDS)
             state = reader.check_xfer_state(handle)
         if state == "PROC":
-            self._abandoned.append(staging)
+            self._abandoned.append((reader, handle, staging))
             self._staging = None
             raise TimeoutError("the deadline is over")
         reader.release_xfer_handle(handle)
@@ -209,13 +212,17 @@ class NixlWorker(KVConnectorWorker):
         if producer is None:
             return
         producer.pipe.close()
-        if producer.name:
-            self._reader.remove_remote_agent(producer.name)
+        if producer.name and self._staging is not None:
+            with contextlib.suppress(RuntimeError):  # NIXL has noticed its end already
+                self._reader.remove_remote_agent(producer.name)
 
     # -- a producer --------------------------------------------------------------------------------------------------
 
     def save_block(self, key: bytes, place: int) -> Tensor | None:
-        return None if self.blocks is None or self._blocks is None else self._blocks.take(key)
+        if self.blocks is None or self._blocks is None:
+            return None
+        data = self._blocks.take(key)
+        return None if data is None else data[: self.blocks.block_bytes]
 
     def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
         if self._blocks is not None:
