@@ -21,8 +21,12 @@ PHASES = ("start", "load", "warm-up", "prefill", "decode", "idle", "shutdown")
 VICTIMS = ("frontend", "engine", "worker 0", "worker 1")
 QUICK = {("worker 1", "decode"), ("engine", "prefill")}
 ERROR_SECONDS = 1.0
-"""Until every caller has an error, on a machine that has nothing else to do."""
-SPARE_SECONDS = 4.0 * ("PYTEST_XDIST_WORKER" in os.environ)
+"""Until every caller has an error, where cores are free."""
+
+
+def spare_seconds() -> float:
+    """What everything may take longer where they are not."""
+    return 4.0 * (os.getloadavg()[0] > 0.7 * (os.cpu_count() or 1))
 
 
 def is_victim(process: psutil.Process, victim: str) -> bool:
@@ -98,7 +102,7 @@ def test_everybody_hears_of_a_kill_and_nothing_is_left(
     rest = list(told)
     errors = [(message["error"], message["time"] - killed) for message in rest if "error" in message]
     status = program.wait(30)
-    _, left = psutil.wait_procs(family, timeout=10 + SPARE_SECONDS)  # an engine may finish what it does for 3 s
+    _, left = psutil.wait_procs(family, timeout=10 + spare_seconds())  # an engine may finish what it does for 3 s
     left = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     print(f"{victim}, {phase}: {[round(seconds, 2) for _, seconds in errors]}")
     try:
@@ -110,8 +114,8 @@ def test_everybody_hears_of_a_kill_and_nothing_is_left(
             assert len(errors) == {"prefill": 4, "decode": 4, "shutdown": 0}.get(phase, 1)
             who = "engine process" if victim == "engine" else f"worker of rank {victim[-1]}"
             assert all(f"The {who} was killed by SIGKILL" in error for error, _ in errors), errors
-            assert all(seconds < ERROR_SECONDS + SPARE_SECONDS for _, seconds in errors), errors
-        deadline = time.monotonic() + 5 + SPARE_SECONDS
+            assert all(seconds < ERROR_SECONDS + spare_seconds() for _, seconds in errors), errors
+        deadline = time.monotonic() + 5 + spare_seconds()
         while os.listdir(directory) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert os.listdir(directory) == []
