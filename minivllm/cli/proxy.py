@@ -92,8 +92,6 @@ def proxy(options: ProxyOptions) -> None:
     from minivllm.server.proxy.relay import RelaySettings
     from minivllm.server.run import listen, start_logging, warn_if_open
 
-    start_logging(as_json=settings.log_json)
-    warn_if_open(settings)
     relay = RelaySettings(
         prefill=[server_root(url, "--prefill") for url in options.prefill],
         decode=[server_root(url, "--decode") for url in options.decode],
@@ -101,6 +99,8 @@ def proxy(options: ProxyOptions) -> None:
         prefill_timeout=options.prefill_timeout,
         timeout=options.timeout,
     )
+    start_logging(as_json=settings.log_json)
+    warn_if_open(settings)
     listener = listen(settings)
     try:
         asyncio.run(_run(relay, settings, listener))

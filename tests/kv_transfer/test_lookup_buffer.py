@@ -69,8 +69,8 @@ def key_file(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("model", "settings"),
-    [("llama", {}), ("llama", CHUNKS | ASYNC), ("llama", NGRAM), ("qwen2-window", {}), ("mistral", CHUNKS)],
-    ids=["plain", "chunks-async", "drafts", "windows", "mistral-chunks"],
+    [("llama", {}), ("llama", CHUNKS | ASYNC), ("llama", NGRAM), ("qwen2-window", {})],
+    ids=["plain", "chunks-async", "drafts", "windows"],
 )
 def test_tokens_are_those_of_one_engine_and_the_first_one_is_the_producers(
     model: str, settings: dict[str, Any], tiny_model: TinyModel, tmp_path: Path, key_file: str

@@ -13,7 +13,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from typer.testing import CliRunner
 
+from minivllm.cli import commands
+from minivllm.errors import ConfigError
 from minivllm.messages import EngineRequest
 from minivllm.server.limits.connections import ConnectionLimits
 from minivllm.server.proxy.pool import SLACK, Pool
@@ -354,6 +357,21 @@ def test_a_key_is_asked_for_and_passed_on(scripts: Scripts) -> None:
             answer = httpx.get(f"{proxy.url}/metrics", headers={"authorization": "Bearer secret"})
             assert 'minivllm_proxy_requests_total{way="prefill"} 1.0' in answer.text
             assert httpx.get(f"{proxy.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ([], "at least one --prefill and one --decode"),
+        (["--decode", "http://a:1"], "at least one --prefill"),
+        (["--prefill", "a:1", "--decode", "http://b:2"], "--prefill is 'a:1', but must be like http://"),
+        (["--prefill", "http://a:1", "--decode", "b"], "--decode is 'b'"),
+        (["--prefill", "http://a:1", "--decode", "http://b:2", "--port", "70000"], "port is 70000"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be_with_a_sentence(flags: list[str], sentence: str) -> None:
+    result = CliRunner().invoke(commands.app, ["proxy", *flags])
+    assert isinstance(result.exception, ConfigError) and sentence in str(result.exception)
 
 
 def test_prompts_that_begin_alike_go_to_one_server_unless_it_is_busier() -> None:
