@@ -31,7 +31,7 @@ from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.sampling_params import OutputKind, SamplingParams
 from tests.engine.test_engine_process import is_gone, wait_until
 from tests.frontend.test_async_llm import collect, ids, params
-from tests.mock_engine import COMMAND, RAISE, expected_tokens
+from tests.mock_engine import COMMAND, HANG, RAISE, expected_tokens
 
 
 def connector(model: str = "mock", size: int = 2, **arguments: Any) -> Callable[[], EngineConnection]:
@@ -244,6 +244,38 @@ def test_requests_that_come_while_an_engine_is_down_are_served() -> None:
     run(test)
 
 
+def test_completions_of_one_request_on_several_engines_die_with_one_of_them() -> None:
+    """The others of them are aborted where they run."""
+
+    async def test() -> None:
+        async with running("mock:0.01") as llm:
+            client = engines_of(llm)
+            stream = llm.generate(ids(5), params(200, n=4))
+            await anext(stream)
+            assert all(one.requests for one in client._router.engines)
+            os.kill(client.pids[1], signal.SIGKILL)
+            with pytest.raises(EngineLostError):
+                await collect(stream)
+            assert client._router.num_unfinished == llm.num_unfinished_requests == 0
+            assert (await llm.stats()).num_running == 0
+
+    run(test)
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_is_killed_and_costs_its_own_requests() -> None:
+    async def test() -> None:
+        async with running("mock:0.02", heartbeat_timeout=2.0) as llm:
+            other = asyncio.create_task(collect(llm.generate(ids(5), params(200))))
+            await until(lambda: engines_of(llm)._router.num_unfinished == 1)
+            with pytest.raises(EngineLostError, match="has not answered for 2 s and was killed"):
+                await collect(llm.generate(ids(HANG), params(5)))
+            assert (await other)[0] == expected_tokens([5], 200)
+            await until(lambda: sum(llm.num_restarts) == 1)
+
+    run(test)
+
+
 def test_a_model_that_has_a_fever_takes_one_engine_after_the_other_and_the_last_one_is_the_end() -> None:
     async def test() -> None:
         async with running() as llm:
@@ -300,7 +332,7 @@ def test_the_pause_before_a_start_doubles_up_to_a_minute_and_a_long_life_ends_it
     assert [one.next_pause() for _ in range(2)] == [0, 1]
 
 
-@pytest.mark.parametrize("when", ["serving", "starting again"])
+@pytest.mark.parametrize("when", [pytest.param("serving", marks=pytest.mark.slow), "starting again"])
 def test_closing_leaves_no_process_and_no_directory(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -333,6 +365,24 @@ def test_a_start_that_fails_raises_its_own_error_and_leaves_nothing(
         with pytest.raises(ConfigError, match="max_model_len is 1, but must be 2"):
             start_engines(lambda waiting=waiting: next(waiting)(), len(order))  # type: ignore[misc]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_engine_starts_alone_so_that_the_others_find_what_it_compiled() -> None:
+    happened: list[str] = []
+
+    class Started:
+        def __init__(self) -> None:
+            self.name = f"engine {sum(one.endswith('starts') for one in happened)}"
+            happened.append(f"{self.name} starts")
+
+        def wait_until_ready(self) -> None:
+            happened.append(f"{self.name} serves")
+
+    start_engines(Started, 3)  # type: ignore[arg-type]
+    assert happened == [
+        *("engine 0 starts", "engine 0 serves"),
+        *("engine 1 starts", "engine 2 starts", "engine 1 serves", "engine 2 serves"),
+    ]
 
 
 def test_cores_are_divided_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(steps=STEPS, num_engines=st.integers(1, 3))
 def test_counts_equal_those_of_a_model_after_every_step(steps: list[Any], num_engines: int) -> None:
     """And every request goes to one of the engines with the lowest score of the model."""
