@@ -92,7 +92,8 @@ class MixtureOfExperts:
         experts = self._experts
         per_expert = 3 * experts.inner * experts.hidden_size
         shared = sum(linear.in_features * linear.out_features for linear in self.linears)
-        return self._spec.routing.top_k * per_expert + self._spec.num_experts * experts.hidden_size + shared
+        chosen = -(-self._spec.routing.top_k * experts.num_experts // self._spec.num_experts)
+        return chosen * per_expert + self._spec.num_experts * experts.hidden_size + shared
 
     def load(self, name: str, tensor: StoredWeight) -> None:
         if name in self._router.parts:
