@@ -39,22 +39,21 @@ def uneven(tiny_model: TinyModel) -> Path:
     return tiny_model("llama-biases", **UNEVEN)
 
 
-@pytest.mark.parametrize("tier", ["host", "directory"])
+@pytest.mark.parametrize(("tier", "is_async"), [("host", False), ("directory", True)])
 def test_what_the_parts_of_uneven_workers_bring_back_gives_the_same_tokens(
-    uneven: Path, tmp_path: Path, tier: str
+    uneven: Path, tmp_path: Path, tier: str, is_async: bool
 ) -> None:
     with LLM(**arguments(uneven)) as llm:
         expected = answers(llm)
     config = OFFLOAD if tier == "host" else storage(tmp_path)
-    for is_async in (False, True):
-        given = arguments(uneven, tensor_parallel_size=2, async_scheduling=is_async, kv_transfer_config=config)
-        with virtual_llm(**given) as llm:
-            assert answers(llm) == expected
-            stats = transferred(llm)
-            assert stats.num_loaded_blocks > 0 and stats.num_failed_blocks == 0
-            # 3 KV heads of 16 values, K and V, float32, 2 layers, 16 tokens: of both workers together
-            assert stats.block_bytes == 3 * 16 * 2 * 4 * 2 * 16
-            llm.llm_engine.client.call("check_integrity")
+    given = arguments(uneven, tensor_parallel_size=2, async_scheduling=is_async, kv_transfer_config=config)
+    with virtual_llm(**given) as llm:
+        assert answers(llm) == expected
+        stats = transferred(llm)
+        assert stats.num_loaded_blocks > 0 and stats.num_failed_blocks == 0
+        # 3 KV heads of 16 values, K and V, float32, 2 layers, 16 tokens: of both workers together
+        assert stats.block_bytes == 3 * 16 * 2 * 4 * 2 * 16
+        llm.llm_engine.client.call("check_integrity")
     if tier == "directory":
         large, small = ({path.name: path.stat().st_size for path in parts(tmp_path, rank)} for rank in (0, 1))
         assert large.keys() == small.keys() and min(large.values()) > 1.5 * min(small.values())
