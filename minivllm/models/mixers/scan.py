@@ -162,7 +162,7 @@ class ScanUpdate:
         self, x: Tensor, state: Tensor, rows: StateRows, weights: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         inputs, rest = self._steps.ahead(self._spec, x, state, rows, self._named(weights))
-        return (*inputs, *rest)
+        return (*inputs, *(one.contiguous() for one in rest))  # as the region behind takes them
 
     def _output(self, scanned: Tensor, rest: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> Tensor:
         return self._steps.behind(self._spec, scanned, rest, self._named(weights)).to(self._dtype)
