@@ -47,11 +47,12 @@ def logits_over_rounded(directory: Path, token_ids: list[int], dtype: torch.dtyp
 def as_on_a_gpu(cache_dtype: torch.dtype) -> Iterator[None]:
     """Engines that are started meanwhile attend in float32 over pages of this dtype, as only a GPU's kernel can."""
 
-    def make(*args: Any, **settings: Any) -> Decoder:
-        return Decoder(*args, **settings | {"attention_dtype": torch.float32, "cache_dtype": cache_dtype})
+    class WideDecoder(Decoder):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings | {"attention_dtype": torch.float32, "cache_dtype": cache_dtype})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "Decoder", make)
+        patch.setattr(loading, "Decoder", WideDecoder)
         yield
 
 
