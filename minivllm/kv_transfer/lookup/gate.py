@@ -90,7 +90,7 @@ def check(config: KVTransferConfig, options: LookupBufferOptions) -> None:
     for address in [*peers, *([own] if own else [])]:
         if not address.is_local and not has_key:
             raise ConfigError(
-                f"{address.text} is not on this host: give LookupBufferConnector a 'key_file', the same on both sides, "
+                f"{address.text} is not on this host: give the connector a 'key_file', the same on both sides, "
                 "so that nobody else can read or send keys and values."
             )
     server, client = tls_contexts(options)
@@ -128,7 +128,7 @@ def tls_contexts(options: LookupBufferOptions) -> tuple[ssl.SSLContext | None, s
             client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             client.load_verify_locations(options.tls_authority)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"The TLS files of LookupBufferConnector cannot be used: {error}.") from None
+        raise ConfigError(f"The TLS files of the connector cannot be used: {error}.") from None
     for context in (server, client):
         if context is not None:
             context.minimum_version = ssl.TLSVersion.TLSv1_3

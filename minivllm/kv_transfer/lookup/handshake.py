@@ -58,7 +58,7 @@ def greet(pipe: Pipe, purpose: Purpose, identity: bytes, key: bytes, deadline: f
     """The consumer's side. Raises HandshakeError, or OSError."""
     hello = pipe.receive(len(MAGIC) + NONCE_BYTES, deadline)
     if not hello.startswith(MAGIC):
-        raise HandshakeError("it is no LookupBufferConnector of this version")
+        raise HandshakeError("it is no connector of this version")
     nonces = hello[len(MAGIC) :] + secrets.token_bytes(NONCE_BYTES)
     claim = identity + bytes([purpose])
     pipe.send(MAGIC + nonces[NONCE_BYTES:] + claim + _proof(key, b"consumer", nonces, claim), deadline)
@@ -81,7 +81,7 @@ def admit(pipe: Pipe, identity: bytes, key: bytes, deadline: float) -> Purpose:
     pipe.send(MAGIC + nonce, deadline)
     greeting = pipe.receive(len(MAGIC) + NONCE_BYTES + DIGEST_BYTES + 1 + DIGEST_BYTES, deadline)
     if not greeting.startswith(MAGIC):
-        raise HandshakeError("it is no LookupBufferConnector of this version")
+        raise HandshakeError("it is no connector of this version")
     body, proof = greeting[len(MAGIC) : -DIGEST_BYTES], greeting[-DIGEST_BYTES:]
     nonces, claim = nonce + body[:NONCE_BYTES], body[NONCE_BYTES:]
     verdict = Verdict.WELCOME

@@ -31,7 +31,7 @@ class LookupBuffer:
         self.max_blocks = max_bytes // block_bytes
         if self.max_blocks < 1:
             raise ConfigError(
-                f"buffer_bytes is {max_bytes}, but one block takes {block_bytes}: give LookupBufferConnector more."
+                f"buffer_bytes is {max_bytes}, but one block takes {block_bytes}: give the connector more."
             )
         self._fresh: OrderedDict[bytes, Contents] = OrderedDict()
         self._taken: OrderedDict[bytes, Contents] = OrderedDict()

@@ -161,7 +161,7 @@ class Address:
         except ValueError:
             pass
         raise ConfigError(
-            f"{text!r} is no address of a LookupBufferConnector: write unix:///path/of/a/socket, at most "
+            f"{text!r} is no address of a connector: write unix:///path/of/a/socket, at most "
             f"{MAX_SOCKET_PATH} bytes long, or tcp://host:port."
         )
 
@@ -207,8 +207,7 @@ class Address:
             return listener
         except OSError as error:
             raise ConfigError(
-                f"LookupBufferConnector cannot listen at {self.text} ({error.strerror or error}): choose another "
-                "address."
+                f"The connector cannot listen at {self.text} ({error.strerror or error}): choose another address."
             ) from None
 
     def _remove_left_behind(self) -> None:
