@@ -37,16 +37,20 @@ def model(tiny_model: TinyModel) -> Path:
     return tiny_model("llama")
 
 
-@pytest.fixture(scope="module")
-def shallow_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model, whose last layer adds nothing to what the first two have found."""
-    directory = tmp_path_factory.mktemp("shallow")
+def with_layer_scaled(model: Path, layer: int, factor: float, directory: Path) -> Path:
+    """The same model, but for so many times what a layer adds."""
     shutil.copytree(model, directory, dirs_exist_ok=True)
     weights = load_file(directory / "model.safetensors")
     for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-        weights[f"model.layers.2.{name}"] = torch.zeros_like(weights[f"model.layers.2.{name}"])
+        weights[f"model.layers.{layer}.{name}"] *= factor
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+@pytest.fixture(scope="module")
+def shallow_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, whose last layer adds nothing to what the first two have found."""
+    return with_layer_scaled(model, NUM_LAYERS, 0.0, tmp_path_factory.mktemp("shallow"))
 
 
 def test_guesses_are_the_greedy_tokens_of_the_cut_model(model: Path) -> None:
@@ -61,6 +65,22 @@ def test_guesses_are_the_greedy_tokens_of_the_cut_model(model: Path) -> None:
         with torch.inference_mode():
             logits = cut(torch.tensor([known + guess[:-1]]), use_cache=False).logits[0]
         assert logits[len(known) - 1 :].argmax(-1).tolist() == guess
+
+
+def test_new_weights_are_those_of_the_guesses_too(shallow_model: Path, tmp_path: Path) -> None:
+    """Every guess is right again, of a model whose first layer computes something else."""
+    other = with_layer_scaled(shallow_model, 0, -1.0, tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    with tiny_llm(other) as llm:
+        plain = tokens_of(run(llm, PROMPTS, params))
+    with tiny_llm(shallow_model, speculative_config=CONFIG) as llm:
+        run(llm, PROMPTS, params)
+        llm.update_weights(str(other))
+        before = llm.get_metrics()
+        assert tokens_of(run(llm, PROMPTS, params)) == plain
+        after = llm.get_metrics()
+    accepted = after.num_accepted_tokens - before.num_accepted_tokens
+    assert 0 < after.num_draft_tokens - before.num_draft_tokens == accepted
 
 
 def test_where_the_last_layer_does_nothing_every_guess_is_right_also_at_random(shallow_model: Path) -> None:

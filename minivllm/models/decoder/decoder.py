@@ -23,7 +23,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -116,6 +116,7 @@ class Decoder:
         self._last: Callable
         self._declared_tokens: TokenInputs
         self._weights: list[tuple[BeforeMixer, AfterMixer]] = []
+        self._shortened: Decoder | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -201,7 +202,17 @@ class Decoder:
         self.head.tensors = tuple(map(change, self.head.tensors))
         self.embedding = self.head.tensors if is_tied else tuple(map(change, self.embedding))
         self.final_norm = change(self.final_norm)
+        self._list_weights()
+
+    def _list_weights(self) -> None:
+        """The weights are others now."""
         self._weights = [(layer.before, layer.after) for layer in self.layers]
+        if self._shortened is not None:
+            self._shortened._share_weights(self)
+
+    def _share_weights(self, whole: Decoder) -> None:
+        self.embedding, self.final_norm = whole.embedding, whole.final_norm
+        self._weights = whole._weights[: len(self.layers)]
 
     def take_weights(self, other: Decoder) -> None:
         """Take over the weights of another decoder of the same configuration; adapters stay.
@@ -217,7 +228,7 @@ class Decoder:
             for stored, theirs in zip(layer.stored, others.stored):
                 stored.tensors = theirs.tensors
         self.head.tensors, self.embedding, self.final_norm = other.head.tensors, other.embedding, other.final_norm
-        self._weights = [(layer.before, layer.after) for layer in self.layers]
+        self._list_weights()
 
     def _methods(self) -> list[object]:
         return [self.embedding_method, *(layer.methods for layer in self.layers), self.head.method]
@@ -225,7 +236,7 @@ class Decoder:
     def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
         """Make the callables of all regions; layers that compute the same thing share one."""
         self._declared_tokens = tokens
-        self._weights = [(layer.before, layer.after) for layer in self.layers]
+        self._list_weights()
         layers, common = self.layers, self._region_constants
         name, function, inputs = "entry", partial(self._entry_region, layers[0]), dict[str, Any](stream=self._stream)
         if self.stage.is_first:
@@ -305,11 +316,17 @@ class Decoder:
         constants = self._region_constants, layer.spec.behind, layer.methods
         return compile_region(Region("exit", partial(self._exit_region, layer), inputs, constants))
 
+    def _shorten(self, count: int) -> Self:
+        """One with fewer layers, which gets new weights with this one."""
+        shortened = self._shortened = copy.copy(self)
+        shortened.layers, shortened._shortened = self.layers[:count], None
+        shortened._share_weights(self)
+        return shortened
+
     def first_layers(self, count: int, compile_region: CompileRegion) -> Decoder:
         """The decoder of the first ``count`` layers with this one's final norm and head; all weights and, where they
         compute the same, all regions are shared. ``build_regions`` comes first."""
-        shortened = copy.copy(self)
-        shortened.layers, shortened._weights = self.layers[:count], self._weights[:count]
+        shortened = self._shorten(count)
         shortened._between = self._between[: count - 1]
         own, whole = shortened.layers[-1], self.layers[-1]
         if (own.spec.behind, own.methods) != (whole.spec.behind, whole.methods):

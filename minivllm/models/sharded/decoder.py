@@ -18,7 +18,6 @@ tensors. (Megatron-LM: Shoeybi et al. 2019, with ranges instead of equal parts.)
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -63,7 +62,7 @@ class ShardedDecoder(Decoder):
 
     def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
         self._declared_tokens = tokens
-        self._weights = [(layer.before, layer.after) for layer in self.layers]
+        self._list_weights()
         made: dict[object, Callable] = {}
 
         def region(name: str, function: Callable, inputs: dict[str, Any], *constants: object) -> Callable:
@@ -129,8 +128,8 @@ class ShardedDecoder(Decoder):
 
     def first_layers(self, count: int, compile_region: CompileRegion) -> ShardedDecoder:
         """See Decoder. All ranks have to be asked for the same."""
-        shortened = copy.copy(self)
-        shortened.layers, shortened._queries = self.layers[:count], self._queries[:count]
+        shortened = self._shorten(count)
+        shortened._queries = self._queries[:count]
         if shortened.layers[-1].spec.behind != self.layers[-1].spec.behind:
             shortened._head = shortened._compile_head(compile_region)
         return shortened
