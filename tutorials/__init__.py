@@ -1,4 +1,4 @@
-"""Eighteen chapters that take a serving engine apart. ``python -m tutorials`` lists them."""
+"""Nineteen chapters that take a serving engine apart. ``python -m tutorials`` lists them."""
 
 from __future__ import annotations
 
