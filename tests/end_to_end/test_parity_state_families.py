@@ -73,6 +73,7 @@ def test_greedy_tokens_equal_transformers_cached_and_in_a_second_turn(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # about twenty packages of a model with several kinds of layers
 @in_distinct_families
 def test_compiled_greedy_tokens_equal_transformers(tiny_model: TinyModel, family: str) -> None:
     directory = tiny_model(family)

@@ -104,7 +104,8 @@ def test_tokens_are_those_of_an_engine_without_a_connector(
     with tiny_llm(model, kv_transfer_config=config, **scarce, **settings) as llm:
         answers = lives(llm, None, seed=1, num_aborts=4)
         assert answers == {name: expected[name] for name in answers} and len(answers) >= len(expected) - 4
-        assert all(loaded > 0 and not failed for _, loaded, failed in blocks(llm))
+        _, loaded, failed = map(sum, zip(*blocks(llm)))  # how much each tier still holds depends on the clock
+        assert loaded > 0 and not failed
         llm.llm_engine.client.call("check_integrity")
 
 

@@ -405,6 +405,7 @@ with torch.inference_mode():
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # builds at the lowest priority
 def test_an_engine_that_compiles_in_the_background_changes_over_without_changing_a_token(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
