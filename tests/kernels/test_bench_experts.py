@@ -75,7 +75,7 @@ def bounds() -> dict[str, float]:
     return {}
 
 
-def measure(benchmark: Any, work: Callable[[], Tensor], **amounts: float) -> dict[str, float]:
+def measure_and_check(benchmark: Any, work: Callable[[], Tensor], **amounts: float) -> dict[str, float]:
     """Amounts of work in a call, by the name of what they are per second -> so much a second; nothing is timed without
     --benchmark-only."""
     with torch.inference_mode():
@@ -99,7 +99,7 @@ def show(capsys: pytest.CaptureFixture[str], what: str, speeds: dict[str, float]
 def test_bench_stream(benchmark: Any, bounds: dict[str, float], capsys: pytest.CaptureFixture[str]) -> None:
     """Reading as a product of one row does, from far more than a cache holds: the bound of a single token."""
     weight, x = randn(16 * 1536, HIDDEN), randn(1, HIDDEN)
-    speeds = measure(benchmark, lambda: F.linear(x, weight), gigabytes_per_second=weight.nbytes)
+    speeds = measure_and_check(benchmark, lambda: F.linear(x, weight), gigabytes_per_second=weight.nbytes)
     show(capsys, "stream", speeds, bounds)
     bounds.update(speeds)
 
@@ -109,7 +109,9 @@ def test_bench_dense_product_of_equal_flops(
     benchmark: Any, bounds: dict[str, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     x, weight = randn(512 * TOP_K, HIDDEN), pack_weight(randn(3 * INNER, HIDDEN))
-    speeds = measure(benchmark, lambda: packed_linear(x, weight, None, 3 * INNER), gigaflops=PROMPT_OPERATIONS)
+    speeds = measure_and_check(
+        benchmark, lambda: packed_linear(x, weight, None, 3 * INNER), gigaflops=PROMPT_OPERATIONS
+    )
     show(capsys, "dense product", speeds, bounds)
     bounds.update(speeds)
 
@@ -124,7 +126,7 @@ def test_bench_experts_of_a_single_token(
     routes = cycle([route(randn(1, EXPERTS).roll(turn), Routing(top_k=TOP_K)) for turn in range(TURNS)])
     x = randn(1, HIDDEN)
     active = sum(tensor.numel() * tensor.element_size() for tensor in tensors) * TOP_K / EXPERTS
-    speeds = measure(benchmark, lambda: method.apply(x, *next(routes), tensors), gigabytes_per_second=active)
+    speeds = measure_and_check(benchmark, lambda: method.apply(x, *next(routes), tensors), gigabytes_per_second=active)
     show(capsys, f"experts of one token, {kind}", speeds, bounds)
 
 
@@ -135,5 +137,5 @@ def test_bench_experts_of_a_prompt_chunk(
     experts = random_experts(kind)
     method, tensors, x = experts.method, experts.tensors, randn(512, HIDDEN)
     ids, weights = route(randn(512, EXPERTS), Routing(top_k=TOP_K))
-    speeds = measure(benchmark, lambda: method.apply(x, ids, weights, tensors), gigaflops=PROMPT_OPERATIONS)
+    speeds = measure_and_check(benchmark, lambda: method.apply(x, ids, weights, tensors), gigaflops=PROMPT_OPERATIONS)
     show(capsys, f"experts of 512 tokens, {kind}", speeds, bounds)

@@ -76,7 +76,7 @@ kernels = pytest.mark.parametrize("name", KERNELS)
 LENGTHS = st.sampled_from([0, 1, 1, 2, 3, 63, 64, 65, 127, 128, 129, 200])
 
 
-def close(value: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+def assert_near(value: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
     """Within a part of the largest number, as sums of numbers of all sizes are."""
     largest = max(1.0, float(expected.abs().max()))
     torch.testing.assert_close(value.double(), expected.double(), rtol=0.0, atol=tolerance * largest)
@@ -110,9 +110,9 @@ def test_rows_of_any_lengths_equal_a_recursion_token_by_token(
         if length:
             own = slice(start, start + length)
             expected, expected_states[behind] = by_token(tuple(x[own] for x in inputs), states[before])
-            close(out[own], expected)
+            assert_near(out[own], expected)
         start += length
-    close(after, expected_states)
+    assert_near(after, expected_states)
     untouched = [slot for slot in range(13) if slot not in write.tolist()]
     assert torch.equal(after[untouched], states[untouched])
 
@@ -135,8 +135,8 @@ def test_a_sequence_cut_into_any_steps_is_the_whole(name: str, cuts: list[int], 
         step = tuple(torch.cat([y, x[position : position + cut]]) for x, y in zip(inputs, make(beside, generator)))
         parts.append(kernel(*step, states, torch.arange(2), torch.arange(2), plan_of(beside, cut))[beside:])
         position += cut
-    close(torch.cat(parts), whole)
-    close(states[1], whole_states[1])
+    assert_near(torch.cat(parts), whole)
+    assert_near(states[1], whole_states[1])
 
 
 @kernels
@@ -148,8 +148,8 @@ def test_a_row_with_a_bad_number_leaves_the_others_alone(name: str) -> None:
     states, slots = torch.zeros(2, HEADS, KEY, VALUE), torch.arange(2)
     out = kernel(*inputs, states, slots, slots, plan_of(70, 70))
     expected, state = by_token(tuple(x[70:] for x in inputs), torch.zeros(HEADS, KEY, VALUE))
-    close(out[70:], expected)
-    close(states[1], state)
+    assert_near(out[70:], expected)
+    assert_near(states[1], state)
     assert out[:70].isnan().all()
 
 
@@ -162,7 +162,7 @@ def test_strong_decay_neither_overflows_nor_divides_by_zero(name: str) -> None:
     inputs[decay] = torch.full_like(inputs[decay], -40.0)
     states, slots = torch.ones(1, HEADS, KEY, VALUE), torch.tensor([0])
     expected, _ = by_token(tuple(inputs), states[0])
-    close(kernel(*inputs, states, slots, slots, plan_of(130)), expected)
+    assert_near(kernel(*inputs, states, slots, slots, plan_of(130)), expected)
 
 
 @given(st.lists(st.integers(0, 200), max_size=8))
@@ -194,5 +194,5 @@ def test_dynamo_traces_the_whole_function(name: str) -> None:
     states, slots = torch.randn(5, HEADS, KEY, VALUE), torch.arange(4, dtype=torch.int32)
     traced_states, plan = states.clone(), plan_of(*lengths)
     traced = torch.compile(kernel, backend="aot_eager", fullgraph=True)(*inputs, traced_states, slots, slots, plan)
-    close(traced, kernel(*inputs, states, slots, slots, plan), 1e-6)
-    close(traced_states, states, 1e-6)
+    assert_near(traced, kernel(*inputs, states, slots, slots, plan), 1e-6)
+    assert_near(traced_states, states, 1e-6)

@@ -54,7 +54,7 @@ def rows_of(read: tuple[int, int], write: tuple[int, int], counts: np.ndarray) -
     return StateRows(*(torch.tensor(np.array(value), dtype=torch.int32) for value in values))
 
 
-def steps_equal_the_loop(spec: GatedDeltaSpec | Mamba2Spec, compile_region: CompileRegion) -> None:
+def assert_steps_equal_the_loop(spec: GatedDeltaSpec | Mamba2Spec, compile_region: CompileRegion) -> None:
     """Every step writes its states into other slots than those it reads; the first one reads the zeros of slot 0."""
     generator = torch.Generator().manual_seed(1)
     mixer = make_mixer(spec, HIDDEN, LinearFactory(torch.float32, CPU), torch.float32)
@@ -96,11 +96,11 @@ def steps_equal_the_loop(spec: GatedDeltaSpec | Mamba2Spec, compile_region: Comp
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @torch.inference_mode()
 def test_steps_of_any_sizes_equal_a_loop_over_the_whole_text(spec: GatedDeltaSpec | Mamba2Spec) -> None:
-    steps_equal_the_loop(spec, uncompiled)
+    assert_steps_equal_the_loop(spec, uncompiled)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS[::2], ids=str)
 @torch.inference_mode()
 def test_compiled_steps_equal_a_loop_over_the_whole_text(spec: GatedDeltaSpec | Mamba2Spec) -> None:
-    steps_equal_the_loop(spec, RegionCompiler(True))
+    assert_steps_equal_the_loop(spec, RegionCompiler(True))
