@@ -17,8 +17,6 @@ from math import gcd
 from queue import SimpleQueue
 from typing import Any
 
-import msgspec
-
 from minivllm.config import EngineConfig
 from minivllm.data_parallel.calls import CHANGING, EMPTYING, STARTED_AGAIN, StandingOrders, check_call, combine
 from minivllm.data_parallel.policy import RoutingPolicy
@@ -26,9 +24,9 @@ from minivllm.data_parallel.replicas import Connect, Replica
 from minivllm.data_parallel.router import Router
 from minivllm.engine_process.client import DeathListener
 from minivllm.engine_process.connection import EngineConnection
-from minivllm.engine_process.process_clients import AsyncProcessClient
+from minivllm.engine_process.process_clients import AsyncProcessClient, WaitingClient
 from minivllm.errors import EngineDeadError, EngineLostError, MinivllmError
-from minivllm.messages import EngineOutput, EngineRequest, FinishReason, SchedulerStats
+from minivllm.messages import EngineOutput, EngineRequest, FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -254,17 +252,17 @@ def _of_all(config: EngineConfig, num_engines: int) -> EngineConfig:
     return replace(config, scheduler=together)
 
 
-class DataParallelClient:
+class DataParallelClient(WaitingClient):
     """An EngineClient over several engines: AsyncDataParallelClient with an event loop of its own, in a thread.
 
     Requests of an engine that dies end with an error; the others do not notice.
     """
 
     def __init__(self, connections: Sequence[EngineConnection], connect: Connect, policy: RoutingPolicy) -> None:
+        super().__init__()
         self._client = client = AsyncDataParallelClient(connections, connect, policy)
         self.config, self.model_vocab_size = client.config, client.model_vocab_size
         self.eos_token_ids = client.eos_token_ids
-        self._unfinished: set[str] = set()
         self._dead_error: EngineDeadError | None = None
         self._news: SimpleQueue[list[EngineOutput] | EngineDeadError] = SimpleQueue()
         self._loop = asyncio.new_event_loop()
@@ -294,17 +292,8 @@ class DataParallelClient:
         if isinstance(news, EngineDeadError):
             self._dead_error = news
             raise news
-        self._unfinished.difference_update(output.request_id for output in news if output.finish_reason is not None)
+        self._note_finished(news)
         return news
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self._unfinished)
-
-    def stats(self) -> SchedulerStats:
-        return msgspec.convert(self.call("stats"), SchedulerStats)
-
-    def reset_prefix_cache(self) -> bool:
-        return bool(self.call("reset_prefix_cache"))
 
     def call(self, method: str, *args: Any) -> Any:
         """See AsyncDataParallelClient."""

@@ -7,6 +7,7 @@ does not take itself for a hung engine.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -33,12 +34,35 @@ class _Client:
         self.model_vocab_size, self.eos_token_ids = ready.model_vocab_size, ready.eos_token_ids
 
 
-class ProcessClient(_Client):
+class WaitingClient(ABC):
+    """What clients have in common whose callers wait for outputs: requests that are not finished, and typed calls."""
+
+    def __init__(self) -> None:
+        self._unfinished: set[str] = set()
+
+    @abstractmethod
+    def call(self, method: str, *args: Any) -> Any:
+        """Call one of Administration's methods. Raises RequestError if it refuses."""
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._unfinished)
+
+    def _note_finished(self, outputs: list[EngineOutput]) -> None:
+        self._unfinished.difference_update(output.request_id for output in outputs if output.finish_reason is not None)
+
+    def stats(self) -> SchedulerStats:
+        return msgspec.convert(self.call("stats"), SchedulerStats)
+
+    def reset_prefix_cache(self) -> bool:
+        return bool(self.call("reset_prefix_cache"))
+
+
+class ProcessClient(_Client, WaitingClient):
     """Like InProcessClient, for a core that steps by itself. Every method raises EngineDeadError once it is dead."""
 
     def __init__(self, connection: EngineConnection) -> None:
-        super().__init__(connection)
-        self._unfinished: set[str] = set()
+        _Client.__init__(self, connection)
+        WaitingClient.__init__(self)
         self._buffered: deque[list[EngineOutput]] = deque()
         self._poller = zmq.Poller()
         self._poller.register(connection.pull, zmq.POLLIN)
@@ -57,20 +81,10 @@ class ProcessClient(_Client):
         while self._unfinished and not self._buffered:
             self._receive()
         outputs = self._buffered.popleft() if self._buffered else []
-        self._unfinished.difference_update(output.request_id for output in outputs if output.finish_reason is not None)
+        self._note_finished(outputs)
         return outputs
 
-    def has_unfinished_requests(self) -> bool:
-        return bool(self._unfinished)
-
-    def stats(self) -> SchedulerStats:
-        return msgspec.convert(self.call("stats"), SchedulerStats)
-
-    def reset_prefix_cache(self) -> bool:
-        return bool(self.call("reset_prefix_cache"))
-
     def call(self, method: str, *args: Any) -> Any:
-        """Call one of Administration's methods. Raises RequestError if it refuses."""
         call_id = self._connection.call(method, args)
         while True:
             result = self._receive()
