@@ -16,6 +16,7 @@ from minivllm.errors import ConfigError
 from minivllm.messages import LoRARequest
 from tests.end_to_end.test_compressed_tensors import PER_TOKEN, all_but_the_head, compressed_copy, group, weights
 from tests.end_to_end.test_packed_checkpoints import float8_copy, quantised_copy
+from tests.executor.small_engine import small_engine
 from tests.executor.virtual_shards import virtual_llm
 from tests.gguf_families import write_expert_gguf
 from tests.gguf_models import write_gguf
@@ -83,18 +84,7 @@ PROMPTS = [{"prompt_token_ids": tokens} for tokens in ([5, 6, 7], list(range(30,
 
 
 def arguments(model: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "model": str(model),
-        "dtype": "float32",
-        "device": "cpu",
-        "enforce_eager": True,
-        "max_model_len": 128,
-        "num_gpu_blocks_override": 30,
-        "block_size": 16,
-        "max_num_batched_tokens": 32,
-        "max_num_seqs": 4,
-        **more,
-    }
+    return small_engine(model, **{"num_gpu_blocks_override": 30, "max_num_seqs": 4, **more})
 
 
 def answers(llm: LLM, num_tokens: int = 8) -> list[Any]:

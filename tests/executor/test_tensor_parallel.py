@@ -24,6 +24,7 @@ from minivllm.distributed.shared_memory import open_segment, segment_descriptors
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.linear.choose import MethodChooser
 from minivllm.linear.layer import Linear
+from tests.executor.small_engine import small_engine
 from tests.executor.virtual_shards import virtual_llm
 
 # Three KV heads of two or more query heads, five units of the MLP, seven of the vocabulary, the last one smaller.
@@ -55,18 +56,7 @@ PROMPTS = [
 
 def arguments(model: Path, **more: Any) -> dict[str, Any]:
     """Prompts come in chunks, prefixes are found again, and there is no room for all, so that some are preempted."""
-    return {
-        "model": str(model),
-        "dtype": "float32",
-        "device": "cpu",
-        "enforce_eager": True,
-        "max_model_len": 128,
-        "num_gpu_blocks_override": 14,
-        "block_size": 16,
-        "max_num_batched_tokens": 32,
-        "max_num_seqs": 4,
-        **more,
-    }
+    return small_engine(model, **{"num_gpu_blocks_override": 14, "max_num_seqs": 4, **more})
 
 
 def answers(llm: LLM, num_tokens: int = 24) -> list[Any]:

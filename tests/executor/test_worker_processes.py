@@ -16,6 +16,7 @@ import pytest
 from minivllm import LLM, AsyncLLM, EngineArgs, SamplingParams
 from minivllm.errors import ConfigError, EngineDeadError, RequestError
 from minivllm.sampling_params import StructuredOutputs
+from tests.executor.small_engine import small_engine
 
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8]}, {"prompt_token_ids": list(range(20, 70))}, "some words"]
 PARAMS = [
@@ -26,17 +27,7 @@ PARAMS = [
 
 
 def arguments(model: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "model": str(model),
-        "dtype": "float32",
-        "device": "cpu",
-        "enforce_eager": True,
-        "max_model_len": 128,
-        "num_gpu_blocks_override": 24,
-        "block_size": 16,
-        "max_num_batched_tokens": 32,
-        **more,
-    }
+    return small_engine(model, **{"num_gpu_blocks_override": 24, **more})
 
 
 def answers(llm: LLM) -> tuple[list[Any], list[Any]]:

@@ -1,0 +1,20 @@
+"""The small uncompiled engine that workers of one model are tried with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def small_engine(model: Path, **more: Any) -> dict[str, Any]:
+    """Engine arguments, in float32 on a CPU; ``more`` replace them. Prompts come in chunks of up to two blocks."""
+    return {
+        "model": str(model),
+        "dtype": "float32",
+        "device": "cpu",
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "block_size": 16,
+        "max_num_batched_tokens": 32,
+        **more,
+    }
