@@ -378,7 +378,6 @@ class EngineArgs:
             "enable_lora": self.enable_lora,
             "speculative_config": self.speculative_config is not None,
             "compile_in_background": bool(self.compile_in_background),
-            "kv_transfer_config": self.kv_transfer_config is not None,
         }
         for name, is_given in whole.items():
             if is_given:

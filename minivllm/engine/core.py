@@ -52,7 +52,7 @@ class EngineCore:
         admission = None if config.lora is None else AdapterAdmission(config.lora.max_loras)
         transfer = config.kv_transfer
         self._connector = make_scheduler_side(
-            transfer, executor.kv_groups, executor.block_bytes, config.tensor_parallel_size
+            transfer, executor.kv_groups, executor.block_bytes, config.num_workers
         )
         self.scheduler = Scheduler(
             config.scheduler,

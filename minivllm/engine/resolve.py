@@ -96,7 +96,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     transfer = None if args.kv_transfer_config is None else KVTransferConfig.from_dict(args.kv_transfer_config)
     needs_fingerprint = transfer is not None and load_connector(transfer).needs_fingerprint(transfer)
     if transfer is not None:
-        check_transfer(transfer, args.tensor_parallel_size, decoder)
+        check_transfer(transfer, args.num_workers, decoder)
     check_workers(args, decoder, device)
     check_stages(args, decoder, device)
     find_attention(args.attention_backend)
@@ -315,6 +315,8 @@ def settings_digest(config: EngineConfig, facts: ModelFacts) -> str:
         # Sums over ranks are rounded in other places.
         "tensor parallel size": config.tensor_parallel_size,
         "expert parallel": config.expert_parallel,
+        # Stages have parts of their own; which layers, follows from their number.
+        "pipeline parallel size": config.pipeline_parallel_size,
         # Scaled rotary tables depend on it.
         "max_model_len": config.scheduler.max_model_len,
     }

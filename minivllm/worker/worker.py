@@ -197,7 +197,9 @@ class Worker:
         self, config: KVTransferConfig, groups: Sequence[GroupSpec], block_bytes: int
     ) -> ConnectorWorker:
         rank = 0 if self._communicator is None else self._communicator.rank
-        transfer = make_context(config, groups, block_bytes, self.config.tensor_parallel_size, rank)
+        if self._stage is not None:
+            rank += self._stage.number * self.config.tensor_parallel_size
+        transfer = make_context(config, groups, block_bytes, self.config.num_workers, rank)
         context = WorkerContext(transfer=transfer, device=self.device, report=self._report_transfer)
         connector: ConnectorWorker = load_connector(config).worker_side(context)
         connector.register_kv_caches(self.runner.model.caches)

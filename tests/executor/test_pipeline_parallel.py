@@ -217,7 +217,11 @@ def test_a_tensor_arrives_as_it_was_sent(dtype: torch.dtype) -> None:
         ("llama", {"enable_lora": True}, "enable_lora needs all layers in one worker"),
         ("llama", {"speculative_config": {"method": "ngram"}}, "speculative_config needs all layers in one worker"),
         ("llama", {"compile_in_background": True}, "compile_in_background needs all layers in one worker"),
-        ("llama", {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "kv_transfer_config needs"),
+        (
+            "llama",
+            {"kv_transfer_config": {"kv_connector": "tests.kv_transfer.own_connector:ShelfConnector"}},
+            "moves the blocks of a single worker, but there are 2",
+        ),
         ("llama", {"distributed_executor_backend": "uni"}, "'uni' needs all layers in one worker"),
         ("llama", {"pipeline_parallel_size": 0}, "must be at least 1"),
         ("llama", {"tensor_parallel_size": 3}, "2 KV heads, which more workers can only share evenly"),

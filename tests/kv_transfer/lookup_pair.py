@@ -37,9 +37,9 @@ def unix(path: Path, name: str = "kv") -> str:
     return f"unix://{path}/{name}"
 
 
-def block_keys(prompt: Sequence[int]) -> list[bytes]:
+def block_keys(prompt: Sequence[int], block_size: int = BLOCK_SIZE) -> list[bytes]:
     request = Request(make_engine_request("r", list(prompt)))
-    extend_block_hashes(request, BLOCK_SIZE)
+    extend_block_hashes(request, block_size)
     return request.block_hashes
 
 
@@ -73,7 +73,7 @@ class BadProducer(LookupServer):
         buffer = LookupBuffer(self.block_bytes * len(keys), self.block_bytes)
         buffer.insert([(key, torch.zeros(self.block_bytes, dtype=torch.uint8)) for key in keys], lambda: None)
         self._behave = answer
-        super().__init__(Address.parse(address), Gate.of(context), buffer)
+        super().__init__(Address.parse(address), Gate.of(context, 0), buffer)
 
     def _answer(self, pipe: Pipe) -> None:
         while True:

@@ -20,7 +20,7 @@ import torch
 from minivllm import LLM
 from minivllm.errors import ConfigError
 from minivllm.kv_transfer.lookup import catalogue, lookup_connector
-from minivllm.kv_transfer.lookup.gate import read_key
+from minivllm.kv_transfer.lookup.gate import Gate, read_key
 from minivllm.kv_transfer.lookup.handshake import Purpose
 from minivllm.kv_transfer.lookup.lookup_server import MAX_CONNECTIONS
 from minivllm.kv_transfer.lookup.pipe import MAX_MESSAGE_BYTES, Address, Block, News, Pipe
@@ -371,7 +371,7 @@ def test_strangers_cannot_disturb_a_producer(tiny_model: TinyModel, tmp_path: Pa
             one.close()
         with tiny_llm(path, kv_transfer_config=consumer(own, key_file=key_file)) as second:
             wait_for_blocks(second, KEYS)
-            gate = scheduler_side(second)._catalogue._gate
+            gate = Gate.of(scheduler_side(second).context, 0)
             for rude in (struct.pack("<I", MAX_MESSAGE_BYTES + 1), struct.pack("<I", 50) + os.urandom(50)):
                 pipe = gate.connect(Address.parse(own), Purpose.BLOCKS, time.monotonic() + 5)
                 pipe.send(rude, time.monotonic() + 5)
@@ -403,6 +403,7 @@ def test_a_socket_that_a_killed_producer_left_behind_is_replaced_and_one_in_use_
         (producer("/tmp/socket"), "is no address of a connector"),
         (producer("unix:///" + "x" * 120), "at most 100 bytes"),
         (producer("tcp://127.0.0.1"), "is no address"),
+        (producer("tcp://127.0.0.1:70000"), "is no address"),
         (producer("tcp://0.0.0.0:7000"), "is not on this host: give the connector a 'key_file'"),
         (consumer("tcp://engine.example:7000"), "is not on this host"),
         (producer("unix:///tmp/a", key_file="/nowhere/key"), "cannot be read"),

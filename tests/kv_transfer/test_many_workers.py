@@ -82,9 +82,12 @@ def test_a_block_that_one_rank_lacks_is_missing_and_one_that_it_has_damaged_fail
         llm.llm_engine.client.call("check_integrity")
 
 
-def test_worker_processes_find_what_those_of_another_engine_saved(uneven: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)]
+)
+def test_worker_processes_find_what_those_of_another_engine_saved(uneven: Path, tmp_path: Path, layout: str) -> None:
     config = several(OFFLOAD, storage(tmp_path))
-    given = arguments(uneven, tensor_parallel_size=2, kv_transfer_config=config)
+    given = arguments(uneven, kv_transfer_config=config, **{layout: 2})
     with virtual_llm(**given) as llm:
         expected = answers(llm, num_tokens=4)
     with LLM(**given) as llm:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from itertools import chain
 from threading import Event, Thread
 
 from minivllm.kv_transfer.lookup.gate import Gate
@@ -21,55 +22,71 @@ MAX_KEYS = 2**20
 """Blocks of one producer that are remembered."""
 
 
-class Catalogue:
-    """One thread for each producer: connects, listens, connects again. Nobody waits for it."""
+class _Worker:
+    """A worker of a producer: where it listens, and the blocks whose parts it has announced."""
 
-    def __init__(self, peers: Sequence[Address], gate: Gate) -> None:
-        self._gate = gate
-        self._held: list[set[bytes]] = [set() for _ in peers]
-        self._pipes: dict[int, Pipe] = {}
+    def __init__(self, address: Address, gate: Gate) -> None:
+        self.address, self.gate = address, gate
+        self.held: set[bytes] = set()
+        self.pipe: Pipe | None = None
+
+
+class Catalogue:
+    """One thread for each worker of each producer: connects, listens, connects again. Nobody waits for it.
+
+    gates: of each rank of this engine, which takes its parts from the same rank of a producer.
+    """
+
+    def __init__(self, peers: Sequence[Address], gates: Sequence[Gate]) -> None:
+        """Raises ConfigError if there are no addresses for so many ranks."""
+        self._producers = [[_Worker(peer.beside(rank), gate) for rank, gate in enumerate(gates)] for peer in peers]
         self._closed = Event()
-        for index, peer in enumerate(peers):
-            Thread(target=self._follow, args=(index, peer), name="kv-catalogue", daemon=True).start()
+        for worker in chain.from_iterable(self._producers):
+            Thread(target=self._follow, args=(worker,), name="kv-catalogue", daemon=True).start()
 
     def find(self, key: bytes) -> int | None:
-        """A producer that holds the block, by its number; None: nobody does."""
-        return next((index for index, held in enumerate(self._held) if key in held), None)
+        """A producer of which every worker holds its part of the block, by its number; None: there is none."""
+        for number, workers in enumerate(self._producers):
+            if all(key in worker.held for worker in workers):
+                return number
+        return None
 
     def forget(self, key: bytes) -> None:
         """A block did not come: it is not asked for again until it is announced anew."""
-        for held in self._held:
-            held.discard(key)
+        for worker in chain.from_iterable(self._producers):
+            worker.held.discard(key)
 
     def close(self) -> None:
         self._closed.set()
-        for pipe in list(self._pipes.values()):
-            pipe.close()
+        for worker in chain.from_iterable(self._producers):
+            pipe = worker.pipe
+            if pipe is not None:
+                pipe.close()
 
-    def _follow(self, index: int, peer: Address) -> None:
-        problem = ""
+    def _follow(self, worker: _Worker) -> None:
+        problem, peer, gate = "", worker.address, worker.gate
         while not self._closed.is_set():
             try:
-                self._pipes[index] = self._gate.connect(peer, Purpose.NEWS, time.monotonic() + self._gate.timeout)
+                worker.pipe = gate.connect(peer, Purpose.NEWS, time.monotonic() + gate.timeout)
                 logger.info("Connected to the producer at %s.", peer.text)
                 problem = ""
-                self._listen(index)
+                self._listen(worker, worker.pipe)
             except (OSError, ValueError) as error:
                 kind = str(error) if isinstance(error, HandshakeError) else "unreachable"
                 if kind != problem and not self._closed.is_set():
                     logger.warning("No blocks come from the producer at %s: %s.", peer.text, error)
                 problem = kind
             finally:
-                self._held[index] = set()
-                pipe = self._pipes.pop(index, None)
+                worker.held = set()
+                pipe, worker.pipe = worker.pipe, None
                 if pipe is not None:
                     pipe.close()
             self._closed.wait(RETRY_SECONDS)
 
-    def _listen(self, index: int) -> None:
+    def _listen(self, worker: _Worker, pipe: Pipe) -> None:
         while not self._closed.is_set():
-            news = self._pipes[index].receive_message(News, time.monotonic() + SILENCE_SECONDS)
-            held = self._held[index]
+            news = pipe.receive_message(News, time.monotonic() + SILENCE_SECONDS)
+            held = worker.held
             held.difference_update(news.gone)
             held.update(news.came)
             if len(held) > MAX_KEYS:

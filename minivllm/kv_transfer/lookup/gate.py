@@ -22,9 +22,9 @@ HANDSHAKE_SECONDS = 5.0
 
 
 class LookupBufferOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """address: where a producer listens, unix:///path or tcp://host:port. peers: addresses of the producers that a
-    consumer asks. buffer_bytes: most memory of a producer's buffer. timeout: seconds that a load may take; then the
-    rest is recomputed. key_file: a secret of 32 bytes or more that only the user can read; needed off this host.
+    """address: where a producer listens, unix:///path or tcp://host:port; its worker of rank r at path.r, or at port +
+    r. peers: addresses of the producers that a consumer asks. buffer_bytes: most memory of a producer's buffer, over
+    all workers. timeout: seconds that a load may take; then the rest is recomputed. key_file: a secret of 32 bytes or more that only the user can read; needed off this host.
     tls_certificate, tls_key: PEM files of a producer on TCP. tls_authority: PEM file of whom a consumer trusts."""
 
     address: str = ""
@@ -39,7 +39,8 @@ class LookupBufferOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Gate:
-    """What connections of one engine are made with. server_tls, client_tls: None without TLS."""
+    """What connections of one worker are made with, to that of the same rank. server_tls, client_tls: None without
+    TLS."""
 
     identity: bytes
     key: bytes
@@ -48,10 +49,10 @@ class Gate:
     client_tls: ssl.SSLContext | None
 
     @classmethod
-    def of(cls, context: TransferContext) -> Gate:
+    def of(cls, context: TransferContext, rank: int) -> Gate:
         """Raises ConfigError."""
         options: LookupBufferOptions = context.options
-        return cls(identity_of(context), read_key(options.key_file), options.timeout, *tls_contexts(options))
+        return cls(identity_of(context, rank), read_key(options.key_file), options.timeout, *tls_contexts(options))
 
     def connect(self, address: Address, purpose: Purpose, deadline: float) -> Pipe:
         """A connection to a producer that has proved itself. Raises HandshakeError, or OSError."""

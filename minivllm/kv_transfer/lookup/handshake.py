@@ -40,14 +40,15 @@ class Verdict(IntEnum):
     OTHER_MODEL = 2
 
 
-def identity_of(context: TransferContext) -> bytes:
-    """Digest of all that must be equal on both sides for a block to mean the same, 32 bytes.
+def identity_of(context: TransferContext, rank: int) -> bytes:
+    """Digest of all that must be equal on both sides for a rank's part of a block to mean the same, 32 bytes.
 
-    The fingerprint has the model's files, its layers, heads and rotary embedding, dtypes, quantisation, attention and
-    block size; adapters and salts are part of the blocks' hashes.
+    The fingerprint has the model's files, its layers, heads and rotary embedding, dtypes, quantisation, attention,
+    block size and how layers are divided among workers; adapters and salts are part of the blocks' hashes.
     """
-    groups = [[group.name, group.block_size, group.block_bytes, group.layers] for group in context.groups]
-    return hashlib.sha256(msgspec.json.encode([__version__, context.config.fingerprint, groups])).digest()
+    groups = [[group.name, group.block_size] for group in context.groups]
+    parts = [context.block_bytes, context.num_ranks, rank]
+    return hashlib.sha256(msgspec.json.encode([__version__, context.config.fingerprint, groups, parts])).digest()
 
 
 def _proof(key: bytes, *parts: bytes) -> bytes:
@@ -71,7 +72,7 @@ def greet(pipe: Pipe, purpose: Purpose, identity: bytes, key: bytes, deadline: f
     if verdict[0] != Verdict.WELCOME or theirs != identity:
         raise HandshakeError(
             "it has another model, version or settings; model, dtype, kv_cache_dtype, block_size, max_model_len, "
-            "quantization and attention_backend must be equal"
+            "quantization, attention_backend, tensor_parallel_size and pipeline_parallel_size must be equal"
         )
 
 

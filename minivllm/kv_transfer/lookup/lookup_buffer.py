@@ -27,7 +27,8 @@ class LookupBuffer:
     """
 
     def __init__(self, max_bytes: int, block_bytes: int) -> None:
-        """Raises ConfigError if there is no room for one block."""
+        """block_bytes: over all workers, of whose parts max_bytes is the bound. Raises ConfigError if there is no room
+        for one block."""
         self.max_blocks = max_bytes // block_bytes
         if self.max_blocks < 1:
             raise ConfigError(

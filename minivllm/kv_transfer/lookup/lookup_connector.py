@@ -35,7 +35,7 @@ class LookupBufferScheduler(BlockStore):
     def __init__(self, context: TransferContext) -> None:
         super().__init__(context)
         _, peers = addresses_of(context.config, context.options)
-        self._catalogue = Catalogue(peers, Gate.of(context))
+        self._catalogue = Catalogue(peers, [Gate.of(context, rank) for rank in range(context.num_ranks)])
 
     def holds(self, key: bytes) -> bool:
         return self._catalogue.find(key) is not None
@@ -53,7 +53,7 @@ class LookupBufferScheduler(BlockStore):
 
 
 class LookupBufferWorker(KVConnectorWorker):
-    """Fills the buffer as a producer, and asks producers as a consumer.
+    """Fills the buffer as a producer, and asks the workers of the same rank of producers as a consumer.
 
     A load asks for all its blocks at once, and takes them as they come. It ends at its deadline, whatever the producer
     does; a connection that failed is made anew for a later load.
@@ -63,14 +63,14 @@ class LookupBufferWorker(KVConnectorWorker):
         super().__init__(context)
         transfer = context.transfer
         self._options: LookupBufferOptions = transfer.options
-        self._gate = Gate.of(transfer)
-        own, self._peers = addresses_of(transfer.config, self._options)
+        self._gate = Gate.of(transfer, transfer.rank)
+        own, peers = addresses_of(transfer.config, self._options)
+        self._peers = [peer.beside(transfer.rank) for peer in peers]
         self._buffer: LookupBuffer | None = None
         self._server: LookupServer | None = None
         if own is not None:
-            block_bytes = sum(group.block_bytes for group in transfer.groups)
-            self._buffer = LookupBuffer(self._options.buffer_bytes, block_bytes)
-            self._server = LookupServer(own, self._gate, self._buffer)
+            self._buffer = LookupBuffer(self._options.buffer_bytes, transfer.block_bytes)
+            self._server = LookupServer(own.beside(transfer.rank), self._gate, self._buffer)
         self._deadlines: dict[str, float] = {}
         self._deadline = 0.0
         self._pipes: dict[int, Pipe] = {}
@@ -155,7 +155,7 @@ class LookupBufferConnector(KVConnector):
     LookupBufferOptions."""
 
     Options = LookupBufferOptions
-    outlives_engine = True
+    outlives_engine = moves_parts = True
     scheduler_side = LookupBufferScheduler
     worker_side = LookupBufferWorker
 

@@ -165,6 +165,15 @@ class Address:
             f"{MAX_SOCKET_PATH} bytes long, or tcp://host:port."
         )
 
+    def beside(self, rank: int) -> Address:
+        """Where the worker of this rank listens if that of rank 0 listens here: "/path.1", or the next ports. Raises
+        ConfigError if there is no such place."""
+        if not rank:
+            return self
+        if self.path:
+            return Address.parse(f"{self.text}.{rank}")
+        return Address.parse(f"{self.text.rpartition(':')[0]}:{self.port + rank}")
+
     @property
     def is_local(self) -> bool:
         """True if only this machine can be there."""

@@ -112,7 +112,7 @@ class NixlWorker(KVConnectorWorker):
         super().__init__(context)
         transfer = context.transfer
         self._options: NixlOptions = transfer.options
-        self._gate = Gate.of(transfer)
+        self._gate = Gate.of(transfer, transfer.rank)
         own, self._peers = addresses_of(transfer.config, self._options)
         self._block_bytes, self._is_cuda = transfer.block_bytes, context.device.type == "cuda"
         self._blocks: LeasedBlocks | None = None
