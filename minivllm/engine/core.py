@@ -51,9 +51,7 @@ class EngineCore:
         self.adapters = None if config.lora is None else AdapterRegistry(config.lora, executor.collective)
         admission = None if config.lora is None else AdapterAdmission(config.lora.max_loras)
         transfer = config.kv_transfer
-        self._connector = make_scheduler_side(
-            transfer, executor.kv_groups, executor.block_bytes, config.num_workers
-        )
+        self._connector = make_scheduler_side(transfer, executor.kv_groups, executor.block_bytes, config.num_workers)
         self.scheduler = Scheduler(
             config.scheduler,
             kv_cache,

@@ -24,8 +24,9 @@ HANDSHAKE_SECONDS = 5.0
 class LookupBufferOptions(msgspec.Struct, forbid_unknown_fields=True):
     """address: where a producer listens, unix:///path or tcp://host:port; its worker of rank r at path.r, or at port +
     r. peers: addresses of the producers that a consumer asks. buffer_bytes: most memory of a producer's buffer, over
-    all workers. timeout: seconds that a load may take; then the rest is recomputed. key_file: a secret of 32 bytes or more that only the user can read; needed off this host.
-    tls_certificate, tls_key: PEM files of a producer on TCP. tls_authority: PEM file of whom a consumer trusts."""
+    all workers. timeout: seconds that a load may take; then the rest is recomputed. key_file: a secret of 32 bytes or
+    more that only the user can read; needed off this host. tls_certificate, tls_key: PEM files of a producer on TCP.
+    tls_authority: PEM file of whom a consumer trusts."""
 
     address: str = ""
     peers: list[str] = []
