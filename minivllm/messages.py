@@ -121,9 +121,9 @@ class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockTransfer(msgspec.Struct, frozen=True, kw_only=True):
-    """Whole blocks that travel. keys: their hashes. block_ids: of each KV group, one for each key; the null block where
-    nobody reads the group's. places: a connector's own numbers for them. transfer_id: names a load, and no other.
-    part: which of several connectors moves them."""
+    """Whole blocks that travel. keys: their hashes; in a load that ends with a state, its name before them. block_ids:
+    of each KV group, one for each key; the null block where nobody reads the group's. places: a connector's own numbers
+    for them. transfer_id: names a load, and no other. part: which of several connectors moves them."""
 
     keys: list[bytes]
     block_ids: BlockIds
@@ -134,10 +134,12 @@ class BlockTransfer(msgspec.Struct, frozen=True, kw_only=True):
 
 class KVConnectorMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What a connector's scheduler side tells its worker side with a step. loads: begin before the step computes, and
-    need not end with it. saves: blocks that are full once the step has computed."""
+    need not end with it. saves: blocks that are full once the step has computed. snapshots: states of the steps before,
+    to be saved first of all, since the step and its loads may write into their slots."""
 
     loads: list[BlockTransfer] = msgspec.field(default_factory=list)
     saves: list[BlockTransfer] = msgspec.field(default_factory=list)
+    snapshots: list[BlockTransfer] = msgspec.field(default_factory=list)
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):

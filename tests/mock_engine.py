@@ -57,7 +57,7 @@ class MockExecutor:
     def __init__(self, num_blocks: int, block_size: int, seconds_per_step: float) -> None:
         self.pids = [os.getpid()]
         self.kv_groups, self.vocab_size = [one_group(1, block_size, num_blocks=num_blocks)], VOCAB_SIZE
-        self.block_bytes = sum(group.block_bytes for group in self.kv_groups)
+        self.block_bytes = [group.block_bytes for group in self.kv_groups]
         self._seconds_per_step = seconds_per_step
         self._requests: dict[str, list[int]] = {}
 

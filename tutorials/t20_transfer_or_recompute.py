@@ -36,6 +36,7 @@ from minivllm.kv_transfer.connectors.shared_storage import (
     SharedStorageOptions,
     SharedStorageWorker,
 )
+from minivllm.kv_transfer.connectors.worker_side import CacheBlocks
 from minivllm.kv_transfer.lookup.pipe import Pipe
 from tutorials.lesson import Cell, Lesson
 from tutorials.small_model import SHAPE, engine_arguments, model_folder
@@ -325,9 +326,9 @@ class SlowOptions(SharedStorageOptions, kw_only=True, forbid_unknown_fields=True
 class SlowWorker(SharedStorageWorker):
     """Brings a block no faster than the way allows."""
 
-    def load_block(self, key: bytes, place: int) -> Tensor | None:
+    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
         started, options = time.perf_counter(), self.context.transfer.options
-        data = super().load_block(key, place)
+        data = super().load_block(key, place, blocks)
         left = self.context.transfer.block_bytes / options.bytes_per_second - (time.perf_counter() - started)
         time.sleep(max(left, 0.0))
         return data

@@ -175,12 +175,10 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
 
 def check_transfer(transfer: KVTransferConfig, num_ranks: int, facts: ModelFacts) -> None:
     """Raises ConfigError where a connector cannot move what this model keeps, or not for so many workers."""
-    load_connector(transfer).check_ranks(transfer, num_ranks)
+    connector = load_connector(transfer)
+    connector.check_ranks(transfer, num_ranks)
     if facts.keeps_states:
-        raise ConfigError(
-            f"kv_transfer_config moves blocks of keys and values, but layers of {facts.architecture} keep a state, "
-            "which is not cut into blocks: its prefixes would be of no use without it. Leave it out for this model."
-        )
+        connector.check_states(transfer)
 
 
 def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:

@@ -336,7 +336,7 @@ class MultiprocExecutor:
             self.collective("load_model")
             sized: list[list[GroupSpec]] = self.collective("size_cache")
             counts = [min(group.num_blocks for group in groups) for groups in zip(*sized)]
-            self.block_bytes = sum(group.block_bytes for groups in sized for group in groups)
+            self.block_bytes: Sequence[int] = [sum(group.block_bytes for group in groups) for groups in zip(*sized)]
             self.collective("initialize_pools", counts, self.block_bytes)
         except BaseException:
             self.shutdown()

@@ -26,8 +26,8 @@ class Executor(Protocol):
 
     kv_groups: Sequence[GroupSpec]
     """With the sizes of their pools."""
-    block_bytes: int
-    """Of one block of every KV group, over all layers and workers."""
+    block_bytes: Sequence[int]
+    """Of one block of each KV group, over all layers and workers."""
     vocab_size: int
     """Width of the logits."""
     transfers: TransferInbox

@@ -44,7 +44,7 @@ class UniProcExecutor:
         self._worker = Worker(config, facts, self.transfers.put)
         self._worker.load_model()
         groups = self._worker.size_cache()
-        self.block_bytes = sum(group.block_bytes for group in groups)
+        self.block_bytes: Sequence[int] = [group.block_bytes for group in groups]
         self._worker.initialize(groups, self.block_bytes)
         return groups
 

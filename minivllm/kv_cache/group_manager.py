@@ -245,10 +245,13 @@ class StateManager(SingleGroupManager):
     the request goes on in another slot. A request without a past reads the null slot, which holds zeros, and one that
     hits a snapshot reads that; both write a slot of their own. Snapshots that nobody reads lie in the free queue, and
     what was kept longest ago is reused first.
+
+    snapshots: hash and slot of those that are worth keeping elsewhere too; None unless somebody asks for them.
     """
 
     drops_blocks = True
     name = "state"
+    snapshots: list[tuple[bytes, KVCacheBlock]] | None = None
 
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_num_blocks: int) -> list[KVCacheBlock]:
         names = self._names(block_hashes, max_num_blocks)
@@ -293,6 +296,25 @@ class StateManager(SingleGroupManager):
             if before.ref_count == 0 and before.block_hash == its_name:
                 self.pool.reuse_next(before)
         table.passing = (slot, name) if is_passing else None
+        if not is_passing and self.snapshots is not None:
+            self.snapshots.append((name, slot))
+
+    def take_snapshots(self) -> list[tuple[bytes, KVCacheBlock]]:
+        """Those since the last call. What a step writes that is planned after the call may be in their slots."""
+        if not self.snapshots:
+            return []
+        taken, self.snapshots = self.snapshots, []
+        return taken
+
+    def free(self, request_id: str, num_computed_tokens: int) -> None:
+        """The last passing snapshot has no successor: it is the one from which the request, or its next turn, goes
+        on."""
+        table = self.tables.get(request_id)
+        if table is not None and table.passing is not None and self.snapshots is not None:
+            slot, name = table.passing
+            if slot.block_hash == name:
+                self.snapshots.append((name, slot))
+        super().free(request_id, num_computed_tokens)
 
     def num_new_blocks(self, request_id: str, num_tokens: int, num_hits: int = 0) -> int:
         """1 where the request has no slot that it may write: none, or one that others read or may find."""

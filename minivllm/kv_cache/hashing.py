@@ -36,6 +36,11 @@ def hash_block(parent: bytes, token_ids: Sequence[int], extras: tuple[Extra, ...
     return digest.digest()
 
 
+def state_name(block_hash: bytes) -> bytes:
+    """Name of the states after the tokens of a block, 32 bytes: they are kept beside its keys and values."""
+    return hashlib.sha256(b"state" + block_hash).digest()
+
+
 def block_extras(request: Request, block_index: int) -> tuple[Extra, ...]:
     """Extras of one block of a request. The chain carries a first block's extras into all blocks after it."""
     if block_index > 0:

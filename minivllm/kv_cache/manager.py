@@ -9,16 +9,18 @@ from typing import NamedTuple
 from minivllm.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool
 from minivllm.kv_cache.coordinator import BlocksPerGroup, KVCacheCoordinator
 from minivllm.kv_cache.group_manager import SingleGroupManager, StateManager
-from minivllm.kv_cache.hashing import extend_block_hashes
+from minivllm.kv_cache.hashing import extend_block_hashes, state_name
 from minivllm.messages import BlockIds, PoolStats
 from minivllm.request import Request
 
 
 class FullBlock(NamedTuple):
-    """A block that has just become full. key: its hash. block_ids: one for each KV group."""
+    """A block that has just become full, or a state that stays as it is. key: its hash, or the state's name.
+    block_ids: one for each KV group, the null block in those that keep a state, or in the others."""
 
     key: bytes
     block_ids: tuple[int, ...]
+    is_state: bool = False
 
 
 class KVCacheManager:
@@ -51,6 +53,11 @@ class KVCacheManager:
     def hash_block_size(self) -> int:
         """Tokens per block hash."""
         return self._coordinator.hash_block_size
+
+    @property
+    def groups(self) -> Sequence[SingleGroupManager]:
+        """Of all layers."""
+        return self._groups
 
     @property
     def pools(self) -> list[BlockPool]:
@@ -144,12 +151,12 @@ class KVCacheManager:
             if self._states:
                 self._keep_snapshots(request, num_computed)
             counts = [group.num_new_blocks(request_id, num_slots) for group in self._groups]
-            if any(counts) and not self._have_free(counts, self._num_reserved):
+            if any(counts) and not self.have_free(counts, self._num_reserved):
                 return None
         else:
             num_tokens = max(num_slots, request.num_tokens)
             needed = self._coordinator.num_blocks_to_admit(request_id, num_slots, num_tokens, new_computed_blocks)
-            if not self._have_free(needed, num_reserved_blocks or self._num_reserved):
+            if not self.have_free(needed, num_reserved_blocks or self._num_reserved):
                 return None
             self._admit(request, new_computed_blocks)
             counts = [group.num_new_blocks(request_id, num_slots) for group in self._groups]
@@ -175,7 +182,8 @@ class KVCacheManager:
         for group in self._states:
             group.keep_snapshot(request.request_id, request.block_hashes, num_computed, is_passing=is_passing)
 
-    def _have_free(self, counts: Sequence[int], reserved: Sequence[int]) -> bool:
+    def have_free(self, counts: Sequence[int], reserved: Sequence[int]) -> bool:
+        """Whether every pool has so many free blocks besides the reserved ones."""
         for group, count, others in zip(self._groups, counts, reserved):
             if count + others > group.pool.free_queue.num_blocks:
                 return False
@@ -195,68 +203,33 @@ class KVCacheManager:
     # -- blocks that travel ----------------------------------------------------------------------------------------
 
     def watch_full_blocks(self) -> None:
-        """Let take_full_blocks know of every block from now on."""
+        """Let take_full_blocks know of every block and snapshot from now on."""
         self._newly_full = []
+        for group in self._states:
+            group.snapshots = []
 
     def take_full_blocks(self) -> list[FullBlock]:
-        """Blocks that became full since the last call, of requests that still have them."""
+        """What came up since the last call: blocks that became full, of requests that still have them, and snapshots,
+        which no step writes into that was planned before the call."""
+        found = []
+        for place, group in enumerate(self._groups):
+            for name, slot in group.take_snapshots() if isinstance(group, StateManager) else ():
+                block_ids = [NULL_BLOCK_ID] * len(self._groups)
+                block_ids[place] = slot.block_id
+                found.append(FullBlock(state_name(name), tuple(block_ids), is_state=True))
         if not self._newly_full:
-            return []
-        ranges, self._newly_full, found = self._newly_full, [], []
+            return found
+        ranges, self._newly_full = self._newly_full, []
         for request, start, end in ranges:
-            tables = [group.tables.get(request.request_id) for group in self._groups]
+            tables = {group: group.tables.get(request.request_id) for group in self._attending}
+            if None in tables.values():
+                continue
             for place in range(start, end):
-                block_ids = tuple(NULL_BLOCK_ID if table is None else table.blocks[place].block_id for table in tables)
-                if NULL_BLOCK_ID not in block_ids:
-                    found.append(FullBlock(request.block_hashes[place], block_ids))
+                attended = {group: table.blocks[place].block_id for group, table in tables.items() if table}
+                if NULL_BLOCK_ID not in attended.values():
+                    block_ids = [attended.get(group, NULL_BLOCK_ID) for group in self._groups]
+                    found.append(FullBlock(request.block_hashes[place], tuple(block_ids)))
         return found
-
-    def take_for_load(
-        self, request: Request, hits: BlocksPerGroup, num_hit_tokens: int, num_tokens: int, reserved: Sequence[int]
-    ) -> BlocksPerGroup | None:
-        """Blocks for the ``num_tokens`` tokens of a waiting request that lie behind its hits and come from elsewhere.
-
-        Null blocks in groups that will not read what lies there. The hits are kept from eviction as well: all of it
-        goes back with give_back. None, and nothing is taken, if not all known tokens have room besides the reserved
-        blocks.
-        """
-        start, end = num_hit_tokens // self.hash_block_size, (num_hit_tokens + num_tokens) // self.hash_block_size
-        firsts = [max(start, group.first_read(end * group.block_size) // group.block_size) for group in self._groups]
-        needed = []
-        for group, first, found in zip(self._groups, firsts, hits):
-            missing = group.num_missing_blocks(request.request_id, request.num_tokens, found)
-            unused = sum(block.ref_count == 0 and block.block_id != NULL_BLOCK_ID for block in found)
-            needed.append(max(missing, end - first) + unused)
-        if not self._have_free(needed, reserved):
-            return None
-        blocks = []
-        for group, first, found in zip(self._groups, firsts, hits):
-            group.pool.touch(found)
-            blocks.append([group.pool.null_block] * (first - start) + group.pool.get_new_blocks(end - first))
-        return tuple(blocks)
-
-    def hold(self, request_id: str) -> BlocksPerGroup:
-        """All blocks of a request, kept from reuse until they are given back."""
-        held = tuple(
-            list(group.tables[request_id].blocks) if request_id in group.tables else [] for group in self._groups
-        )
-        for group, blocks in zip(self._groups, held):
-            group.pool.touch(blocks)
-        return held
-
-    def give_back(self, blocks: BlocksPerGroup, keys: Sequence[bytes] = ()) -> None:
-        """Free blocks that were taken or held; the first ones hold what these hashes name, and can be found."""
-        for group, own in zip(self._groups, blocks):
-            group.pool.cache_full_blocks(own[: len(keys)], keys)
-            group.pool.free_blocks(reversed(own))
-
-    def num_blocks_missing_behind(self, request: Request, blocks: BlocksPerGroup) -> list[int]:
-        """Blocks of each group by which a waiting request, whose first blocks these are, will grow at most until all
-        known tokens are computed."""
-        return [
-            group.num_missing_blocks(request.request_id, request.num_tokens, own)
-            for group, own in zip(self._groups, blocks)
-        ]
 
     # -- the end, and a look inside --------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ import msgspec
 
 from minivllm.config import KVTransferConfig
 from minivllm.errors import ConfigError, RequestError
+from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
+from minivllm.kv_cache.hashing import state_name
 from minivllm.kv_cache.manager import FullBlock
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import BlockIds, BlockTransfer, KVConnectorMetadata
@@ -38,14 +40,16 @@ class TransferContext:
     """What both sides are made with. options: of the connector's type. groups: the KV groups with their pools; blocks
     of all of them hold equally many tokens, so one hash names one block in each.
 
-    num_ranks: workers, each of which moves its own part of every block. block_bytes: of a block over all layers and
-    ranks, whose parts may differ. rank: of this worker; the scheduler's side has none and takes 0.
+    num_ranks: workers, each of which moves its own part of every block. block_bytes: of a block over all layers that
+    attend and all ranks, whose parts may differ; state_bytes: of a state, 0 where no layer keeps one. rank: of this
+    worker; the scheduler's side has none and takes 0.
     """
 
     config: KVTransferConfig
     options: Any
     groups: Sequence[GroupSpec]
     block_bytes: int
+    state_bytes: int = 0
     num_ranks: int = 1
     rank: int = 0
 
@@ -118,8 +122,9 @@ class KVConnectorScheduler:
 class BlockStore(KVConnectorScheduler, ABC):
     """The scheduler's side of a connector that keeps blocks by their hashes. A subclass says what it ``holds``.
 
-    A hit is an unbroken run of blocks, each with the layers of all KV groups. Windows would do with the last ones; but
-    a block that is full has all of its groups at that moment, and a prompt that ends earlier needs other ones.
+    A hit is an unbroken run of blocks, each with the layers of all KV groups that attend. Windows would do with the
+    last ones; but a block that is full has all of its groups at that moment, and a prompt that ends earlier needs other
+    ones. Where layers keep states, it ends where the store has the state too, which is kept under a name of its own.
     """
 
     is_connected = True
@@ -132,14 +137,15 @@ class BlockStore(KVConnectorScheduler, ABC):
 
     @abstractmethod
     def holds(self, key: bytes) -> bool:
-        """Whether the block of this hash can be loaded."""
+        """Whether the block of this hash, or the state of this name, can be loaded."""
 
     def places(self, keys: Sequence[bytes]) -> list[int]:
         """Where they are, for the worker's side; called when a load begins."""
         return []
 
     def save(self, blocks: Sequence[FullBlock]) -> list[BlockTransfer]:
-        """Which of the blocks that became full are saved; all of them, unless a subclass knows better."""
+        """Which of the blocks that became full, or of the snapshots, are saved; all of them, unless a subclass knows
+        better. One call has only blocks, or only snapshots."""
         return [transfer_of(block) for block in blocks]
 
     def new_weights(self, fingerprint: str) -> None:
@@ -154,21 +160,43 @@ class BlockStore(KVConnectorScheduler, ABC):
             if not self.holds(key):
                 break
             count += 1
+        if self.context.state_bytes:
+            start = num_computed_tokens // size
+            while count and not self.holds(state_name(request.block_hashes[start + count - 1])):
+                count -= 1
         return count * size
 
+    def state_of(self, load: Load) -> bytes | None:
+        """Name of the state that a load brings; None if it brings none."""
+        for group, blocks in zip(self.context.groups, load.blocks):
+            if group.kind == "state" and blocks[-1].block_id != NULL_BLOCK_ID:
+                return state_name(load.keys[-1])
+        return None
+
     def update_state_after_alloc(self, request: Request, load: Load) -> None:
-        places = self.places(load.keys)
+        keys, block_ids, state = load.keys, load.block_ids, self.state_of(load)
+        if state is not None:
+            # It comes first: without it, the blocks are of no use.
+            keys = [state, *keys]
+            kinds = [group.kind for group in self.context.groups]
+            block_ids = tuple(
+                [own[-1], *[NULL_BLOCK_ID] * len(own)] if kind == "state" else [NULL_BLOCK_ID, *own]
+                for kind, own in zip(kinds, block_ids)
+            )
         self._loads.append(
-            BlockTransfer(keys=load.keys, block_ids=load.block_ids, places=places, transfer_id=load.transfer_id)
+            BlockTransfer(keys=keys, block_ids=block_ids, places=self.places(keys), transfer_id=load.transfer_id)
         )
 
     def build_connector_meta(self, full_blocks: Sequence[FullBlock]) -> KVConnectorMetadata | None:
-        saves = self.save(full_blocks) if full_blocks and self.context.config.saves else []
+        saves, snapshots = [], []
+        if full_blocks and self.context.config.saves:
+            saves = self.save([block for block in full_blocks if not block.is_state])
+            snapshots = self.save([block for block in full_blocks if block.is_state])
         self.num_saved_blocks += len(saves)
-        if not saves and not self._loads:
+        if not saves and not snapshots and not self._loads:
             return None
         loads, self._loads = self._loads, []
-        return KVConnectorMetadata(loads=loads, saves=saves)
+        return KVConnectorMetadata(loads=loads, saves=saves, snapshots=snapshots)
 
 
 def transfer_of(block: FullBlock, places: Sequence[int] = ()) -> BlockTransfer:
@@ -182,12 +210,14 @@ class KVConnector:
     scheduler_side: TransferContext -> KVConnectorScheduler. worker_side: WorkerContext -> KVConnectorWorker. Options:
     what kv_connector_extra_config may hold. outlives_engine: what is saved can be loaded by another process.
     moves_parts: several workers go with it, each with its own part of a block; they must not take one another's.
+    moves_states: what it keeps may be blocks or states, which have another size.
     takes_new_weights: both sides have a ``new_weights`` that keeps what was saved from being found with other weights.
     """
 
     Options: type[msgspec.Struct] = msgspec.defstruct("Options", [], forbid_unknown_fields=True)
     outlives_engine = False
     moves_parts = False
+    moves_states = False
     takes_new_weights = False
     scheduler_side: Callable[[TransferContext], KVConnectorScheduler]
     worker_side: Callable[[Any], Any]
@@ -203,6 +233,15 @@ class KVConnector:
         if num_ranks > 1 and not cls.moves_parts:
             raise ConfigError(
                 f"{config.kv_connector} moves the blocks of a single worker, but there are {num_ranks}: use one worker."
+            )
+
+    @classmethod
+    def check_states(cls, config: KVTransferConfig) -> None:
+        """Raise ConfigError if this connector cannot serve a model whose layers keep states."""
+        if not cls.moves_states:
+            raise ConfigError(
+                f"{config.kv_connector} moves blocks of keys and values, but layers of this model keep a state, and "
+                "without it those would be of no use: use OffloadingConnector or SharedStorageConnector."
             )
 
     @classmethod
@@ -245,20 +284,25 @@ def load_connector(config: KVTransferConfig) -> type[KVConnector]:
 
 
 def make_context(
-    config: KVTransferConfig, groups: Sequence[GroupSpec], block_bytes: int, num_ranks: int = 1, rank: int = 0
+    config: KVTransferConfig, groups: Sequence[GroupSpec], block_bytes: Sequence[int], num_ranks: int = 1, rank: int = 0
 ) -> TransferContext:
-    """See TransferContext. Raises ConfigError for KV groups whose blocks cannot travel together."""
-    if len({group.block_size for group in groups}) > 1 or not all(
-        "attention" in group.kind or group.reach for group in groups
-    ):
+    """See TransferContext. block_bytes: of each group, over all ranks. Raises ConfigError for KV groups whose blocks
+    cannot travel together."""
+    if len({group.block_size for group in groups}) > 1:
         kinds = ", ".join(f"{group.name} in blocks of {group.block_size}" for group in groups)
         raise ConfigError(
             f"kv_transfer_config needs keys and values in blocks of one size, but this model keeps {kinds}: leave it "
             "out for this model."
         )
-    options = load_connector(config).options(config)
+    of_states = sum(size for group, size in zip(groups, block_bytes) if group.kind == "state")
     return TransferContext(
-        config=config, options=options, groups=groups, block_bytes=block_bytes, num_ranks=num_ranks, rank=rank
+        config=config,
+        options=load_connector(config).options(config),
+        groups=groups,
+        block_bytes=sum(block_bytes) - of_states,
+        state_bytes=of_states,
+        num_ranks=num_ranks,
+        rank=rank,
     )
 
 
@@ -273,9 +317,10 @@ def side_context(context: TransferContext, config: KVTransferConfig) -> Transfer
 
 
 def make_scheduler_side(
-    config: KVTransferConfig | None, groups: Sequence[GroupSpec], block_bytes: int, num_ranks: int = 1
+    config: KVTransferConfig | None, groups: Sequence[GroupSpec], block_bytes: Sequence[int], num_ranks: int = 1
 ) -> KVConnectorScheduler:
-    """The connector that the settings name, or the one that holds nothing. Raises ConfigError."""
+    """The connector that the settings name, or the one that holds nothing. block_bytes: of each group, over all ranks.
+    Raises ConfigError."""
     if config is None:
         return KVConnectorScheduler()
     side = load_connector(config).scheduler_side(make_context(config, groups, block_bytes, num_ranks))

@@ -15,6 +15,7 @@ from minivllm.kv_cache.coordinator import BlocksPerGroup
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.kv_transfer.connector import KVConnectorScheduler
 from minivllm.kv_transfer.inbox import KVConnectorOutput
+from minivllm.kv_transfer.taken_blocks import give_back, hold, num_missing_behind, take_for_load, without_states
 from minivllm.messages import BlockIds, KVTransferStats
 from minivllm.request import Request
 
@@ -90,7 +91,8 @@ class RemoteLoads:
     ) -> bool:
         """Take blocks for the tokens behind the hits and have them filled; False, and nothing has changed, if there is
         no room for all known tokens of the request besides the reserved blocks."""
-        blocks = self._manager.take_for_load(request, hits, num_hit_tokens, num_tokens, reserved)
+        hits = without_states(self._manager, hits)
+        blocks = take_for_load(self._manager, request, hits, num_hit_tokens, num_tokens, reserved)
         if blocks is None:
             return False
         start, self._num_begun = num_hit_tokens // self._manager.hash_block_size, self._num_begun + 1
@@ -123,8 +125,8 @@ class RemoteLoads:
             is_whole = num_valid == len(load.keys)
             self._count(load, num_valid)
             self._connector.update_connector_output(load, num_valid)
-            self._manager.give_back(load.blocks, load.keys[:num_valid])
-            self._manager.give_back(load.hits)
+            give_back(self._manager, load.blocks, load.keys[:num_valid])
+            give_back(self._manager, load.hits)
             if self.waiting.get(load.request.request_id) is load:
                 del self.waiting[load.request.request_id]
                 load.request.load_failed = not is_whole
@@ -135,7 +137,7 @@ class RemoteLoads:
                 ranks.add(output.rank)
                 if len(ranks) == num_ranks:
                     del self._sending[request_id]
-                    self._manager.give_back(blocks)
+                    give_back(self._manager, blocks)
         return released
 
     def _count(self, load: Load, num_valid: int) -> None:
@@ -157,7 +159,7 @@ class RemoteLoads:
         if connector.is_connected and connector.request_finished(
             request, self._manager.get_block_ids(request.request_id)
         ):
-            self._sending[request.request_id] = self._manager.hold(request.request_id), set()
+            self._sending[request.request_id] = hold(self._manager, request.request_id), set()
 
     def is_sending(self, request_id: str) -> bool:
         """Whether blocks of a request that has ended are still read."""
@@ -166,8 +168,8 @@ class RemoteLoads:
     def num_promised_blocks(self) -> list[list[int]]:
         """Blocks of each KV group that the requests which wait for a load will take besides those it fills."""
         return [
-            self._manager.num_blocks_missing_behind(
-                load.request, tuple(hits + blocks for hits, blocks in zip(load.hits, load.blocks))
+            num_missing_behind(
+                self._manager, load.request, tuple(hits + blocks for hits, blocks in zip(load.hits, load.blocks))
             )
             for load in self.waiting.values()
         ]

@@ -153,13 +153,13 @@ class Worker:
         counts = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
         run_on_null_block(self._make_runner(RegionCompiler(enabled=False), limits), counts)
 
-    def initialize_pools(self, num_blocks: list[int], block_bytes: int) -> None:
+    def initialize_pools(self, num_blocks: list[int], block_bytes: list[int]) -> None:
         """``initialize`` with pools of so many blocks, one number for each KV group. block_bytes: see Executor."""
         groups = zip(self._new_groups(), num_blocks, strict=True)
         self.initialize([replace(group, num_blocks=count) for group, count in groups], block_bytes)
 
     @torch.inference_mode()
-    def initialize(self, groups: Sequence[GroupSpec], block_bytes: int) -> None:
+    def initialize(self, groups: Sequence[GroupSpec], block_bytes: Sequence[int]) -> None:
         """Allocate the cache and all buffers, have everything compiled, and run it once."""
         scheduler, speculative = self.config.scheduler, self.config.speculative
         verify_size, warm_up = 0, [1] * WARM_UP_DECODES + [2] * WARM_UP_CHUNKS
@@ -194,7 +194,7 @@ class Worker:
             self.runner.sampling_state.add_processor(processor(self.facts.vocab_size, self.device))
 
     def _make_connector(
-        self, config: KVTransferConfig, groups: Sequence[GroupSpec], block_bytes: int
+        self, config: KVTransferConfig, groups: Sequence[GroupSpec], block_bytes: Sequence[int]
     ) -> ConnectorWorker:
         rank = 0 if self._communicator is None else self._communicator.rank
         if self._stage is not None:
@@ -304,6 +304,7 @@ class Worker:
         metadata = step.kv_connector_metadata
         if metadata is None or self._connector is None:
             return self.runner.launch(step, token_masks)
+        self._connector.save_snapshots(metadata)
         self._connector.start_load_kv(metadata)
         pending = self.runner.launch(step, token_masks)
         self._connector.wait_for_save(metadata)

@@ -65,7 +65,7 @@ class VirtualShards:
         self.collective("load_model")
         sized = self.collective("size_cache")
         counts = [min(group.num_blocks for group in groups) for groups in zip(*sized)]
-        self.block_bytes = sum(group.block_bytes for groups in sized for group in groups)
+        self.block_bytes = [sum(group.block_bytes for group in groups) for groups in zip(*sized)]
         self.collective("initialize_pools", counts, self.block_bytes)
         self.kv_groups: Sequence[GroupSpec] = [
             replace(group, num_blocks=count) for group, count in zip(sized[0], counts)

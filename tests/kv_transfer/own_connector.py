@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minivllm import KVConnector
 from minivllm.kv_transfer.connector import BlockStore
-from minivllm.kv_transfer.connectors.worker_side import KVConnectorWorker
+from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, KVConnectorWorker
 
 SHELF: dict[bytes, Tensor] = {}
 """Block hash -> what the block holds. It stands for whatever keeps bytes under a name."""
@@ -35,16 +35,16 @@ class ShelfWorker(KVConnectorWorker):
 
     num_asked = 0
 
-    def load_block(self, key: bytes, place: int) -> Tensor | None:
+    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
         options = self.context.transfer.options
         time.sleep(options.delay)
         self.num_asked += 1
         return SHELF.get(key) if self.num_asked > options.broken else None
 
-    def save_block(self, key: bytes, place: int) -> Tensor | None:
-        if key in SHELF or self.blocks is None:
+    def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+        if key in SHELF:
             return None
-        return SHELF.setdefault(key, torch.empty(self.blocks.block_bytes, dtype=torch.uint8))
+        return SHELF.setdefault(key, torch.empty(blocks.block_bytes, dtype=torch.uint8))
 
 
 class ShelfConnector(KVConnector):

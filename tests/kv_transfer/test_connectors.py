@@ -290,11 +290,6 @@ def test_transfers_are_spans_of_a_trace_and_loads_are_seen_in_steps(tiny_model: 
     assert spans.count("load_kv") == 1 and spans.count("save_kv") > 1 and spans.count("write_kv") > 1
 
 
-def test_a_model_that_keeps_states_is_refused_before_it_is_loaded(tiny_model: TinyModel) -> None:
-    with pytest.raises(ConfigError, match="of Lfm2ForCausalLM keep a state"):
-        tiny_llm(tiny_model("lfm2"), kv_transfer_config=OFFLOAD, load_format="dummy")
-
-
 def test_metrics_say_what_travelled_by_tier() -> None:
     metrics = ServerMetrics()
     assert b"kv_transfer" not in metrics.exposition()

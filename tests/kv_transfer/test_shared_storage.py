@@ -163,7 +163,7 @@ def test_a_directory_of_ten_thousand_blocks_is_there_at_once(tmp_path: Path) -> 
     for index in range(10_000):
         (folder / f"{index:064x}.safetensors").touch()
     started = time.perf_counter()
-    side = make_scheduler_side(config, [one_group(1, 8, 100, 10)], block_bytes=100)
+    side = make_scheduler_side(config, [one_group(1, 8, 100, 10)], block_bytes=[100])
     request = Request(make_engine_request("r", [1] * 805))
     request.block_hashes = [bytes.fromhex(f"{index:064x}") for index in range(100)]
     assert isinstance(side, SharedStorageScheduler) and side.get_num_new_matched_tokens(request, 0) == 800

@@ -34,7 +34,7 @@ class SimulatedExecutor:
     def __init__(self, num_blocks: int, max_num_seqs: int) -> None:
         self.pids = [os.getpid()]
         self.kv_groups, self.vocab_size = [one_group(1, BLOCK_SIZE, num_blocks=num_blocks)], VOCAB_SIZE
-        self.block_bytes = sum(group.block_bytes for group in self.kv_groups)
+        self.block_bytes = [group.block_bytes for group in self.kv_groups]
         self.worker = SimulatedWorker(BLOCK_SIZE, max_num_seqs)
         self.steps: list[SchedulerOutput] = []
         self.num_running = 0

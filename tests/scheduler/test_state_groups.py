@@ -14,6 +14,7 @@ import pytest
 from minivllm.config import SchedulerConfig
 from minivllm.kv_cache.group_manager import FullAttentionManager, SlidingWindowManager, StateManager
 from minivllm.kv_cache.manager import KVCacheManager
+from minivllm.kv_transfer.connector import KVConnectorScheduler
 from minivllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
 from minivllm.request import Request
 from minivllm.scheduler.scheduler import Scheduler
@@ -76,7 +77,9 @@ class Slots:
 
 
 class Life:
-    """One engine without a model. groups: managers, the last of which keeps states."""
+    """One engine without a model. travels: blocks of all groups have the same size, and can be found."""
+
+    travels = False
 
     def __init__(self, random: Random) -> None:
         self.random, self.block_size = random, random.choice([1, 2, 4])
@@ -84,8 +87,9 @@ class Life:
         self.states = StateManager(num_slots, self.block_size)
         attending = [FullAttentionManager(blocks, self.block_size)]
         if random.random() < 0.3:
-            attending.append(SlidingWindowManager(blocks, self.block_size * random.choice([1, 2]), 5, 12))
-        self.caching = random.random() < 0.8
+            size = self.block_size * random.choice([1, 1 if self.travels else 2])
+            attending.append(SlidingWindowManager(blocks, size, 5, 12))
+        self.caching = random.random() < 0.8 or self.travels
         self.manager = KVCacheManager([*attending, self.states], MAX_MODEL_LEN, enable_prefix_caching=self.caching)
         is_async, max_num_seqs = random.random() < 0.5, random.randint(1, 4)
         self.depth = random.choice([1, 2]) if is_async else 1
@@ -96,7 +100,7 @@ class Life:
             long_prefill_token_threshold=random.choice([0, 0, 3]),
             policy=random.choice(["fcfs", "priority"]),
         )
-        self.scheduler = Scheduler(config, self.manager, async_scheduling=is_async)
+        self.scheduler = Scheduler(config, self.manager, async_scheduling=is_async, connector=self.make_connector())
         self.worker = Slots(num_slots, len(attending))
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.given: dict[str, EngineRequest] = {}
@@ -106,6 +110,15 @@ class Life:
         self.texts: list[list[int]] = [[]]
         self.named: dict[bytes, tuple[int, ...]] = {}
         self.num_hit_tokens = 0
+
+    def make_connector(self) -> KVConnectorScheduler | None:
+        """None: nothing travels."""
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        return self.worker.execute(step)
+
+    def happen(self, settles: bool) -> None:
+        """What happens beside the steps. settles: nothing new comes."""
 
     def arrive(self) -> None:
         """A text that begins as an earlier one did: a second turn, or another branch."""
@@ -124,7 +137,7 @@ class Life:
             self.check_longest_hit(request)
         step = self.scheduler.schedule()
         self.num_hit_tokens += sum(new.num_computed_tokens for new in step.new_requests)
-        self.in_flight.append((step, self.worker.execute(step)))
+        self.in_flight.append((step, self.execute(step)))
         self.check()
 
     def check_longest_hit(self, request: Request) -> None:
@@ -169,6 +182,7 @@ class Life:
 
     def run(self, num_actions: int) -> Life:
         for _ in range(num_actions):
+            self.happen(settles=False)
             action = self.random.random()
             if action < 0.15 and len(self.scheduler.waiting) < 5:
                 self.arrive()
@@ -181,6 +195,7 @@ class Life:
             else:
                 self.deliver()
         while self.scheduler.has_requests() or self.in_flight:
+            self.happen(settles=True)
             more = self.scheduler.has_requests() and len(self.in_flight) < self.depth
             self.schedule() if more else self.deliver()
         assert self.states.pool.num_free_blocks == self.states.pool.num_blocks - 1

@@ -143,7 +143,8 @@ class MultiScheduler(KVConnectorScheduler):
             if own is not None:
                 whole.loads.extend(msgspec.structs.replace(load, part=index) for load in own.loads)
                 whole.saves.extend(msgspec.structs.replace(save, part=index) for save in own.saves)
-        return whole if whole.loads or whole.saves else None
+                whole.snapshots.extend(msgspec.structs.replace(save, part=index) for save in own.snapshots)
+        return whole if whole.loads or whole.saves or whole.snapshots else None
 
     def merge(self, output: KVConnectorOutput) -> KVConnectorOutput:
         received, sent = {}, []
@@ -209,6 +210,10 @@ class MultiWorker(ConnectorWorker):
         for side in self._sides:
             side.register_kv_caches(caches)
 
+    def save_snapshots(self, metadata: KVConnectorMetadata) -> None:
+        for index, side in enumerate(self._sides):
+            side.save_snapshots(part_of(metadata, index))
+
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
         for index, side in enumerate(self._sides):
             side.start_load_kv(part_of(metadata, index))
@@ -236,7 +241,7 @@ def part_of(metadata: KVConnectorMetadata, part: int) -> KVConnectorMetadata:
     def own(transfers: list[BlockTransfer]) -> list[BlockTransfer]:
         return [transfer for transfer in transfers if transfer.part == part]
 
-    return KVConnectorMetadata(loads=own(metadata.loads), saves=own(metadata.saves))
+    return KVConnectorMetadata(loads=own(metadata.loads), saves=own(metadata.saves), snapshots=own(metadata.snapshots))
 
 
 class MultiConnector(KVConnector):
@@ -254,6 +259,11 @@ class MultiConnector(KVConnector):
     def check_ranks(cls, config: KVTransferConfig, num_ranks: int) -> None:
         for own in configs_of(config):
             load_connector(own).check_ranks(own, num_ranks)
+
+    @classmethod
+    def check_states(cls, config: KVTransferConfig) -> None:
+        for own in configs_of(config):
+            load_connector(own).check_states(own)
 
     @classmethod
     def check_new_weights(cls, config: KVTransferConfig) -> None:

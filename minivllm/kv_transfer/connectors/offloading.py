@@ -7,7 +7,7 @@ Every block that becomes full is copied once. So a prompt whose blocks were evic
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import msgspec
 import torch
@@ -18,7 +18,7 @@ from minivllm.device.memory import lazily_zeroed
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.manager import FullBlock
 from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferContext, transfer_of
-from minivllm.kv_transfer.connectors.worker_side import KVConnectorWorker, WorkerContext
+from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, KVConnectorWorker, WorkerContext
 from minivllm.kv_transfer.remote_loads import Load
 from minivllm.messages import BlockTransfer
 from minivllm.models.model import LayerCache, StateTensors
@@ -27,105 +27,129 @@ DEFAULT_BYTES = 2**30
 
 
 class OffloadingOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """cpu_bytes_to_use: most host memory that blocks take, with all workers together; it is taken when they come."""
+    """cpu_bytes_to_use: most host memory that blocks take, with all workers together; it is taken when they come. Where
+    layers keep states, half of it is for those."""
 
     cpu_bytes_to_use: int = DEFAULT_BYTES
 
 
-def num_places(context: TransferContext) -> int:
-    """Blocks that the host memory holds. Raises ConfigError if there is no room for one."""
-    count = int(context.options.cpu_bytes_to_use) // context.block_bytes
-    if count < 1:
+def num_places(context: TransferContext) -> tuple[int, int]:
+    """Blocks and states that the host memory holds. Raises ConfigError if there is no room for one."""
+    num_bytes, size, state = int(context.options.cpu_bytes_to_use), context.block_bytes, context.state_bytes
+    if not state and num_bytes < size:
         raise ConfigError(
-            f"cpu_bytes_to_use is {context.options.cpu_bytes_to_use}, but one block of {context.block_size} tokens "
-            f"takes {context.block_bytes}: give OffloadingConnector more."
+            f"cpu_bytes_to_use is {num_bytes}, but one block of {context.block_size} tokens takes {size}: give "
+            "OffloadingConnector more."
         )
-    return count
+    if state and num_bytes // 2 < max(size, state):
+        raise ConfigError(
+            f"cpu_bytes_to_use is {num_bytes}, of which half is for states, but one state takes {state} and one block "
+            f"of {context.block_size} tokens {size}: give OffloadingConnector more."
+        )
+    return (num_bytes // 2 // size, num_bytes // 2 // state) if state else (num_bytes // size, 0)
+
+
+class _Places:
+    """Which block, or state, lies in which place; the least recently used one gives way."""
+
+    def __init__(self, count: int) -> None:
+        self.place_of: OrderedDict[bytes, int] = OrderedDict()
+        self._fresh, self._freed = iter(range(count)), list[int]()
+
+    def take(self, key: bytes, loading: Container[bytes]) -> int | None:
+        """A place for what is not there; None if all others are being loaded."""
+        place = self._freed.pop() if self._freed else next(self._fresh, None)
+        if place is None:
+            oldest = next((other for other in self.place_of if other not in loading), None)
+            if oldest is None:
+                return None
+            place = self.place_of.pop(oldest)
+        self.place_of[key] = place
+        return place
+
+    def clear(self) -> None:
+        self._freed += self.place_of.values()
+        self.place_of.clear()
 
 
 class OffloadingScheduler(BlockStore):
-    """Which block lies in which place; the least recently used one gives way, unless it is being loaded."""
+    """Knows the places of blocks and states. What is being loaded keeps its own."""
 
     def __init__(self, context: TransferContext) -> None:
         super().__init__(context)
-        self._place_of: OrderedDict[bytes, int] = OrderedDict()
-        self._free = list(range(num_places(context) - 1, -1, -1))
+        self._blocks, self._states = map(_Places, num_places(context))
         self._loading: Counter[bytes] = Counter()
 
+    def _own(self, key: bytes) -> OrderedDict[bytes, int]:
+        """The places among which that of the key is, if it is there."""
+        return self._states.place_of if key in self._states.place_of else self._blocks.place_of
+
     def holds(self, key: bytes) -> bool:
-        return key in self._place_of
+        return key in self._own(key)
 
     def places(self, keys: Sequence[bytes]) -> list[int]:
         for key in reversed(keys):  # of one prompt the beginning is used most recently, so that it stays longest
-            self._place_of.move_to_end(key)
+            self._own(key).move_to_end(key)
         self._loading.update(keys)
-        return [self._place_of[key] for key in keys]
+        return [self._own(key)[key] for key in keys]
 
     def save(self, blocks: Sequence[FullBlock]) -> list[BlockTransfer]:
         saves = []
         for block in reversed(blocks):
-            if block.key in self._place_of:
-                self._place_of.move_to_end(block.key)
+            if self.holds(block.key):
+                self._own(block.key).move_to_end(block.key)
                 continue
-            place = self._take_place()
+            place = (self._states if block.is_state else self._blocks).take(block.key, self._loading)
             if place is not None:
-                self._place_of[block.key] = place
                 saves.append(transfer_of(block, [place]))
         return saves
 
-    def _take_place(self) -> int | None:
-        """A free place, or that of the block that was not used for longest; None if all are being loaded."""
-        if self._free:
-            return self._free.pop()
-        for key in self._place_of:
-            if key not in self._loading:
-                return self._place_of.pop(key)
-        return None
-
     def update_connector_output(self, load: Load, num_valid_blocks: int) -> None:
-        for key in load.keys:
+        state = self.state_of(load)
+        for key in [*load.keys, *([] if state is None else [state])]:
             self._loading[key] -= 1
             if not self._loading[key]:
                 del self._loading[key]
 
     def reset_cache(self) -> None:
-        self._free += self._place_of.values()
-        self._place_of.clear()
+        self._blocks.clear()
+        self._states.clear()
 
 
 class OffloadingWorker(KVConnectorWorker):
-    """One piece of host memory, cut into blocks; pinned where a GPU copies from and to it."""
+    """A piece of host memory for blocks, and one for states, cut into places; pinned where a GPU copies from and to
+    it."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory: dict[CacheBlocks, Tensor] = {}
 
     def register_kv_caches(self, caches: Sequence[LayerCache | StateTensors]) -> None:
         """A sleeping engine gives this memory back, too."""
         super().register_kv_caches(caches)
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        if self.blocks is not None:
-            shape = (num_places(self.context.transfer), self.blocks.block_bytes)
-            is_cuda = self.context.device.type == "cuda"
-            self._memory = (
-                torch.empty(shape, dtype=torch.uint8, pin_memory=True) if is_cuda else lazily_zeroed(shape, torch.uint8)
-            )
+        self._memory = {
+            blocks: self._allocate(count, blocks.block_bytes)
+            for blocks, count in zip((self.blocks, self.states), num_places(self.context.transfer))
+            if blocks is not None
+        }
 
-    def load_block(self, key: bytes, place: int) -> Tensor | None:
-        return self._own(place)
+    def _allocate(self, count: int, size: int) -> Tensor:
+        if self.context.device.type == "cuda" or not size:
+            return torch.empty((count, size), dtype=torch.uint8, pin_memory=self.context.device.type == "cuda")
+        return lazily_zeroed((count, size), torch.uint8)
 
-    def save_block(self, key: bytes, place: int) -> Tensor | None:
-        return self._own(place)
+    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+        return self._memory[blocks][place]
 
-    def _own(self, place: int) -> Tensor | None:
-        return None if self.blocks is None else self._memory[place]
+    def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+        return self._memory[blocks][place]
 
 
 class OffloadingConnector(KVConnector):
     """Keeps full blocks in host memory. kv_connector_extra_config: {"cpu_bytes_to_use": …}."""
 
     Options = OffloadingOptions
-    moves_parts = takes_new_weights = True
+    moves_parts = moves_states = takes_new_weights = True
     scheduler_side = OffloadingScheduler
     worker_side = OffloadingWorker
 

@@ -73,15 +73,15 @@ def path_of(folder: Path, key: bytes) -> Path:
 
 
 class BlockFile:
-    """The format: a safetensors file with the tensors "0.k", "0.v", "1.k", … and the digest of their bytes."""
+    """The format: a safetensors file with the tensors "0.k", "0.v", "1.k", … and the digest of their bytes; of a state
+    "0.0", "0.1", …."""
 
     def __init__(self, blocks: CacheBlocks) -> None:
         self.block_bytes = blocks.block_bytes
         self._tensors: dict[str, object] = {}
         start = 0
-        for index, (dtype, shape) in enumerate(blocks.layout):
+        for name, dtype, shape in blocks.layout:
             stop = start + getattr(torch, dtype).itemsize * torch.Size(shape).numel()
-            name = f"{index // 2}.{'kv'[index % 2]}"
             self._tensors[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": shape, "data_offsets": [start, stop]}
             start = stop
 
@@ -137,10 +137,12 @@ class SharedStorageScheduler(BlockStore):
         self._folders = [folder_of(context, rank) for rank in range(context.num_ranks)]
         self._known: OrderedDict[bytes, float] = OrderedDict()
         max_bytes = context.options.max_bytes
-        if max_bytes is not None and max_bytes < context.block_bytes:
+        what = f"block of {context.block_size} tokens" if context.block_bytes > context.state_bytes else "state"
+        largest = max(context.block_bytes, context.state_bytes)
+        if max_bytes is not None and max_bytes < largest:
             raise ConfigError(
-                f"max_bytes is {max_bytes}, but one block of {context.block_size} tokens takes {context.block_bytes}, "
-                "and its files a little more: give SharedStorageConnector more."
+                f"max_bytes is {max_bytes}, but one {what} takes {largest}, and its files a little more: give "
+                "SharedStorageConnector more."
             )
 
     def holds(self, key: bytes) -> bool:
@@ -165,8 +167,11 @@ class SharedStorageScheduler(BlockStore):
             self._known.popitem(last=False)
 
     def update_connector_output(self, load: Load, num_valid_blocks: int) -> None:
+        state = self.state_of(load)
         if num_valid_blocks < len(load.keys):
             self._remember(load.keys[num_valid_blocks], NEVER)
+            if state is not None and not num_valid_blocks:  # it came first, so it may be what was bad
+                self._remember(state, NEVER)
 
     def reset_cache(self) -> None:
         self._known.clear()
@@ -201,10 +206,10 @@ class SharedStorageWorker(KVConnectorWorker):
         self._use_folder()
         self._bad.clear()
 
-    def load_block(self, key: bytes, place: int) -> Tensor | None:
+    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
         path = path_of(self._folder, key)
         try:
-            return None if self.blocks is None else BlockFile(self.blocks).read(path, key)
+            return BlockFile(blocks).read(path, key)
         except FileNotFoundError:  # deleted since the scheduler's side saw it
             return None
         except (OSError, ValueError) as error:
@@ -218,15 +223,14 @@ class SharedStorageWorker(KVConnectorWorker):
             with contextlib.suppress(OSError):
                 os.utime(path_of(self._folder, key), follow_symlinks=False)
 
-    def save_block(self, key: bytes, place: int) -> Tensor | None:
-        if self.blocks is None or not self._room.acquire(blocking=False):
+    def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+        if not self._room.acquire(blocking=False):
             return None
         is_cuda = self.context.device.type == "cuda"
-        return torch.empty(self.blocks.block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        return torch.empty(blocks.block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
 
-    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
-        if self.blocks is not None:
-            self._writer.submit(self._write, BlockFile(self.blocks), self._folder, data, wait)
+    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None], blocks: CacheBlocks) -> None:
+        self._writer.submit(self._write, BlockFile(blocks), self._folder, data, wait)
 
     @spanned("write_kv")
     def _write(self, form: BlockFile, folder: Path, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
@@ -254,7 +258,7 @@ class SharedStorageConnector(KVConnector):
     """Keeps full blocks in a directory. kv_connector_extra_config: {"shared_storage_path": …, "max_bytes": …}."""
 
     Options = SharedStorageOptions
-    moves_parts = takes_new_weights = True
+    moves_parts = moves_states = takes_new_weights = True
     outlives_engine = True
     scheduler_side = SharedStorageScheduler
     worker_side = SharedStorageWorker

@@ -1,8 +1,9 @@
 """The worker's side of a connector: blocks leave the KV cache in the order of steps, and come back beside them.
 
 A save is launched behind the step that fills the block, and before the next step, which may write into it: nobody has
-to keep the block meanwhile. A load runs in a thread of its own. It begins when all earlier steps are computed, since
-one of them may still write into blocks whose owner has left, and its blocks belong to it until it has ended.
+to keep the block meanwhile. A snapshot is what the last steps have left in its slot, so its save is launched before the
+next one. A load runs in a thread of its own. It begins when all earlier steps are computed, since one of them may still
+write into blocks whose owner has left, and its blocks belong to it until it has ended.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.errors import ConfigError
 from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
+from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.connector import TransferContext, with_fingerprint
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.messages import BlockTransfer, KVConnectorMetadata
@@ -40,39 +41,50 @@ class WorkerContext:
 
 
 class CacheBlocks:
-    """Whole blocks of a KV cache as flat bytes, K and V of one layer after the other.
+    """Whole blocks of a KV cache as flat bytes, K and V of one layer after the other; or whole states, whose slots are
+    their blocks, one tensor of a layer after the other.
 
-    layout: (dtype, shape) of each piece. block_bytes: of a block over all layers.
+    layout: (name, dtype, shape) of each piece. block_bytes: of a block, or a state, over all layers that have one.
     """
 
-    def __init__(self, caches: Sequence[LayerCache | StateTensors], context: WorkerContext) -> None:
-        """Raises ConfigError for a layer that keeps a state."""
-        group_of = {layer: index for index, group in enumerate(context.transfer.groups) for layer in group.layers}
+    def __init__(
+        self, caches: Sequence[LayerCache | StateTensors], groups: Sequence[GroupSpec], of_states: bool = False
+    ) -> None:
+        self._groups = [place for place, group in enumerate(groups) if (group.kind == "state") == of_states]
         self._pieces: list[tuple[Tensor, int, slice]] = []
-        self.layout: list[tuple[str, list[int]]] = []
+        self.layout: list[tuple[str, str, list[int]]] = []
         self.block_bytes = 0
-        for layer, cache in enumerate(caches):
-            if not isinstance(cache, LayerCache):
-                raise ConfigError(f"A connector moves keys and values, but layer {layer} keeps a state: leave it out.")
-            for tensor in (cache.k, cache.v):
+        group_of = {layer: place for place in self._groups for layer in groups[place].layers}
+        for layer, place in sorted(group_of.items()):
+            cache = caches[layer]
+            tensors = (cache.k, cache.v) if isinstance(cache, LayerCache) else cache
+            names = "kv" if isinstance(cache, LayerCache) else map(str, range(len(tensors)))
+            for name, tensor in zip(names, tensors):
                 num_bytes = prod(tensor.shape[1:]) * tensor.element_size()
-                place = slice(self.block_bytes, self.block_bytes + num_bytes)
-                self._pieces.append((tensor, group_of[layer], place))
-                self.layout.append((str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])))
+                self._pieces.append((tensor, place, slice(self.block_bytes, self.block_bytes + num_bytes)))
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                self.layout.append((f"{layer}.{name}", dtype, list(tensor.shape[1:])))
                 self.block_bytes += num_bytes
+
+    def has(self, block_ids: Sequence[int]) -> bool:
+        """Whether these, one for each KV group, are of one of ours."""
+        return any(block_ids[place] != NULL_BLOCK_ID for place in self._groups)
 
     def read(self, block_ids: Sequence[int], data: Tensor) -> None:
         """Copy a block into ``data``, uint8 [block_bytes], when what was launched so far is computed."""
         for tensor, group, place in self._pieces:
-            block = tensor[block_ids[group]]
-            data[place].view(block.dtype).view(block.shape).copy_(block, non_blocking=True)
+            data[place].copy_(_bytes_of(tensor[block_ids[group]]), non_blocking=True)
 
     def write(self, block_ids: Sequence[int], data: Tensor) -> None:
         """The way back; groups in which the block is the null block get nothing."""
         for tensor, group, place in self._pieces:
             if block_ids[group] != NULL_BLOCK_ID:
-                block = tensor[block_ids[group]]
-                block.copy_(data[place].view(block.dtype).view(block.shape), non_blocking=True)
+                _bytes_of(tensor[block_ids[group]]).copy_(data[place], non_blocking=True)
+
+
+def _bytes_of(block: Tensor) -> Tensor:
+    """The same memory, uint8 [bytes]."""
+    return block.view(-1).view(torch.uint8)
 
 
 class ConnectorWorker(ABC):
@@ -81,6 +93,11 @@ class ConnectorWorker(ABC):
     @abstractmethod
     def register_kv_caches(self, caches: Sequence[LayerCache | StateTensors]) -> None:
         """The caches of all layers from now on; none while the engine sleeps. No load is under way."""
+
+    @abstractmethod
+    def save_snapshots(self, metadata: KVConnectorMetadata) -> None:
+        """Launch the saves of states, before the step is launched and any of its loads begins: both may write into
+        their slots."""
 
     @abstractmethod
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
@@ -100,54 +117,68 @@ class ConnectorWorker(ABC):
 
 
 class KVConnectorWorker(ConnectorWorker):
-    """Moves whole blocks. A subclass says what ``load_block`` and ``save_block`` do.
+    """Moves whole blocks, and whole states. A subclass says what ``load_block`` and ``save_block`` do.
 
-    blocks: the KV cache; None while it has no memory.
+    blocks: of the layers that attend; None while the KV cache has no memory. states: of those that keep one; None if
+    there are none.
     """
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
         self.blocks: CacheBlocks | None = None
+        self.states: CacheBlocks | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-loads")
         self._stream: Any = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
 
     # -- what a subclass says --------------------------------------------------------------------------------------
 
     @abstractmethod
-    def load_block(self, key: bytes, place: int) -> Tensor | None:
-        """What a block holds, uint8 [block_bytes] in host memory; None if it is missing or not what it should be.
-        Called by the loads' thread. place: what the scheduler's side said, or -1."""
+    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+        """What a block holds, uint8 [blocks.block_bytes] in host memory; None if it is missing or not what it should
+        be. Called by the loads' thread. place: what the scheduler's side said, or -1. blocks: ``self.blocks``, or
+        ``self.states`` if the key names a state."""
 
     @abstractmethod
-    def save_block(self, key: bytes, place: int) -> Tensor | None:
-        """Memory for a block that is saved, uint8 [block_bytes] on the host; None if it need not be."""
+    def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+        """Memory for a block that is saved, uint8 [blocks.block_bytes] on the host; None if it need not be."""
 
     def loaded(self, keys: Sequence[bytes]) -> None:
         """These blocks of a load were good. Called by the loads' thread."""
 
-    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
+    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None], blocks: CacheBlocks) -> None:
         """The blocks' contents are in the memory that save_block gave, once ``wait`` has returned."""
 
     # -- what the worker calls -------------------------------------------------------------------------------------
 
     def register_kv_caches(self, caches: Sequence[LayerCache | StateTensors]) -> None:
-        self.blocks = CacheBlocks(caches, self.context) if caches else None
+        groups = self.context.transfer.groups
+        self.blocks = CacheBlocks(caches, groups) if caches else None
+        has_states = bool(caches) and any(group.kind == "state" for group in groups)
+        self.states = CacheBlocks(caches, groups, of_states=True) if has_states else None
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
         for load in metadata.loads:
             self._thread.submit(self._load, load, self._fence())
 
-    @spanned("save_kv")
+    def save_snapshots(self, metadata: KVConnectorMetadata) -> None:
+        if metadata.snapshots and self.states is not None:
+            self._save(metadata.snapshots, self.states)
+
     def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
+        if metadata.saves and self.blocks is not None:
+            self._save(metadata.saves, self.blocks)
+
+    @spanned("save_kv")
+    def _save(self, saves: Sequence[BlockTransfer], blocks: CacheBlocks) -> None:
         kept = []
-        for save in metadata.saves:
+        for save in saves:
             for index, key in enumerate(save.keys):
-                data = self.save_block(key, save.places[index] if save.places else -1)
-                if data is not None and self.blocks is not None:
-                    self.blocks.read([own[index] for own in save.block_ids], data)
+                data = self.save_block(key, save.places[index] if save.places else -1, blocks)
+                if data is not None:
+                    blocks.read([own[index] for own in save.block_ids], data)
                     kept.append((key, data))
         if kept:
-            self.saved(kept, self._fence())
+            self.saved(kept, self._fence(), blocks)
 
     def new_weights(self, fingerprint: str) -> None:
         self.context = replace(self.context, transfer=with_fingerprint(self.context.transfer, fingerprint))
@@ -166,19 +197,25 @@ class KVConnectorWorker(ConnectorWorker):
     @spanned("load_kv")
     @torch.inference_mode()
     def _load(self, load: BlockTransfer, wait: Callable[[], None]) -> None:
-        num_valid = 0
+        num_valid, good = 0, []
         try:
             wait()
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 for index, key in enumerate(load.keys):
-                    data = self.load_block(key, load.places[index] if load.places else -1)
-                    if data is None or self.blocks is None or data.numel() != self.blocks.block_bytes:
+                    block_ids = [own[index] for own in load.block_ids]
+                    is_state = self.states is not None and self.states.has(block_ids)
+                    blocks = self.states if is_state else self.blocks
+                    if blocks is None:
                         break
-                    self.blocks.write([own[index] for own in load.block_ids], data)
-                    num_valid += 1
+                    data = self.load_block(key, load.places[index] if load.places else -1, blocks)
+                    if data is None or data.numel() != blocks.block_bytes:
+                        break
+                    blocks.write(block_ids, data)
+                    good.append(key)
+                    num_valid += not is_state
             if self._stream is not None:
                 self._stream.synchronize()
-            self.loaded(load.keys[:num_valid])
+            self.loaded(good)
         except Exception:  # whatever it is, the request must not wait for ever
             logger.exception("Loading %d blocks failed.", len(load.keys))
             num_valid = 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minivllm.config import KVTransferConfig
 from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferContext
-from minivllm.kv_transfer.connectors.worker_side import KVConnectorWorker, WorkerContext
+from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, KVConnectorWorker, WorkerContext
 from minivllm.kv_transfer.lookup.catalogue import RETRY_SECONDS, Catalogue
 from minivllm.kv_transfer.lookup.gate import Gate, LookupBufferOptions, addresses_of, check
 from minivllm.kv_transfer.lookup.handshake import Purpose
@@ -106,11 +106,11 @@ class LookupBufferWorker(KVConnectorWorker):
         except (OSError, ValueError) as error:
             self._fail(place, error)
 
-    def load_block(self, key: bytes, place: int) -> Tensor | None:
-        if self.blocks is None or not self._owed[place]:
+    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+        if not self._owed[place]:
             return None
         is_cuda = self.context.device.type == "cuda"
-        data = torch.empty(self.blocks.block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        data = torch.empty(blocks.block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
         try:
             is_here = self._pipes[place].receive_tensor(key, data, self._deadline)
         except (OSError, ValueError) as error:
@@ -132,13 +132,13 @@ class LookupBufferWorker(KVConnectorWorker):
 
     # -- a producer --------------------------------------------------------------------------------------------------
 
-    def save_block(self, key: bytes, place: int) -> Tensor | None:
-        if self.blocks is None or self._buffer is None or self._buffer.holds(key):
+    def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+        if self._buffer is None or self._buffer.holds(key):
             return None
         is_cuda = self.context.device.type == "cuda"
-        return torch.empty(self.blocks.block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        return torch.empty(blocks.block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
 
-    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
+    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None], blocks: CacheBlocks) -> None:
         if self._buffer is not None:
             self._buffer.insert(data, wait)
 

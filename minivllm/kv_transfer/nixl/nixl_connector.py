@@ -23,7 +23,7 @@ from torch import Tensor
 from minivllm.config import KVTransferConfig
 from minivllm.errors import ConfigError
 from minivllm.kv_transfer.connector import KVConnector
-from minivllm.kv_transfer.connectors.worker_side import KVConnectorWorker, WorkerContext
+from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, KVConnectorWorker, WorkerContext
 from minivllm.kv_transfer.lookup.gate import Gate, LookupBufferOptions, addresses_of, check
 from minivllm.kv_transfer.lookup.handshake import Purpose
 from minivllm.kv_transfer.lookup.lookup_connector import LookupBufferScheduler
@@ -146,7 +146,7 @@ class NixlWorker(KVConnectorWorker):
         self._deadline = time.monotonic() + self._options.timeout
         super()._load(load, wait)
 
-    def load_block(self, key: bytes, place: int) -> Tensor | None:
+    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
         if key not in self._staged and place >= 0:
             load, start = self._load_now, self._load_now.keys.index(key)
             keys = load.keys[start : start + STAGED_BLOCKS]
@@ -158,7 +158,7 @@ class NixlWorker(KVConnectorWorker):
                 logger.warning("Blocks from %s did not come: %s.", self._peers[place].text, error)
                 self._hang_up(place)
         data = self._staged.get(key)
-        return None if data is None or self.blocks is None else data[: self.blocks.block_bytes]
+        return None if data is None else data[: blocks.block_bytes]
 
     def _fetch(self, place: int, keys: Sequence[bytes]) -> None:
         """Read blocks of one producer under a lease. Raises OSError, ValueError, or what NIXL raises."""
@@ -218,13 +218,11 @@ class NixlWorker(KVConnectorWorker):
 
     # -- a producer --------------------------------------------------------------------------------------------------
 
-    def save_block(self, key: bytes, place: int) -> Tensor | None:
-        if self.blocks is None or self._blocks is None:
-            return None
-        data = self._blocks.take(key)
-        return None if data is None else data[: self.blocks.block_bytes]
+    def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+        data = None if self._blocks is None else self._blocks.take(key)
+        return None if data is None else data[: blocks.block_bytes]
 
-    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
+    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None], blocks: CacheBlocks) -> None:
         if self._blocks is not None:
             self._blocks.publish([key for key, _ in data], wait)
 
