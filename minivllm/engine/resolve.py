@@ -195,10 +195,6 @@ def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
         raise ConfigError(
             f"tensor_parallel_size is {size}, but workers divide a model on a CPU only: use device='cpu'."
         )
-    if not isinstance(facts, DecoderConfig):
-        raise ConfigError(
-            f"tensor_parallel_size is {size}, but the layers of transformers are computed by one worker: use 1."
-        )
     stored = facts.quantization
     if stored is not None and any(form.layout == "int8" and form.rounds_inputs for _, form in stored.formats):
         raise ConfigError(
@@ -206,7 +202,13 @@ def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
             f"scale for all of a token's, and a worker may see a part of them: use 1, or the unquantised model with "
             f"quantization='int8'."
         )
-    check_layout(facts, size, args.quantization, args.enable_expert_parallel)
+    if isinstance(facts, DecoderConfig):
+        check_layout(facts, size, args.quantization, args.enable_expert_parallel)
+    elif args.enable_expert_parallel:
+        raise ConfigError(
+            "enable_expert_parallel deals out whole experts, but workers divide every expert of a model that "
+            "transformers computes: leave it out."
+        )
 
 
 def check_stages(args: EngineArgs, facts: ModelFacts, device: Device) -> None:

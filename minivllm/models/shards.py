@@ -7,7 +7,7 @@ KV head and divide its query heads.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from minivllm.distributed.shard import Shard
 from minivllm.errors import ConfigError
@@ -38,7 +38,16 @@ class OwnHeads(NamedTuple):
     is_first: bool = True
 
 
-def own_heads(spec: SelfAttentionSpec, shard: Shard) -> OwnHeads:
+class Heads(Protocol):
+    """Attention's: ``query_group`` query heads for each KV head."""
+
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def query_group(self) -> int: ...
+
+
+def own_heads(spec: Heads, shard: Shard) -> OwnHeads:
     """Those of one worker."""
     group = spec.query_group
     if shard.size <= spec.kv_heads:
@@ -96,13 +105,21 @@ def _obstacle(layer: LayerSpec, size: int, quantization: str | None, expert_para
     return None
 
 
+def obstacle_to_heads(heads: int, kv_heads: int, size: int) -> str | None:
+    """Why ``size`` workers cannot divide the heads of a layer, if they cannot."""
+    if size > kv_heads and size % kv_heads:
+        return (
+            f"has {kv_heads} KV heads, which more workers can only share evenly: use at most {kv_heads} or a multiple "
+            f"of it"
+        )
+    return f"has {heads} query heads: use that many or less" if size > heads else None
+
+
 def _obstacle_to_heads(spec: MixerSpec, size: int, quantization: str | None) -> str | None:
     if isinstance(spec, SelfAttentionSpec):
-        if size > spec.kv_heads and size % spec.kv_heads:
-            return (
-                f"has {spec.kv_heads} KV heads, which more workers can only share evenly: use at most {spec.kv_heads} "
-                f"or a multiple of it"
-            )
+        reason = obstacle_to_heads(spec.heads, spec.kv_heads, size)
+        if reason is not None:
+            return reason
         heads, kind = spec.heads, "query heads"
         unit = spec.head_dim * (spec.query_group if size <= spec.kv_heads else 1)
     elif isinstance(spec, LatentSpec):

@@ -82,7 +82,7 @@ def new_model(
         "cache_dtype": cache_dtype,
     }
     if isinstance(facts, TransformersConfig):
-        return TransformersModel(facts, **settings), chooser
+        return TransformersModel(facts, communicator=communicator, **settings), chooser
     assert isinstance(facts, DecoderConfig)
     if communicator is not None:
         settings["expert_parallel"] = config.expert_parallel

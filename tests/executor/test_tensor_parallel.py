@@ -192,7 +192,12 @@ def test_ranges_cover_everything_in_whole_units(count: int, unit: int, size: int
         ),
         ("qwen3-moe", {}, {}, "experts of 32 values, in units of 32: use 1"),
         ("qwen2-moe", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 24}, {}, "a shared MLP of 24"),
-        ("llama", {}, {"model_impl": "transformers"}, "the layers of transformers are computed by one worker"),
+        (
+            "llama",
+            {},
+            {"model_impl": "transformers", "enable_expert_parallel": True},
+            "workers divide every expert of a model that transformers computes",
+        ),
         ("llama-mha", {}, {"quantization": "int4", "dtype": "bfloat16"}, "attention outputs in units of 16"),
         (
             "llama",

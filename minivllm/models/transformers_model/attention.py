@@ -9,7 +9,8 @@ sinks. What a layer says of its mask (``AttentionMaskInterface``) counts, not wh
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -21,7 +22,8 @@ from kernels_triton_free.paged_cache import write_kv
 from minivllm.errors import ModelError
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import LayerCache
-from minivllm.models.transformers_model.experts import OURS, compute_experts
+from minivllm.models.shards import OwnHeads
+from minivllm.models.transformers_products.experts import OURS, compute_experts
 from minivllm.models.transformers_regions.operators import LayerAttention, StepHolder
 
 PAGED, PROBE = "minivllm", "minivllm_probe"
@@ -44,6 +46,7 @@ class PagedLayer:
         """q [1, heads, tokens, D], k, v [1, kv_heads, tokens, D] -> [1, tokens, heads, D of v]."""
         step, layer = self.holder.step, self.layer
         assert step is not None, "the model runs outside of a step"
+        q, k, v, sinks = layer.own_part(q, k, v, sinks)
         if step.attend is None:
             return torch.ops.minivllm.attend(q, k, v, sinks, self.index)
         cache: LayerCache = step.caches[self.index]
@@ -85,10 +88,18 @@ class Probe:
     """One run on tensors without contents, in which every layer's attention is recorded instead of computed."""
 
     _current: Probe | None = None
+    _only_one = threading.Lock()
+    """What a probe changes of transformers is the whole process's."""
 
-    def __init__(self, model: nn.Module, windows: set[int], chunks: set[int]) -> None:
-        """windows, chunks: sizes that the configuration names, among which that of a layer's mask is looked for."""
+    def __init__(
+        self, model: nn.Module, windows: set[int], chunks: set[int], whole: Sequence[tuple[int, OwnHeads]] = ()
+    ) -> None:
+        """windows, chunks: sizes that the configuration names, among which that of a layer's mask is looked for.
+
+        whole: (query heads of the whole layer, this worker's) in a model of which this worker has a part.
+        """
         self.layers: list[LayerAttention] = []
+        self._whole = whole
         self._names = {module: name for name, module in model.named_modules()}
         self._windows, self._chunks = windows, chunks
 
@@ -96,21 +107,25 @@ class Probe:
     def recording(self) -> Iterator[None]:
         from transformers import masking_utils
 
-        find_packed = masking_utils.find_packed_sequence_indices
-        Probe._current = self
-        # It looks at the values of positions, which a tensor without contents does not have.
-        masking_utils.find_packed_sequence_indices = lambda position_ids: None
-        try:
-            yield
-        finally:
-            masking_utils.find_packed_sequence_indices = find_packed
-            Probe._current = None
+        with Probe._only_one:
+            find_packed = masking_utils.find_packed_sequence_indices
+            Probe._current = self
+            # It looks at the values of positions, which a tensor without contents does not have.
+            masking_utils.find_packed_sequence_indices = lambda position_ids: None
+            try:
+                yield
+            finally:
+                masking_utils.find_packed_sequence_indices = find_packed
+                Probe._current = None
 
     def record(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> Tensor:
         name = self._names.get(module, type(module).__name__)
         strange = [key for key, value in options.items() if isinstance(value, Tensor) and key not in _KNOWN_TENSORS]
         if strange:
             _refuse(name, f"its attention adds {strange[0]}, which the engine's does not know")
+        own = self._own_heads(name, q)
+        if own is not None:
+            q, k, v = q[:, own.heads], k[:, own.kv_heads], v[:, own.kv_heads]
         if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
             _refuse(
                 name, f"{q.shape[1]} query heads do not share {k.shape[1]} and {v.shape[1]} heads of k and v evenly"
@@ -128,9 +143,20 @@ class Probe:
                 head_dim=q.shape[3],
                 value_dim=v.shape[3],
                 spec=self._spec(name, mask, q.shape[1] // k.shape[1], scale, options),
+                own=own,
             )
         )
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+    def _own_heads(self, name: str, q: Tensor) -> OwnHeads | None:
+        """Those to pick, where a module of a divided model computes all heads."""
+        if not self._whole:
+            return None
+        num_heads, own = self._whole[len(self.layers)]
+        given, expected = q.shape[1], own.heads.stop - own.heads.start
+        if given not in (num_heads, expected):
+            _refuse(name, f"it computes {given} of {num_heads} heads where this worker has {expected}")
+        return own if given > expected else None
 
     def _spec(self, name: str, mask: Any, group: int, scale: float, options: dict[str, Any]) -> AttentionSpec:
         soft_cap = options.get("softcap")

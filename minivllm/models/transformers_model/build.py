@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from minivllm.errors import ModelError
+from minivllm.errors import ConfigError, ModelError
 from minivllm.model_facts.transformers_config import TransformersConfig, one_sentence
+from minivllm.models.model import TokenInputs
+from minivllm.models.shards import OwnHeads
 from minivllm.models.transformers_model.attention import (
     PAGED,
     PROBE,
@@ -18,7 +21,9 @@ from minivllm.models.transformers_model.attention import (
     RecordedMask,
     register_with_transformers,
 )
-from minivllm.models.transformers_regions.operators import LayerAttention
+from minivllm.models.transformers_plan.division import Division
+from minivllm.models.transformers_regions.operators import LayerAttention, Step, StepHolder
+from minivllm.models.transformers_regions.trace import OwnTensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,10 +90,7 @@ def _probe(model: PreTrainedModel, config: TransformersConfig) -> Architecture:
     from transformers import PreTrainedModel
     from transformers.pytorch_utils import Conv1D
 
-    own = model.config
-    windows = {size for size in (getattr(own, "sliding_window", None),) if size}
-    chunks = {size for size in (getattr(own, "attention_chunk_size", None),) if size}
-    probe = Probe(model, windows, chunks)
+    probe = _new_probe(model)
     called: list[nn.Module] = []
     inputs: dict[str, list[Tensor]] = {}
     versions: dict[str, int] = {}
@@ -103,11 +105,8 @@ def _probe(model: PreTrainedModel, config: TransformersConfig) -> Architecture:
             hooks.append(module.register_forward_pre_hook(lambda module, _: called.append(module)))
         elif isinstance(module, nn.Linear | Conv1D):
             hooks.append(module.register_forward_pre_hook(lambda _, given, name=name: note_input(name, given[0])))
-    ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
-    positions = torch.arange(PROBE_TOKENS, device="meta")[None]
     try:
-        with probe.recording(), torch.inference_mode(False), torch.no_grad():
-            model(input_ids=ids, position_ids=positions, use_cache=False)
+        _run(model, probe)
     except ModelError:
         raise
     except Exception as error:  # attention of its own fails in a way of its own
@@ -133,6 +132,43 @@ def _probe(model: PreTrainedModel, config: TransformersConfig) -> Architecture:
         per_token=frozenset(name for name, x in once.items() if x.numel() == PROBE_TOKENS * x.shape[-1]),
         siblings=tuple(tuple(names) for names in groups.values() if len(names) > 1),
     )
+
+
+def _new_probe(model: PreTrainedModel, whole: Sequence[tuple[int, OwnHeads]] = ()) -> Probe:
+    own = model.config
+    windows = {size for size in (getattr(own, "sliding_window", None),) if size}
+    chunks = {size for size in (getattr(own, "attention_chunk_size", None),) if size}
+    return Probe(model, windows, chunks, whole)
+
+
+def _run(model: PreTrainedModel, probe: Probe) -> None:
+    ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
+    positions = torch.arange(PROBE_TOKENS, device="meta")[None]
+    with probe.recording(), torch.inference_mode(False), torch.no_grad():
+        model(input_ids=ids, position_ids=positions, use_cache=False)
+
+
+def probe_part(architecture: Architecture, division: Division, holder: StepHolder) -> tuple[LayerAttention, ...]:
+    """What attention does in the part of a model that is this worker's: its linear layers and experts are replaced.
+
+    Raises ConfigError if the parts do not fit together, mostly because a module takes its number of heads for granted.
+    """
+    model = architecture.model
+    probe = _new_probe(model, [(division.num_heads(layer), division.heads(layer)) for layer in architecture.layers])
+    own = OwnTensors(model)
+    model.set_attn_implementation(PROBE)
+    try:
+        nothing = Step(TokenInputs(torch.empty(0)), (), None)
+        with own.given([tensor.to("meta") for tensor in own.tensors]), holder.running(nothing):
+            _run(model, probe)
+    except Exception as error:  # modules fail in ways of their own
+        raise ConfigError(
+            f"tensor_parallel_size is {division.shard.size}, but the layers of {type(model).__name__} cannot be "
+            f"computed in parts, as transformers' plan divides them: {one_sentence(error)}"
+        ) from error
+    finally:
+        model.set_attn_implementation(PAGED)
+    return tuple(probe.layers)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.compilation.regions import CompileRegion
+from minivllm.distributed.communicator import Communicator
 from minivllm.errors import ModelError
 from minivllm.linear.experts import Experts
 from minivllm.linear.layer import ChooseMethod, Linear, PlainLinear, never_quantized
@@ -18,10 +19,11 @@ from minivllm.model_facts.transformers_config import TransformersConfig
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import Attend, CacheSpec, Given, Hidden, HiddenTap, LayerCache, TokenInputs
 from minivllm.models.transformers_model.attention import OwnPositions, PagedLayer, counts_positions
-from minivllm.models.transformers_model.build import build_architecture
-from minivllm.models.transformers_model.experts import replace_experts
-from minivllm.models.transformers_model.linears import replace_linears, settle_rotary
-from minivllm.models.transformers_regions.operators import Step, StepHolder
+from minivllm.models.transformers_model.build import build_architecture, probe_part
+from minivllm.models.transformers_plan.division import Division
+from minivllm.models.transformers_products.experts import replace_experts
+from minivllm.models.transformers_products.linears import replace_linears, settle_rotary
+from minivllm.models.transformers_regions.operators import Ranks, Step, StepHolder
 from minivllm.models.transformers_regions.trace import CannotTrace, OwnTensors
 from minivllm.models.transformers_regions.traced import TracedModel
 from minivllm.models.transformers_weights.names import CheckpointNames
@@ -67,22 +69,31 @@ class TransformersModel:
         max_model_len: int,
         choose_method: ChooseMethod = never_quantized,
         cache_dtype: torch.dtype | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
-        """See Decoder. Raises ModelError with the reason if the model cannot be served; no memory is taken by then."""
+        """See Decoder. communicator: to the workers that divide its layers, if there are some. Raises ModelError, or
+        ConfigError, with the reason if the model cannot be served or divided; no memory is taken by then."""
         self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
         self.cache_dtype = cache_dtype or attention_dtype
         self.tap: HiddenTap | None = None
         architecture = build_architecture(config, dtype, device)
         self.module, self._body, self.layers = architecture.model, architecture.body, architecture.layers
         self.names = CheckpointNames(self.module)
-        self._holder = StepHolder()
-        self._linears = replace_linears(self.module, architecture.siblings, dtype, device, choose_method, self._holder)
+        self._holder, self._communicator = StepHolder(), communicator
+        self._division: Division | None = None
+        if communicator is not None:
+            self._division = Division(self.module, self.layers, Ranks(communicator, self._holder))
+        how = dtype, device, choose_method, self._holder, self._division
+        self._linears = replace_linears(self.module, architecture.siblings, *how)
         self._products = list({id(module.linear): module.linear for module in self._linears.values()}.values())
-        self._experts = replace_experts(self.module, dtype, device, choose_method, self._holder)
+        self._experts = replace_experts(self.module, *how)
         self._per_token, self._max_model_len = architecture.per_token, max_model_len
         modules = [self.module.get_submodule(layer.module) for layer in self.layers]
         self._own_positions = any(map(counts_positions, modules))
         settle_rotary(self.module, max_model_len, device)
+        if self._division is not None:
+            self._division.divide_parameters(self.module)
+            self.layers = probe_part(architecture, self._division, self._holder)
         for index, (layer, module) in enumerate(zip(self.layers, modules)):
             module.paged_layer = PagedLayer(index, layer, attention_dtype, self._holder)  # type: ignore[assignment]
         self._traced: TracedModel | None = None
@@ -160,6 +171,8 @@ class TransformersModel:
             self._experts[module].load(kind, weight)
             return
         value = weight.restore(self.dtype) if isinstance(weight, QuantizedWeight) else weight
+        if self._division is not None:
+            value = self._division.parameter(name, value)
         try:
             self._set(name, value.to(self.device, copy=True))  # what a checkpoint hands out may lie in its mapped file
         except AttributeError:
@@ -281,6 +294,7 @@ class TransformersModel:
             dtype=self.dtype,
             attention_dtype=self.attention_dtype,
             device=self.device,
+            communicator=self._communicator,
         )
 
     def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:

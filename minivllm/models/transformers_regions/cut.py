@@ -2,6 +2,7 @@
 
 A piece is a graph of its own, whose inputs are attention's output, positions, adapters, the values that earlier pieces
 have left for it, and the weights it reads. Pieces that say the same are one region: only weights tell layers apart.
+Where several workers divide the model, pieces also end where these exchange a tensor.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from torch import Tensor, fx, nn
 
 from kernels_triton_free.lora import RowAdapters
 from minivllm.compilation.regions import Size, TensorSpec
+from minivllm.distributed.communicator import Communicator
 from minivllm.linear.layer import Linear, LinearTensors
 from minivllm.models.model import TOKENS
 from minivllm.models.transformers_regions.trace import CannotTrace, Trace, is_size
 
 _ATTEND = torch.ops.minivllm.attend.default
+_ADD = torch.ops.minivllm.add_ranks.default
+_GATHER = torch.ops.minivllm.gather_ranks.default
 _PRODUCT = torch.ops.minivllm.product.default
 _EXPERTS = torch.ops.minivllm.experts.default
 
@@ -50,14 +54,28 @@ class ExpertSum(nn.Module):
         return out
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """What workers do with the tensor that a piece ends with. widths: of each one's, if they go side by side; None
+    where they are added."""
+
+    widths: tuple[int, ...] | None
+
+    def __call__(self, communicator: Communicator, x: Tensor) -> Tensor:
+        """x [tokens, widths[rank]] -> [tokens, sum(widths)], or their sum."""
+        return communicator.all_reduce(x) if self.widths is None else communicator.gather_columns(x, self.widths)
+
+
 @dataclass
 class Piece:
-    """What is computed between two attentions.
+    """What is computed between two attentions, or exchanges.
 
     module: called with (entry, positions, adapters, *values, *own, *products, *experts). takes, gives: values that it
     reads of earlier pieces and leaves for later ones, by number. own, products, experts: what it reads of the model,
     by place. attends: whether the first three outputs are q, k and v. sinks: the place of the layer's own tensor.
-    dtype: of attention's output in front of it. specs: of the values it takes.
+    dtype: of attention's output in front of it. specs: of the values it takes. exchange: what is done with the first
+    output, [tokens, width], if workers exchange it. entry: of what is in front of it if that was exchanged. keeps: the
+    number under which later pieces read that again.
     """
 
     module: fx.GraphModule
@@ -70,6 +88,9 @@ class Piece:
     sinks: int | None
     dtype: torch.dtype | None
     specs: tuple[TensorSpec, ...]
+    exchange: Exchange | None = None
+    entry: TensorSpec | None = None
+    keeps: int | None = None
 
     @property
     def text(self) -> str:
@@ -86,7 +107,8 @@ class _Plan:
     own: list[fx.Node] = field(default_factory=list)
     products: list[int] = field(default_factory=list)
     experts: list[int] = field(default_factory=list)
-    attend: fx.Node | None = None
+    end: fx.Node | None = None
+    """The attention or the exchange behind it."""
 
 
 def cut(trace: Trace, products: Sequence[Linear], experts: Sequence[Any]) -> list[Piece]:
@@ -98,8 +120,8 @@ def cut(trace: Trace, products: Sequence[Linear], experts: Sequence[Any]) -> lis
     for node in trace.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or is_size(node):
             continue
-        if node.target is _ATTEND:
-            plans[-1].attend = node
+        if node.target in (_ATTEND, _ADD, _GATHER):
+            plans[-1].end = node
             plans.append(_Plan())
         else:
             plans[-1].nodes.append(node)
@@ -109,7 +131,7 @@ def cut(trace: Trace, products: Sequence[Linear], experts: Sequence[Any]) -> lis
         raise CannotTrace("its result is not one tensor")
     crossing: dict[fx.Node, int] = {}
     for index, plan in enumerate(plans):
-        for node in (*plan.nodes, plan.attend or output):
+        for node in (*plan.nodes, plan.end or output):
             for read in _read(node, trace):
                 if read in trace.own:
                     _note(plan.own, read)
@@ -131,11 +153,15 @@ def cut(trace: Trace, products: Sequence[Linear], experts: Sequence[Any]) -> lis
     }
     pieces = []
     for index, plan in enumerate(plans):
-        before = plans[index - 1].attend if index else None
+        before = plans[index - 1].end if index else None
         gives = [node for node in crossing if home[node] == index]
+        kept = before if before in gives and before.target is not _ATTEND else None
+        if kept is not None:
+            gives.remove(kept)
         gives.sort(key=lambda node: -1 if node is before else plan.nodes.index(node))
         builder = _Builder(trace, plan, before, modules)
         pieces.append(builder.build(gives, output, crossing))
+        pieces[-1].keeps = None if kept is None else crossing[kept]
     return pieces
 
 
@@ -158,7 +184,7 @@ class _Builder:
     def __init__(
         self, trace: Trace, plan: _Plan, before: fx.Node | None, modules: dict[str, Callable[[int], nn.Module]]
     ) -> None:
-        """before: the attention in front of the piece."""
+        """before: the attention or the exchange in front of the piece."""
         self._trace, self._plan, self._before = trace, plan, before
         self._graph, self._root = fx.Graph(), nn.Module()
         self._new: dict[fx.Node, fx.Node] = {}
@@ -181,14 +207,20 @@ class _Builder:
         plan, trace = self._plan, self._trace
         for node in plan.nodes:
             self._new[node] = self._copy(node)
-        results, sinks = [output.all_input_nodes[0]], None
-        if plan.attend is not None:
-            *results, given = plan.attend.args[:4]  # type: ignore[assignment]
+        results, sinks, exchange = [output.all_input_nodes[0]], None, None
+        attends = plan.end is not None and plan.end.target is _ATTEND
+        if plan.end is not None and not attends:
+            results, widths = [plan.end.args[0]], plan.end.args[1:]  # type: ignore[list-item]
+            exchange = Exchange(tuple(widths[0]) if widths else None)  # type: ignore[arg-type]
+        elif plan.end is not None:
+            *results, given = plan.end.args[:4]  # type: ignore[assignment]
             if given in trace.own:
                 sinks = trace.own[given]
             elif given is not None:
                 raise CannotTrace("the sinks of its attention are computed")
         self._graph.output(tuple(self._mapped(node) for node in (*results, *gives)))
+        before = self._before
+        follows_exchange = before is not None and before.target is not _ATTEND
         return Piece(
             module=fx.GraphModule(self._root, self._graph),
             takes=[crossing[node] for node in plan.takes],
@@ -196,10 +228,12 @@ class _Builder:
             own=[trace.own[node] for node in plan.own],
             products=plan.products,
             experts=plan.experts,
-            attends=plan.attend is not None,
+            attends=attends,
             sinks=sinks,
-            dtype=None if self._before is None else self._before.meta["val"].dtype,
+            dtype=None if before is None else before.meta["val"].dtype,
             specs=tuple(self._spec(node) for node in plan.takes),
+            exchange=exchange,
+            entry=self._spec(before) if before is not None and follows_exchange else None,
         )
 
     def _copy(self, node: fx.Node) -> fx.Node:

@@ -1,7 +1,7 @@
 """What stands for attention, products and experts while a model is traced, and what each layer asks of attention.
 
-None of these operators is ever run: a trace is cut at the first, and the others become calls of the engine's linear
-layers and experts, whose weights a trace need not know.
+None of these operators is ever run: a trace is cut at attention and where workers exchange tensors, and the others
+become calls of the engine's linear layers and experts, whose weights a trace need not know.
 """
 
 from __future__ import annotations
@@ -9,19 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from minivllm.distributed.communicator import Communicator
+from minivllm.distributed.shard import Shard
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import Attend, LayerCache, TokenInputs
+from minivllm.models.shards import OwnHeads
 
 
 @dataclass(frozen=True)
 class LayerAttention:
     """What one layer told of itself. value_dim: of v, where it is less than that of q and k (it is padded).
 
-    module: the attention module that calls, by its name in the model.
+    module: the attention module that calls, by its name in the model. own: the heads that this worker attends with, if
+    the module computes those of all workers.
     """
 
     module: str
@@ -29,11 +34,19 @@ class LayerAttention:
     head_dim: int
     value_dim: int
     spec: AttentionSpec
+    own: OwnHeads | None = None
 
     @property
     def cache_dim(self) -> int:
         """K and V are stored as wide as the wider of them."""
         return max(self.head_dim, self.value_dim)
+
+    def own_part(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """q [1, heads, tokens, D], k, v [1, kv_heads, tokens, D], sinks [heads] of the heads that this worker has."""
+        if self.own is None:
+            return q, k, v, sinks
+        heads, kv_heads = self.own.heads, self.own.kv_heads
+        return q[:, heads], k[:, kv_heads], v[:, kv_heads], None if sinks is None else sinks[heads]
 
     def keys_and_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [1, kv_heads, tokens, D] -> [tokens, kv_heads, cache_dim] each, zeros behind what is narrower."""
@@ -49,6 +62,11 @@ class LayerAttention:
     def output(self, o: Tensor, dtype: torch.dtype) -> Tensor:
         """o [tokens, kv_heads, G, cache_dim] -> [1, tokens, heads, D of v], as transformers wants it."""
         return o.flatten(1, 2)[None, :, :, : self.value_dim].to(dtype)
+
+    @property
+    def query_group(self) -> int:
+        """Query heads for each KV head."""
+        return self.spec.query_group
 
     @property
     def query_shape(self) -> tuple[int, int, int]:
@@ -83,10 +101,35 @@ class StepHolder:
         return self.step is not None and self.step.attend is None
 
 
+class Ranks:
+    """The workers that divide a model, as its layers reach them."""
+
+    def __init__(self, communicator: Communicator, holder: StepHolder) -> None:
+        self.shard = Shard(communicator.rank, communicator.size)
+        self._communicator, self._holder = communicator, holder
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum of what all workers have."""
+        if self._holder.is_traced:
+            added: Tensor = torch.ops.minivllm.add_ranks(x)
+            return added
+        return self._communicator.all_reduce(x)
+
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """x [..., widths[rank]] of all workers, side by side."""
+        if self._holder.is_traced:
+            gathered: Tensor = torch.ops.minivllm.gather_ranks(x, list(widths))
+            return gathered
+        rows = self._communicator.gather_columns(x.reshape(-1, x.shape[-1]), widths)
+        return rows.reshape(*x.shape[:-1], sum(widths))
+
+
 _library = torch.library.Library("minivllm", "DEF")
 _library.define("attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, int layer) -> Tensor")
 _library.define("product(Tensor x, int index, int out_features) -> Tensor")
 _library.define("experts(Tensor x, Tensor ids, Tensor weights, int index) -> Tensor")
+_library.define("add_ranks(Tensor x) -> Tensor")
+_library.define("gather_ranks(Tensor x, int[] widths) -> Tensor")
 
 
 def _attend_shape(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: int) -> Tensor:
@@ -101,6 +144,16 @@ def _experts_shape(x: Tensor, ids: Tensor, weights: Tensor, index: int) -> Tenso
     return x.new_empty(x.shape)
 
 
+def _sum_shape(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _gathered_shape(x: Tensor, widths: Sequence[int]) -> Tensor:
+    return x.new_empty(*x.shape[:-1], sum(widths))
+
+
 torch.library.register_fake("minivllm::attend", _attend_shape, lib=_library)
 torch.library.register_fake("minivllm::product", _product_shape, lib=_library)
 torch.library.register_fake("minivllm::experts", _experts_shape, lib=_library)
+torch.library.register_fake("minivllm::add_ranks", _sum_shape, lib=_library)
+torch.library.register_fake("minivllm::gather_ranks", _gathered_shape, lib=_library)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from minivllm.linear.layer import ChooseMethod, Linear, Shard
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
-from minivllm.models.transformers_regions.operators import StepHolder
+from minivllm.models.transformers_plan.division import Division, LinearPart
+from minivllm.models.transformers_regions.operators import Ranks, StepHolder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -24,25 +25,46 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 class SharedProduct:
     """One product for all linear layers of a block that read the same input, such as q, k and v.
 
-    index: of the product in the model.
+    index: of the product in the model. widths: outputs of every worker in each of the layers, if they are put together.
     """
 
-    def __init__(self, linear: Linear, index: int, holder: StepHolder) -> None:
-        self.linear, self.index, self._holder = linear, index, holder
+    def __init__(
+        self,
+        linear: Linear,
+        index: int,
+        holder: StepHolder,
+        ranks: Ranks | None = None,
+        widths: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.linear, self.index, self.ranks = linear, index, ranks
+        self.sizes = dict(linear.sizes if widths is None else zip(linear.sizes, map(sum, widths)))
+        self._holder, self._widths = holder, widths
         self._input: Tensor | None = None
         self._parts: dict[str, Tensor] = {}
 
     def part(self, name: str, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out of that part]. What is computed for one part is kept until all others have asked."""
-        if len(self.linear.sizes) == 1:
-            return self._compute(x)
+        if len(self.sizes) == 1:
+            return self._joined(self._compute(x))
         if self._input is not x or name not in self._parts:
-            parts = self._compute(x).split(list(self.linear.sizes.values()), dim=-1)
-            self._input, self._parts = x, dict(zip(self.linear.sizes, parts))
+            parts = self._joined(self._compute(x)).split(list(self.sizes.values()), dim=-1)
+            self._input, self._parts = x, dict(zip(self.sizes, parts))
         out = self._parts.pop(name)
         if not self._parts:
             self._input = None
         return out
+
+    def _joined(self, x: Tensor) -> Tensor:
+        """The outputs of all workers, layer by layer."""
+        if self.ranks is None or self._widths is None:
+            return x
+        by_rank = list(zip(*self._widths))
+        x = self.ranks.gather(x, [sum(widths) for widths in by_rank])
+        if len(self._widths) == 1:
+            return x
+        pieces = x.split([width for widths in by_rank for width in widths], dim=-1)
+        count = len(self._widths)
+        return torch.cat([piece for part in range(count) for piece in pieces[part::count]], dim=-1)
 
     def _compute(self, x: Tensor) -> Tensor:
         if self._holder.is_traced:
@@ -56,12 +78,15 @@ class SharedProduct:
 
 
 class LinearModule(nn.Module):
-    """Stands in the place of an ``nn.Linear`` (or of GPT-2's ``Conv1D``, which stores its weight [in, out])."""
+    """Stands in the place of an ``nn.Linear`` (or of GPT-2's ``Conv1D``, which stores its weight [in, out]).
 
-    def __init__(self, product: SharedProduct, part: str, is_transposed: bool) -> None:
+    takes_whole: see LinearPart.
+    """
+
+    def __init__(self, product: SharedProduct, part: str, is_transposed: bool, takes_whole: bool = False) -> None:
         super().__init__()
-        self._product, self.part, self._is_transposed = product, part, is_transposed
-        self.in_features, self.out_features = product.linear.in_features, product.linear.sizes[part]
+        self._product, self.part, self._is_transposed, self._takes_whole = product, part, is_transposed, takes_whole
+        self.in_features, self.out_features = product.linear.in_features, product.sizes[part]
 
     @property
     def linear(self) -> Linear:
@@ -81,7 +106,13 @@ class LinearModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        return self._product.part(self.part, x)
+        if self._takes_whole and x.shape[-1] > self.in_features:
+            x = x[..., self.linear.inputs]
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"{self.part} takes {self.in_features} values, but was given {x.shape[-1]}")
+        out = self._product.part(self.part, x)
+        ranks = self._product.ranks
+        return out if ranks is None or self.linear.split == "column" else ranks.add(out)
 
 
 def replace_linears(
@@ -91,10 +122,12 @@ def replace_linears(
     device: torch.device,
     choose: ChooseMethod,
     holder: StepHolder,
+    division: Division | None = None,
 ) -> dict[str, LinearModule]:
     """Put a LinearModule in the place of every linear layer. Returns them by their names in the model.
 
-    siblings: names of layers of one block that read the same input. Classes derived from ``nn.Linear`` compute
+    siblings: names of layers of one block that read the same input. division: which part of them is this worker's, if
+    not all. Classes derived from ``nn.Linear`` compute
     something else and stay, and so do the products that choose experts, which are small, and on whose exact values the
     choice depends.
     """
@@ -108,25 +141,44 @@ def replace_linears(
         if type(module) in (nn.Linear, Conv1D) and (module is head or _shape(module)[0] not in expert_counts)
     }
     replaced: dict[str, LinearModule] = {}
-    for names in _together(found, siblings):
-        first = found[names[0]]
+    divided = _divided(found, head, division)
+    for names in _together(found, siblings, divided):
+        first, own = found[names[0]], divided.get(names[0])
         parts = {HEAD if found[name] is head else name.rpartition(".")[2]: name for name in names}
         linear = Linear(
             {part: _shape(found[name])[0] for part, name in parts.items()},
             _shape(first)[1],
             bias=first.bias is not None,
-            split="column",
-            shard=Shard(),
+            split="column" if own is None else own.split,
+            shard=Shard() if own is None or division is None else division.shard,
             dtype=dtype,
             device=device,
             choose=choose,
+            own=None if own is None else {part: divided[name].own for part, name in parts.items()},
         )
-        product = SharedProduct(linear, len({id(one.linear) for one in replaced.values()}), holder)
+        widths = None if own is None or own.widths is None else [divided[name].widths or () for name in names]
+        ranks = None if own is None or division is None else division.ranks
+        product = SharedProduct(linear, len({id(one.linear) for one in replaced.values()}), holder, ranks, widths)
         for part, name in parts.items():
-            parent, _, own = name.rpartition(".")
-            replaced[name] = LinearModule(product, part, type(found[name]) is Conv1D)
-            setattr(model.get_submodule(parent), own, replaced[name])
+            parent, _, last = name.rpartition(".")
+            is_transposed = type(found[name]) is Conv1D
+            replaced[name] = LinearModule(product, part, is_transposed, own is not None and own.takes_whole)
+            setattr(model.get_submodule(parent), last, replaced[name])
     return replaced
+
+
+def _divided(
+    found: Mapping[str, nn.Module], head: nn.Module | None, division: Division | None
+) -> dict[str, LinearPart]:
+    """This worker's parts of all layers that are divided."""
+    if division is None:
+        return {}
+    parts: dict[str, LinearPart | None] = {}
+    for name, module in found.items():
+        out_features, in_features = _shape(module)
+        is_head = module is head
+        parts[name] = division.head(out_features) if is_head else division.linear(name, out_features, in_features)
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
@@ -136,13 +188,18 @@ def _shape(module: nn.Module) -> tuple[int, int]:
     return out_features, in_features
 
 
-def _together(found: Mapping[str, nn.Module], siblings: Sequence[Sequence[str]]) -> list[list[str]]:
-    """All names, those in one list whose layers can be computed as one product: both or none with a bias."""
+def _together(
+    found: Mapping[str, nn.Module], siblings: Sequence[Sequence[str]], divided: Mapping[str, LinearPart]
+) -> list[list[str]]:
+    """All names, those in one list whose layers can be computed as one product: both or none with a bias, and divided
+    by outputs in the same way if they are."""
     group_of: dict[str, tuple[object, ...]] = {name: (name,) for name in found}
     for number, names in enumerate(siblings):
         for name in names:
-            if name in found:
-                group_of[name] = number, found[name].bias is not None
+            part = divided.get(name)
+            if name in found and (part is None or part.split == "column"):
+                kind = None if part is None else part.widths is not None
+                group_of[name] = number, found[name].bias is not None, kind
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, group in group_of.items():
         groups.setdefault(group, []).append(name)

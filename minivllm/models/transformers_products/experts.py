@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from minivllm.linear.experts import ClampedSwiglu, ExpertActivation, Experts, activate
 from minivllm.linear.layer import ChooseMethod, Shard
 from minivllm.linear.stored_weight import StoredWeight
-from minivllm.models.transformers_regions.operators import StepHolder
+from minivllm.models.transformers_plan.division import Division
+from minivllm.models.transformers_regions.operators import Ranks, StepHolder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,10 +28,13 @@ _NAMED = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 class EngineExperts:
-    """The experts of one layer, in the layout that their module declares. index: of the layer among those with some."""
+    """The experts of one layer, in the layout that their module declares. index: of the layer among those with some.
+    ranks: the workers that have the other parts of them."""
 
-    def __init__(self, module: nn.Module, experts: Experts, index: int, holder: StepHolder) -> None:
-        self.experts, self.index, self._holder = experts, index, holder
+    def __init__(
+        self, module: nn.Module, experts: Experts, index: int, holder: StepHolder, ranks: Ranks | None
+    ) -> None:
+        self.experts, self.index, self._holder, self._ranks = experts, index, holder, ranks
         self._is_transposed, self._is_concatenated = bool(module.is_transposed), bool(module.is_concatenated)
 
     def load(self, name: str, tensor: StoredWeight) -> None:
@@ -54,14 +58,20 @@ class EngineExperts:
             out: Tensor = torch.ops.minivllm.experts(rows, ids, weights, self.index)
         else:
             out = self.experts.method.apply(rows, ids, weights, self.experts.tensors)
-        return out.reshape(x.shape)
+        out = out.reshape(x.shape)
+        return out if self._ranks is None else self._ranks.add(out)
 
 
 def replace_experts(
-    model: PreTrainedModel, dtype: torch.dtype, device: torch.device, choose: ChooseMethod, holder: StepHolder
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    choose: ChooseMethod,
+    holder: StepHolder,
+    division: Division | None = None,
 ) -> dict[str, EngineExperts]:
     """Have the engine compute the experts of all layers, by their names in the model. Empty where they have another
-    form than the engine's; then transformers computes them."""
+    form than the engine's; then transformers computes them. division: see replace_linears."""
     if not model._can_set_experts_implementation():
         return {}
     found: dict[str, Any] = {name: part for name, part in model.named_modules() if hasattr(part, "is_concatenated")}
@@ -75,20 +85,23 @@ def replace_experts(
         hidden, inner = (rows, columns // 2) if part.is_transposed else (columns, rows // 2)
         form = forms[name]
         assert form is not None
+        own = None if division is None else division.experts(name, inner)
+        ranks = None if division is None or own is None else division.ranks
         experts = Experts(
             part.gate_up_proj.shape[0],
             hidden,
             inner,
             bias=bool(part.has_bias),
             activation=form,
-            shard=Shard(),
+            shard=Shard() if ranks is None else ranks.shard,
             dtype=dtype,
             device=device,
             choose=choose,
+            own=own,
         )
         for tensor in _TENSORS:
             part._parameters.pop(tensor, None)
-        replaced[name] = part.engine_experts = EngineExperts(part, experts, len(replaced), holder)
+        replaced[name] = part.engine_experts = EngineExperts(part, experts, len(replaced), holder, ranks)
     model.set_experts_implementation(OURS)
     return replaced
 
