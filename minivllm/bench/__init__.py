@@ -1,5 +1,4 @@
 """``minivllm bench``: measured speed, always against something and always in turn.
 
-May import: bench.parts, bench.reports, bench.rounds, bench.sides, bench.simulation, cli.engine, config, server.proxy,
-tokenizer.
+May import: bench.parts, bench.reports, bench.rounds, bench.sides, cli.engine, config, server.proxy, tokenizer.
 """

@@ -6,12 +6,12 @@ import typer
 
 from minivllm.bench.disaggregated import disaggregated
 from minivllm.bench.engines import model, throughput
+from minivllm.bench.parts.overhead import overhead
 from minivllm.bench.parts.parts import roofline
 from minivllm.bench.parts.startup import startup
 from minivllm.bench.reports.report import compare
 from minivllm.bench.serve import serve
-from minivllm.bench.simulation.command import simulate
 
 bench = typer.Typer(rich_markup_mode=None)
-for command in (model, throughput, serve, disaggregated, simulate, startup, roofline, compare):
+for command in (model, throughput, serve, disaggregated, startup, overhead, roofline, compare):
     bench.command(command.__name__)(command)

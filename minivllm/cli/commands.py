@@ -39,8 +39,28 @@ class _BenchCommands(typer.core.TyperGroup):
         return group.commands
 
 
+class _Commands(typer.core.TyperGroup):
+    """With ``simulate``, which is imported when it is asked for as well."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), "simulate"]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return self._load_simulate() if cmd_name == "simulate" else super().get_command(ctx, cmd_name)
+
+    @staticmethod
+    @functools.cache
+    def _load_simulate() -> Any:
+        from minivllm.bench.simulation.command import simulate
+
+        alone = typer.Typer(rich_markup_mode=None)
+        alone.command("simulate")(simulate)
+        return typer.main.get_command(alone)
+
+
 app = typer.Typer(
     name="minivllm",
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     # Boxes cut long flag names such as --max-num-batched-tokens off on a terminal of 80 columns.

@@ -103,6 +103,13 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def worker_names(self) -> list[str]:
+        """Of the workers in order of rank, as people read them."""
+        size, has_stages = self.tensor_parallel_size, self.pipeline_parallel_size > 1
+        stages = [f" (stage {rank // size})" if has_stages else "" for rank in range(self.num_workers)]
+        return [f"worker of rank {rank}{stage}" for rank, stage in enumerate(stages)]
+
+    @property
     def max_in_flight(self) -> int:
         """Steps that are handed to the workers before the results of the oldest are taken in: one for each stage."""
         return self.pipeline_parallel_size + self.async_scheduling

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.profiling.spans import span
+
 
 class Communicator(ABC):
     """One of ``size`` workers that call the same methods with tensors of the same shapes, in the same order."""
@@ -28,7 +30,8 @@ class Communicator(ABC):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, computed in float32 at least, in order of rank."""
-        first, *others = self.exchange(x.contiguous())
+        with span("exchange"):
+            first, *others = self.exchange(x.contiguous())
         total = first if first.dtype == torch.float64 else first.float()
         for other in others:
             total = total + other
@@ -36,7 +39,8 @@ class Communicator(ABC):
 
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """x [rows, widths[rank]] -> [rows, sum(widths)], side by side in order of rank."""
-        parts = self.exchange(F.pad(x, (0, max(widths) - x.shape[1])).contiguous())
+        with span("exchange"):
+            parts = self.exchange(F.pad(x, (0, max(widths) - x.shape[1])).contiguous())
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def largest(self, values: Sequence[float]) -> list[float]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minivllm.distributed.link import Link, StageLinks
+from minivllm.profiling.spans import span
 
 
 class Stage:
@@ -40,13 +41,15 @@ class Stage:
         """The tensor that the stage before has sent; waits for it. Raises RuntimeError if its size is another one."""
         assert self._source is not None
         self.num_handed += 1 + self.is_last
-        values = torch.frombuffer(self._source.receive(), dtype=dtype)
+        with span("receive"):
+            values = torch.frombuffer(self._source.receive(), dtype=dtype)
         return values.view(shape)
 
     def send(self, x: Tensor) -> None:
         """Hand a tensor to the next stage; waits only if that is far behind."""
         assert self._sink is not None
-        self._sink.send(x.contiguous().view(torch.uint8).flatten().numpy().data)
+        with span("send"):
+            self._sink.send(x.contiguous().view(torch.uint8).flatten().numpy().data)
         self.num_handed += 1 + self.is_first
 
 

@@ -65,7 +65,9 @@ class EngineCore:
         self._max_in_flight = config.max_in_flight
         self.is_asleep = False
         collective = executor.collective if config.executor == "mp" else None
-        self._trace = None if config.profile is None else TraceRecorder(config.profile, self, collective)
+        self._trace = None
+        if config.profile is not None:
+            self._trace = TraceRecorder(config.profile, self, collective, config.worker_names)
         self.structured_output = StructuredOutputManager(config, executor.vocab_size)
 
     @spanned("step")

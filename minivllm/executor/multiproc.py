@@ -55,6 +55,7 @@ from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from minivllm.model_facts.facts import ModelFacts
+from minivllm.profiling.spans import span
 from minivllm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class WorkerGroup:
     def __init__(self, config: EngineConfig, transfers: TransferInbox, command: Sequence[str]) -> None:
         self._transfers = transfers
         self.size = size = config.num_workers
-        self._stage_size = config.tensor_parallel_size
+        self._names = config.worker_names
         self.dead_error: MinivllmError | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
@@ -154,8 +155,11 @@ class WorkerGroup:
 
     def write(self, record: Step | Masks | Call | Stop) -> None:
         """Append a record to the ring. Raises EngineDeadError if it is full and a worker dies."""
+        with span("encode"):
+            encoded = msgspec.msgpack.encode(record)
         try:
-            self._ring.write(msgspec.msgpack.encode(record), [channel.fileno() for channel in self._channels])
+            with span("write"):
+                self._ring.write(encoded, [channel.fileno() for channel in self._channels])
         except PeerGone:
             self._listener.join()
             self._raise_if_dead()
@@ -181,7 +185,7 @@ class WorkerGroup:
         counts = {rank: (where.num_handed, where.num_exchanges) for rank, where in found.items()}
         rank = min(range(self.size), key=lambda rank: counts.get(rank, (-math.inf, 0)))
         self._hung_error = EngineDeadError(
-            f"The {self._name(rank)} hangs: its step has taken {self._patience:g} s, and it was killed; "
+            f"The {self._names[rank]} hangs: its step has taken {self._patience:g} s, and it was killed; "
             f"heartbeat_timeout sets how long a step may take. "
             + (f"It was here:\n{found[rank].stack.rstrip()}" if rank in found else "It could not say where it was.")
         )
@@ -260,7 +264,7 @@ class WorkerGroup:
         elif killed is not None or message is None:
             error = EngineDeadError(self._describe_end(rank if killed is None else killed))
         else:
-            error = message.error.exception(self._name(rank))
+            error = message.error.exception(self._names[rank])
         for process in self.processes:
             process.kill()
         with self._lock:
@@ -280,13 +284,7 @@ class WorkerGroup:
             status = self.processes[rank].wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             status = None
-        return describe_exit(self._name(rank), status)
-
-    def _name(self, rank: int) -> str:
-        """As errors name a worker."""
-        return f"worker of rank {rank}" + (
-            f" (stage {rank // self._stage_size})" if self._stage_size < self.size else ""
-        )
+        return describe_exit(self._names[rank], status)
 
     def close(self) -> None:
         """End the workers, after what they were given. Nothing is left of them. The last call."""

@@ -61,6 +61,7 @@ class Executor(Protocol):
 WORKER_METHODS = frozenset({"adapter_shapes", "memory_bytes", "weight_checksums"})
 """Methods of a Worker that ``collective_rpc`` of a frontend may call: they only look."""
 ENGINE_METHODS = WORKER_METHODS | {
+    "clock",
     "initialize_pools",
     "load_adapter",
     "load_model",

@@ -3,15 +3,17 @@
 The ranges are the engine's spans. In a step: schedule, dispatch, execute (apply, prepare, first, between, last,
 attention, sample, draft), wait (for the results) and output; with a connector, save_kv behind execute, and load_kv and
 write_kv in threads of their own. With async scheduling on a CPU, execute runs in the
-worker's thread beside the steps of the core. Workers in processes of their own write a file each.
+worker's thread beside the steps of the core. Workers in processes of their own are processes of the same trace, with
+spans of what they exchange: "exchange" within a layer, "receive" and "send" between stages.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -28,15 +30,21 @@ MAX_STEPS = 300
 class TraceRecorder:
     """Records the first MAX_STEPS steps of an engine core and writes them to a file of their own in ``directory``."""
 
-    def __init__(self, directory: str, core: object, collective: Callable[..., list[Any]] | None = None) -> None:
+    def __init__(
+        self,
+        directory: str,
+        core: object,
+        collective: Callable[..., list[Any]] | None = None,
+        ranks: Sequence[str] = (),
+    ) -> None:
         """core: the subject of the spans "step" that are counted. collective: calls a method of all workers, if they
-        live in other processes. Raises ConfigError if the directory cannot be made."""
+        live in other processes. ranks: what these are called. Raises ConfigError if the directory cannot be made."""
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"profile is {directory!r}, which cannot be made: {error.strerror}.") from None
         self.path = Path(directory) / f"minivllm-{os.getpid()}-{time.time_ns()}.json"
-        self._core, self._collective = core, collective
+        self._core, self._collective, self._ranks = core, collective, ranks
         self._profiler: Any = None
         self._num_steps = 0
         self._listening = ExitStack()
@@ -82,10 +90,39 @@ class TraceRecorder:
             return
         profiler.stop()
         profiler.export_chrome_trace(str(self.path))
-        paths = [str(self.path)]
         if self._collective is not None:
             with suppress(MinivllmError):  # of workers that have died, or whose profile somebody else has stopped
-                paths += self._collective("stop_profile")
+                merge_traces(self.path, dict(zip(self._ranks, self._collective("stop_profile"), strict=True)))
         logger.warning(
-            "Wrote a trace of %d steps to %s: open it at https://ui.perfetto.dev.", self._num_steps, ", ".join(paths)
+            "Wrote a trace of %d steps to %s: open it at https://ui.perfetto.dev.", self._num_steps, self.path
         )
+
+
+def merge_traces(path: Path, workers: Mapping[str, str]) -> None:
+    """Add the traces of workers to that of the engine core, each as a process of its own, and remove their files.
+    workers: name -> path. All are of one host, whose clock they share."""
+    whole = json.loads(path.read_text())
+    base = whole.get("baseTimeNanoseconds", 0)
+    events = [_named(event, "engine core", 0) for event in whole["traceEvents"]]
+    for place, (name, worker) in enumerate(workers.items(), 1):
+        part = json.loads(Path(worker).read_text())
+        later = (part.get("baseTimeNanoseconds", 0) - base) / 1e3
+        for event in part["traceEvents"]:
+            if isinstance(event.get("pid"), int):  # others are about the recording itself
+                if "ts" in event:
+                    event["ts"] += later
+                events.append(_named(event, name, place))
+        Path(worker).unlink()
+    path.write_text(json.dumps(whole | {"traceEvents": events}))
+
+
+def _named(event: dict[str, Any], name: str, place: int) -> dict[str, Any]:
+    """An event of the process that is shown as ``name``, ``place`` from above."""
+    if event.get("ph") == "M" and isinstance(event.get("pid"), int):
+        if event["name"] == "process_name":
+            return event | {"args": {"name": name}}
+        if event["name"] == "process_sort_index":
+            return event | {"args": {"sort_index": place}}
+        if event["name"] == "process_labels":
+            return event | {"args": {"labels": ""}}
+    return event

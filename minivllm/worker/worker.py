@@ -289,6 +289,10 @@ class Worker:
         """Regions that were compiled after warm-up, which should stay at 0."""
         return self._compiler.num_recompilations
 
+    def clock(self) -> float:
+        """Now, by the clock that the processes of a host share [seconds]."""
+        return time.perf_counter()
+
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> ModelRunnerOutput:
         """Run one step; see ModelRunner.execute."""

@@ -1,8 +1,12 @@
-"""``bench roofline`` and ``startup``: bounds are counted right, and what is printed adds up."""
+"""``bench roofline``, ``overhead`` and ``startup``: bounds are counted right, and what is printed adds up."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,14 +20,18 @@ from minivllm import LLM, SamplingParams
 from minivllm.bench.command import bench
 from minivllm.bench.parts import bounds
 from minivllm.bench.parts.bounds import Machine, measure_machine
+from minivllm.bench.parts.overhead import IN_PROCESS, broadcast_seconds
 from minivllm.bench.parts.parts import StepTimes, decode_note, missing_note
 from minivllm.bench.parts.startup import start_engine
 from minivllm.bench.reports.report import read_report
+from minivllm.bench.sides.side_process import peak_memory_bytes
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.cli.engine.options import engine_flags, with_options
+from minivllm.cli.main import main
 from minivllm.config import EngineArgs
 from minivllm.engine_process.client import load_core
 from minivllm.errors import ModelError
+from minivllm.profiling.spans import span
 
 
 def eager(model: Path) -> EngineArgs:
@@ -184,3 +192,60 @@ def test_engine_arguments_become_flags_again() -> None:
     result = CliRunner().invoke(app, engine_flags(args))
     assert result.exit_code == 0, result.output
     assert seen == [args]
+
+
+def run_overhead(model: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, dict[str, list[float]]]:
+    """What is printed, and the samples of every part."""
+    small = ["--enforce-eager", "--device=cpu", "--batch=2", "--steps=4", "--context=5", "--num-gpu-blocks-override=9"]
+    report = model / "overhead.json"
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "overhead", str(model), *small, *flags, f"--json={report}"])
+    assert ended.value.code == 0
+    measured = json.loads(report.read_text())["measurements"]
+    return capsys.readouterr().out, {one["metric"]: one["samples"] for one in measured}
+
+
+@pytest.mark.slow
+def test_overhead_is_what_a_step_costs_besides_the_model(
+    tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, parts = run_overhead(tiny_model("llama"), capsys)
+    assert set(parts) == {*IN_PROCESS, "overhead", "step"} and "Overhead is" in said
+    for total, *own in zip(parts["overhead"], *(parts[name] for name in IN_PROCESS)):
+        assert total == pytest.approx(sum(own))
+
+
+def test_the_way_to_workers_ends_with_the_slowest_of_them() -> None:
+    def collective(method: str) -> list[float]:
+        assert method == "clock"
+        with span("write"):
+            pass
+        written = time.perf_counter()
+        time.sleep(0.02)
+        return [written, written + 0.01]
+
+    seconds = broadcast_seconds(collective, 3)
+    assert seconds["wake-up"] == pytest.approx([0.01] * 3, abs=2e-3)
+    assert len(seconds["answer"]) == 3 and min(seconds["answer"]) >= 0.009
+
+
+@pytest.mark.slow
+def test_overhead_shows_the_way_to_workers_and_back(
+    tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, parts = run_overhead(tiny_model("llama"), capsys, "--tensor-parallel-size=2")
+    assert "The way to 2 worker(s) and back takes" in said
+    broadcast = [parts[name] for name in ("encode", "ring write", "wake-up", "answer")]
+    assert all(len(samples) == 4 and 0 <= min(samples) < max(samples) < 1000 for samples in broadcast)
+    assert all(total < whole for total, whole in zip(parts["overhead"], parts["step"]))
+
+
+def test_peak_memory_counts_the_processes_that_an_engine_has_started() -> None:
+    child = "import sys; held = bytearray(b'x') * (60 * 2**20); print(end='!', flush=True); sys.stdin.read()"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    before = peak_memory_bytes()
+    with subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.read(1) == b"!"
+        assert peak_memory_bytes() - before > 60 * 2**20  # a child of a child
+        process.stdin.close()

@@ -468,7 +468,7 @@ def test_pull_prints_the_path_and_reports_an_unknown_model(tmp_path: Path, capsy
 
 COMMAND_PATHS = [
     [],
-    *([command] for command in ("chat", "generate", "serve", "pull", "env", "trace", "bench")),
+    *([command] for command in ("chat", "generate", "serve", "pull", "env", "trace", "simulate", "bench")),
     *(["bench", command.name or ""] for command in bench.registered_commands),
 ]
 

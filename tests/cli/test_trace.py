@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -191,3 +192,50 @@ def test_a_picture_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["trace", "--save", str(tmp_path / "none" / "steps.png")])
     assert isinstance(result.exception, ConfigError)
     assert "--save" in str(result.exception) and "cannot be written" in str(result.exception)
+
+
+def test_steps_travel_through_the_stages_of_a_pipeline() -> None:
+    """Every stage computes each step one tick behind the stage before, and what is finished comes from the last one."""
+    alone = {"prompt_lens": [3], "max_tokens": 2}
+    assert [line["stages"] for line in simulate(**alone, pp=3)] == [
+        [0, None, None],
+        [None, 0, None],
+        [None, None, 0],
+        [3, None, None],
+        [None, 3, None],
+        [None, None, 3],
+    ]
+    lines = list(simulate(prompt_lens=[4] * 6, max_tokens=9, budget=16, pp=2))
+    for before, line in pairwise(lines):
+        assert line["stages"][1] == before["stages"][0]
+        assert (line["stages"][0] == line["step"]) == bool(line["num_scheduled_tokens"])
+    bubbles = sum(stage is None for line in lines[2:-2] for stage in line["stages"])
+    assert bubbles <= 2, "there is enough to do for both"
+    for line in lines:
+        for request_id in line.get("finished", ()):
+            assert request_id in lines[line["stages"][1]]["num_scheduled_tokens"]
+    done = sorted(request_id for line in lines for request_id in line.get("finished", ()))
+    assert done == [f"R{number}" for number in range(1, 7)]
+    one = [line["num_scheduled_tokens"] for line in simulate(prompt_lens=[4] * 6, max_tokens=9, budget=16)]
+    total = sum(count for step in one for count in step.values())
+    assert total == sum(count for line in lines for count in line["num_scheduled_tokens"].values())
+
+
+def test_every_worker_has_a_row_in_perfetto_and_a_line_in_the_picture(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.json"
+    flags = ["trace", "--pp", "2", "--tp", "2", "--prompt-lens", "3,5", "--plot", "--perfetto", str(path)]
+    result = CliRunner().invoke(app, flags)
+    assert result.exit_code == 0, result.exception
+    for said in ("stage 0", "stage 1", "rank 0 (stage 0 of 2, part 0 of 2): embeds the tokens", "rank 3"):
+        assert said in result.output
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert len(names) == 5 and names[1] == "scheduler"
+    busy = {pid: [(e["args"]["step"], e["ts"]) for e in events if e["pid"] == pid and e["ph"] == "X"] for pid in names}
+    assert busy[2] == busy[3] and busy[4] == busy[5] == [(step, ts + 1000) for step, ts in busy[2]]
+
+
+def test_too_many_workers_are_refused() -> None:
+    for name in ("pp", "tp"):
+        with pytest.raises(ConfigError, match=f"{name} is 0, but must be at least 1"):
+            Workload(**{name: 0})

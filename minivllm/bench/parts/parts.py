@@ -148,7 +148,13 @@ def roofline(
     new_tokens = steps + SETTLING_STEPS + 8
     args = decode_args(args, batch, max(context + new_tokens, prefill + 1))
     with LLMEngine.from_args(args) as started:
-        runner = engine_core(started).executor.worker.runner
+        executor = engine_core(started).executor
+        if not hasattr(executor, "worker"):
+            raise ConfigError(
+                "roofline looks into the worker, which lives in another process with these settings: leave them out, "
+                "or measure the way to workers with minivllm bench overhead."
+            )
+        runner = executor.worker.runner
         prefills = [prefill_seconds(started, prefill, repetition) for repetition in range(-1, repeats)][1:]
         start_decoding(started, batch, context, new_tokens)
         time_steps(started, SETTLING_STEPS)

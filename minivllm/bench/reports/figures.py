@@ -189,7 +189,7 @@ def throughput_figures(tasks: Sequence[Task], answer: Answer) -> list[Figure]:
 
 
 def resource_figures(answers: Sequence[Answer]) -> list[Figure]:
-    """Peak memory of the process and what it is made of, what the engine counted, and errors by class."""
+    """Peak memory of the engine's processes and what it is made of, what the engine counted, and errors by class."""
     figures = memory_figures(max(answers, key=lambda answer: answer.peak_bytes))
     for name, metric, unit in (
         ("kv_peak", "KV cache peak", "share"),

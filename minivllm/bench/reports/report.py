@@ -289,7 +289,7 @@ def _console() -> Console:
 def print_table(report: Report) -> None:
     several = len({one.side for one in report.measurements}) > 1
     keep = range(len(HEADER)) if several else range(len(HEADER) - 3)
-    table = _table(f"bench {report.kind}", [HEADER[index] for index in keep], range(3, len(HEADER)))
+    table = _table(report.kind, [HEADER[index] for index in keep], range(3, len(HEADER)))
     previous: list[str] = ["", ""]
     for row in rows(report, everything=False):
         shown = ["" if index < 2 and row[: index + 1] == previous[: index + 1] else row[index] for index in keep]

@@ -10,6 +10,8 @@ standard error. A peer's Python needs nothing of what this package depends on.
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import importlib
 import json
 import os
@@ -39,13 +41,39 @@ SECONDS_TO_END = 20
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process held: on the accelerator if it used one, else in main memory."""
+    """The most memory this process held: on the accelerator if it used one, else in main memory. There, the peaks of
+    all processes that it has started and that still run are added: engines have workers.
+
+    Memory that several of them share is counted for each.
+    """
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.max_memory_reserved() > 0:
         return int(torch.cuda.max_memory_reserved())
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return own + sum(map(_peak_of, _descendants(os.getpid())))
+
+
+def _descendants(process: int) -> list[int]:
+    """Processes that this one has started, and those have. None where there is no /proc."""
+    children: dict[int, list[int]] = {}
+    for status in glob.glob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(OSError), open(status) as file:  # it may have ended
+            parent = int(file.read().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(status.split("/")[2]))
+    found = [process]
+    for one in found:
+        found += children.get(one, [])
+    return found[1:]
+
+
+def _peak_of(process: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{process}/status") as file:
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def _end_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""``minivllm bench simulate``: what routing policies would do with many engines, without running any."""
+"""``minivllm simulate``: what routing policies would do with many engines, without running any."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ def simulate(options: SimulationOptions, output: OutputOptions) -> None:
     elsewhere. That model knows no contexts, no network and no frontend, so compare policies by it, not machines. With
     one engine beside, the hits tell what routing loses.
 
-    Example: minivllm bench simulate --data-parallel-size 64 --workload multi-turn:400:4:256:64 --arrivals poisson:40
+    Example: minivllm simulate --data-parallel-size 64 --workload multi-turn:400:4:256:64 --arrivals poisson:40
     --step-ms 20,1.7,2.3
 
-    A dead engine: minivllm bench simulate --data-parallel-size 4 --failure 0:10:30 --step-ms 20,1.7,2.3
+    A dead engine: minivllm simulate --data-parallel-size 4 --failure 0:10:30 --step-ms 20,1.7,2.3
 
     Fitted: minivllm bench model --case decode:1 --case decode:16 --case prefill:512 --json speed.json, then
-    minivllm bench simulate --fit speed.json
+    minivllm simulate --fit speed.json
     """
     step_time, tasks = options.step_time(), options.tasks()
     cluster = options.cluster(step_time, tasks)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import io
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from minivllm.cli.engine.options import with_options
 from minivllm.cli.terminal.terminal_text import counted
+from minivllm.cli.trace.ranks import MICROSECONDS_PER_STEP, rank_events, rank_text
 from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
 from minivllm.scheduler.policy import make_policy
@@ -23,24 +25,32 @@ from minivllm.scheduler.policy import make_policy
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from minivllm.messages import ModelRunnerOutput, SchedulerOutput
+
 
 MOST_TOKENS = 10_000_000
 """Of all requests together; more would not fit into memory or patience."""
 MOST_STEPS, MOST_ROWS = 160, 40
 """That a picture shows."""
-MICROSECONDS_PER_STEP = 1000
-"""Width of a step in a Perfetto file, which knows only time."""
+MOST_RANKS = 64
+"""Stages, and workers of each."""
 
 _PROMPT_COLOURS = ("#bee9e8", "#8cc7e3", "#5fa8d3", "#2f6f97")
 _DECODE_COLOUR = "#f4a259"
 PREEMPTED_COLOUR = "#e5383b"
 LOADING_COLOUR = "#b8a1d9"
+STAGE_COLOUR = "#c9d6a3"
 
 
 @dataclass(frozen=True)
 class TraceStep:
     """One decision of the scheduler. decoding: ids that computed only the token sampled just before. loading: ids that
-    wait for keys and values from another tier."""
+    wait for keys and values from another tier.
+
+    Of a pipeline it is a tick, in which every stage computes one step: stages are the numbers of these, None for a
+    bubble. A step is called by the tick in which the first stage computes it; finished are the requests that the last
+    stage ends in this tick.
+    """
 
     step: int
     num_scheduled_tokens: dict[str, int]
@@ -48,10 +58,13 @@ class TraceStep:
     preempted: list[str]
     finished: list[str]
     loading: Sequence[str] = ()
+    stages: Sequence[int | None] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON line: "preempted", "loading" and "finished" only where there are any."""
+        """The JSON line: "stages", "preempted", "loading" and "finished" only where there are any."""
         line: dict[str, Any] = {"step": self.step, "num_scheduled_tokens": self.num_scheduled_tokens}
+        if self.stages:
+            line["stages"] = list(self.stages)
         if self.preempted:
             line["preempted"] = self.preempted
         if self.loading:
@@ -94,6 +107,17 @@ class Workload:
         ),
     ] = 0
 
+    pp: Annotated[
+        int,
+        typer.Option(
+            "--pp",
+            help="Stages of a pipeline (pipeline_parallel_size), which take a step's time each: see the bubbles.",
+        ),
+    ] = 1
+    tp: Annotated[
+        int, typer.Option("--tp", help="Workers that divide every layer of a stage (tensor_parallel_size).")
+    ] = 1
+
     def __post_init__(self) -> None:
         for name in ("prompt_lens", "priorities", "arrivals"):
             object.__setattr__(self, name, _read_numbers(name, getattr(self, name)))
@@ -108,6 +132,9 @@ class Workload:
                 raise ConfigError(
                     f"{name.replace('_', '-')} is {value}, but must be at least {low} and at most {MOST_TOKENS}."
                 )
+        for name, size in (("pp", self.pp), ("tp", self.tp)):
+            if not 1 <= size <= MOST_RANKS:
+                raise ConfigError(f"{name} is {size}, but must be at least 1 and at most {MOST_RANKS}.")
         if (total := sum(self.prompt_lens) + len(self.prompt_lens) * self.max_tokens) > MOST_TOKENS:
             raise ConfigError(f"The requests have {total:,} tokens in all, but at most {MOST_TOKENS:,} are simulated.")
         has_priorities = make_policy(self.policy).uses_priority
@@ -164,6 +191,7 @@ def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
         max_model_len=max(workload.prompt_lens) + workload.max_tokens,
         long_prefill_token_threshold=workload.threshold,
         policy=workload.policy,
+        num_stages=workload.pp,
     )
     blocks = FullAttentionManager(workload.blocks(), workload.block_size)
     tier = SimulatedTier(workload.block_size, workload.load_steps) if workload.load_steps else None
@@ -171,6 +199,7 @@ def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
     arrivals = workload.arrivals or [0] * len(workload.prompt_lens)
     coming = sorted(range(len(arrivals)), key=lambda index: (arrivals[index], index), reverse=True)
     caught_up: set[str] = set()
+    in_stages: deque[_InStages | None] = deque([None] * (workload.pp - 1))
     step = 0
     while coming or scheduler.has_unfinished_requests():
         while coming and arrivals[coming[-1]] <= step:
@@ -196,12 +225,37 @@ def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
             if scheduler.requests[request_id].num_computed_tokens == scheduler.requests[request_id].num_tokens
         ]
         caught_up.update(complete)
-        sampled = {request_id: [0] for request_id in complete}
-        results = scheduler.update_from_output(output, ModelRunnerOutput(sampled_token_ids=sampled))
+        sampled = ModelRunnerOutput(sampled_token_ids={request_id: [0] for request_id in complete})
+        entering = _InStages(step, output, sampled)
+        results = []
+        if workload.pp > 1 and not output.num_scheduled_tokens:  # nobody computes that: a bubble enters
+            results = scheduler.update_from_output(output, sampled)
+            in_stages.append(None)
+        else:
+            in_stages.append(entering)
+        stages = [None if inside is None else inside.step for inside in reversed(in_stages)]
+        leaving = in_stages.popleft()
+        if leaving is not None:
+            results += scheduler.update_from_output(leaving.output, leaving.sampled)
         finished = [result.request_id for result in results if result.finish_reason is not None]
-        loading = sorted(scheduler.loads.waiting)
-        yield TraceStep(step, output.num_scheduled_tokens, decoding, output.preempted_request_ids, finished, loading)
+        yield TraceStep(
+            step,
+            output.num_scheduled_tokens,
+            decoding,
+            output.preempted_request_ids,
+            finished,
+            sorted(scheduler.loads.waiting),
+            stages if workload.pp > 1 else (),
+        )
         step += 1
+
+
+class _InStages(NamedTuple):
+    """A step on its way through a pipeline, and what its last stage will have sampled."""
+
+    step: int
+    output: SchedulerOutput
+    sampled: ModelRunnerOutput
 
 
 def heat_strip(steps: Sequence[TraceStep], num_requests: int, columns: int | None = None) -> Text:
@@ -216,7 +270,8 @@ def heat_strip(steps: Sequence[TraceStep], num_requests: int, columns: int | Non
     counts = {count for step in steps for count in step.num_scheduled_tokens.values()}
     longest_count = max((len(short_count(count)) for count in counts), default=1)
     width = 1 + max(longest_count, len(str(max((step.step for step in steps), default=0))))
-    label_width = max(len(f"R{num_requests}"), len("step")) + 1
+    num_stages = max((len(step.stages) for step in steps), default=0)
+    label_width = max(len(f"R{num_requests}"), len(f"stage {num_stages - 1}") if num_stages else 0, len("step")) + 1
     cells: list[TraceStep | None] = []
     for step, before in zip(steps, [None, *steps]):
         cells += [None, step] if before is not None and before.step + 1 < step.step else [step]
@@ -233,10 +288,16 @@ def heat_strip(steps: Sequence[TraceStep], num_requests: int, columns: int | Non
                 continue
             for shown in part:
                 strip.append(*_cell(shown, f"R{number}", most, width))
+        for stage in range(num_stages):
+            strip.append(f"\nstage {stage}".ljust(label_width + 1), style="bold")
+            for shown in part:
+                strip.append(*_stage_cell(shown, stage, width))
     strip.append("\n\n" + " " * label_width)
     legend = [("prompt", _PROMPT_COLOURS[1]), ("decode", _DECODE_COLOUR), ("preempted", PREEMPTED_COLOUR)]
     if any(step.loading for step in steps):
         legend.append(("loading", LOADING_COLOUR))
+    if num_stages:
+        legend.append(("step that a stage computes", STAGE_COLOUR))
     for name, colour in legend:
         strip.append(f" {name} ", style=f"black on {colour}").append(" ")
     return strip
@@ -254,6 +315,14 @@ def _cell(step: TraceStep | None, request_id: str, most: int, width: int) -> tup
     if count is None:
         return "·".rjust(width), "dim"
     return short_count(count).rjust(width), f"black on {cell_colour(step, request_id, most)}"
+
+
+def _stage_cell(step: TraceStep | None, stage: int, width: int) -> tuple[str, str]:
+    """Which step a stage computes in a tick; a dot for a bubble."""
+    if step is None:
+        return "…".rjust(width), "dim"
+    number = step.stages[stage]
+    return ("·".rjust(width), "dim") if number is None else (str(number).rjust(width), f"black on {STAGE_COLOUR}")
 
 
 def short_count(count: int) -> str:
@@ -301,8 +370,11 @@ def folded(steps: Sequence[TraceStep], run: int = 8) -> list[TraceStep]:
     return kept if len(kept) <= MOST_STEPS else [*kept[: MOST_STEPS * 3 // 4], *kept[-MOST_STEPS // 4 :]]
 
 
-def perfetto_trace(steps: Sequence[TraceStep]) -> dict[str, Any]:
-    """The steps in Chrome's trace event format, which ui.perfetto.dev opens: a track per request, 1 ms per step."""
+def perfetto_trace(steps: Sequence[TraceStep], pp: int = 1, tp: int = 1) -> dict[str, Any]:
+    """The steps in Chrome's trace event format, which ui.perfetto.dev opens: a track per request, 1 ms per step.
+
+    With several workers also a process for each of them, with the steps that it computes.
+    """
     events: list[dict[str, Any]] = []
     for step in steps:
         start = step.step * MICROSECONDS_PER_STEP
@@ -339,6 +411,9 @@ def perfetto_trace(steps: Sequence[TraceStep]) -> dict[str, Any]:
         events.append({"name": "tokens per step", "ph": "C", "ts": start, "pid": 1, "args": {"tokens": total}})
     for track in sorted({event["tid"] for event in events if "tid" in event}):
         events.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": f"R{track}"}})
+    if pp * tp > 1:
+        events.append({"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "scheduler"}})
+        events += rank_events(steps, pp, tp)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -354,10 +429,12 @@ def trace(
     """Show what the scheduler decides, step by step, without a model.
 
     Example: minivllm trace --budget 10 --prompt-lens 3,5,12 --max-tokens 3 --plot
+
+    A pipeline of two stages with two workers each: minivllm trace --pp 2 --tp 2 --plot --perfetto ranks.json
     """
     steps = list(simulated_steps(workload))
     if perfetto is not None:
-        _write("--perfetto", perfetto, json.dumps(perfetto_trace(steps)).encode())
+        _write("--perfetto", perfetto, json.dumps(perfetto_trace(steps, workload.pp, workload.tp)).encode())
     if save is not None:
         _write("--save", save, draw_heat_strip(folded(steps), len(workload.prompt_lens)))
     if plot:
@@ -367,6 +444,8 @@ def trace(
         columns = console.width if console.is_terminal else None
         strip = heat_strip(folded(steps), len(workload.prompt_lens), columns)
         console.print(strip, no_wrap=True, crop=False, overflow="ignore")
+        for rank in range(workload.pp * workload.tp if workload.pp * workload.tp > 1 else 0):
+            print(rank_text(rank, workload.pp, workload.tp))
     else:
         for step in steps:
             print(json.dumps(step.as_dict()))
@@ -392,7 +471,9 @@ def draw_heat_strip(steps: Sequence[TraceStep], num_requests: int) -> bytes:
         raise ConfigError("--save needs matplotlib: pip install 'minivllm[bench]', or leave it out.") from None
     most = max((count for step in steps for count in step.num_scheduled_tokens.values()), default=1)
     rows = shown_rows(num_requests)
-    figure = Figure(figsize=(max(4.0, 0.42 * len(steps) + 1), 0.42 * len(rows) + 1.2), layout="constrained")
+    num_stages = max((len(step.stages) for step in steps), default=0)
+    height = len(rows) + num_stages
+    figure = Figure(figsize=(max(4.0, 0.42 * len(steps) + 1), 0.42 * height + 1.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for column, step in enumerate(steps):
@@ -409,9 +490,15 @@ def draw_heat_strip(steps: Sequence[TraceStep], num_requests: int) -> bytes:
                 continue
             axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=colour, edgecolor="white"))
             axes.text(column, row, text, ha="center", va="center", fontsize=8)
+        for stage, number in enumerate(step.stages):
+            if number is not None:
+                place = len(rows) + stage
+                axes.add_patch(Rectangle((column - 0.5, place - 0.5), 1, 1, facecolor=STAGE_COLOUR, edgecolor="white"))
+                axes.text(column, place, str(number), ha="center", va="center", fontsize=8)
     axes.set_xlim(-0.5, max(1, len(steps)) - 0.5)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), ["…" if number is None else f"R{number}" for number in rows])
+    axes.set_ylim(height - 0.5, -0.5)
+    labels = ["…" if number is None else f"R{number}" for number in rows]
+    axes.set_yticks(range(height), [*labels, *(f"stage {stage}" for stage in range(num_stages))])
     marked = range(0, len(steps), max(1, len(steps) // 20))
     axes.set_xticks(marked, [str(steps[place].step) for place in marked])
     axes.set_xlabel("step of the scheduler")

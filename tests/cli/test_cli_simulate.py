@@ -160,7 +160,7 @@ def test_a_fit_gives_back_the_time_it_was_made_from(budget: int) -> None:
 
 def run_command(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "simulate", *arguments])
+        main(["simulate", *arguments])
     return int(ended.value.code or 0)
 
 
