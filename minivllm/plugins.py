@@ -119,6 +119,7 @@ CONNECTORS = Plugins(
         "OffloadingConnector": "minivllm.kv_transfer.connectors.offloading:OffloadingConnector",
         "SharedStorageConnector": "minivllm.kv_transfer.connectors.shared_storage:SharedStorageConnector",
         "LookupBufferConnector": "minivllm.kv_transfer.lookup.lookup_connector:LookupBufferConnector",
+        "LMCacheConnector": "minivllm.kv_transfer.lmcache.lmcache_connector:LMCacheConnector",
         "NixlConnector": "minivllm.kv_transfer.nixl.nixl_connector:NixlConnector",
         "MultiConnector": "minivllm.kv_transfer.connectors.multi:MultiConnector",
     },

@@ -17,8 +17,8 @@ class KVTransferConfig:
     """Where keys and values go besides the KV cache, and come from.
 
     kv_connector: "OffloadingConnector" (host memory), "SharedStorageConnector" (a directory), "LookupBufferConnector"
-        (another engine), "MultiConnector" (several), a name given to minivllm.register_connector, or
-        "package.module:Class".
+        (another engine), "LMCacheConnector" (LMCache's server), "MultiConnector" (several), a name given to
+        minivllm.register_connector, or "package.module:Class".
     kv_role: "kv_producer" only saves, "kv_consumer" only loads, "kv_both" does both.
     kv_load_failure_policy: what becomes of a request whose keys and values do not arrive: "recompute" them, or "fail".
     kv_connector_extra_config: the connector's own settings.

@@ -17,10 +17,8 @@ import stat
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from threading import Semaphore
 
 import msgspec
 import torch
@@ -31,15 +29,13 @@ from minivllm.errors import ConfigError
 from minivllm.kv_cache.manager import FullBlock
 from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferContext
 from minivllm.kv_transfer.connectors.directory_bound import DirectoryBound
-from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, KVConnectorWorker, WorkerContext
+from minivllm.kv_transfer.connectors.queued_saves import QueuedSaves
+from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, WorkerContext
 from minivllm.kv_transfer.remote_loads import Load
 from minivllm.messages import BlockTransfer
-from minivllm.profiling.spans import spanned
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED_BLOCKS = 64
-"""Blocks that wait for the disk. Those that come while it is behind are not saved."""
 MAX_KNOWN_BLOCKS = 2**17
 """Names that are remembered, so that a request that waits is not looked up on the disk in every step."""
 KNOWN_SECONDS = 1.0
@@ -181,8 +177,8 @@ class SharedStorageScheduler(BlockStore):
         self._folders = [folder_of(self.context, rank) for rank in range(self.num_ranks)]
 
 
-class SharedStorageWorker(KVConnectorWorker):
-    """Reads in the loads' thread, and writes in another one."""
+class SharedStorageWorker(QueuedSaves):
+    """Reads and writes the files of one rank."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -191,9 +187,6 @@ class SharedStorageWorker(KVConnectorWorker):
         root = Path(options.shared_storage_path)
         self._bound = None if options.max_bytes is None else DirectoryBound(root, options.max_bytes)
         self._bad: set[bytes] = set()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-saves")
-        self._room = Semaphore(MAX_QUEUED_BLOCKS)
-        self._cannot_write = False
 
     def _use_folder(self) -> None:
         transfer = self.context.transfer
@@ -223,35 +216,11 @@ class SharedStorageWorker(KVConnectorWorker):
             with contextlib.suppress(OSError):
                 os.utime(path_of(self._folder, key), follow_symlinks=False)
 
-    def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
-        if not self._room.acquire(blocking=False):
-            return None
-        is_cuda = self.context.device.type == "cuda"
-        return torch.empty(blocks.block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
-
-    def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None], blocks: CacheBlocks) -> None:
-        self._writer.submit(self._write, BlockFile(blocks), self._folder, data, wait)
-
-    @spanned("write_kv")
-    def _write(self, form: BlockFile, folder: Path, data: list[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
-        """folder: of the weights that the blocks were computed with."""
-        wait()
-        for key, contents in reversed(data):
-            try:
-                if self._bound is not None and not self._bound.reserve(form.file_bytes):
-                    continue
-                form.write(path_of(folder, key), key, contents)
-                self._bad.discard(key)
-            except OSError as error:
-                if not self._cannot_write:
-                    logger.warning("Blocks cannot be saved in %s: %s.", folder, error)
-                self._cannot_write = True
-            finally:
-                self._room.release()
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._writer.shutdown()
+    def write_block(self, transfer: TransferContext, key: bytes, contents: Tensor, blocks: CacheBlocks) -> None:
+        form = BlockFile(blocks)
+        if self._bound is None or self._bound.reserve(form.file_bytes):
+            form.write(path_of(folder_of(transfer, transfer.rank), key), key, contents)
+            self._bad.discard(key)
 
 
 class SharedStorageConnector(KVConnector):
