@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minivllm.bench.reports.figures import median
 from minivllm.bench.reports.report import Measurement, make_report
 from minivllm.bench.rounds.workloads import arrive, make_workload
-from minivllm.bench.sides.drive import Task
+from minivllm.bench.sides.drive import Answer, Task
+from minivllm.bench.simulation.check import COMPARED, measure_step_time, verdicts
 from minivllm.bench.simulation.cluster import LOST, NOBODY, Cluster, Failure, Outcome, run_cluster
+from minivllm.bench.simulation.command import figures_of, figures_of_answer
 from minivllm.bench.simulation.step_time import StepTime, fit_step_time, parse_step_time
 from minivllm.cli.main import main
 from minivllm.config import SchedulerConfig
 from minivllm.data_parallel.policy import PrefixAffinity, RoundRobin
-from minivllm.errors import ConfigError, RequestError
+from minivllm.errors import ConfigError, ModelError, RequestError
 from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.sampling_params import SamplingParams
 from tests.data_parallel.test_clients import client_of
@@ -49,6 +53,11 @@ def test_times_are_those_of_the_steps() -> None:
     assert outcome.records[0].times == [first, second, third]
     assert (outcome.records[1].arrival, outcome.records[1].times) == (0.5, [second, third])
     assert outcome.seconds == third and outcome.computed == [8 + 2 + 4 + 1]
+
+
+def test_requests_of_one_moment_are_in_one_step() -> None:
+    outcome = run_cluster(cluster(), RoundRobin(), [Task([number] * 4, 1, arrival=1.5) for number in range(3)])
+    assert [record.times for record in outcome.records] == [[1.5 + 1 + 12 * 0.25]] * 3
 
 
 def test_prompts_are_computed_in_chunks_of_the_budget_and_found_again() -> None:
@@ -189,6 +198,13 @@ def test_the_command_compares_policies_and_one_engine(tmp_path: Path, capsys: py
         (("--step-ms=1,1,1", "--num-blocks=3"), "give it more --num-blocks"),
         (("--step-ms=1,1,1", "--policy=nearest"), "data_parallel_policy is 'nearest'"),
         (("--step-ms=1,1,1", "--arrivals=never"), "--arrivals is 'never'"),
+        (("--step-ms=1,1,1", "--arrivals=trace", "--rates=1,2"), "--rates and --arrivals exclude each other"),
+        (("--step-ms=1,1,1", "--rates=2,1"), "--rates is '2,1'"),
+        (("--check=x,block_size=3",), "--check names block_size, which has an option of its own"),
+        (("--check=dtype=float32",), "must be MODEL or MODEL,ARGUMENT=VALUE"),
+        (("--check=x", "--failure=0:1:1"), "nobody kills real engines"),
+        (("--check=x", "--workload=fixed:1:4:4", "--num-blocks=5"), "--check needs a KV cache of"),
+        (("--check=x", "--rates=1,2"), "one policy under one load"),
     ],
 )
 def test_what_cannot_be_simulated_gets_a_sentence(
@@ -196,6 +212,70 @@ def test_what_cannot_be_simulated_gets_a_sentence(
 ) -> None:
     assert run_command(*arguments) == 2
     assert reason in " ".join(capsys.readouterr().err.split())
+
+
+@dataclass(frozen=True)
+class SimulatedSide:
+    """Stands in for real engines."""
+
+    cluster: Cluster
+
+    def run(self, tasks: Sequence[Task]) -> Answer:
+        outcome = run_cluster(self.cluster, RoundRobin(), tasks)
+        return Answer(outcome.seconds, outcome.records, 0, {"cache_hit_rate": outcome.hit_rate})
+
+
+@pytest.mark.parametrize("num_engines", [1, 3])
+def test_timed_steps_of_engines_are_those_that_they_take(num_engines: int) -> None:
+    engines = SimulatedSide(replace(cluster(num_engines, budget=100, num_blocks=400), step_time=TIME))
+    found = measure_step_time(engines, num_engines, 100, 900)
+    assert (found.base, found.prompt_token, found.decode) == pytest.approx((TIME.base, TIME.prompt_token, TIME.decode))
+
+
+def test_engines_that_answer_too_little_tell_nothing() -> None:
+    with pytest.raises(ModelError, match="how long their steps take is not known"):
+        measure_step_time(SimulatedSide(cluster(1, Failure(0, 0.5, 1.0))), 1, 64, 900)
+
+
+def test_a_check_says_what_was_predicted_and_what_was_measured() -> None:
+    tasks = [Task([1] * 8, 3), Task([2] * 4, 2, arrival=0.5)]
+    outcome = run_cluster(cluster(), RoundRobin(), tasks)
+    slower = SimulatedSide(replace(cluster(), step_time=StepTime(2.0, 0.5, 1.0)))
+    [first, *_] = said = verdicts(figures_of(outcome), figures_of_answer(slower.run(tasks)))
+    assert first.startswith("TTFT: predicted ") and first.endswith(": 0.48 ×.")
+    assert [one.partition(":")[0] for one in said] == [*COMPARED[:3], "requests", "output", "prefix cache hits"]
+
+
+def test_a_curve_has_a_point_for_every_rate(tmp_path: Path) -> None:
+    path, picture = tmp_path / "report.json", tmp_path / "load.png"
+    code = run_command(
+        "--step-ms=20,1.7,2.3", "--workload=random:9:4:12", "--rates=1,8", "--policy=prefix", f"--json={path}",
+        "--data-parallel-size=1", f"--png={picture}",
+    )  # fmt: skip
+    assert code == 0 and picture.read_bytes().startswith(b"\x89PNG")
+    report = json.loads(path.read_text())
+    points = {one["x"]: median(one["samples"]) for one in report["measurements"] if one["metric"] == "TTFT"}
+    assert set(points) == {1.0, 8.0} and points[8.0] >= points[1.0]
+
+
+@pytest.mark.slow
+def test_two_real_engines_are_checked(
+    tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, model = tmp_path / "report.json", tiny_model("llama", max_position_embeddings=512)
+    code = run_command(
+        f"--check={model},enforce_eager=true,device=cpu", "--workload=multi-turn:2:3:60:4", "--block-size=16",
+        "--num-blocks=80", f"--json={path}",
+    )  # fmt: skip
+    said = capsys.readouterr().out
+    assert code == 0
+    report = json.loads(path.read_text())
+    assert {one["side"] for one in report["measurements"]} == {"predicted", "measured"}
+    assert report["configuration"]["step_time"]["base"] > 0
+    hits = {one["side"]: one["samples"] for one in report["measurements"] if one["metric"] == "prefix cache hits"}
+    assert hits["predicted"] == pytest.approx(hits["measured"]) and hits["measured"][0] > 0
+    for name in ("TTFT", "ITL", "output"):
+        assert f"{name}: predicted " in said
 
 
 def test_hit_rate_of_nothing_is_zero() -> None:

@@ -104,6 +104,7 @@ class _Run:
         self._router = Router(policy, cluster.num_engines, cluster.block_size, num_tokens)
         self._engines = [SimulatedEngine(cluster) for _ in range(cluster.num_engines)]
         self._lives = [0] * cluster.num_engines
+        self._starting: set[tuple[int, int]] = set()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._now = 0.0
@@ -145,7 +146,16 @@ class _Run:
         )
         engine = self._router.add(request)
         self._engines[engine].scheduler.add_request(Request(request))
-        self._work(engine)
+        # Requests of one moment are in the same step: the engine looks at all that have arrived before it decides.
+        start = engine, self._lives[engine]
+        if start not in self._starting:
+            self._starting.add(start)
+            self._plan(self._now, partial(self._start, *start))
+
+    def _start(self, index: int, life: int) -> None:
+        self._starting.remove((index, life))
+        if life == self._lives[index]:
+            self._work(index)
 
     def _work(self, index: int) -> None:
         engine, life = self._engines[index], self._lives[index]

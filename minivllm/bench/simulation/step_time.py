@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minivllm.bench.reports.figures import median
@@ -57,14 +58,20 @@ def fit_step_time(report: Report) -> StepTime:
             "The report does not tell how long a step takes: write one with minivllm bench model --case decode:1 "
             "--case decode:16 --case prefill:512 --json FILE."
         )
-    base, decode = _line(decodes)
-    longest, seconds = max(prefills)
     facts = report.configuration.get("sides", {}).get(speeds[0].side, {})
-    num_steps = -(-longest // facts.get("max_num_batched_tokens", longest))
-    return StepTime(base, max(0.0, (seconds - num_steps * base) / longest), decode)
+    longest, seconds = max(prefills)
+    return fit_points(decodes, longest, seconds, facts.get("max_num_batched_tokens", longest))
 
 
-def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+def fit_points(decodes: Sequence[tuple[int, float]], prompt_tokens: int, seconds: float, budget: int) -> StepTime:
+    """decodes: (batch, seconds of a step), of two batches or more. seconds: until the first token of a prompt that is
+    computed in steps of ``budget`` tokens."""
+    base, decode = _line(decodes)
+    num_steps = -(-prompt_tokens // budget)
+    return StepTime(base, max(0.0, (seconds - num_steps * base) / prompt_tokens), decode)
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Intercept and slope, neither below 0, that fit best relative to the values."""
     weights = [1 / value**2 for _, value in points]
     total = sum(weights)
