@@ -40,13 +40,19 @@ class _BenchCommands(typer.core.TyperGroup):
 
 
 class _Commands(typer.core.TyperGroup):
-    """With ``simulate``, which is imported when it is asked for as well."""
+    """With ``simulate``, which is imported when it is asked for as well, and not to be listed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), "simulate"]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return self._load_simulate() if cmd_name == "simulate" else super().get_command(ctx, cmd_name)
+        if cmd_name == "simulate":
+            return typer.core.TyperCommand("simulate", help="Simulate engines that share requests, without a model.")
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, self._load_simulate() if name == "simulate" else command, rest
 
     @staticmethod
     @functools.cache
