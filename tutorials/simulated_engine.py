@@ -60,14 +60,19 @@ def run(scheduler: Scheduler, arrivals: Iterable[Arrival]) -> list[Step]:
     while coming or scheduler.has_unfinished_requests():
         while coming and coming[0].step <= len(steps):
             scheduler.add_request(coming.popleft().request())
-        plan = scheduler.schedule()
-        answered = [
-            name
-            for name in plan.num_scheduled_tokens
-            if scheduler.requests[name].num_computed_tokens == scheduler.requests[name].num_tokens
-        ]
-        results = ModelRunnerOutput(sampled_token_ids={name: [0] for name in answered})
-        outputs = scheduler.update_from_output(plan, results)
-        finished = [output.request_id for output in outputs if output.finish_reason is not None]
-        steps.append(Step(plan.num_scheduled_tokens, answered, plan.preempted_request_ids, finished))
+        steps.append(run_step(scheduler))
     return steps
+
+
+def run_step(scheduler: Scheduler) -> Step:
+    """One step."""
+    plan = scheduler.schedule()
+    answered = [
+        name
+        for name in plan.num_scheduled_tokens
+        if scheduler.requests[name].num_computed_tokens == scheduler.requests[name].num_tokens
+    ]
+    results = ModelRunnerOutput(sampled_token_ids={name: [0] for name in answered})
+    outputs = scheduler.update_from_output(plan, results)
+    finished = [output.request_id for output in outputs if output.finish_reason is not None]
+    return Step(plan.num_scheduled_tokens, answered, plan.preempted_request_ids, finished)
