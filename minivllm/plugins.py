@@ -37,11 +37,9 @@ def import_path(found: Any) -> str | None:
 
 
 class Plugins:
-    """The implementations of one seam.
-
-    setting: the name of the engine argument. ours: name -> the implementation, or its import path, so that names can be
-    checked without importing what they stand for. known: a view of those and what was registered.
-    """
+    """The implementations of one seam. setting: the name of the engine argument. ours: name -> the implementation, or
+    its import path, so that names can be checked without importing what they stand for. known: a view of those and what
+    was registered."""
 
     def __init__(self, setting: str, ours: Mapping[str, Any]) -> None:
         self._setting, self._ours = setting, ours

@@ -120,6 +120,8 @@ class DisaggregatedOptions:
             raise ConfigError("--disaggregated chooses the connector itself: leave --kv-transfer-config out.")
         if args.data_parallel_size > 1:
             raise ConfigError("--disaggregated counts the servers of each kind itself: leave --data-parallel-size out.")
+        if args.nnodes > 1:
+            raise ConfigError("--disaggregated starts servers on one host: leave --nnodes out.")
         if server.lora_directory is not None or server.cors_origins:
             raise ConfigError("--disaggregated goes with neither --lora-directory nor --cors-origin.")
 
@@ -155,6 +157,8 @@ def serve(server: ServerOptions, several: DisaggregatedOptions, args: EngineArgs
     /openapi.json describes them. A browser that opens / gets a page to chat and to watch the engine. SIGTERM lets
     running requests finish; a second one does not. The exit code is 1 if the engine died.
 
+    --nnodes 2 --node-rank 1 --master-addr HOST runs workers only, for the server on HOST, until that ends.
+
     --disaggregated 1P1D starts two servers and a proxy: one computes prompts, the other one writes answers.
 
     Example: minivllm serve smollm2 --port 8000 --api-key secret
@@ -175,6 +179,11 @@ def serve(server: ServerOptions, several: DisaggregatedOptions, args: EngineArgs
     from minivllm.server.run import listen, start_logging, warn_if_open
 
     start_logging(as_json=settings.log_json)
+    if args.node_rank > 0:
+        from minivllm.engine_process.client import run_node
+
+        fetch_model(args)
+        raise typer.Exit(run_node(args))
     check_packages(settings.otlp_endpoint)
     warn_if_open(settings)
     listener = listen(settings)

@@ -24,7 +24,7 @@ from minivllm.config.engine_args import (
     ExecutorKind,
     SpeculativeConfig,
 )
-from minivllm.config.engine_config import CacheConfig, EngineConfig, LoRAConfig, SchedulerConfig
+from minivllm.config.engine_config import CacheConfig, EngineConfig, LoRAConfig, NodesConfig, SchedulerConfig
 from minivllm.config.kv_transfer_config import KVLoadFailurePolicy, KVTransferConfig
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "KVLoadFailurePolicy",
     "KVTransferConfig",
     "LoRAConfig",
+    "NodesConfig",
     "SchedulerConfig",
     "SpeculativeConfig",
 ]

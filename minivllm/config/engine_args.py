@@ -229,6 +229,17 @@ class EngineArgs:
         "Where workers live: uni, in the engine's process, which is the default for one; mp, each in a process of its "
         "own, whose end is told with its reason. What is plugged in then needs an import path.",
     ] = None
+    nnodes: Annotated[int, "Hosts that share the workers evenly; the same command runs on each of them."] = 1
+    node_rank: Annotated[
+        int, "Which of them this one is, from 0. The first one serves; the others run workers until it ends."
+    ] = 0
+    master_addr: Annotated[str, "Address of the first of several nodes, where the others find it."] = "127.0.0.1"
+    master_port: Annotated[int, "Port there."] = 29501
+    node_key_file: Annotated[
+        str | None,
+        "File with a secret of 32 bytes or more, the same on all nodes: what they send one another is encrypted with "
+        "it, and nobody else can connect.",
+    ] = None
     data_parallel_size: Annotated[
         int,
         "Engines that each hold the whole model and share the requests, each in a process of its own. They divide the "
@@ -289,6 +300,7 @@ class EngineArgs:
         _at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         self._check_workers()
         self._check_stages()
+        self._check_nodes()
         if self.performance_mode is not None:
             _choice("performance_mode", self.performance_mode, PERFORMANCE_MODES)
         if self.cudagraph_mode is not None:
@@ -385,6 +397,43 @@ class EngineArgs:
                     f"pipeline_parallel_size is {self.pipeline_parallel_size}, but {name} needs all layers in one "
                     f"worker: set only one."
                 )
+
+    def _check_nodes(self) -> None:
+        """What goes with several hosts. Raises ConfigError."""
+        _at_least("nnodes", self.nnodes, 1)
+        _at_least("node_rank", self.node_rank, 0)
+        _at_least("master_port", self.master_port, 1)
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(
+                f"node_rank is {self.node_rank}, but nnodes is {self.nnodes}: nodes are counted from 0, so it must be "
+                f"at most {self.nnodes - 1}."
+            )
+        if self.master_port > 65535:
+            raise ConfigError(f"master_port is {self.master_port}, but must be at most 65535.")
+        if self.nnodes == 1:
+            return
+        if self.num_workers % self.nnodes:
+            raise ConfigError(
+                f"nnodes is {self.nnodes}, but tensor_parallel_size {self.tensor_parallel_size} and "
+                f"pipeline_parallel_size {self.pipeline_parallel_size} make {self.num_workers} workers, which so many "
+                "nodes cannot share evenly."
+            )
+        if self.executor != "mp":
+            raise ConfigError(
+                f"nnodes is {self.nnodes}, but distributed_executor_backend={self.executor!r} is not made for that: "
+                "use 'mp'."
+            )
+        if self.data_parallel_size > 1:
+            raise ConfigError(
+                f"nnodes is {self.nnodes}, but data_parallel_size is {self.data_parallel_size}: set only one of them."
+            )
+        if self.kv_transfer_config is not None:
+            raise ConfigError(f"nnodes is {self.nnodes}, but kv_transfer_config needs all workers on one host.")
+        if self.node_key_file is None:
+            raise ConfigError(
+                f"nnodes is {self.nnodes}, but there is no node_key_file: nodes talk only to those who know the same "
+                "secret. Make one with: (umask 077; openssl rand -hex 32 > node.key), and copy it to all of them."
+            )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:

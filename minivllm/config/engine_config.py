@@ -55,6 +55,18 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodesConfig:
+    """Hosts that share the workers of one model evenly: how many, which of them this one is, where the first one
+    listens, and a file with the secret that they have in common."""
+
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    key_file: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything the engine runs with, after resolution. ``model_path`` is local: a directory or a ``.gguf`` file.
     ``lora`` is None where no adapters are served. tokenizer: where the tokenizer comes from, if not from the model.
@@ -64,7 +76,8 @@ class EngineConfig:
     values travel. tensor_parallel_size: workers that divide every layer. expert_parallel: each of them has all of
     some experts. pipeline_parallel_size: stages that the layers are dealt out to, each with so many workers.
     custom_all_reduce: they add up in shared memory, not through gloo. heartbeat_timeout: how long a step may take
-    [seconds]. data_parallel_size: engines that share the machine, each with the whole model."""
+    [seconds]. data_parallel_size: engines that share the machine, each with the whole model. nodes: None on one
+    host."""
 
     model: str
     model_path: str
@@ -96,6 +109,7 @@ class EngineConfig:
     custom_all_reduce: bool = True
     heartbeat_timeout: float = 300.0
     data_parallel_size: int = 1
+    nodes: NodesConfig | None = None
 
     @property
     def num_workers(self) -> int:
@@ -108,6 +122,14 @@ class EngineConfig:
         size, has_stages = self.tensor_parallel_size, self.pipeline_parallel_size > 1
         stages = [f" (stage {rank // size})" if has_stages else "" for rank in range(self.num_workers)]
         return [f"worker of rank {rank}{stage}" for rank, stage in enumerate(stages)]
+
+    @property
+    def local_ranks(self) -> range:
+        """Of the workers on this host."""
+        if self.nodes is None:
+            return range(self.num_workers)
+        count = self.num_workers // self.nodes.nnodes
+        return range(self.nodes.node_rank * count, (self.nodes.node_rank + 1) * count)
 
     @property
     def max_in_flight(self) -> int:

@@ -1,4 +1,4 @@
-"""What the worker processes of one model share, opened before they start: within stages, and between them."""
+"""What the worker processes of one host share, opened before they start: within stages, and between them."""
 
 from __future__ import annotations
 
@@ -10,34 +10,40 @@ from minivllm.distributed.shared_memory import Segment, open_segment, segment_de
 
 class SharedLinks:
     """A segment for the ranks of each stage, and for each of these ranks links to those that have the same part of
-    other stages. size: workers of a stage. uses_gloo: a file where they find one another, in place of a segment."""
+    other stages. size: workers of a stage. uses_gloo: a file where they find one another, in place of a segment.
+    ranks: those of this host, if not all; stages and pairs of ranks that are not all here share nothing."""
 
-    def __init__(self, size: int, num_stages: int, uses_gloo: bool = False) -> None:
-        self._size = size
-        stages = range(num_stages if size > 1 else 0)
-        self._segments = [] if uses_gloo else [open_segment(size) for _ in stages]
-        self._files = [os.memfd_create("minivllm-ranks") for _ in stages] if uses_gloo else []
-        # Both from a stage that is not the last one, [stage][rank in the stage].
-        self._streams, self._tokens = (
-            [[open_link() for _ in range(size)] for _ in range(num_stages - 1)] for _ in range(2)
-        )
+    def __init__(self, size: int, num_stages: int, uses_gloo: bool = False, ranks: range | None = None) -> None:
+        self._size, self._last = size, size * (num_stages - 1)
+        self._ranks = range(size * num_stages) if ranks is None else ranks
+        stages = [
+            stage
+            for stage in range(num_stages if size > 1 else 0)
+            if size * stage in self._ranks and size * (stage + 1) - 1 in self._ranks
+        ]
+        self._segments = {} if uses_gloo else {stage: open_segment(size) for stage in stages}
+        self._files = {stage: os.memfd_create("minivllm-ranks") for stage in stages} if uses_gloo else {}
+        # Both from a rank whose stage is not the last one: to the next stage, and from the last one.
+        self._streams = {rank: open_link() for rank in self._ranks if rank + size in self._ranks}
+        self._tokens = {
+            rank: open_link() for rank in self._ranks if rank < self._last and self._last + rank % size in self._ranks
+        }
 
     def segment(self, rank: int) -> Segment | None:
         """The one of a worker, if there are some."""
-        return self._segments[rank // self._size] if self._segments else None
+        return self._segments.get(rank // self._size)
 
     def rendezvous(self, rank: int) -> int | None:
         """The descriptor of its file, if there are some."""
-        return self._files[rank // self._size] if self._files else None
+        return self._files.get(rank // self._size)
 
     def links(self, rank: int) -> StageLinks:
         """Those of a worker."""
-        stage, place = divmod(rank, self._size)
-        is_last = stage == len(self._streams)
+        ends = range(rank % self._size, self._last, self._size) if rank >= self._last else [rank]
         return StageLinks(
-            source=self._streams[stage - 1][place] if stage else None,
-            sink=None if is_last else self._streams[stage][place],
-            tokens=tuple(links[place] for links in (self._tokens if is_last else [self._tokens[stage]])),
+            source=self._streams.get(rank - self._size),
+            sink=self._streams.get(rank),
+            tokens=tuple(self._tokens[end] for end in ends if end in self._tokens),
         )
 
     def descriptors(self, rank: int) -> list[int]:
@@ -49,6 +55,5 @@ class SharedLinks:
 
     def close(self) -> None:
         """Close all descriptors here; the workers have theirs."""
-        num_ranks = self._size * (1 + len(self._streams))
-        for descriptor in {descriptor for rank in range(num_ranks) for descriptor in self.descriptors(rank)}:
+        for descriptor in {descriptor for rank in self._ranks for descriptor in self.descriptors(rank)}:
             os.close(descriptor)

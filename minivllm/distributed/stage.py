@@ -7,6 +7,8 @@ one goes on with other requests. (GPipe: Huang et al. 2019; of inference only th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,15 +17,35 @@ from minivllm.distributed.link import Link, StageLinks
 from minivllm.profiling.spans import span
 
 
-class Stage:
-    """Stage ``number`` of ``size``, counted from 0; of a model in one piece if nothing else is said."""
+class Records(Protocol):
+    """Records from one worker to another, on this host or not. One side only sends, the other one only receives."""
 
-    def __init__(self, number: int = 0, size: int = 1, links: StageLinks | None = None) -> None:
+    def send(self, record: bytes | memoryview) -> None: ...
+
+    def receive(self) -> bytearray: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteLinks:
+    """Those of ``StageLinks`` that lead to other hosts."""
+
+    source: Records | None = None
+    sink: Records | None = None
+    tokens: tuple[Records, ...] = ()
+
+
+class Stage:
+    """Stage ``number`` of ``size``, counted from 0; of a model in one piece if nothing else is said. links: to others
+    on this host. remote: to those that are not."""
+
+    def __init__(
+        self, number: int = 0, size: int = 1, links: StageLinks | None = None, remote: RemoteLinks | None = None
+    ) -> None:
         self.number, self.size = number, size
-        links = links or StageLinks()
-        self._source = None if links.source is None else Link(links.source)
-        self._sink = None if links.sink is None else Link(links.sink)
-        self.tokens = [Link(link) for link in links.tokens]
+        links, remote = links or StageLinks(), remote or RemoteLinks()
+        self._source = remote.source if links.source is None else Link(links.source)
+        self._sink = remote.sink if links.sink is None else Link(links.sink)
+        self.tokens: list[Records] = [*map(Link, links.tokens), *remote.tokens]
         self.num_handed = -self.is_last
         """How far it has come: 2 for every step handed on, 1 more while it has the next one, or waits for it."""
 

@@ -19,6 +19,7 @@ from minivllm.config import (
     EngineConfig,
     KVTransferConfig,
     LoRAConfig,
+    NodesConfig,
     SchedulerConfig,
     SpeculativeConfig,
 )
@@ -154,6 +155,15 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         custom_all_reduce=not args.disable_custom_all_reduce,
         heartbeat_timeout=args.heartbeat_timeout,
         data_parallel_size=args.data_parallel_size,
+        nodes=None
+        if args.nnodes == 1
+        else NodesConfig(
+            nnodes=args.nnodes,
+            node_rank=args.node_rank,
+            master_addr=args.master_addr,
+            master_port=args.master_port,
+            key_file=args.node_key_file or "",
+        ),
     )
     if transfer is not None and needs_fingerprint:
         settings = settings_digest(config, decoder)

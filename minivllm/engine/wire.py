@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from minivllm.config import EngineArgs, EngineConfig
-from minivllm.executor.child_reports import ErrorInfo, Log
+from minivllm.executor.wire.child_reports import ErrorInfo, Log
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import EngineOutput, EngineRequest
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from minivllm.config import EngineArgs, EngineConfig
 from minivllm.engine.administration import Administration
 from minivllm.engine.openmp import choose_wait_policy
-from minivllm.errors import EngineDeadError
+from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -151,13 +151,33 @@ def load_core(args: EngineArgs) -> tuple[EngineCore, ModelFacts]:
         from minivllm.engine.core import EngineCore
         from minivllm.engine.resolve import resolve
         from minivllm.executor.multiproc import MultiprocExecutor
+        from minivllm.executor.nodes.head import HeadNode
+        from minivllm.executor.nodes.messages import settings_of
         from minivllm.executor.uniproc import UniProcExecutor
 
+    if args.node_rank > 0:
+        raise ConfigError(
+            f"node_rank is {args.node_rank}, but only the first node has an engine: `minivllm serve` runs the others."
+        )
     if args.executor == "mp":
         config, facts = resolve(args.for_another_process())
-        return EngineCore(config, MultiprocExecutor(config, facts)), facts
+        nodes = None if config.nodes is None else HeadNode(config, settings_of(config))
+        return EngineCore(config, MultiprocExecutor(config, facts, nodes=nodes)), facts
     config, facts = resolve(args)
     return EngineCore(config, UniProcExecutor(config, facts)), facts
+
+
+def run_node(args: EngineArgs) -> int:
+    """Run the workers of a node that is not the first, until that ends; the exit status. Raises ConfigError,
+    ModelError or EngineDeadError."""
+    choose_wait_policy()
+    with without_collections():
+        from minivllm.engine.resolve import resolve
+        from minivllm.executor.nodes.agent import NodeAgent
+        from minivllm.executor.nodes.messages import settings_of
+
+    config, _ = resolve(args.for_another_process())
+    return NodeAgent(config, settings_of(config)).run()
 
 
 def make_client(args: EngineArgs) -> EngineClient:

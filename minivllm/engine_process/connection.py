@@ -27,7 +27,7 @@ import zmq
 from minivllm.config import EngineArgs
 from minivllm.engine import wire
 from minivllm.errors import EngineDeadError
-from minivllm.executor.child_reports import FRONTEND_SIGNALS, describe_exit
+from minivllm.executor.wire.child_reports import FRONTEND_SIGNALS, describe_exit
 from minivllm.messages import EngineRequest
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from minivllm.engine import wire
 from minivllm.engine.administration import Administration
 from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError, RequestError
-from minivllm.executor.child_reports import FRONTEND_SIGNALS, LogSender, printable
+from minivllm.executor.wire.child_reports import FRONTEND_SIGNALS, LogSender, printable
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason
 from minivllm.request import Request
 

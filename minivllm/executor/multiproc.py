@@ -10,12 +10,8 @@ import contextlib
 import inspect
 import logging
 import math
-import os
 import select
-import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -23,34 +19,36 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from minivllm.compilation.package_builds import close_in_children, forget_descriptor
 from minivllm.config import EngineConfig
-from minivllm.distributed.shared_links import SharedLinks
+from minivllm.distributed.secure_sockets import Network
 from minivllm.errors import EngineDeadError, MinivllmError
-from minivllm.executor.child_reports import FRONTEND_SIGNALS, ErrorInfo, Log, describe_exit
+from minivllm.executor.local_workers import WORKER_COMMAND, LocalWorkers
 from minivllm.executor.protocol import PendingOutput
-from minivllm.executor.records import (
+from minivllm.executor.ring.agreement import Agreement
+from minivllm.executor.ring.broadcast_ring import PeerGone, RingWriter
+from minivllm.executor.wire.child_reports import ErrorInfo, Log, describe_exit
+from minivllm.executor.wire.records import (
     Answer,
     Call,
     Channel,
     Died,
     FromWorker,
+    Listening,
     Masks,
     Output,
+    Peers,
     Probe,
     Report,
-    Start,
+    Sampled,
     Step,
     Stop,
     Whereabouts,
     output_rank,
 )
-from minivllm.executor.ring.agreement import Agreement
-from minivllm.executor.ring.broadcast_ring import PeerGone, RingWriter
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
@@ -60,7 +58,6 @@ from minivllm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-WORKER_COMMAND = (sys.executable, *["-O"] * sys.flags.optimize, "-P", "-m", "minivllm.executor.worker_process")
 GRACE_SECONDS = 3.0
 """How long workers may take to end by themselves."""
 EXIT_SECONDS = 0.3
@@ -69,18 +66,50 @@ HANGING_SHARE = 0.75
 """Of heartbeat_timeout: a hanging worker is named before the frontend takes the whole engine for hung."""
 
 
-class WorkerGroup:
-    """Worker processes, the ring to them, and the thread that listens to them."""
+class WorkerHandle(Protocol):
+    """The process of a worker, wherever it runs: what subprocess.Popen has."""
 
-    def __init__(self, config: EngineConfig, transfers: TransferInbox, command: Sequence[str]) -> None:
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+class OtherNodes(Protocol):
+    """The workers of other hosts, which look like those of this one. They have the last ranks."""
+
+    @property
+    def network(self) -> Network: ...
+
+    @property
+    def channels(self) -> Sequence[Channel]: ...
+
+    @property
+    def processes(self) -> Sequence[WorkerHandle]: ...
+
+    def start(self, ring: RingWriter, reader: int) -> None:
+        """Have them started, and all records brought to them. reader: whose places in the ring are free for that."""
+
+    def close(self) -> None:
+        """Release what leads to them. The last call."""
+
+
+Heard = Output | Answer | Report | Log | Whereabouts | Sampled | Listening
+
+
+class WorkerGroup:
+    """Worker processes, the ring to them, and the thread that listens to them. nodes: where others of them are."""
+
+    def __init__(
+        self, config: EngineConfig, transfers: TransferInbox, command: Sequence[str], nodes: OtherNodes | None
+    ) -> None:
         self._transfers = transfers
         self.size = size = config.num_workers
         self._names = config.worker_names
         self.dead_error: MinivllmError | None = None
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self._channels: list[Channel] = []
-        self._ring = RingWriter(size)
-        self._agreement = Agreement(self._ring, size, output_rank(config))
+        self._nodes = nodes
+        self._addresses: dict[int, str] = {}
         self._lock = threading.Lock()
         self._outputs: deque[Future[ModelRunnerOutput]] = deque()
         self._calls: deque[tuple[list[Answer | None], Future[list[Answer]]]] = deque()
@@ -90,48 +119,22 @@ class WorkerGroup:
         self._whereabouts: dict[int, Whereabouts] = {}
         self._is_closing = False
         self._listener = threading.Thread(target=self._listen, name="workers", daemon=True)
-        start = Start(config=config, rank=0, size=size, log_level=logging.getLogger("minivllm").getEffectiveLevel())
-        shared = SharedLinks(config.tensor_parallel_size, config.pipeline_parallel_size, not config.custom_all_reduce)
+        network = None if nodes is None else nodes.network
         try:
-            for rank in range(size):
-                own = {
-                    "segment": shared.segment(rank),
-                    "rendezvous": shared.rendezvous(rank),
-                    "links": shared.links(rank),
-                    "shared": shared.descriptors(rank),
-                }
-                self._start(msgspec.structs.replace(start, rank=rank, **own), command)
+            self.local = LocalWorkers(config, FromWorker, command, network, more_readers=int(nodes is not None))
         except BaseException:
-            self.close()
+            if nodes is not None:
+                nodes.close()
             raise
-        finally:
-            shared.close()
+        self._ring = self.local.ring
+        self._agreement = Agreement(self._ring, size, output_rank(config), len(self.local.ranks))
+        self._processes: list[WorkerHandle] = [*self.local.processes]
+        self._channels = [*self.local.channels]
+        if nodes is not None:
+            self._processes += nodes.processes
+            self._channels += nodes.channels
+            nodes.start(self._ring, len(self.local.ranks))
         self._listener.start()
-
-    def _start(self, start: Start, command: Sequence[str]) -> None:
-        own, theirs = socket.socketpair()
-        channel = Channel(own, FromWorker)
-        self._channels.append(channel)
-        close_in_children(channel.fileno())
-        descriptors = (theirs.fileno(), *self._ring.descriptors_of(start.rank))
-        # Ctrl-C goes to the whole process group: a worker begins with it blocked, until it can ignore it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FRONTEND_SIGNALS)
-        try:
-            process = subprocess.Popen(
-                [*command, *map(str, descriptors), str(start.rank), str(self.size)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # the command's own output is on 1
-                pass_fds=(*descriptors, *start.shared),
-                env=_environment(self.size),
-            )
-            self.processes.append(process)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()
-        try:
-            channel.send(start)
-        except OSError:
-            raise EngineDeadError(self._describe_end(start.rank)) from None
 
     # -- what the executor does ----------------------------------------------------------------------------------
 
@@ -189,7 +192,7 @@ class WorkerGroup:
             f"heartbeat_timeout sets how long a step may take. "
             + (f"It was here:\n{found[rank].stack.rstrip()}" if rank in found else "It could not say where it was.")
         )
-        self.processes[rank].kill()
+        self._processes[rank].kill()
 
     def when_dead(self, tell: Callable[[MinivllmError], None]) -> None:
         """See Executor."""
@@ -224,7 +227,7 @@ class WorkerGroup:
                         self._die(rank, Died(ErrorInfo.of(error)))
                         return
 
-    def _take(self, rank: int, message: Output | Answer | Report | Log | Whereabouts) -> None:
+    def _take(self, rank: int, message: Heard) -> None:
         """Raises EngineDeadError if the ranks have not sampled alike."""
         if isinstance(message, Log):
             message.handle()
@@ -232,6 +235,14 @@ class WorkerGroup:
             self._transfers.put(message.output)
         elif isinstance(message, Whereabouts):
             self._whereabouts[rank] = message
+        elif isinstance(message, Sampled):
+            self._agreement.note(rank, message.step, message.digest)
+        elif isinstance(message, Listening):
+            self._addresses[rank] = message.address
+            if len(self._addresses) == self.size:
+                for channel in self._channels:
+                    with contextlib.suppress(OSError):  # its end will be heard of next
+                        channel.send(Peers(self._addresses))
         elif isinstance(message, Output):
             self._agreement.take(message.output.sampled_token_ids)
             with self._lock:
@@ -255,7 +266,7 @@ class WorkerGroup:
         # One that was killed makes others fail which waited for it: theirs is not the reason.
         deadline = time.monotonic() + EXIT_SECONDS
         killed = self._killed_rank()
-        while killed is None and time.monotonic() < deadline and self.processes[rank].poll() is None:
+        while killed is None and time.monotonic() < deadline and self._processes[rank].poll() is None:
             time.sleep(0.005)
             killed = self._killed_rank()
         error: MinivllmError
@@ -265,7 +276,7 @@ class WorkerGroup:
             error = EngineDeadError(self._describe_end(rank if killed is None else killed))
         else:
             error = message.error.exception(self._names[rank])
-        for process in self.processes:
+        for process in self._processes:
             process.kill()
         with self._lock:
             self.dead_error = error
@@ -277,11 +288,11 @@ class WorkerGroup:
         tell(error)
 
     def _killed_rank(self) -> int | None:
-        return next((rank for rank, process in enumerate(self.processes) if (process.poll() or 0) < 0), None)
+        return next((rank for rank, process in enumerate(self._processes) if (process.poll() or 0) < 0), None)
 
     def _describe_end(self, rank: int) -> str:
         try:
-            status = self.processes[rank].wait(EXIT_SECONDS)
+            status = self._processes[rank].wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             status = None
         return describe_exit(self._names[rank], status)
@@ -289,23 +300,21 @@ class WorkerGroup:
     def close(self) -> None:
         """End the workers, after what they were given. Nothing is left of them. The last call."""
         self._is_closing = True
-        if self.dead_error is None and len(self.processes) == self.size:
+        if self.dead_error is None:
             try:
                 self._ring.write(msgspec.msgpack.encode(Stop()), [channel.fileno() for channel in self._channels])
                 deadline = time.monotonic() + GRACE_SECONDS
-                for process in self.processes:
+                for process in self._processes:
                     process.wait(max(0.0, deadline - time.monotonic()))
             except (PeerGone, subprocess.TimeoutExpired):
                 pass
-        for process in self.processes:
+        for process in self._processes:
             process.kill()
             process.wait()
-        if self._listener.ident is not None:
-            self._listener.join()
-        for channel in self._channels:
-            forget_descriptor(channel.fileno())
-            channel.close()
-        self._ring.close()
+        self._listener.join()
+        if self._nodes is not None:
+            self._nodes.close()
+        self.local.close()
 
 
 class _PendingStep(NamedTuple):
@@ -321,15 +330,22 @@ class _PendingStep(NamedTuple):
 class MultiprocExecutor:
     """One worker process per rank. Loads, sizes and warms them up; all ranks get the smallest cache of any.
 
-    Raises what a worker raises while it loads: ConfigError, ModelError, or EngineDeadError that names the rank.
+    nodes: where those of other hosts are. Raises what a worker raises while it loads: ConfigError, ModelError, or
+    EngineDeadError that names the rank.
     """
 
-    def __init__(self, config: EngineConfig, facts: ModelFacts, command: Sequence[str] = WORKER_COMMAND) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        facts: ModelFacts,
+        command: Sequence[str] = WORKER_COMMAND,
+        nodes: OtherNodes | None = None,
+    ) -> None:
         self.vocab_size = facts.vocab_size
         self.transfers = TransferInbox()
-        self._group = WorkerGroup(config, self.transfers, command)
+        self._group = WorkerGroup(config, self.transfers, command, nodes)
         self._close = weakref.finalize(self, self._group.close)
-        self.pids: Sequence[int] = [process.pid for process in self._group.processes]
+        self.pids: Sequence[int] = [process.pid for process in self._group.local.processes]
         try:
             self.collective("load_model")
             sized: list[list[GroupSpec]] = self.collective("size_cache")
@@ -374,11 +390,3 @@ class MultiprocExecutor:
 
 def _plain(function: Any) -> Any:
     return function.fget if isinstance(function, property) else function
-
-
-def _environment(size: int) -> dict[str, str]:
-    """Of a worker: this one's, with the places modules come from, and its share of the cores."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    if size > 1:
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // size)))
-    return environment

@@ -16,27 +16,32 @@ import msgspec
 
 from minivllm.distributed.communicator import Communicator
 from minivllm.distributed.gloo import GlooCommunicator
+from minivllm.distributed.mesh import Mesh, MeshCommunicator, remote_links
+from minivllm.distributed.secure_sockets import Network
 from minivllm.distributed.shared_memory import SharedMemoryCommunicator
 from minivllm.distributed.stage import Stage
 from minivllm.errors import MinivllmError, RequestError
-from minivllm.executor.child_reports import ErrorInfo, LogSender, printable
 from minivllm.executor.protocol import ENGINE_METHODS, PendingOutput, check_arguments
-from minivllm.executor.records import (
+from minivllm.executor.ring.agreement import token_digest
+from minivllm.executor.ring.broadcast_ring import RingReader
+from minivllm.executor.wire.child_reports import ErrorInfo, LogSender, printable
+from minivllm.executor.wire.records import (
     Answer,
     Call,
     Channel,
     Died,
+    Listening,
     Masks,
     Output,
+    Peers,
     Report,
+    Sampled,
     Start,
     Step,
     ToWorkers,
     Whereabouts,
     output_rank,
 )
-from minivllm.executor.ring.agreement import token_digest
-from minivllm.executor.ring.broadcast_ring import RingReader
 from minivllm.messages import TokenMasks
 from minivllm.model_facts.choose import read_model_facts
 from minivllm.models.registry.registry import load_family
@@ -53,6 +58,7 @@ class WorkerProcess:
         self._start, self._ring, self._channel = start, ring, channel
         self._decoder = msgspec.msgpack.Decoder(ToWorkers)
         self._worker: Worker | None = None
+        self._mesh: Mesh | None = None
         self._communicator: Communicator | None = None
         self._stage = Stage()
         self._pending: deque[PendingOutput] = deque()
@@ -61,6 +67,9 @@ class WorkerProcess:
     def run(self) -> int:
         """Load, serve, end; the exit status: 1 if the worker died and said so."""
         try:
+            if self._start.network is not None:
+                self._mesh = self._join(self._start.network)
+            threading.Thread(target=self._answer_probes, name="probes", daemon=True).start()
             self._worker = self._make_worker(self._start)
             self._serve(self._worker)
             self._worker.leave_builds()
@@ -71,18 +80,37 @@ class WorkerProcess:
             return 1
         return 0
 
+    def _join(self, network: Network) -> Mesh:
+        """Wait for the workers of all nodes."""
+        mesh = Mesh(self._start.rank, network)
+        self._channel.send(Listening(mesh.address))
+        peers: Peers = self._channel.receive_one()
+        mesh.connect(peers.addresses)
+        return mesh
+
+    def _answer_probes(self) -> None:
+        while (probes := self._channel.receive()) is not None:
+            for _ in probes:
+                self._channel.send(self.whereabouts())
+
     def _make_worker(self, start: Start) -> Worker:
         config = start.config
         if config.family is not None:
             load_family(config.family)
         facts = read_model_facts(config.model_path, config.load_format, config.hf_overrides, config.model_impl)
-        number, rank = divmod(start.rank, config.tensor_parallel_size)
+        size = config.tensor_parallel_size
+        number, rank = divmod(start.rank, size)
         if start.segment is not None:
             self._communicator = SharedMemoryCommunicator(rank, *start.segment)
         elif start.rendezvous is not None:
             path = f"/proc/self/fd/{start.rendezvous}"
-            self._communicator = GlooCommunicator(rank, config.tensor_parallel_size, path)
-        self._stage = Stage(number, config.pipeline_parallel_size, start.links)
+            self._communicator = GlooCommunicator(rank, size, path)
+        elif self._mesh is not None and size > 1:
+            self._communicator = MeshCommunicator(self._mesh, range(number * size, (number + 1) * size))
+        remote = None
+        if self._mesh is not None:
+            remote = remote_links(self._mesh, size, config.num_workers, config.local_ranks)
+        self._stage = Stage(number, config.pipeline_parallel_size, start.links, remote)
         return Worker(config, facts, lambda output: self._channel.send(Report(output)), self._communicator, self._stage)
 
     def whereabouts(self) -> Whereabouts:
@@ -114,7 +142,10 @@ class WorkerProcess:
     def _send_output(self) -> None:
         output = self._pending.popleft().result()
         self._num_outputs += 1
-        self._ring.note(self._num_outputs, token_digest(output.sampled_token_ids))
+        digest = token_digest(output.sampled_token_ids)
+        self._ring.note(self._num_outputs, digest)
+        if self._start.config.local_ranks.start > 0:  # another host's ring
+            self._channel.send(Sampled(self._num_outputs, digest))
         if self._start.rank == output_rank(self._start.config):
             self._channel.send(Output(output))
 
@@ -142,23 +173,17 @@ class WorkerProcess:
         return Answer(value)
 
 
-def serve(channel: Channel, ring: RingReader, rank: int) -> int:
+def serve(channel: Channel, ring: RingReader) -> int:
     """What a worker process does once it has imported everything; its exit status."""
     start: Start | None = channel.receive_one()
     if start is None:
         return 0  # the engine has gone before it said what to start
     for inherited in start.shared:
         os.set_inheritable(inherited, False)
-    worker = WorkerProcess(start, ring, channel)
-
-    def answer_probes() -> None:
-        while (probes := channel.receive()) is not None:
-            for _ in probes:
-                channel.send(worker.whereabouts())
-
-    threading.Thread(target=answer_probes, name="probes", daemon=True).start()
     package = logging.getLogger("minivllm")
     package.addHandler(LogSender(channel.send))
-    package.setLevel(start.log_level if rank == output_rank(start.config) else max(start.log_level, logging.WARNING))
+    package.setLevel(
+        start.log_level if start.rank == output_rank(start.config) else max(start.log_level, logging.WARNING)
+    )
     package.propagate = False
-    return worker.run()
+    return WorkerProcess(start, ring, channel).run()

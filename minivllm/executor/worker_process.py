@@ -15,7 +15,7 @@ import sys
 import threading
 
 from minivllm.compilation.package_builds import close_in_children
-from minivllm.executor.child_reports import FRONTEND_SIGNALS
+from minivllm.executor.wire.child_reports import FRONTEND_SIGNALS
 
 
 def end_with(descriptor: int) -> None:
@@ -27,9 +27,9 @@ def end_with(descriptor: int) -> None:
 
 
 def main() -> None:
-    """``python -m minivllm.executor.worker_process SOCKET MEMORY ARRIVED FREED RANK SIZE``: four inherited descriptors
-    and the worker's place."""
-    descriptor, memory, arrived, freed, rank, size = (int(argument) for argument in sys.argv[1:7])
+    """``python -m minivllm.executor.worker_process SOCKET MEMORY ARRIVED FREED READER READERS``: four inherited
+    descriptors, and the worker's place at the ring."""
+    descriptor, memory, arrived, freed, reader, readers = (int(argument) for argument in sys.argv[1:7])
     for inherited in (descriptor, memory, arrived, freed):
         os.set_inheritable(inherited, False)
         close_in_children(inherited)
@@ -40,12 +40,12 @@ def main() -> None:
     faulthandler.enable(all_threads=True)
     threading.Thread(target=end_with, args=(descriptor,), name="engine watch", daemon=True).start()
     # Importing torch takes seconds.
-    from minivllm.executor.records import Channel, ToWorker
     from minivllm.executor.ring.broadcast_ring import RingReader
+    from minivllm.executor.wire.records import Channel, ToWorker
     from minivllm.executor.worker_loop import serve
 
     channel = Channel(socket.socket(fileno=descriptor), ToWorker)
-    sys.exit(serve(channel, RingReader(memory, arrived, freed, rank, size), rank))
+    sys.exit(serve(channel, RingReader(memory, arrived, freed, reader, readers)))
 
 
 if __name__ == "__main__":

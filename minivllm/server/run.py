@@ -168,7 +168,7 @@ class ServerRun:
             await asyncio.sleep(POLL_SECONDS)
         if self._is_killed:
             return
-        logger.error("The engine has died; the server stops.")
+        logger.error("The engine has died, and the server stops: %s", self._engine.dead_error)
         self.service.admission.is_draining = True
         await self.service.refresh_stats()
         await asyncio.sleep(DEATH_NOTICE_SECONDS)

@@ -131,9 +131,10 @@ class Worker:
         utilization = self.config.cache.memory_utilization
 
         def free_bytes() -> int:
-            # The workers of a host share its memory.
+            # The workers of a host share its memory, and each node has as many of them.
             sharing = self.config.tensor_parallel_size * self.config.data_parallel_size
             own, all_layers = len(self._decoder.cache_specs), self.facts.num_layers
+            own = min(own * self.config.num_workers // len(self.config.local_ranks), all_layers)
             return cache_memory(self.device, utilization, self._profile_step) * own // (sharing * all_layers)
 
         groups, origin = size_groups(self.config, self._new_groups(), free_bytes)

@@ -1,8 +1,8 @@
 """A worker process without a model: answers the calls of an executor, and has faults on demand.
 
-``python -m tests.executor.mock_worker FAULT SOCKET MEMORY ARRIVED FREED RANK SIZE``. Every step gives each scheduled
-request the token 7. FAULT is "none", or "PLACE:RANK", where that rank raises: start, load_model, step; or hang (in
-every step, and the others wait), differ (digests of other tokens), or config (ConfigError at load_model).
+``python -m tests.executor.mock_worker FAULT SOCKET MEMORY ARRIVED FREED READER READERS``. Every step gives each
+scheduled request the token 7. FAULT is "none", or "PLACE:RANK", where that rank raises: start, load_model, step; or
+hang (in every step, and the others wait), differ (digests of other tokens), or config (ConfigError at load_model).
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ import time
 import msgspec
 
 from minivllm.errors import ConfigError
-from minivllm.executor.child_reports import ErrorInfo
-from minivllm.executor.records import (
+from minivllm.executor.ring.agreement import token_digest
+from minivllm.executor.ring.broadcast_ring import RingReader
+from minivllm.executor.wire.child_reports import ErrorInfo
+from minivllm.executor.wire.records import (
     Answer,
     Call,
     Channel,
     Died,
+    Listening,
     Log,
     Masks,
     Output,
+    Peers,
+    Sampled,
+    Start,
     Step,
     Stop,
     ToWorker,
     ToWorkers,
     Whereabouts,
 )
-from minivllm.executor.ring.agreement import token_digest
-from minivllm.executor.ring.broadcast_ring import RingReader
 from minivllm.kv_cache.specs import one_group
 from minivllm.messages import ModelRunnerOutput
 
@@ -55,7 +59,8 @@ def watch(channel: Channel, fault: str) -> None:
     os._exit(0)
 
 
-def serve(ring: RingReader, channel: Channel, rank: int, fault: str) -> None:
+def serve(ring: RingReader, channel: Channel, start: Start, fault: str) -> None:
+    rank = start.rank
     decoder, num_steps = msgspec.msgpack.Decoder(ToWorkers), 0
     while not isinstance(record := decoder.decode(ring.read()), Stop):
         if isinstance(record, Call):
@@ -73,24 +78,33 @@ def serve(ring: RingReader, channel: Channel, rank: int, fault: str) -> None:
             token = masks.masks.words
         num_steps += 1
         tokens = {request_id: [token] for request_id in record.step.num_scheduled_tokens}
-        ring.note(num_steps, token_digest({"a": [8]} if fault == "differ" and num_steps == 5 else tokens))
+        digest = token_digest({"a": [8]} if fault == "differ" and num_steps == 5 else tokens)
+        ring.note(num_steps, digest)
+        if start.config.local_ranks.start > 0:
+            channel.send(Sampled(num_steps, digest))
         if rank == 0:
             channel.send(Output(ModelRunnerOutput(sampled_token_ids=tokens)))
 
 
 def main() -> None:
     fault, victim = [*sys.argv[1].split(":"), "-1"][:2]
-    descriptor, memory, arrived, freed, rank, size = map(int, sys.argv[2:8])
-    if rank != int(victim):
-        fault = "wait" if fault == "hang" else "none"
+    descriptor, memory, arrived, freed, reader, readers = map(int, sys.argv[2:8])
     channel = Channel(socket.socket(fileno=descriptor), ToWorker)
     try:
-        assert channel.receive_one().rank == rank
+        start: Start = channel.receive_one()
+        rank = start.rank
+        assert rank == start.config.local_ranks[reader]
+        if rank != int(victim):
+            fault = "wait" if fault == "hang" else "none"
         if fault == "start":
             raise OSError("no such device")
+        if start.network is not None:
+            channel.send(Listening(f"mock:{rank}"))
+            peers = channel.receive_one()
+            assert peers == Peers({other: f"mock:{other}" for other in range(start.size)})
         channel.send(Log("minivllm.mock", 30, f"hello from {rank}"))
         threading.Thread(target=watch, args=(channel, fault), daemon=True).start()
-        serve(RingReader(memory, arrived, freed, rank, size), channel, rank, fault)
+        serve(RingReader(memory, arrived, freed, reader, readers), channel, start, fault)
     except BaseException as error:
         channel.send(Died(ErrorInfo.of(error)))
         sys.exit(1)

@@ -22,10 +22,13 @@ def token_digest(sampled: Mapping[str, Sequence[int]]) -> int:
 
 
 class Agreement:
-    """Compares the output rank with all others, as far as these have come: they may be a step behind."""
+    """Compares the output rank with all others, as far as these have come: they may be a step behind.
 
-    def __init__(self, ring: RingWriter, num_ranks: int, output_rank: int) -> None:
-        self._ring, self._output_rank = ring, output_rank
+    num_local: the first so many ranks leave their digests in the ring, the others send them."""
+
+    def __init__(self, ring: RingWriter, num_ranks: int, output_rank: int, num_local: int) -> None:
+        self._ring, self._output_rank, self._num_local = ring, output_rank, num_local
+        self._told: dict[tuple[int, int], int] = {}
         self._others = range(output_rank + 1, num_ranks)  # stages before the last one do not sample
         self._num_steps = 0
         self._waiting: deque[tuple[int, int, set[int]]] = deque()
@@ -37,12 +40,19 @@ class Agreement:
             self._waiting.append((self._num_steps, token_digest(sampled), set(self._others)))
             self.check()
 
+    def note(self, rank: int, step: int, digest: int) -> None:
+        """What a rank of another node has sent. Raises EngineDeadError as ``check`` does."""
+        if rank in self._others:
+            self._told[rank, step] = digest
+            self.check()
+
     def check(self) -> None:
         """Raises EngineDeadError that names the step and the rank, where one has sampled something else."""
         while self._waiting:
             step, expected, ranks = self._waiting[0]
             for rank in sorted(ranks):
-                digest = self._ring.digest(rank, step)
+                is_local = rank < self._num_local
+                digest = self._ring.digest(rank, step) if is_local else self._told.pop((rank, step), None)
                 if digest is None:
                     return
                 if digest != expected:

@@ -122,10 +122,18 @@ class RingReader(_Ring):
         self._poll = select.poll()
         self._poll.register(arrived, select.POLLIN)
 
+    def fileno(self) -> int:
+        """To be polled for records, where ``has_record`` is False."""
+        return self._arrived
+
     @property
     def has_record(self) -> bool:
         """Whether there is something to read now."""
-        return self._read < self._known or bool(self._poll.poll(0))
+        if self._read == self._known and self._poll.poll(0):
+            # The event may stand for records that were read already.
+            os.eventfd_read(self._arrived)
+            self._known = self._cursor(0)
+        return self._read < self._known
 
     def read(self) -> bytes:
         """The next record; waits for it."""

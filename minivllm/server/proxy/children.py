@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from minivllm.errors import ConfigError, EngineDeadError
-from minivllm.executor.child_reports import describe_exit
+from minivllm.executor.wire.child_reports import describe_exit
 
 logger = logging.getLogger(__name__)
 

@@ -2,11 +2,13 @@
 
 To all workers, through the ring: ``Step`` (then ``Masks``, where it says so), ``Call`` and ``Stop``. From each worker,
 through its socket: ``Output`` of the output rank, ``Answer`` to every call, ``Report``, ``Log`` and ``Died``. It brings
-each worker its ``Start`` too, and a ``Probe`` where it seems to hang, which it answers with ``Whereabouts``.
+each worker its ``Start`` too, and a ``Probe`` where it seems to hang, which it answers with ``Whereabouts``. Workers of
+several nodes say where they are ``Listening``, hear of their ``Peers``, and tell what they ``Sampled``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -16,7 +18,8 @@ import msgspec
 
 from minivllm.config import EngineConfig
 from minivllm.distributed.link import StageLinks
-from minivllm.executor.child_reports import ErrorInfo, Log
+from minivllm.distributed.secure_sockets import Network
+from minivllm.executor.wire.child_reports import ErrorInfo, Log
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
@@ -31,7 +34,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 
     rank: its place among ``size`` workers. segment: the descriptors by which they share tensors (see
     ``open_segment``). rendezvous: instead of that, the descriptor of a file where they find one another through gloo.
-    links: to the workers of other stages. shared: all descriptors of these.
+    links: to the workers of other stages. shared: all descriptors of these. network: where there are other nodes.
     """
 
     config: EngineConfig
@@ -42,13 +45,20 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     rendezvous: int | None = None
     links: StageLinks = StageLinks()
     shared: list[int] = []
+    network: Network | None = None
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
     """A step takes very long: say where you are."""
 
 
-ToWorker = Start | Probe
+class Peers(msgspec.Struct, frozen=True, tag="peers"):
+    """Where the workers of all ranks listen."""
+
+    addresses: dict[int, str]
+
+
+ToWorker = Start | Probe | Peers
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
@@ -106,13 +116,26 @@ class Whereabouts(msgspec.Struct, frozen=True, tag="whereabouts"):
     num_handed: int = 0
 
 
+class Listening(msgspec.Struct, frozen=True, tag="listening"):
+    """Where other workers can connect."""
+
+    address: str
+
+
+class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
+    """What a worker of another node than the first sampled: the number of its step, and a digest."""
+
+    step: int
+    digest: int
+
+
 class Died(msgspec.Struct, frozen=True, tag="died"):
     """The last message of a worker that cannot go on."""
 
     error: ErrorInfo
 
 
-FromWorker = Output | Answer | Report | Log | Whereabouts | Died
+FromWorker = Output | Answer | Report | Log | Whereabouts | Listening | Sampled | Died
 
 _LENGTH = struct.Struct("<I")
 _RECEIVED_BYTES = 2**18
@@ -159,6 +182,11 @@ class Channel:
             if messages:
                 return messages[0]
         return None
+
+    def shut_down(self) -> None:
+        """Say nothing more: the other side hears of the end."""
+        with contextlib.suppress(OSError):  # that one has gone
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

@@ -1,0 +1,5 @@
+"""``python -m minivllm``: the command line."""
+
+from minivllm.cli.main import command
+
+command()

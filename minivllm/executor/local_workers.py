@@ -1,0 +1,119 @@
+"""The worker processes of one host: how they are started, what they are told through, and how they end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from minivllm.compilation.package_builds import close_in_children, forget_descriptor
+from minivllm.config import EngineConfig
+from minivllm.distributed.secure_sockets import Network
+from minivllm.distributed.shared_links import SharedLinks
+from minivllm.errors import EngineDeadError
+from minivllm.executor.ring.broadcast_ring import RingWriter
+from minivllm.executor.wire.child_reports import FRONTEND_SIGNALS, describe_exit
+from minivllm.executor.wire.records import Channel, Start
+
+WORKER_COMMAND = (sys.executable, *["-O"] * sys.flags.optimize, "-P", "-m", "minivllm.executor.worker_process")
+
+
+class LocalWorkers:
+    """The processes of this host's ranks, the ring that all of them read, and a channel to each, in order of rank.
+
+    received: the type of what comes from them. network: how they reach other nodes, if there are some. more_readers: of
+    the ring, besides the workers. Raises EngineDeadError if a worker ends before it is told what to do.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        received: Any,
+        command: Sequence[str] = WORKER_COMMAND,
+        network: Network | None = None,
+        more_readers: int = 0,
+    ) -> None:
+        self.ranks = config.local_ranks
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.channels: list[Channel] = []
+        self.ring = RingWriter(len(self.ranks) + more_readers)
+        start = Start(
+            config=config,
+            rank=0,
+            size=config.num_workers,
+            log_level=logging.getLogger("minivllm").getEffectiveLevel(),
+            network=network,
+        )
+        shared = SharedLinks(
+            config.tensor_parallel_size, config.pipeline_parallel_size, not config.custom_all_reduce, self.ranks
+        )
+        try:
+            for rank in self.ranks:
+                own = {
+                    "segment": shared.segment(rank),
+                    "rendezvous": shared.rendezvous(rank),
+                    "links": shared.links(rank),
+                    "shared": shared.descriptors(rank),
+                }
+                self._start(msgspec.structs.replace(start, rank=rank, **own), received, command)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            shared.close()
+
+    def _start(self, start: Start, received: Any, command: Sequence[str]) -> None:
+        own, theirs = socket.socketpair()
+        channel = Channel(own, received)
+        self.channels.append(channel)
+        close_in_children(channel.fileno())
+        reader = start.rank - self.ranks.start
+        descriptors = (theirs.fileno(), *self.ring.descriptors_of(reader))
+        # Ctrl-C goes to the whole process group: a worker begins with it blocked, until it can ignore it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FRONTEND_SIGNALS)
+        try:
+            process = subprocess.Popen(
+                [*command, *map(str, descriptors), str(reader), str(len(self.ring.arrived))],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # the command's own output is on 1
+                pass_fds=(*descriptors, *start.shared),
+                env=_environment(len(self.ranks)),
+            )
+            self.processes.append(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            theirs.close()
+        try:
+            channel.send(start)
+        except OSError:
+            name = f"worker of rank {start.rank}"
+            raise EngineDeadError(describe_exit(name, process.wait())) from None
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+
+    def close(self) -> None:
+        """End the processes at once, and release what was shared with them. The last call."""
+        self.kill()
+        for channel in self.channels:
+            forget_descriptor(channel.fileno())
+            channel.close()
+        self.ring.close()
+
+
+def _environment(num_workers: int) -> dict[str, str]:
+    """Of a worker: this one's, with the places modules come from, and its share of the cores."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    if num_workers > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_workers)))
+    return environment

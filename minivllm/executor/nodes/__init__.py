@@ -1,0 +1,5 @@
+"""The workers of several hosts behind one executor: the first node brings them every record, others run them.
+
+May import: compilation, config, distributed, executor, executor.ring, executor.wire, kv_transfer, kv_transfer.lookup.
+Door: `HeadNode` in head.py, `NodeAgent` in agent.py.
+"""
