@@ -2,5 +2,5 @@
 
 Usable without minivllm.
 
-May import: torch only.
+May import: kernels_triton_free.strips.
 """

@@ -10,7 +10,6 @@ that keys and values are read once per KV head and any G works.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Required, TypedDict, Unpack
 
 import torch
@@ -18,28 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from kernels_triton_free.paged_cache import gather_blocks
+from kernels_triton_free.paged_cache import gather_keys, gather_values
+from kernels_triton_free.strips.layout import has_strips
+from kernels_triton_free.strips.visibility import ScoreChange, Visibility, sees
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
-
-
-Visibility = Callable[[Tensor, Tensor], Tensor]
-"""(position of a query, position of a key) -> whether the query sees the key; int32 and bool scalars of a kernel."""
-ScoreChange = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(scaled score, query head, position of the query, position of the key) -> score."""
-
-
-def sees(query: Tensor, key: Tensor, window: int | None, chunk: int | None, visibility: Visibility | None) -> Tensor:
-    """Whether queries see keys, by their positions (int, of shapes that broadcast; -1 sees nothing)."""
-    if visibility is not None:
-        return visibility(query, key)
-    seen = key <= query
-    if window is not None:
-        seen = seen & (key > query - window)
-    if chunk is not None:
-        seen = seen & (key // chunk == query // chunk)
-    return seen
 
 
 class TileLists(NamedTuple):
@@ -151,12 +134,17 @@ def gathered_flex_attention(
 ) -> Tensor:
     """As paged_flex_attention over a copy, in q's dtype, of only the blocks this step reads.
 
-    step_blocks int32 [n]: physical blocks, beginning with block 0 where there are sinks; ``lists`` and kv_position
-    count in places of step_blocks.
+    k_cache, v_cache: plain, or in strips. step_blocks int32 [n]: physical blocks, beginning with block 0 where there
+    are sinks; ``lists`` and kv_position count in places of step_blocks.
     On a CPU FlexAttention repacks all of K and V for bfloat16 tiles of 64 rows and more: repacking a few blocks instead
     of the cache makes the fast bfloat16 products pay for prefill.
     """
-    k, v = k_cache[step_blocks].to(q.dtype), v_cache[step_blocks].to(q.dtype)
+    if has_strips(k_cache):
+        parts = len(step_blocks), v_cache.shape[3]
+        k, v = gather_keys(k_cache, step_blocks).to(q.dtype), gather_values(v_cache, step_blocks).to(q.dtype)
+        k, v = (copy.unflatten(1, parts).permute(1, 2, 0, 3) for copy in (k, v))
+    else:
+        k, v = k_cache[step_blocks].to(q.dtype), v_cache[step_blocks].to(q.dtype)
     return paged_flex_attention(q, k, v, lists, q_position, kv_position, sinks, **options)
 
 
@@ -178,14 +166,14 @@ def gathered_sdpa_attention(
     """Reference for one request: gather its blocks and run scaled dot-product attention.
 
     q [queries, kv_heads, G, D] at consecutive positions from first_position; blocks int [n] in order, covering all of
-    them. sinks, window, chunk, soft_cap, visibility, score_change: as for paged_flex_attention, but nothing stands for
-    the sinks. Values may have another size than keys. Returns a tensor like q, of that size. Runs
+    them, plain or in strips. sinks, window, chunk, soft_cap, visibility, score_change: as for paged_flex_attention, but
+    nothing stands for the sinks. Values may have another size than keys. Returns a tensor like q, of that size. Runs
     uncompiled, wherever PyTorch does.
     """
     queries, kv_heads, group, head_dim = q.shape
     length = first_position + queries
-    k = gather_blocks(k_cache, blocks)[:length].to(q.dtype).transpose(0, 1)
-    v = gather_blocks(v_cache, blocks)[:length].to(q.dtype).transpose(0, 1)
+    k = gather_keys(k_cache, blocks)[:, :length].to(q.dtype)
+    v = gather_values(v_cache, blocks)[:, :length].to(q.dtype)
     query = torch.arange(first_position, length, device=q.device)[:, None]
     key = torch.arange(length, device=q.device)[None, :]
     visible = sees(query, key, window, chunk, visibility)

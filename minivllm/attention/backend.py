@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels_triton_free.attention import ScoreChange, Visibility
+from kernels_triton_free.strips.visibility import ScoreChange, Visibility
 from minivllm.compilation.regions import CompileRegion
 from minivllm.device.buffers import MirroredTable
 from minivllm.device.policy import DevicePolicy
 from minivllm.models.decoder_config import AttentionSpec, Reach
-from minivllm.models.model import LayerCache
+from minivllm.models.model import CacheSpec, LayerCache
 
 
 class Countable(Protocol):
@@ -93,7 +93,8 @@ class AttentionContext:
     specs: the different specs of these layers. kv_heads, query_group, head_dim: shape of the queries
     [tokens, kv_heads, query_group, head_dim]. dtype: of the weights. query_dtype: of queries and of attention's output.
     cache_dtype: of keys and values. tables: of the KV group that these layers belong to. num_blocks: of its pool, the
-    null block included. max_num_seqs, max_num_batched_tokens: of a step, at most. verify_size: see ``in_step_order``.
+    null block included. in_strips: whether keys and values are stored so (``kernels_triton_free.strips``).
+    max_num_seqs, max_num_batched_tokens: of a step, at most. verify_size: see ``in_step_order``.
     compile_region: turns a function of tensors into what is called in its place. compiles: whether that is compiled
     code. policy: the choices for this device.
     """
@@ -114,6 +115,12 @@ class AttentionContext:
     compiles: bool
     policy: DevicePolicy
     device: torch.device
+    in_strips: bool = False
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """Of each layer."""
+        return CacheSpec(self.kv_heads, self.head_dim, self.cache_dtype, in_strips=self.in_strips)
 
     @property
     def reaches(self) -> list[Reach]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minivllm.attention.backend import CAUSAL, AttentionBackend, AttentionContext, AttentionRule, StepRows
 from minivllm.attention.latents import GatheredLatents
+from minivllm.attention.pairs import RowPairs
 from minivllm.attention.sdpa import SdpaAttention
-from minivllm.attention.tiles import GatheredTiles, QueryTiles, Tiles
+from minivllm.attention.tiles import GatheredTiles, QueryTiles
 from minivllm.errors import ConfigError
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import LayerCache
@@ -32,10 +33,10 @@ def rule_attention(context: AttentionContext, rule: AttentionRule = CAUSAL) -> A
 class TilePart(NamedTuple):
     """The step's tokens from ``begin`` up to ``end`` and their tiles."""
 
-    kind: QueryTiles
+    kind: QueryTiles | RowPairs
     begin: int
     end: int
-    tiles: Tiles
+    tiles: Any
 
 
 class FlexMetadata(NamedTuple):
@@ -48,7 +49,10 @@ class FlexMetadata(NamedTuple):
 class FlexAttention:
     """Compiled FlexAttention. For every spec one kernel for rows with a single token (or one for each of some batch
     sizes, see ``DevicePolicy.decode_batches``), one for prompt chunks, and, if drafts are verified, one for them: short
-    tiles, one for each row, that read the cache in place as those of single tokens do."""
+    tiles, one for each row, that read the cache in place as those of single tokens do.
+
+    Where the cache is in strips, rows with a single token and drafts are left to ``RowPairs``, and FlexAttention
+    computes prompt chunks, which copy what they read in any case."""
 
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
         if context.tables.block_size < 2 and any(spec.has_sinks for spec in context.specs):
@@ -56,13 +60,19 @@ class FlexAttention:
         policy, sequences, tokens = context.policy, context.max_num_seqs, context.max_num_batched_tokens
         self.decode_batches = policy.decode_batches(sequences)
         self._max_decodes = max(2, sequences)
+        self._single: QueryTiles | RowPairs
+        self._few: QueryTiles | None = None
 
         def short(kind: str, size: int, batches: Sequence[int] = ()) -> QueryTiles:
             full = policy.lists_full_blocks
             return QueryTiles(context, rule, kind, size, sequences, fixed_lists=True, tells_full=full, batches=batches)
 
-        self._single = short("decode attention", 1, self.decode_batches)
-        self._few = short("verify attention", context.verify_size) if context.verify_size > 1 else None
+        if context.in_strips:
+            self._single = RowPairs(context, rule)
+            self._max_decodes *= max(1, context.verify_size)
+        else:
+            self._single = short("decode attention", 1, self.decode_batches)
+            self._few = short("verify attention", context.verify_size) if context.verify_size > 1 else None
         size = policy.query_tile_size(context.query_group)
         capacity = max(policy.min_tiles, min(tokens, sequences + -(-tokens // size)) + 2)
         dtype = policy.prompt_attention_dtype(context.dtype)
@@ -71,16 +81,17 @@ class FlexAttention:
 
     def prepare(self, rows: StepRows) -> FlexMetadata:
         """Tiles of single tokens first, then those of drafts, then those of prompt chunks."""
-        num_rows, single, few = len(rows.slots), rows.num_single, rows.num_few
+        num_rows, few = len(rows.slots), 0 if self._few is None else rows.num_few
+        single = rows.num_single + rows.num_few - few  # drafts are single tokens where nothing else is made for them
         parts = []
+        token = int(rows.counts[:single].sum())
         if single or not num_rows:
             # A step of single tokens is padded as a whole, so that nothing but its size decides what a graph replays.
             is_all = single == num_rows
-            least = min(rows.num_padded, self._max_decodes) if is_all else max(single, min(rows.num_padded, 2))
+            least = min(rows.num_padded, self._max_decodes) if is_all else max(token, min(rows.num_padded, 2))
             count = next((batch for batch in self.decode_batches if batch >= least), least)
             own = rows if is_all else rows.cut(0, single)
-            parts.append(TilePart(self._single, 0, single, self._single.prepare(own, 0, count)))
-        token = single
+            parts.append(TilePart(self._single, 0, token, self._single.prepare(own, 0, count)))
         for kind, begin, end in ((self._few, single, single + few), (self._several, single + few, num_rows)):
             if begin < end and kind is not None:
                 own = rows.cut(begin, end)

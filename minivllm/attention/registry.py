@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from minivllm.attention.backend import AttentionBackend, AttentionContext
+from minivllm.attention.flex import rule_attention
+from minivllm.attention.sdpa import SdpaAttention
 from minivllm.errors import ConfigError
 from minivllm.plugins import ATTENTION
 
 AttentionFactory = Callable[[AttentionContext], AttentionBackend]
 """Makes a backend; a class of one is a factory. It is called again when compiled code takes over from uncompiled, and
 for every draft model."""
+
+
+def reads_strips(factory: AttentionFactory) -> bool:
+    """Whether its backends read a cache in strips. Others may look into the cache themselves, and get a plain one."""
+    return factory in (rule_attention, SdpaAttention)
 
 
 def find_attention(name: str) -> AttentionFactory:

@@ -129,7 +129,7 @@ class QueryTiles:
         blocks: int | Size = Size("blocks", example) if keeps_packages else context.num_blocks
         width: int | Size = Size("listed blocks", example) if keeps_packages else self._width
         dtype = (self._compute_dtype if size > 1 else None) or context.query_dtype
-        cache = TensorSpec((blocks, tables.block_size, context.kv_heads, context.head_dim), context.cache_dtype, device)
+        cache = context.cache_spec.declare(blocks, tables.block_size, device)
 
         def numbers(*shape: int | Size) -> TensorSpec:
             return TensorSpec(shape, torch.int32, device)
@@ -142,8 +142,8 @@ class QueryTiles:
         sinks = {"sinks": TensorSpec((heads,), torch.float32, device)} if spec.has_sinks else {}
         return {
             "q": TensorSpec((tiles, context.kv_heads, size * context.query_group, context.head_dim), dtype, device),
-            "k_cache": cache,
-            "v_cache": cache,
+            "k_cache": cache.k,
+            "v_cache": cache.v,
             "lists": TileLists(*lists),
             "q_position": TensorSpec(tuple(self._buffer.host["q_position"].shape), torch.int32, device),
             "kv_position": numbers(tables.kv_position.host.size),

@@ -78,10 +78,14 @@ def _kind_of(spec: AttentionSpec, max_model_len: int) -> tuple[GroupKind, int | 
 
 
 def allocate_caches(
-    model: Model, num_blocks: int | Sequence[int], block_size: int | Sequence[int]
+    model: Model,
+    num_blocks: int | Sequence[int],
+    block_size: int | Sequence[int],
+    specs: Sequence[CacheSpec | StateSpec] | None = None,
 ) -> list[LayerCache | StateTensors]:
     """Zeroed K and V of every layer, two tensors each (V is empty where keys hold the values); in layers that keep one,
     the tensors of a state, and a slot more for what padding writes. num_blocks, block_size: of all layers, or of each.
+    specs: those of the model with the layout that was chosen for them.
 
     Raises ConfigError if the memory cannot be had.
     """
@@ -92,11 +96,11 @@ def allocate_caches(
         if isinstance(spec, StateSpec):
             parts = zip(spec.shapes, spec.dtypes)
             return tuple(_zeros((count + 1, *shape), dtype, model.device) for shape, dtype in parts)
-        shapes = [(count, size, spec.kv_heads, dim) for dim in (spec.head_dim, spec.value_dim)]
-        return LayerCache(*(_zeros(shape, spec.dtype, model.device) for shape in shapes))
+        shapes = spec.block_shapes(size)
+        return LayerCache(*(_zeros((count, *shape), spec.dtype, model.device) for shape in shapes))
 
     try:
-        return [allocate(*pool) for pool in zip(counts, sizes, model.cache_specs, strict=True)]
+        return [allocate(*pool) for pool in zip(counts, sizes, specs or model.cache_specs, strict=True)]
     except (OSError, OverflowError, torch.OutOfMemoryError):
         num_tokens = max(count * size for count, size in zip(counts, sizes))
         raise too_large(max(counts), num_tokens * block_bytes(model, 1)) from None

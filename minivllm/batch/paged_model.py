@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from kernels_triton_free.strips.layout import can_have_strips
 from minivllm.attention import AttentionBackend, AttentionContext, StepRows
-from minivllm.attention.registry import AttentionFactory
+from minivllm.attention.registry import AttentionFactory, reads_strips
 from minivllm.batch.layer_caches import allocate_caches
 from minivllm.batch.persistent_batch import GroupTables, PersistentBatch
 from minivllm.batch.state_tables import StateRowBuilder
@@ -76,12 +77,15 @@ class PagedModel:
         that is served. ``use_regions`` comes before the first step."""
         self.model, self._batch, self._limits, self._policy = model, batch, limits, policy
         self._make_attention = make_attention
-        self.layers = list(zip(model.cache_specs, model.attention_specs, strict=True))
         self._groups = batch.groups[:1] if is_draft else batch.groups
-        self._group_of = [0] * len(self.layers)
+        self._group_of = [0] * len(model.cache_specs)
         for index, group in enumerate(() if is_draft else limits.groups):
             for layer in group.layers:
                 self._group_of[layer] = index
+        self.layers = [
+            (self._laid_out(cache, attention, limits.groups[group].block_size), attention)
+            for group, cache, attention in zip(self._group_of, model.cache_specs, model.attention_specs, strict=True)
+        ]
         states = batch.states if any(isinstance(cache, StateSpec) for cache, _ in self.layers) else []
         self._state_rows = [StateRowBuilder(tables, limits.max_num_batched_tokens, model.device) for tables in states]
         self._updates: list[StateUpdate] = []
@@ -99,11 +103,21 @@ class PagedModel:
             groups=self._groups,
         )
 
+    def _laid_out(
+        self, cache: CacheSpec | StateSpec, attention: AttentionSpec | StateMixerSpec, block_size: int
+    ) -> CacheSpec | StateSpec:
+        """The layer's cache in the layout that is best here."""
+        if not isinstance(cache, CacheSpec) or not isinstance(attention, AttentionSpec):
+            return cache
+        can = cache.keeps_values and can_have_strips(block_size, cache.head_dim, cache.dtype)
+        wants = reads_strips(self._make_attention) and self._policy.stores_strips(attention.query_group)
+        return cache._replace(in_strips=can and wants)
+
     def allocate_caches(self) -> None:
         """Have caches, also again after they were cleared. Raises ConfigError if the memory cannot be had."""
         groups = [self._limits.groups[group] for group in self._group_of]
         num_blocks, sizes = [group.num_blocks for group in groups], [group.block_size for group in groups]
-        self.caches += allocate_caches(self.model, num_blocks, sizes)
+        self.caches += allocate_caches(self.model, num_blocks, sizes, [cache for cache, _ in self.layers])
 
     def use_regions(self, compiler: RegionCompiler) -> None:
         """Run by the regions of this compiler from now on, with the attention that goes with them."""
@@ -115,7 +129,7 @@ class PagedModel:
         blocks = Size("blocks", min(64, fewest)) if varies else fewest
         caches = [
             spec.declare(blocks, groups[group].block_size, model.device) if isinstance(spec, CacheSpec) else NO_CACHE
-            for group, spec in zip(self._group_of, model.cache_specs)
+            for group, (spec, _) in zip(self._group_of, self.layers)
         ]
         model.build_regions(compiler, self._builder.token_specs, caches)
         self._min_rows = compiler.min_rows
@@ -164,6 +178,7 @@ class PagedModel:
                 compiles=compiler.enabled,
                 policy=self._policy,
                 device=model.device,
+                in_strips=cache.in_strips,
             )
         )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.state.rows import StateRows
+from kernels_triton_free.strips.layout import has_strips, strip_shapes
 from minivllm.compilation.regions import CompileRegion, Size, TensorSpec
 from minivllm.linear.layer import Linear
 from minivllm.linear.stored_weight import StoredWeight
@@ -60,7 +61,8 @@ class TokenInputs(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """K and V of one layer, [blocks, block_size, kv_heads, head_dim] each, and where the tokens of a step go.
+    """K and V of one layer, [blocks, block_size, kv_heads, head_dim] each or in strips (see
+    ``kernels_triton_free.strips.layout``), and where the tokens of a step go.
 
     V may be empty, see CacheSpec. slots: int32 [tokens], block * block_size + offset; padding goes to slot 0. Layers
     whose blocks are not the same have other slots. Empty between steps. NO_CACHE is that of a layer that keeps a
@@ -75,6 +77,11 @@ class LayerCache(NamedTuple):
         """The same memory in a step whose tokens go there."""
         return LayerCache(self.k, self.v, slots)
 
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """How many there are, and the tokens of each."""
+        return self.k.shape[0], self.v.shape[3] if has_strips(self.v) else self.k.shape[1]
+
 
 NO_CACHE = LayerCache(torch.empty(0), torch.empty(0))
 
@@ -82,13 +89,15 @@ NO_CACHE = LayerCache(torch.empty(0), torch.empty(0))
 class CacheSpec(NamedTuple):
     """What one layer keeps of a token: K and V, [kv_heads, head_dim] of ``dtype`` each.
 
-    keeps_values: False where keys hold their values (AttentionSpec.value_dim): then V is [kv_heads, 0].
+    keeps_values: False where keys hold their values (AttentionSpec.value_dim): then V is [kv_heads, 0]. in_strips: they
+    are stored so; it is the engine's choice, where attention can read them.
     """
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     keeps_values: bool = True
+    in_strips: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -100,10 +109,15 @@ class CacheSpec(NamedTuple):
         """Of K and V."""
         return self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
 
+    def block_shapes(self, block_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of a block of K, and of V."""
+        if self.in_strips:
+            return strip_shapes(block_size, self.kv_heads, self.head_dim, self.dtype)
+        return (block_size, self.kv_heads, self.head_dim), (block_size, self.kv_heads, self.value_dim)
+
     def declare(self, num_blocks: int | Size, block_size: int, device: torch.device) -> LayerCache:
         """The layer's cache as regions declare it."""
-        shapes = [(num_blocks, block_size, self.kv_heads, dim) for dim in (self.head_dim, self.value_dim)]
-        k, v = (TensorSpec(shape, self.dtype, device) for shape in shapes)
+        k, v = (TensorSpec((num_blocks, *shape), self.dtype, device) for shape in self.block_shapes(block_size))
         slots: Any = TensorSpec((TOKENS,), torch.int32, device)
         return LayerCache(cast(Any, k), cast(Any, v), slots)
 

@@ -223,7 +223,7 @@ class EagleHead(Decoder):
             "tokens": tokens,
             "cos_sin": specs_of(self.cos_sin[0]),
             "cache": cache,
-            "features": TensorSpec((*cache.k.shape[:2], self.feature_size), self.dtype, self.device),
+            "features": TensorSpec((*cache.blocks, self.feature_size), self.dtype, self.device),
             "embedding": specs_of(embedding),
             "weights": specs_of(self._input_weights),
         }

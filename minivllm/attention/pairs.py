@@ -1,0 +1,150 @@
+"""Single tokens over a cache in strips: which blocks each of them reads, and the compiled loops that attend.
+
+Three rows at the positions 9, 4 and 6, of which the last two verify drafts of one request, are these pairs where
+blocks hold 4 tokens. In the last one nothing is seen:
+
+>>> table = np.array([[5, 2, 7], [5, 1, 0]], dtype=np.int32)
+>>> pairs = list_pairs(table, np.array([0, 1, 1]), np.array([9, 4, 6]), Reach(), block_size=4, num_rows=3)
+>>> pairs.blocks.tolist(), pairs.row.tolist(), pairs.first[:-1].tolist()
+([5, 2, 7, 5, 1, 5, 1, 0], [0, 0, 0, 1, 1, 2, 2, 0], [0, 4, 8, 0, 4, 0, 4])
+>>> pairs.of_row.tolist()
+[[0, 1, 2], [3, 4, 7], [5, 6, 7]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels_triton_free.strips.attention import FAR, Pairs, attend_to_strips
+from minivllm.attention.backend import AttentionContext, AttentionRule, StepRows
+from minivllm.attention.tile_lists import blocks_read
+from minivllm.compilation.regions import Region, Size, TensorSpec
+from minivllm.device.buffers import to_device
+from minivllm.models.decoder_config import AttentionSpec, Reach
+from minivllm.models.model import LayerCache
+
+MIN_ROWS = 2
+"""Compiled code wants two of everything that varies."""
+
+
+class HostPairs(NamedTuple):
+    """``Pairs`` on the host, int32."""
+
+    blocks: np.ndarray
+    row: np.ndarray
+    first: np.ndarray
+    of_row: np.ndarray
+
+
+def list_pairs(
+    table: np.ndarray, slots: np.ndarray, positions: np.ndarray, reach: Reach, block_size: int, num_rows: int
+) -> HostPairs:
+    """The pairs of queries at ``positions`` int64 [n], each in the batch slot ``slots`` int64 [n], and of as much
+    padding as makes ``num_rows``. table int32 [batch slots, max blocks of a request]: physical blocks."""
+    begin, _, _, end, _ = blocks_read(positions, positions, reach, block_size, tells_full=False)
+    counts = end - begin
+    starts = np.cumsum(counts) - counts
+    row = np.repeat(np.arange(len(positions)), counts)
+    unseen = len(row)
+    index = begin[row] + np.arange(unseen) - starts[row]
+    place = np.arange(max(MIN_ROWS, int(counts.max(initial=0))))
+    of_row = np.full((num_rows, len(place)), unseen, dtype=np.int32)
+    of_row[: len(counts)] = np.where(place < counts[:, None], starts[:, None] + place, unseen)
+
+    def listed(values: np.ndarray, last: int) -> np.ndarray:
+        return np.append(values, last).astype(np.int32)
+
+    blocks = listed(table[slots[row], index], 0)
+    return HostPairs(blocks, listed(row, 0), listed(index * block_size, FAR), of_row)
+
+
+class PairMetadata(NamedTuple):
+    """num_tiles: rows, padding included; a row is what a tile is elsewhere. q_position int32 [rows]."""
+
+    num_tiles: int
+    pairs: dict[Reach, Pairs]
+    q_position: Tensor
+
+
+class RowPairs:
+    """Rows of a single token, and drafts that are verified, each of which is a row of its own here.
+
+    One kernel for each spec. ``attend_to_strips`` says how it computes.
+    """
+
+    def __init__(self, context: AttentionContext, rule: AttentionRule) -> None:
+        self._context, self._rule = context, rule
+        self._kernels = {spec: self._compile(spec) for spec in context.specs}
+
+    def _compile(self, spec: AttentionSpec) -> Callable:
+        rule = self._rule
+        function = partial(
+            attend_to_strips,
+            scale=spec.scale,
+            window=spec.window,
+            chunk=spec.chunk,
+            soft_cap=spec.soft_cap,
+            visibility=rule.visibility,
+            score_change=rule.score_change,
+        )
+        region = Region("decode attention over strips", function, self._inputs(spec), (spec, rule.fingerprint))
+        return self._context.compile_region(region)
+
+    def _inputs(self, spec: AttentionSpec) -> dict[str, Any]:
+        context, rows, pairs = self._context, Size("rows", 5), Size("pairs", 11)
+        example = Size("blocks", min(64, context.num_blocks))
+
+        def numbers(*shape: int | Size) -> Any:
+            return TensorSpec(shape, torch.int32, context.device)
+
+        heads = context.kv_heads * context.query_group
+        cache = context.cache_spec.declare(example, context.tables.block_size, context.device)
+        q = TensorSpec(
+            (rows, context.kv_heads, context.query_group, context.head_dim), context.query_dtype, context.device
+        )
+        sinks = {"sinks": TensorSpec((heads,), torch.float32, context.device)} if spec.has_sinks else {}
+        return {
+            "q": q,
+            "k_cache": cache.k,
+            "v_cache": cache.v,
+            "pairs": Pairs(numbers(pairs), numbers(pairs), numbers(pairs), numbers(rows, Size("blocks of a row", 3))),
+            "q_position": numbers(rows),
+            **sinks,
+        }
+
+    def prepare(self, rows: StepRows, first_token: int, least: int) -> PairMetadata:
+        """Every token of these rows is a row, and token t of the step is row t; at least ``least`` rows."""
+        context = self._context
+        request = np.repeat(np.arange(len(rows.counts)), rows.counts)
+        done = np.arange(len(request)) - (np.cumsum(rows.counts) - rows.counts)[request]
+        positions = rows.starts[request] + done
+        num_rows = max(len(request), least, MIN_ROWS)
+        q_position = np.full(num_rows, -1, dtype=np.int32)
+        q_position[: len(request)] = positions
+        pairs: dict[Reach, Pairs] = {}
+        for reach in context.reaches:
+            # What another rule of visibility shows is not known here.
+            own = reach if self._rule.visibility is None else Reach()
+            table, size = context.tables.block_table.host, context.tables.block_size
+            listed = list_pairs(table, rows.slots[request], positions, own, size, num_rows)
+            pairs[reach] = Pairs(*(to_device(part, context.device) for part in listed))
+        return PairMetadata(num_rows, pairs, to_device(q_position, context.device))
+
+    def attend(
+        self, tiles: PairMetadata, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [tokens of the step, kv_heads, G, D] -> o of those that are rows, [N, kv_heads, G, D]."""
+        num_rows = min(len(q), tiles.num_tiles)
+        own = q[:num_rows]
+        if num_rows < tiles.num_tiles:
+            own = F.pad(own, (0, 0, 0, 0, 0, 0, 0, tiles.num_tiles - num_rows))
+        given = (sinks,) if spec.has_sinks else ()
+        o: Tensor = self._kernels[spec](own, cache.k, cache.v, tiles.pairs[spec.reach], tiles.q_position, *given)
+        return o[:num_rows]
