@@ -52,7 +52,7 @@ class SdpaAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         v = cache.v if spec.value_dim is None else cache.k[..., : spec.value_dim]
-        o = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        o = q.new_zeros(*q.shape[:-1], q.shape[-1] if spec.value_dim is None else spec.value_dim)
         token = 0
         for blocks, start, count in metadata:
             own = slice(token, token + count)
