@@ -169,9 +169,9 @@ class EngineArgs:
     block_size: Annotated[int | None, "Tokens per block of the KV cache: 8, 16, 32, 64, 128 or 256."] = None
     kv_cache_dtype: Annotated[
         str,
-        f"Elements of the KV cache: {', '.join(KV_CACHE_DTYPES)}. auto is float32 on a CPU, where it is faster, else "
-        "dtype. Fewer bits hold more tokens: bfloat16 on a CPU; on a GPU fp8_e4m3 (finer, up to 448) and fp8_e5m2 "
-        "(coarser, up to 57344), rounded without a scale, larger values to the largest.",
+        f"Elements of the KV cache: {', '.join(KV_CACHE_DTYPES)}. auto is that of the weights. Fewer "
+        "bits hold more tokens: bfloat16 on a CPU; on a GPU fp8_e4m3 (finer, up to 448) and fp8_e5m2 (coarser, up to "
+        "57344), rounded without a scale, larger values to the largest.",
     ] = "auto"
     quantization: Annotated[
         str | None,

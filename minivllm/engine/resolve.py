@@ -361,9 +361,7 @@ def resolve_cache_dtype(asked: str, dtype: str, device: Device, capability: tupl
     own dtype, and takes that of the blocks. Raises ConfigError for what would cost more than it saves.
     """
     if asked == "auto":
-        if device == "cpu":
-            return "float32", "on a CPU attention over a float32 cache is faster"
-        return dtype, "the GPU attends in the dtype of the weights"
+        return dtype, "that of the weights"
     name = CACHE_DTYPE_NAMES.get(asked, asked)
     bits = torch.finfo(getattr(torch, name)).bits
     if device == "cpu":

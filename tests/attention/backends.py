@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import TileLists
+from kernels_triton_free.strips.layout import strip_shapes, write_strips
 from minivllm.attention import AttentionContext, BlockTables
 from minivllm.compilation.regions import Region, flatten
 from minivllm.device.policy import DevicePolicy
 from minivllm.models.decoder_config import AttentionSpec, Reach
+from minivllm.models.model import LayerCache
 from tests.attention.random_batches import CPU, BatchShape
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16
@@ -70,6 +72,16 @@ def new_context(
         "device": CPU,
     }
     return AttentionContext(**(fields | changes))
+
+
+def laid_in_strips(cache: LayerCache) -> LayerCache:
+    """A copy of a plain cache of float32, in strips."""
+    blocks, size, kv_heads, dim = cache.k.shape
+    shapes = strip_shapes(size, kv_heads, dim, cache.k.dtype)
+    k, v = (torch.empty(blocks, *shape, dtype=cache.k.dtype) for shape in shapes)
+    slots = torch.arange(blocks * size, dtype=torch.int32)
+    write_strips(k, v, cache.k.flatten(0, 1), cache.v.flatten(0, 1), slots)
+    return LayerCache(k, v)
 
 
 def listed_attention(

@@ -35,6 +35,7 @@ from tests.attention.backends import (
     HEAD_DIM,
     KV_HEADS,
     SmallTiles,
+    laid_in_strips,
     listed_attention,
     new_context,
     specs_of,
@@ -47,7 +48,7 @@ VARIANTS = [
 ]
 SINKS = 2 * torch.randn(KV_HEADS * GROUP, generator=torch.Generator().manual_seed(0))
 VERIFY_SIZE = 4
-SHAPE = BatchShape(max_num_seqs=9, num_blocks=72)
+SHAPE = BatchShape(max_num_seqs=9, max_model_len=128, block_size=16, num_blocks=76)
 
 
 def build(batch: PersistentBatch, rows: Sequence[Row], backend: AttentionBackend) -> StepInputs:
@@ -100,9 +101,12 @@ def check_equal(
     backend: AttentionBackend,
     rule: AttentionRule,
     specs: Sequence[AttentionSpec] = SPECS,
+    *,
+    in_strips: bool = False,
 ) -> None:
-    context = new_context(batch.groups[0], SHAPE, specs)
+    context = new_context(batch.groups[0], SHAPE, specs, in_strips=in_strips)
     reference = SdpaAttention(context, rule)
+    cache = laid_in_strips(cache) if in_strips else cache
     inputs, expected_inputs = build(batch, rows, backend), build(batch, rows, reference)
     for spec in context.specs:
         sinks = SINKS if spec.has_sinks else None
@@ -126,26 +130,32 @@ RULES = {"causal": AttentionRule(), "other rule": AttentionRule(every_other, fad
 
 @pytest.mark.parametrize("specs", [SPECS, VARIANTS], ids=["windows", "all that specs say"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("policy", [CPU_POLICY, CUDA_POLICY], ids=lambda policy: policy.type)
+@pytest.mark.parametrize(
+    ("policy", "in_strips"),
+    [(CPU_POLICY, True), (CPU_POLICY, False), (CUDA_POLICY, False)],
+    ids=["cpu", "cpu without strips", "cuda"],
+)
 @torch.inference_mode()
 def test_listed_blocks_give_what_gathering_gives_with_the_choices_of_each_device(
-    policy: Any, rule: AttentionRule, specs: Sequence[AttentionSpec], monkeypatch: pytest.MonkeyPatch
+    policy: Any, in_strips: bool, rule: AttentionRule, specs: Sequence[AttentionSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lists, padding and packing, without compiling: the kernel is replaced by plain operations on the same lists."""
     monkeypatch.setattr(minivllm.attention.tiles, "paged_flex_attention", listed_attention)
     monkeypatch.setattr(kernels_triton_free.attention, "paged_flex_attention", listed_attention)
     batch = new_batch(SHAPE)
     small = SmallTiles(type=policy.type, capability=policy.capability, tile_size=4)
-    backend = FlexAttention(new_context(batch.groups[0], SHAPE, specs, policy=small, verify_size=VERIFY_SIZE), rule)
+    context = new_context(batch.groups[0], SHAPE, specs, policy=small, verify_size=VERIFY_SIZE, in_strips=in_strips)
+    backend = FlexAttention(context, rule)
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     for _ in range(40):
         rows, cache, q = random_step(rng, generator, batch)
         if rows:
-            check_equal(batch, rows, cache, q, backend, rule, specs)
+            check_equal(batch, rows, cache, q, backend, rule, specs, in_strips=in_strips)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(cannot_compile_reason(CPU) is not None, reason="there is no C++ compiler for torch.compile here")
+@pytest.mark.parametrize("in_strips", [True, False], ids=["strips", "plain"])
 @pytest.mark.parametrize(
     ("rule", "specs"),
     [(RULES["causal"], SPECS), (RULES["other rule"], SPECS), (RULES["causal"], VARIANTS)],
@@ -153,13 +163,21 @@ def test_listed_blocks_give_what_gathering_gives_with_the_choices_of_each_device
 )
 @torch.inference_mode()
 def test_compiled_attention_equals_gathering_on_random_mixed_batches_without_recompiling(
-    rule: AttentionRule, specs: Sequence[AttentionSpec]
+    rule: AttentionRule, specs: Sequence[AttentionSpec], in_strips: bool
 ) -> None:
     torch._dynamo.reset()
     batch = new_batch(SHAPE)
     compiler = RegionCompiler(enabled=True)
     small = SmallTiles(type="cpu", tile_size=4)
-    context = new_context(batch.groups[0], SHAPE, specs, policy=small, verify_size=VERIFY_SIZE, compile_region=compiler)
+    context = new_context(
+        batch.groups[0],
+        SHAPE,
+        specs,
+        policy=small,
+        verify_size=VERIFY_SIZE,
+        compile_region=compiler,
+        in_strips=in_strips,
+    )
     compiled = FlexAttention(context, rule)
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     kinds: set[tuple[bool, bool, bool]] = set()
@@ -173,7 +191,8 @@ def test_compiled_attention_equals_gathering_on_random_mixed_batches_without_rec
         if not rows or (compared == 0 and (singles < 2 or few < 2 or several < 3)):
             # Compiled at the first call, where sizes that may differ must differ, as in a worker's warm-up.
             continue
-        check_equal(batch, rows, cache, q[: max(2, sum(row.count for row in rows))], compiled, rule, specs)
+        own = q[: max(2, sum(row.count for row in rows))]
+        check_equal(batch, rows, cache, own, compiled, rule, specs, in_strips=in_strips)
         if compared == 0:
             compiler.freeze()
         compared += 1

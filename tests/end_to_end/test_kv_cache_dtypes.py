@@ -114,7 +114,7 @@ def test_the_same_memory_holds_more_tokens_in_fewer_bits(tiny_model: TinyModel) 
 @pytest.mark.parametrize(
     ("asked", "dtype", "device", "capability", "resolved"),
     [
-        ("auto", "bfloat16", "cpu", (0, 0), "float32"),
+        ("auto", "bfloat16", "cpu", (0, 0), "bfloat16"),
         ("bfloat16", "bfloat16", "cpu", (0, 0), "bfloat16"),
         ("bfloat16", "float32", "cpu", (0, 0), "bfloat16"),
         ("float32", "bfloat16", "cpu", (0, 0), "float32"),

@@ -129,7 +129,7 @@ def _defaults() -> dict[str, dict[str, str]]:
         share = "of the device's memory"
     else:
         why_device = "PyTorch sees no CUDA device"
-        kv_cache = {"value": "float32", "why": "on a CPU attention over a float32 cache is faster"}
+        kv_cache = {"value": "as dtype", "why": "half the bytes of float32 are read, and all sums are in float32"}
         share = f"of the free memory, at most {format_bytes(MAX_CPU_CACHE_BYTES)}"
     reason = cannot_compile_reason(torch.device(device))
     if reason is None:
