@@ -106,9 +106,8 @@ class RowPairs:
 
         heads = context.kv_heads * context.query_group
         cache = context.cache_spec.declare(example, context.tables.block_size, context.device)
-        q = TensorSpec(
-            (rows, context.kv_heads, context.query_group, context.head_dim), context.query_dtype, context.device
-        )
+        shape = rows, context.kv_heads, context.query_group, context.head_dim
+        q = TensorSpec(shape, context.query_dtype, context.device)
         sinks = {"sinks": TensorSpec((heads,), torch.float32, context.device)} if spec.has_sinks else {}
         return {
             "q": q,

@@ -125,7 +125,7 @@ def test_a_short_window_has_smaller_blocks_and_hits_end_where_both_kinds_do(
         full, window = runner_of(llm).limits.groups
         assert (full.block_size, window.block_size) == (64, 16)
         caches = runner_of(llm).model.caches
-        assert [cache.k.shape[:2] for cache in caches] == [(full.num_blocks, 64), *[(window.num_blocks, 16)] * 3]
+        assert [cache.blocks for cache in caches] == [(full.num_blocks, 64), *[(window.num_blocks, 16)] * 3]
         for _ in range(2):
             assert greedy(llm, prompts) == expected
             assert_pools_unused(llm)
