@@ -15,6 +15,8 @@ from torch import Tensor
 
 from minivllm.profiling.spans import span
 
+MOST_TEXT = 2048
+
 
 class Communicator(ABC):
     """One of ``size`` workers that call the same methods with tensors of the same shapes, in the same order."""
@@ -47,6 +49,13 @@ class Communicator(ABC):
         """The largest of what the ranks give, value by value: one decision everywhere."""
         parts = self.exchange(torch.tensor(values, dtype=torch.float64))
         return torch.stack(parts).amax(0).tolist()
+
+    def first_text(self, text: str) -> str:
+        """The text of the first rank that gives one; "" if none does. Cut to MOST_TEXT bytes."""
+        given = bytearray(text.encode()[:MOST_TEXT].ljust(MOST_TEXT, b"\0"))
+        parts = [bytes(part.tolist()) for part in self.exchange(torch.frombuffer(given, dtype=torch.uint8))]
+        texts = (part.rstrip(b"\0").decode(errors="replace") for part in parts)
+        return next(filter(None, texts), "")
 
     def close(self) -> None:
         """Release what the communicator holds. The last call."""

@@ -230,7 +230,7 @@ def check_stages(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
         raise ConfigError(f"pipeline_parallel_size is {size}, but stages compute on a CPU only: use device='cpu'.")
     if not isinstance(facts, DecoderConfig):
         raise ConfigError(
-            f"pipeline_parallel_size is {size}, but the layers of transformers are computed by one worker: use 1."
+            f"pipeline_parallel_size is {size}, but the layers of transformers are computed in one stage: use 1."
         )
     if facts.num_layers < size:
         raise ConfigError(

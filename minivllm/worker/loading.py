@@ -14,7 +14,7 @@ from minivllm.device.policy import DevicePolicy
 from minivllm.distributed.communicator import Communicator
 from minivllm.distributed.stage import Stage
 from minivllm.errors import ConfigError
-from minivllm.linear.choose import MethodChooser
+from minivllm.linear.choose import ROUNDING_GROUP, MethodChooser
 from minivllm.model_facts.choose import read_model_facts
 from minivllm.model_facts.facts import ModelFacts
 from minivllm.model_facts.transformers_config import TransformersConfig
@@ -82,7 +82,8 @@ def new_model(
         "cache_dtype": cache_dtype,
     }
     if isinstance(facts, TransformersConfig):
-        return TransformersModel(facts, communicator=communicator, **settings), chooser
+        input_unit = ROUNDING_GROUP if config.quantization == "int4" else 1
+        return TransformersModel(facts, communicator=communicator, input_unit=input_unit, **settings), chooser
     assert isinstance(facts, DecoderConfig)
     if communicator is not None:
         settings["expert_parallel"] = config.expert_parallel

@@ -213,7 +213,7 @@ def test_a_tensor_arrives_as_it_was_sent(dtype: torch.dtype) -> None:
     ("family", "more", "message"),
     [
         ("llama", {"pipeline_parallel_size": 4}, "has 3 layers, and every stage needs one: use 3 or less"),
-        ("llama", {"model_impl": "transformers"}, "the layers of transformers are computed by one worker"),
+        ("llama", {"model_impl": "transformers"}, "the layers of transformers are computed in one stage"),
         ("llama", {"enable_lora": True}, "enable_lora needs all layers in one worker"),
         ("llama", {"speculative_config": {"method": "ngram"}}, "speculative_config needs all layers in one worker"),
         ("llama", {"compile_in_background": True}, "compile_in_background needs all layers in one worker"),

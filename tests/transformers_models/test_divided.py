@@ -19,7 +19,7 @@ from minivllm.messages import LoRARequest
 from minivllm.model_facts.transformers_config import read_transformers_config
 from minivllm.models.transformers_model.model import TransformersModel
 from minivllm.models.transformers_weights.names import iterate_parameters
-from tests.executor.test_divided_models import PROMPTS, answers, arguments, random_adapter
+from tests.executor.test_divided_models import PACKED, PROMPTS, answers, arguments, assert_divided, random_adapter
 from tests.executor.virtual_shards import ThreadCommunicator, virtual_llm
 from tests.transformers_models.families import save_model
 from tests.transformers_models.test_regions import checked, cut_model, step
@@ -75,6 +75,11 @@ CUT: dict[str, dict[str, Any]] = {
 
 def divided(directory: Path, size: int, load: bool = True) -> list[TransformersModel]:
     """The parts of all workers, each to be run in a thread of its own."""
+    return together(size, parts_of(directory, size, load))
+
+
+def parts_of(directory: Path, size: int, load: bool) -> Callable[[int], TransformersModel]:
+    """What makes the part of a worker, in a thread of its own."""
     barrier, places = threading.Barrier(size), ([None] * size, [None] * size)
     config = read_transformers_config(directory)
 
@@ -91,7 +96,7 @@ def divided(directory: Path, size: int, load: bool = True) -> list[TransformersM
             model.load_weights(iterate_parameters(directory, model.names, None))
         return model
 
-    return together(size, part)
+    return part
 
 
 def together(size: int, function: Callable[[int], Any]) -> list[Any]:
@@ -170,6 +175,25 @@ def test_rounded_weights_are_divided(tiny_model: TinyModel) -> None:
         assert position == pytest.approx(other, abs=1e-3)
 
 
+def test_four_bits_are_divided_in_whole_groups_or_not_at_all(tiny_model: TinyModel) -> None:
+    one = arguments(tiny_model("qwen3", **{**UNEVEN, "intermediate_size": 96}), model_impl="transformers")
+    with LLM(**one, quantization="int4") as llm:
+        expected, _ = answers(llm)
+    with virtual_llm(**one, quantization="int4", tensor_parallel_size=3) as llm:
+        assert answers(llm)[0] == expected
+    single = {**UNEVEN, "intermediate_size": 96, "num_attention_heads": 3}
+    one = arguments(tiny_model("qwen3", **single), model_impl="transformers")
+    with pytest.raises(ConfigError, match="would be divided where 32 share a scale: use int8"):
+        virtual_llm(**one, quantization="int4", tensor_parallel_size=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PACKED)
+def test_stored_formats_are_divided_as_they_are(tiny_model: TinyModel, tmp_path: Path, name: str) -> None:
+    source = tiny_model("qwen3", **{**UNEVEN, "intermediate_size": 96})
+    assert_divided(arguments(PACKED[name](source, tmp_path), model_impl="transformers"), sizes=(3,))
+
+
 def test_adapters_are_divided_as_the_layers_are(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Of linear layers whose outputs are put together again, too."""
     one = arguments(tiny_model("olmo2-biases", **MODELS["olmo2-biases"]), model_impl="transformers", enable_lora=True)
@@ -241,8 +265,16 @@ def test_a_wrong_plan_is_refused_before_weights_are_read(
         if style is not None:
             plan[PLAN + name] = style
     monkeypatch.setattr(LlamaConfig, "base_model_tp_plan", plan)
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but"):
-        divided(save_model(tmp_path, "llama", UNEVEN), 2, load=False)
+    directory, refused = save_model(tmp_path, "llama", UNEVEN), []
+
+    def refusal(rank: int) -> None:
+        with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but") as error:
+            part(rank)
+        refused.append(str(error.value))
+
+    part = parts_of(directory, 2, load=False)
+    together(2, refusal)
+    assert len(set(refused)) == 1, "all workers, for the same reason, or some would wait for the others"
 
 
 def test_heads_that_a_module_takes_for_granted_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

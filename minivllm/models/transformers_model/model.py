@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from minivllm.compilation.regions import CompileRegion
 from minivllm.distributed.communicator import Communicator
-from minivllm.errors import ModelError
+from minivllm.errors import ConfigError, MinivllmError, ModelError
 from minivllm.linear.experts import Experts
 from minivllm.linear.layer import ChooseMethod, Linear, PlainLinear, never_quantized
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
@@ -19,7 +19,7 @@ from minivllm.model_facts.transformers_config import TransformersConfig
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import Attend, CacheSpec, Given, Hidden, HiddenTap, LayerCache, TokenInputs
 from minivllm.models.transformers_model.attention import OwnPositions, PagedLayer, counts_positions
-from minivllm.models.transformers_model.build import build_architecture, probe_part
+from minivllm.models.transformers_model.build import Architecture, build_architecture, probe_part
 from minivllm.models.transformers_plan.division import Division
 from minivllm.models.transformers_products.experts import replace_experts
 from minivllm.models.transformers_products.linears import replace_linears, settle_rotary
@@ -70,9 +70,11 @@ class TransformersModel:
         choose_method: ChooseMethod = never_quantized,
         cache_dtype: torch.dtype | None = None,
         communicator: Communicator | None = None,
+        input_unit: int = 1,
     ) -> None:
-        """See Decoder. communicator: to the workers that divide its layers, if there are some. Raises ModelError, or
-        ConfigError, with the reason if the model cannot be served or divided; no memory is taken by then."""
+        """See Decoder. communicator: to the workers that divide its layers, if there are some; input_unit: see
+        Division. Raises ModelError, or ConfigError, with the reason if the model cannot be served or divided; no
+        memory is taken by then."""
         self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
         self.cache_dtype = cache_dtype or attention_dtype
         self.tap: HiddenTap | None = None
@@ -80,26 +82,43 @@ class TransformersModel:
         self.module, self._body, self.layers = architecture.model, architecture.body, architecture.layers
         self.names = CheckpointNames(self.module)
         self._holder, self._communicator = StepHolder(), communicator
-        self._division: Division | None = None
-        if communicator is not None:
-            self._division = Division(self.module, self.layers, Ranks(communicator, self._holder))
-        how = dtype, device, choose_method, self._holder, self._division
-        self._linears = replace_linears(self.module, architecture.siblings, *how)
-        self._products = list({id(module.linear): module.linear for module in self._linears.values()}.values())
-        self._experts = replace_experts(self.module, *how)
         self._per_token, self._max_model_len = architecture.per_token, max_model_len
         modules = [self.module.get_submodule(layer.module) for layer in self.layers]
         self._own_positions = any(map(counts_positions, modules))
         settle_rotary(self.module, max_model_len, device)
-        if self._division is not None:
-            self._division.divide_parameters(self.module)
-            self.layers = probe_part(architecture, self._division, self._holder)
+        self._division: Division | None = None
+        if communicator is None:
+            self._replace_products(architecture, choose_method)
+        else:
+            self._divide(architecture, choose_method, communicator, input_unit)
         for index, (layer, module) in enumerate(zip(self.layers, modules)):
             module.paged_layer = PagedLayer(index, layer, attention_dtype, self._holder)  # type: ignore[assignment]
         self._traced: TracedModel | None = None
         self._picked: Tensor | None = None
         self._compute_body = self._body.forward
         self._body.forward = self._run_body
+
+    def _replace_products(self, architecture: Architecture, choose_method: ChooseMethod) -> None:
+        how = self.dtype, self.device, choose_method, self._holder, self._division
+        self._linears = replace_linears(self.module, architecture.siblings, *how)
+        self._products = list({id(module.linear): module.linear for module in self._linears.values()}.values())
+        self._experts = replace_experts(self.module, *how)
+
+    def _divide(
+        self, architecture: Architecture, choose_method: ChooseMethod, communicator: Communicator, input_unit: int
+    ) -> None:
+        """Keep what is this worker's. Raises ConfigError on all workers if one of them cannot."""
+        reason = ""
+        try:
+            self._division = Division(self.module, self.layers, Ranks(communicator, self._holder), input_unit)
+            self._replace_products(architecture, choose_method)
+            self._division.divide_parameters(self.module)
+            self.layers = probe_part(architecture, self._division, self._holder)
+        except MinivllmError as error:
+            reason = str(error)
+        reason = communicator.first_text(reason)
+        if reason:
+            raise ConfigError(reason)
 
     @property
     def vocab_size(self) -> int:

@@ -45,9 +45,10 @@ class LinearPart(NamedTuple):
 class Division:
     """The parts of one worker. Raises ConfigError for a model without a plan, and for what it cannot divide."""
 
-    def __init__(self, model: Any, layers: Sequence[LayerAttention], ranks: Ranks) -> None:
-        """model: whole, as transformers builds it. layers: what attention does in it."""
-        self.ranks, self.shard, self._layers = ranks, ranks.shard, layers
+    def __init__(self, model: Any, layers: Sequence[LayerAttention], ranks: Ranks, input_unit: int = 1) -> None:
+        """model: whole, as transformers builds it. layers: what attention does in it. input_unit: inputs of a linear
+        layer that stay together, since they share a scale."""
+        self.ranks, self.shard, self._layers, self._input_unit = ranks, ranks.shard, layers, input_unit
         self._name, prefix = type(model).__name__, model.base_model_prefix
         plan = getattr(model.config, "base_model_tp_plan", None) or {}
         self._plan: dict[str, str] = {f"{prefix}.{name}": style for name, style in plan.items()}
@@ -107,6 +108,8 @@ class Division:
             return LinearPart("column", torch.cat([first, first + half]))
         count = out_features if style == "colwise" else in_features
         own = self._inner(name, count) if layer is None else self._of_heads(name, layer, count)
+        if style in _ROWS and (own.start % self._input_unit or own.stop % self._input_unit):
+            self._refuse(f"the inputs of {name} would be divided where {self._input_unit} share a scale: use int8")
         return LinearPart("column" if style == "colwise" else "row", own, takes_whole=style in _SPLIT_INPUT)
 
     def experts(self, name: str, inner: int) -> slice | None:
