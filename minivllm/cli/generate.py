@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -54,6 +55,8 @@ def generate(
     sampling.params({"max_tokens": MAX_TOKENS, **FALLBACK})  # wrong values are reported before a model is loaded
     if not prompt and sys.stdin.isatty():
         raise RequestError('There is no prompt: give one with -p "…", or pipe it in.')
+    if args.executor == "external_launcher" and os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")  # all ranks have the same to say  # noqa: SIM115
     texts = [prompt_text(text) for text in prompt] if prompt else [read_standard_input()]
 
     def params(engine: LLMEngine) -> SamplingParams:

@@ -20,7 +20,7 @@ DEVICES = ("auto", "cpu", "cuda")
 MODEL_IMPLS = ("auto", "minivllm", "transformers")
 QUANTIZATIONS = ("int8", "int4", "fp8")
 PERFORMANCE_MODES = ("throughput", "interactivity")
-ExecutorKind = Literal["uni", "mp"]
+ExecutorKind = Literal["uni", "mp", "external_launcher"]
 CUDA_GRAPH_MODES = get_args(CudaGraphMode)
 # Method of speculative decoding -> the keys of speculative_config that it has for itself.
 _SPECULATIVE_KEYS: dict[Any, tuple[str, ...]] = {
@@ -227,7 +227,8 @@ class EngineArgs:
     distributed_executor_backend: Annotated[
         str | None,
         "Where workers live: uni, in the engine's process, which is the default for one; mp, each in a process of its "
-        "own, whose end is told with its reason. What is plugged in then needs an import path.",
+        "own, whose end is told with its reason; external_launcher, in the processes of torchrun, which all run the "
+        "same script. What is plugged in then needs an import path, but for uni.",
     ] = None
     nnodes: Annotated[int, "Hosts that share the workers evenly; the same command runs on each of them."] = 1
     node_rank: Annotated[
@@ -301,6 +302,7 @@ class EngineArgs:
         self._check_workers()
         self._check_stages()
         self._check_nodes()
+        self._check_launcher()
         if self.performance_mode is not None:
             _choice("performance_mode", self.performance_mode, PERFORMANCE_MODES)
         if self.cudagraph_mode is not None:
@@ -396,6 +398,25 @@ class EngineArgs:
                 raise ConfigError(
                     f"pipeline_parallel_size is {self.pipeline_parallel_size}, but {name} needs all layers in one "
                     f"worker: set only one."
+                )
+
+    def _check_launcher(self) -> None:
+        """What goes with processes that torchrun started. Raises ConfigError."""
+        if self.executor != "external_launcher":
+            return
+        others = {
+            "pipeline_parallel_size": self.pipeline_parallel_size > 1,
+            "data_parallel_size": self.data_parallel_size > 1,
+            "multiprocess": self.multiprocess,
+            "async_scheduling": bool(self.async_scheduling),
+            "compile_in_background": bool(self.compile_in_background),
+            "kv_transfer_config": self.kv_transfer_config is not None,
+        }
+        for name, is_given in others.items():
+            if is_given:
+                raise ConfigError(
+                    f"distributed_executor_backend is 'external_launcher', which does not go with {name}: leave that "
+                    "out."
                 )
 
     def _check_nodes(self) -> None:

@@ -12,20 +12,48 @@ from minivllm.distributed.communicator import Communicator
 
 
 class GlooCommunicator(Communicator):
-    """rendezvous: the path of an empty file, or of none yet, which all ranks see and nobody else can write."""
+    """rendezvous: the path of an empty file, or of none yet, which all ranks see and nobody else can write; None where
+    torchrun has started the ranks, whose processes may have a process group of their own already."""
 
-    def __init__(self, rank: int, size: int, rendezvous: str) -> None:
+    def __init__(self, rank: int, size: int, rendezvous: str | None = None) -> None:
         self.rank, self.size = rank, size
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the workers of one host
-        store = dist.FileStore(rendezvous, size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        self._group: dist.ProcessGroup | None = None
+        self._is_ours = rendezvous is not None or not dist.is_initialized()
+        if rendezvous is not None:
+            store = dist.FileStore(rendezvous, size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+            return
+        if self._is_ours:
+            dist.init_process_group("gloo")
+        self._group = dist.new_group(backend="gloo")
 
     def exchange(self, x: Tensor) -> list[Tensor]:
         self.num_exchanges += 1
         mine = x.reshape(-1).view(torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(parts, mine)
+        dist.all_gather(parts, mine, group=self._group)
         return [part.view(x.dtype).view(x.shape) for part in parts]
 
+    def broadcast(self, record: bytes | None) -> bytes:
+        """What rank 0 gives, on all ranks. record: None on the others."""
+        length = torch.tensor([len(record or b"")])
+        dist.broadcast(length, 0, group=self._group)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        if record:
+            data = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=self._group)
+        return data.numpy().tobytes()
+
+    def gather(self, record: bytes) -> list[bytes]:
+        """What all ranks give, in order of rank, on all of them."""
+        lengths = [int(length) for length in self.exchange(torch.tensor([len(record)]))]
+        padded = bytearray(record.ljust(max(lengths)))
+        parts = self.exchange(torch.frombuffer(padded, dtype=torch.uint8))
+        return [part.numpy().tobytes()[:length] for part, length in zip(parts, lengths)]
+
     def close(self) -> None:
-        dist.destroy_process_group()
+        if self._is_ours:
+            dist.destroy_process_group()
+        else:
+            dist.destroy_process_group(self._group)

@@ -159,6 +159,11 @@ def load_core(args: EngineArgs) -> tuple[EngineCore, ModelFacts]:
         raise ConfigError(
             f"node_rank is {args.node_rank}, but only the first node has an engine: `minivllm serve` runs the others."
         )
+    if args.executor == "external_launcher":
+        raise ConfigError(
+            "distributed_executor_backend is 'external_launcher', which is for LLM and generate in the processes that "
+            "torchrun started: here the engine has a process of its own."
+        )
     if args.executor == "mp":
         config, facts = resolve(args.for_another_process())
         nodes = None if config.nodes is None else HeadNode(config, settings_of(config))
@@ -190,6 +195,11 @@ def make_client(args: EngineArgs) -> EngineClient:
         from minivllm.engine_process.process_clients import ProcessClient
 
         return ProcessClient(EngineConnection(args))
+    if args.executor == "external_launcher":
+        choose_wait_policy()
+        with without_collections():
+            from minivllm.engine_process.torchrun.client import TorchrunClient
+        return TorchrunClient(args)
     core, decoder = load_core(args)
     return InProcessClient(core, decoder.vocab_size, decoder.eos_token_ids)
 

@@ -18,7 +18,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -27,7 +26,7 @@ from minivllm.config import EngineConfig
 from minivllm.distributed.secure_sockets import Network
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executor.local_workers import WORKER_COMMAND, LocalWorkers
-from minivllm.executor.protocol import PendingOutput
+from minivllm.executor.protocol import PendingOutput, start_workers
 from minivllm.executor.ring.agreement import Agreement
 from minivllm.executor.ring.broadcast_ring import PeerGone, RingWriter
 from minivllm.executor.wire.child_reports import ErrorInfo, Log, describe_exit
@@ -346,18 +345,13 @@ class MultiprocExecutor:
         self._group = WorkerGroup(config, self.transfers, command, nodes)
         self._close = weakref.finalize(self, self._group.close)
         self.pids: Sequence[int] = [process.pid for process in self._group.local.processes]
+        self.kv_groups: Sequence[GroupSpec]
+        self.block_bytes: Sequence[int]
         try:
-            self.collective("load_model")
-            sized: list[list[GroupSpec]] = self.collective("size_cache")
-            counts = [min(group.num_blocks for group in groups) for groups in zip(*sized)]
-            self.block_bytes: Sequence[int] = [sum(group.block_bytes for group in groups) for groups in zip(*sized)]
-            self.collective("initialize_pools", counts, self.block_bytes)
+            self.kv_groups, self.block_bytes = start_workers(self.collective)
         except BaseException:
             self.shutdown()
             raise
-        self.kv_groups: Sequence[GroupSpec] = [
-            replace(group, num_blocks=count) for group, count in zip(sized[0], counts)
-        ]
 
     def execute_model(
         self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None

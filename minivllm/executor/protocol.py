@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -76,6 +77,17 @@ ENGINE_METHODS = WORKER_METHODS | {
     "wake_up",
 }
 """What an executor calls on workers in other processes, by name."""
+
+
+def start_workers(collective: Callable[..., list[Any]]) -> tuple[list[GroupSpec], list[int]]:
+    """Load, size and warm up all workers; all get the smallest cache of any. The KV groups of the first one, and
+    ``Executor.block_bytes``. collective: the executor's. Raises what a worker raises."""
+    collective("load_model")
+    sized: list[list[GroupSpec]] = collective("size_cache")
+    counts = [min(group.num_blocks for group in groups) for groups in zip(*sized)]
+    block_bytes = [sum(group.block_bytes for group in groups) for groups in zip(*sized)]
+    collective("initialize_pools", counts, block_bytes)
+    return [replace(group, num_blocks=count) for group, count in zip(sized[0], counts)], block_bytes
 
 
 def check_arguments(function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from minivllm.engine.core import EngineCore
 from minivllm.engine.resolve import resolve
 from minivllm.engine_process.client import InProcessClient
 from minivllm.errors import MinivllmError
-from minivllm.executor.protocol import PendingOutput, check_arguments
+from minivllm.executor.protocol import PendingOutput, check_arguments, start_workers
 from minivllm.frontend.llm_engine import LLMEngine, load_model_tokenizer
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
@@ -62,14 +61,8 @@ class VirtualShards:
                 communicator = ThreadCommunicator(place, barrier, places) if self._size > 1 else None
                 stage = Stage(number, num_stages, self._shared.links(len(self.workers)))
                 self.workers.append(Worker(config, facts, self.transfers.put, communicator, stage))
-        self.collective("load_model")
-        sized = self.collective("size_cache")
-        counts = [min(group.num_blocks for group in groups) for groups in zip(*sized)]
-        self.block_bytes = [sum(group.block_bytes for group in groups) for groups in zip(*sized)]
-        self.collective("initialize_pools", counts, self.block_bytes)
-        self.kv_groups: Sequence[GroupSpec] = [
-            replace(group, num_blocks=count) for group, count in zip(sized[0], counts)
-        ]
+        self.kv_groups: Sequence[GroupSpec]
+        self.kv_groups, self.block_bytes = start_workers(self.collective)
 
     def _submit(self, call: Callable[[Worker], Any]) -> list[Future[Any]]:
         def guarded(worker: Worker) -> Any:
