@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -27,6 +30,7 @@ from tests.executor.virtual_shards import virtual_llm
 from tests.kv_transfer.lookup_pair import block_keys, consumer, unix
 from tests.kv_transfer.test_connectors import OFFLOAD, OWN, storage, transferred
 from tests.kv_transfer.test_multi_connector import forget, several
+from tests.kv_transfer.test_shared_storage import SCRIPT
 from tests.parity_reference import random_prompts, run, runner_of, tiny_llm, tokens_of
 from tests.scheduler.test_state_groups import POISON, Life
 
@@ -179,6 +183,16 @@ def test_another_engine_goes_on_from_what_this_one_saved(tiny_model: TinyModel, 
             assert output.num_cached_tokens == length == 8 * transferred(llm).num_loaded_blocks
         if length:
             next(tmp_path.rglob(f"{state_name(names[length // 8 - 1]).hex()}.safetensors")).unlink()
+
+
+@pytest.mark.slow
+def test_another_process_goes_on_from_a_state_that_this_one_saved(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model = tiny_model("qwen3-next")
+    with tiny_llm(model, kv_transfer_config=storage(tmp_path)) as llm:
+        [first] = run(llm, [PROMPTS[2]], GREEDY)
+    command = [sys.executable, "-c", SCRIPT, json.dumps([str(model), PROMPTS[2], storage(tmp_path)])]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    assert json.loads(result.stdout) == [list(first.outputs[0].token_ids), 40]
 
 
 def test_a_file_of_a_state_has_its_tensors_and_a_damaged_one_is_written_anew(
