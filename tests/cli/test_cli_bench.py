@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from minivllm.bench.command import bench as bench_app
 from minivllm.bench.engines import parse_loads, without_features
 from minivllm.bench.parts.parts import timed_spans
+from minivllm.bench.reports.figures import memory_figures
 from minivllm.bench.reports.report import read_report
 from minivllm.bench.rounds import side_processes
 from minivllm.bench.rounds.rounds import common_room
@@ -222,6 +223,19 @@ def test_timed_arrivals_follow_one_another_on_a_real_side(tiny_model: Callable[.
         assert set(answer.counters) == counted
         assert 0 < answer.counters["weight_bytes"] + answer.counters["kv_touched_bytes"] < answer.peak_bytes
         assert side.run([Task([5, 6, 7], 4)]).records[0].token_ids == first.token_ids
+
+
+@pytest.mark.slow
+def test_memory_of_workers_in_processes_of_their_own_is_counted(tiny_model: Callable[..., Path]) -> None:
+    arguments = {"model": str(tiny_model("llama")), "enforce_eager": True, "max_model_len": 64, "device": "cpu"}
+    peaks = []
+    for size in (1, 2):
+        with Side(SideSpec("ours", "minivllm", arguments | {"tensor_parallel_size": size})) as side:
+            answer = side.run([Task([5, 6, 7], 4)])
+            [rest] = [figure.samples for figure in memory_figures(answer) if figure.metric == "of it the rest"]
+            assert rest[0] > 0
+            peaks.append(answer.peak_bytes)
+    assert peaks[1] > 2 * peaks[0]  # the engine core, and two workers
 
 
 def test_roofline_names_every_part_outside_the_model(tiny_model: Callable[..., Path]) -> None:

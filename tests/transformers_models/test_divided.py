@@ -156,6 +156,17 @@ def test_parts_are_cut_where_workers_exchange_and_compute_the_whole(family: str,
                 torch.testing.assert_close(own_hidden, hidden, atol=1e-4, rtol=1e-4)
 
 
+def test_two_layers_in_one_are_divided_each_by_its_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Phi3Config
+
+    packed = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
+    monkeypatch.setattr(Phi3Config, "base_model_tp_plan", {**(Phi3Config.base_model_tp_plan or {}), **packed})
+    directory = save_model(tmp_path, "phi3", UNEVEN)
+    [[expected, _]] = results(divided(directory, 1), 9)
+    for logits, _ in results(divided(directory, 3), 9):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_heads_and_caches_are_divided_in_whole_groups(tmp_path: Path) -> None:
     """Also where the plan gathers queries and keys, since their norms see all of them."""
     for family in ("llama", "olmo2"):

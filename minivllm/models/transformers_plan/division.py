@@ -93,10 +93,8 @@ class Division:
     def linear(self, name: str, out_features: int, in_features: int) -> LinearPart | None:
         """Its part of a linear layer of the body; None if that is everybody's."""
         style = self._style(name)
-        if style is None or style in _WHOLE:
+        if style not in _LINEAR_STYLES:  # what is no style at all, ``divide_parameters`` refuses
             return None
-        if style not in _LINEAR_STYLES:
-            return None  # ``check`` says so
         self._divided.add(name)
         layer = self._layer(name)
         if style in _GATHERED:
