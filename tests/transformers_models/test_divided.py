@@ -70,6 +70,8 @@ CUT: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     "starcoder2": {"use_bias": True},
     "deepseek_v3": LATENTS,
+    "gpt_neox": {},
+    "exaone4": {"sliding_window": 8},
 }
 
 

@@ -110,7 +110,8 @@ class TransformersModel:
         """Keep what is this worker's. Raises ConfigError on all workers if one of them cannot."""
         reason = ""
         try:
-            self._division = Division(self.module, self.layers, Ranks(communicator, self._holder), input_unit)
+            ranks = Ranks(communicator, self._holder)
+            self._division = Division(self.module, self._body, self.layers, ranks, input_unit)
             self._replace_products(architecture, choose_method)
             self._division.divide_parameters(self.module)
             self.layers = probe_part(architecture, self._division, self._holder)

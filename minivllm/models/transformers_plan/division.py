@@ -45,15 +45,17 @@ class LinearPart(NamedTuple):
 class Division:
     """The parts of one worker. Raises ConfigError for a model without a plan, and for what it cannot divide."""
 
-    def __init__(self, model: Any, layers: Sequence[LayerAttention], ranks: Ranks, input_unit: int = 1) -> None:
-        """model: whole, as transformers builds it. layers: what attention does in it. input_unit: inputs of a linear
-        layer that stay together, since they share a scale."""
+    def __init__(
+        self, model: Any, body: nn.Module, layers: Sequence[LayerAttention], ranks: Ranks, input_unit: int = 1
+    ) -> None:
+        """model: whole, as transformers builds it. body: the module of it that a plan is about. layers: what attention
+        does in it. input_unit: inputs of a linear layer that stay together, since they share a scale."""
         self.ranks, self.shard, self._layers, self._input_unit = ranks, ranks.shard, layers, input_unit
-        self._name, prefix = type(model).__name__, model.base_model_prefix
-        plan = getattr(model.config, "base_model_tp_plan", None) or {}
-        self._plan: dict[str, str] = {f"{prefix}.{name}": style for name, style in plan.items()}
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        self._name = type(model).__name__
         names = {module: name for name, module in model.named_modules()}
+        plan = getattr(model.config, "base_model_tp_plan", None) or {}
+        self._plan: dict[str, str] = {f"{names[body]}.{name}": style for name, style in plan.items()}
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
             self._refuse("its embedding or its head is of a kind of its own")
         self._embedding = f"{names[embedding]}.weight"
