@@ -106,12 +106,24 @@ def test_steps_calls_and_masks_reach_the_workers_of_all_nodes(key_file: Path, ca
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("start:1", r"(?s)worker of rank 1 died of OSError: no such device.*Traceback.*mock_worker"),
+        pytest.param(
+            "start:1",
+            r"(?s)worker of rank 1 died of OSError: no such device.*Traceback.*mock_worker",
+            marks=pytest.mark.slow,
+        ),
         ("step:1", r"(?s)worker of rank 1 died of ValueError: the model has a fever.*in serve"),
-        ("step:0", r"(?s)worker of rank 0 died of ValueError: the model has a fever.*in serve"),
+        pytest.param(
+            "step:0",
+            r"(?s)worker of rank 0 died of ValueError: the model has a fever.*in serve",
+            marks=pytest.mark.slow,
+        ),
         ("differ:1", "In step 5 of the engine the worker of rank 1 sampled other"),
-        ("hang:1", r"(?s)worker of rank 1 hangs: its step has taken 0\.3 s.*a mock that has hang"),
-        ("config:1", "^the weights are no good.$"),
+        pytest.param(
+            "hang:1",
+            r"(?s)worker of rank 1 hangs: its step has taken 0\.3 s.*a mock that has hang",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("config:1", "^the weights are no good.$", marks=pytest.mark.slow),
     ],
 )
 def test_a_worker_that_fails_on_any_node_ends_all_with_its_reason(key_file: Path, fault: str, message: str) -> None:
@@ -123,7 +135,7 @@ def test_a_worker_that_fails_on_any_node_ends_all_with_its_reason(key_file: Path
                 nodes.executor.execute_model(STEP).result()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_worker_killed_on_any_node_is_named_within_a_second(key_file: Path, rank: int) -> None:
     with nothing_left(), cluster(config_of(key_file), "hang:0") as nodes:
         told = threading.Event()
@@ -227,6 +239,7 @@ def test_a_node_with_another_key_is_not_let_in_and_hears_why(key_file: Path, tmp
         assert nodes.executor.execute_model(STEP).result().sampled_token_ids == {"a": [7]}
 
 
+@pytest.mark.slow
 def test_a_second_node_of_a_rank_is_refused_and_the_others_go_on(key_file: Path) -> None:
     config = config_of(key_file, nnodes=3, workers=3)
     with nothing_left(), ThreadPoolExecutor(4) as pool:
@@ -242,6 +255,32 @@ def test_a_second_node_of_a_rank_is_refused_and_the_others_go_on(key_file: Path)
             NodeAgent(on_node(config, 2), SETTINGS, command("none")).run()
         assert executor.execute_model(STEP).result().sampled_token_ids == {"a": [7]}
         executor.shutdown()
+
+
+def test_a_node_that_leaves_before_all_are_there_may_come_again(key_file: Path) -> None:
+    config = config_of(key_file, nnodes=3, workers=3)
+    assert config.nodes is not None
+    with nothing_left(), ThreadPoolExecutor(3) as pool:
+        head = pool.submit(HeadNode, config, SETTINGS)
+        sockets, address = SecureSockets(key_file.read_bytes()), f"tcp://127.0.0.1:{config.nodes.master_port}"
+        early, late = (sockets.client(zmq.DEALER, address) for _ in range(2))
+        for node in (early, late):
+            node.connect(address)
+        early.send(msgspec.msgpack.encode(Hello(1, versions(), SETTINGS)))
+        late.send(msgspec.msgpack.encode(Hello(1, versions(), SETTINGS)))
+        # One of them is told that the other one is there.
+        assert wait_until(lambda: bool(early.poll(0) or late.poll(0)))
+        for node in (early, late):
+            node.close()
+        sockets.close()
+        agents = []
+        for rank in (1, 2):
+            time.sleep(0.2)
+            agents.append(pool.submit(NodeAgent(on_node(config, rank), SETTINGS, command("none")).run))
+        executor = start(config, head=head.result(20))
+        assert executor.execute_model(STEP).result().sampled_token_ids == {"a": [7]}
+        executor.shutdown()
+        assert [agent.result(5) for agent in agents] == [0, 0]
 
 
 def is_listening(port: int) -> bool:

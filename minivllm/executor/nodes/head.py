@@ -103,6 +103,7 @@ class HeadNode:
             ) from None
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED | _BAD_HANDSHAKES)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._has_warned = False
         self._nodes: dict[bytes, _Node] = {}
         self._far: dict[int, Channel] = {}
         self.channels: list[Channel] = []
@@ -177,7 +178,9 @@ class HeadNode:
         """What the monitor says."""
         event = recv_monitor_message(self._monitor)
         if event["event"] & _BAD_HANDSHAKES:
-            logger.warning("A connection without the nodes' key was refused.")
+            if not self._has_warned:  # once: strangers could fill the log
+                logger.warning("A connection without the nodes' key was refused.")
+            self._has_warned = True
             return []
         return [node for node in self._nodes.values() if node.connection == event["value"]]
 
