@@ -384,7 +384,8 @@ def test_keys_that_are_no_secrets_are_refused(tmp_path: Path, contents: str | No
 def test_settings_name_what_workers_compute_with_and_not_where_it_lies(tiny_model: Callable[..., Path]) -> None:
     first, second = tiny_model("llama"), tiny_model("llama", num_hidden_layers=1)
     config = replace(CONFIG, model_path=str(first))
-    same = replace(config, model="another name", profile="/somewhere")
+    short_steps = replace(config.scheduler, max_num_batched_tokens=128)
+    same = replace(config, model="another name", profile="/somewhere", scheduler=short_steps)
     assert settings_of(config) == settings_of(same)
     other = replace(config, model_path=str(second), seed=1, cache=replace(config.cache, block_size=8))
     mine, theirs = settings_of(config), settings_of(other)

@@ -99,7 +99,10 @@ def test_layouts_of_two_nodes_give_the_tokens_of_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["node", "worker of the node", "engine", "frontend is closed"])
 def test_streams_hear_of_an_end_on_any_node(tiny_model: Callable[..., Path], tmp_path: Path, victim: str) -> None:
-    given = two_nodes(tiny_model("llama", num_hidden_layers=2), tmp_path, tensor_parallel_size=2)
+    # The first node chooses how long steps are.
+    given = two_nodes(
+        tiny_model("llama", num_hidden_layers=2), tmp_path, tensor_parallel_size=2, max_num_batched_tokens=None
+    )
     params = SamplingParams(max_tokens=100, ignore_eos=True)
 
     async def run(node: subprocess.Popen[str]) -> tuple[str, float]:
@@ -195,7 +198,9 @@ def test_a_network_that_falls_silent_ends_both_nodes(
 ) -> None:
     """A cable that is pulled says nothing: the signs of life stop coming."""
     first, second, address = two_networks
-    given = two_nodes(tiny_model("llama"), tmp_path, master_addr=address, tensor_parallel_size=2)
+    given = two_nodes(
+        tiny_model("llama"), tmp_path, master_addr=address, tensor_parallel_size=2, max_num_batched_tokens=None
+    )
     program = [sys.executable, "-m", "minivllm", "serve", given["model"], *engine_flags(EngineArgs(**given))]
     nodes = [
         subprocess.Popen([*network, *program, *more], stderr=subprocess.PIPE, text=True)

@@ -69,11 +69,9 @@ class NodeAgent:
         )
         try:
             dealer.connect(address)
-            self._join(dealer, monitor)
+            config = messages.on_this_node(self._join(dealer, monitor), self._config)
             try:
-                workers = LocalWorkers(
-                    self._config, msgspec.Raw, self._command, Network(self._own_host(), self._secret)
-                )
+                workers = LocalWorkers(config, msgspec.Raw, self._command, Network(self._own_host(), self._secret))
             except BaseException as error:
                 dealer.send(self._encode(Failed(ErrorInfo.of(error))))
                 raise
@@ -91,8 +89,8 @@ class NodeAgent:
             probe.connect((self._host, self._node.master_port))
             return str(probe.getsockname()[0])
 
-    def _join(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-        """Wait until all nodes are there."""
+    def _join(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> EngineConfig:
+        """Wait until all nodes are there; the first one's configuration."""
         dealer.send(self._encode(self._hello))
         is_connected = has_waited = False
         while True:
@@ -102,7 +100,7 @@ class NodeAgent:
                     if isinstance(answer, Refused):
                         raise ConfigError(answer.reason)
                     if isinstance(answer, Begin):
-                        return
+                        return answer.config
                     continue
                 event = recv_monitor_message(monitor)["event"]
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

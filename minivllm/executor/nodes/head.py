@@ -193,7 +193,7 @@ class HeadNode:
         for source in (self._reader.fileno(), self._wake):
             self._poller.register(source, zmq.POLLIN)
         for node in self._nodes.values():
-            self._send(node, Begin())
+            self._send(node, Begin(self._config))
         self._thread.start()
 
     def _send(self, node: _Node, message: messages.ToNode) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -53,7 +54,9 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """All nodes are there: start the workers."""
+    """All nodes are there: start the workers, with this configuration but for what is the node's own."""
+
+    config: EngineConfig
 
 
 class Record(msgspec.Struct, frozen=True, tag="record"):
@@ -77,7 +80,9 @@ class Kill(msgspec.Struct, frozen=True, tag="kill"):
 
 ToNode = Refused | Begin | Record | ToWorker | Kill
 
-_OF_ONE_NODE = {"model", "model_path", "tokenizer", "profile", "nodes"}
+_OF_ONE_NODE = {"model", "model_path", "tokenizer", "nodes"}
+_OF_THE_FIRST = {"profile", "compile_in_background", "scheduler.max_num_batched_tokens"}
+"""What depends on who asks for the engine there: a server wants short steps, a chat does not wait for the compiler."""
 
 
 def versions() -> dict[str, str]:
@@ -99,7 +104,17 @@ def settings_of(config: EngineConfig) -> dict[str, str]:
     flat: dict[str, Any] = {"the model's files": fingerprint("", config.model_path)}
     for name, value in values.items():
         flat |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
-    return {name: msgspec.json.encode(value, order="sorted").decode() for name, value in flat.items()}
+    shared = {name: value for name, value in flat.items() if name not in _OF_THE_FIRST}
+    return {name: msgspec.json.encode(value, order="sorted").decode() for name, value in shared.items()}
+
+
+def on_this_node(first: EngineConfig, own: EngineConfig) -> EngineConfig:
+    """The first node's configuration, with a node's own place and files."""
+    speculative = first.speculative
+    if speculative is not None and own.speculative is not None:
+        files = own.speculative
+        speculative = replace(speculative, model=files.model, model_path=files.model_path)
+    return replace(first, speculative=speculative, **{name: getattr(own, name) for name in _OF_ONE_NODE})
 
 
 def difference(hello: Hello, own_versions: dict[str, str], own_settings: dict[str, str]) -> str | None:
