@@ -54,6 +54,13 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> SortedRows:
     return SortedRows(order, ends.to(torch.int32))
 
 
+class FewRows(NamedTuple):
+    """A faster way for experts that few rows go to: apply(rows [most or 1, hidden], expert) -> of the same shape."""
+
+    most: int
+    apply: Product
+
+
 def loop(
     x: Tensor,
     ids: Tensor,
@@ -62,6 +69,7 @@ def loop(
     activate: Activate,
     down: Product,
     nobody: int | None = None,
+    few: FewRows | None = None,
 ) -> Tensor:
     """x [tokens, hidden] -> [tokens, hidden], one hit expert after the other: each one's weights are read once.
 
@@ -74,19 +82,44 @@ def loop(
         chosen = ids[0].tolist()
         if not chosen:
             return torch.zeros_like(x)
-        inner = activate(torch.cat([gate_up(x, expert) for expert in chosen]))
-        rows = torch.cat([down(row, expert) for row, expert in zip(inner.split(1), chosen, strict=True)])
+        if few is not None:
+            rows = torch.cat([few.apply(x, expert) for expert in chosen])
+        else:
+            inner = activate(torch.cat([gate_up(x, expert) for expert in chosen]))
+            rows = torch.cat([down(row, expert) for row, expert in zip(inner.split(1), chosen, strict=True)])
         return (rows.float() * weights[0, :, None]).sum(0, keepdim=True).to(x.dtype)
     top_k = ids.shape[1]
     choices = ids.flatten()
     order, counts = choices.argsort(stable=True), choices.bincount().tolist()
+    if nobody is not None:
+        counts = counts[:nobody]
     out = (x.new_empty if nobody is None else x.new_zeros)(choices.shape[0], x.shape[1])
     factors = weights.flatten().to(x.dtype)
-    for expert, rows in enumerate(order.split(counts)):
-        if rows.shape[0] and expert != nobody:
+    most = 0 if few is None else few.most
+    for expert, rows in enumerate(order[: sum(counts)].split(counts)):
+        if rows.shape[0] > most:
             values = down(activate(gate_up(x[rows // top_k], expert)), expert)
             out[rows] = values.mul_(factors[rows, None])
+    if few is not None:
+        _add_few(out, x, order, counts, factors, top_k, few)
     return out.view(-1, top_k, x.shape[1]).sum(1)
+
+
+def _add_few(
+    out: Tensor, x: Tensor, order: Tensor, counts: Sequence[int], factors: Tensor, top_k: int, few: FewRows
+) -> None:
+    """Write the choices of all experts with few rows into ``out``, gathered and scattered together."""
+    hit = [expert for expert, count in enumerate(counts) if 0 < count <= few.most]
+    if not hit:
+        return
+    count = torch.tensor(counts)
+    begin = (count.cumsum(0) - count)[hit, None]
+    place = torch.arange(few.most)
+    is_row = place < count[hit, None]
+    rows = order[begin + place.where(is_row, 0)]  # what is too much repeats the first one
+    values = torch.cat([few.apply(own, expert) for own, expert in zip(x[rows // top_k], hit, strict=True)])
+    rows = rows[is_row]
+    out[rows] = values[is_row.flatten()].mul_(factors[rows, None])
 
 
 def grouped_product(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:

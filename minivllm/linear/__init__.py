@@ -1,5 +1,5 @@
 """Linear layers: their shards, and how their products are computed: plain, int8, int4, fp8, GGUF, AWQ, GPTQ.
 
-May import: device, distributed, kernels_triton_free, kernels_triton_free.experts.
+May import: device, distributed, kernels_triton_free, kernels_triton_free.packed.
 Door: `Linear` in layer.py.
 """

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
 from kernels_triton_free.lora import RowAdapters, add_low_rank
+from kernels_triton_free.packed.rows import few_rows_linear, is_readable, words_of
 from minivllm.distributed.shard import Rows, Shard, count_rows
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight, stack
 
@@ -68,23 +69,38 @@ class PlainLinear(LinearMethod):
 
 @dataclass(frozen=True)
 class PackedLinear(LinearMethod):
-    """The weight packed for this CPU by oneDNN."""
+    """The weight packed for this CPU by oneDNN.
+
+    has_words: the second tensor is the memory of the first, which compiled code reads itself where there is one row.
+    """
 
     out_features: int
+    has_words: bool = False
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         assert isinstance(weight, Tensor), "a quantised weight is restored before"
         packed = pack_weight(weight)
-        return (packed,) if bias is None else (packed, bias)
+        words = (words_of(packed),) if self.has_words else ()
+        return (packed, *words) if bias is None else (packed, *words, bias)
+
+    def without_words(self, tensors: LinearTensors) -> tuple[LinearTensors, PackedLinear]:
+        """The tensors of the method without words, and that method."""
+        own = (tensors[0], *tensors[2:]) if self.has_words else tensors
+        return own, PackedLinear(self.out_features)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
-        return packed_linear(x, tensors[0], tensors[1] if len(tensors) > 1 else None, self.out_features)
+        packed, *others = tensors
+        words = others.pop(0) if self.has_words else None
+        bias = others[0] if others else None
+        if words is not None and x.shape[0] == 1 and torch.compiler.is_compiling():
+            return few_rows_linear(x, words, bias)
+        return packed_linear(x, packed, bias, self.out_features)
 
 
-def choose_linear_method(out_features: int, dtype: torch.dtype, device: torch.device) -> LinearMethod:
-    """The fastest exact method for unquantised weights on this device."""
+def choose_linear_method(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> LinearMethod:
+    """The fastest exact method for unquantised weights [out_features, in_features] on this device."""
     if device.type == "cpu" and can_pack(dtype):
-        return PackedLinear(out_features)
+        return PackedLinear(out_features, is_readable(out_features, in_features))
     return PlainLinear()
 
 
@@ -128,7 +144,7 @@ class Linear:
         self.sizes = {name: count_rows(self.outputs[name]) for name in parts}
         self.in_features = count_rows(self.inputs)
         self.out_features = sum(self.sizes.values())
-        self.method = choose_linear_method(self.out_features, dtype, device)
+        self.method = choose_linear_method(self.out_features, self.in_features, dtype, device)
         self.tensors: LinearTensors = ()
         self.adapters: LinearTensors = ()
         self._whole, self._whole_inputs = parts, in_features

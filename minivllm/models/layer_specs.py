@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from kernels_triton_free.experts.routing import Routing
-from minivllm.linear.experts import ClampedSwiglu
+from minivllm.linear.experts.methods import ClampedSwiglu
 from minivllm.models.decoder_config import AttentionSpec
 
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]

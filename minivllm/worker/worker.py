@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels_triton_free.packed.rows import owns_memory
 from minivllm.attention import find_attention
 from minivllm.batch.null_steps import end_of, null_step, null_verification
 from minivllm.batch.paged_model import RunnerLimits
@@ -346,10 +347,9 @@ class Worker:
 
         kv_cache_touched: what of the cache takes up memory, which on a CPU is what has ever been written.
         """
-        weights = sum(tensor.nbytes for tensor in self._weights() if tensor.device.type == self.device.type)
         caches = [tensor for caches in self._caches for cache in caches for tensor in cache]
         return {
-            "weights": weights,
+            "weights": sum(tensor.nbytes for tensor in self._weights() if tensor.device.type == self.device.type),
             "kv_cache": sum(tensor.nbytes for tensor in caches),
             "kv_cache_touched": sum(map(touched_bytes, caches)),
         }
@@ -431,7 +431,7 @@ class Worker:
 
         for decoder in self._decoders:
             decoder.map_weights(collect)
-        return weights
+        return list(filter(owns_memory, weights))
 
     def start_profile(self, directory: str) -> None:
         """Record what PyTorch runs, and the spans, until stop_profile.

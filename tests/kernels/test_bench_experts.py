@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels_triton_free.experts.routing import Routing, route
 from kernels_triton_free.linear import can_pack, pack_weight, packed_linear
 from kernels_triton_free.quantized_linear import can_multiply_int4
-from minivllm.linear.experts import Experts
+from minivllm.linear.experts.experts import Experts
 from minivllm.linear.layer import ChooseMethod, Shard, never_quantized
 from minivllm.linear.quantized_methods import Int4Linear, Int8Linear
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.linear import can_pack
+from kernels_triton_free.packed.rows import is_readable, owns_memory
 from minivllm.linear.layer import Linear, PackedLinear, PlainLinear, Shard, choose_linear_method
 
 CPU = torch.device("cpu")
@@ -116,8 +117,34 @@ def test_methods_compare_by_value_so_that_equal_layers_share_a_region() -> None:
 
 def test_the_method_follows_dtype_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minivllm.linear.layer.can_pack", lambda dtype: dtype == torch.bfloat16)
-    assert choose_linear_method(8, torch.float32, CPU) == PlainLinear()
-    assert choose_linear_method(8, torch.bfloat16, CPU) == PackedLinear(8)
-    assert choose_linear_method(8, torch.bfloat16, torch.device("cuda")) == PlainLinear()
+    assert choose_linear_method(8, 8, torch.float32, CPU) == PlainLinear()
+    assert choose_linear_method(8, 8, torch.bfloat16, CPU) == PackedLinear(8)
+    assert choose_linear_method(8, 8, torch.bfloat16, torch.device("cuda")) == PlainLinear()
     monkeypatch.setattr("minivllm.linear.layer.can_pack", lambda dtype: False)
-    assert choose_linear_method(8, torch.bfloat16, CPU) == PlainLinear()
+    assert choose_linear_method(8, 8, torch.bfloat16, CPU) == PlainLinear()
+
+
+@pytest.mark.skipif(not is_readable(64, 96), reason="oneDNN packs in another order on this CPU")
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_one_row_of_compiled_code_reads_the_words_and_nothing_else_does(
+    has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The words of another weight tell who reads them. They are nobody's memory, and go where the weight goes."""
+    weight, other = (torch.randn(64, 96, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(2))
+    bias = torch.randn(64).bfloat16() if has_bias else None
+    method = choose_linear_method(64, 96, torch.bfloat16, CPU)
+    assert method == PackedLinear(64, has_words=True)
+    tensors, others = method.prepare(weight, bias), method.prepare(other, bias)
+    assert [owns_memory(tensor) for tensor in tensors] == [True, False, True][: len(tensors)]
+    mixed = (tensors[0], others[1], *tensors[2:])
+    x = torch.randn(2, 96).bfloat16()
+
+    def near(out: Tensor, rows: Tensor, weight: Tensor) -> bool:
+        expected = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
+        return bool((out.double() - expected).norm() <= 0.01 * expected.norm())
+
+    assert near(method.apply(x[:1], mixed), x[:1], weight)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert near(method.apply(x, mixed), x, weight)
+    assert near(method.apply(x[:1], mixed), x[:1], other)
+    assert near(method.apply(x[:1], tensors), x[:1], weight)

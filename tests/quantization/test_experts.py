@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +13,17 @@ from torch import Tensor
 
 from kernels_triton_free.experts.routing import Routing, route
 from kernels_triton_free.linear import can_pack
+from kernels_triton_free.packed.rows import MAX_ROWS, is_readable
 from kernels_triton_free.quantized_linear import can_multiply_int4
+from minivllm.compilation.regions import Region, filled, flatten
 from minivllm.errors import ConfigError, ModelError
-from minivllm.linear.experts import (
+from minivllm.linear.experts import methods
+from minivllm.linear.experts.experts import Experts, _choose_restorable
+from minivllm.linear.experts.methods import (
     ClampedSwiglu,
     ExpertActivation,
-    Experts,
     GroupedExperts,
     LoopedExperts,
-    _choose_restorable,
     activate,
 )
 from minivllm.linear.layer import ChooseMethod, LinearMethod, PackedLinear, Shard, never_quantized
@@ -142,6 +147,64 @@ def test_packed_experts_equal_the_definition(tokens: int, has_bias: bool) -> Non
     moved = make(random_weights(), biases, dtype=BF16)
     moved.tensors = tuple(tensor.clone() for tensor in experts.tensors)
     assert torch.equal(moved.method.apply(x, ids, factors, moved.tensors).double(), out)
+
+
+def as_declared(calls: list[int], region: Region) -> Callable:
+    """In place of a compiler. calls: gets the rows of every call."""
+
+    def run(*args: Any) -> Tensor:
+        rows = args[0].shape[0]
+        assert region.has_single and rows in (1, MAX_ROWS)
+        tensors: list[Tensor] = []
+        flatten(args, tensors)
+        (region.for_single() if rows == 1 else region).check(tensors)
+        calls.append(rows)
+        x, gate_up, down = filled(tuple(region.inputs.values()), iter(tensors))
+        out: Tensor = region.function(x, gate_up, down)
+        return out
+
+    return run
+
+
+@pytest.mark.skipif(not is_readable(64, 96), reason="oneDNN packs in another order on this CPU")
+@pytest.mark.parametrize("tokens", [1, 2, 7, 40])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_part", [False, True], ids=["all experts", "some experts"])
+def test_experts_of_few_rows_equal_the_definition(
+    tokens: int, has_bias: bool, is_part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loops over packed weights take the place of oneDNN's products where an expert has up to MAX_ROWS rows, and the
+    others have none of it."""
+    monkeypatch.setattr(methods, "_few_rows", {})
+    weights, biases = random_weights(), random_biases() if has_bias else None
+    experts = make(weights, biases, dtype=BF16)
+    method = replace(experts.method, is_part=is_part)
+    x, ids, factors = inputs(tokens, BF16)
+    expected_ids, expected_factors = ids, factors
+    if is_part:
+        ids = torch.where((ids + torch.arange(tokens)[:, None]) % 3 == 0, EXPERTS, ids)
+        expected_factors = torch.where(ids == EXPERTS, 0, factors)
+        expected_ids = torch.where(ids == EXPERTS, 0, ids)
+    assert isinstance(method, LoopedExperts)
+    calls: list[int] = []
+    method.compile_few_rows(partial(as_declared, calls), HIDDEN, INNER)
+    out = method.apply(x, ids, factors, experts.tensors).double()
+    expected = expected_output(x, expected_ids, expected_factors, weights, biases)
+    assert (out - expected).norm() <= 0.02 * expected.norm()
+    counts = [int((ids == expert).sum()) for expert in range(EXPERTS)]
+    few = sum(0 < count <= MAX_ROWS for count in counts)
+    assert calls == [1 if tokens == 1 else MAX_ROWS] * few
+    assert few or tokens == 40
+
+
+def test_nothing_is_written_out_for_few_rows_without_a_compiler_or_packed_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(methods, "_few_rows", {})
+    for dtype in (BF16, torch.float32):
+        make(random_weights(), dtype=dtype).compile_few_rows(lambda region: region.function)
+    make(random_weights()).compile_few_rows(partial(as_declared, []))
+    assert not methods._few_rows
 
 
 def grouped_weights(bits: int) -> Weights:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
+from kernels_triton_free.packed.rows import owns_memory
 from minivllm.batch.layer_caches import block_bytes
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
@@ -87,7 +88,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype, size: int, width: 
 def tensor_bytes(tensors: Any) -> int:
     """Bytes of all tensors in a nested structure, each once; packed weights at the size of their elements."""
     unique = {id(tensor): tensor for tensor in tree_iter(tensors) if isinstance(tensor, torch.Tensor)}
-    return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in unique.values() if owns_memory(tensor))
 
 
 def weight_bytes(decoder: Decoder) -> int:

@@ -34,6 +34,7 @@ from kernels_triton_free.rotary import rotary_table
 from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, specs_of
 from minivllm.distributed.stage import Stage
 from minivllm.errors import ModelError
+from minivllm.linear.experts.experts import Experts
 from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard, never_quantized
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder.layer import AfterMixer, BeforeMixer, DecoderLayer
@@ -238,6 +239,7 @@ class Decoder:
         self._declared_tokens = tokens
         self._list_weights()
         layers, common = self.layers, self._region_constants
+        self._compile_experts(compile_region)
         name, function, inputs = "entry", partial(self._entry_region, layers[0]), dict[str, Any](stream=self._stream)
         if self.stage.is_first:
             name, function = "first", partial(self._first_region, layers[0])
@@ -272,6 +274,13 @@ class Decoder:
                 regions[key] = compile_region(Region("between", function, inputs, (common, kind)))
             self._between.append(regions[key])
         self._last = self._compile_last(compile_region) if self.stage.is_last else self._compile_exit(compile_region)
+
+    def _compile_experts(self, compile_region: CompileRegion) -> None:
+        """Loops that run inside the operators of regions."""
+        for layer in self.layers:
+            for stored in layer.stored:
+                if isinstance(stored, Experts):
+                    stored.compile_few_rows(compile_region)
 
     @property
     def _region_constants(self) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels_triton_free.experts.routing import route
 from kernels_triton_free.lora import RowAdapters
-from minivllm.linear.experts import Experts
+from minivllm.linear.experts.experts import Experts
 from minivllm.linear.layer import Linear, LinearTensors, Shard
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder.feed_forward import GatedMlp

@@ -63,6 +63,7 @@ class ShardedDecoder(Decoder):
     def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
         self._declared_tokens = tokens
         self._list_weights()
+        self._compile_experts(compile_region)
         made: dict[object, Callable] = {}
 
         def region(name: str, function: Callable, inputs: dict[str, Any], *constants: object) -> Callable:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from minivllm.compilation.regions import CompileRegion
 from minivllm.distributed.communicator import Communicator
 from minivllm.errors import ConfigError, MinivllmError, ModelError
-from minivllm.linear.experts import Experts
+from minivllm.linear.experts.experts import Experts
 from minivllm.linear.layer import ChooseMethod, Linear, PlainLinear, never_quantized
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.model_facts.transformers_config import TransformersConfig
@@ -293,6 +293,8 @@ class TransformersModel:
         except CannotTrace as error:
             logger.warning("%s runs uncompiled, since it cannot be traced: %s.", self.config.architecture, error)
             return
+        for module in self._experts.values():
+            module.experts.compile_few_rows(compile_region)
         self._traced.build_regions(compile_region, tokens, caches)
 
     def _trace(self) -> TracedModel:
@@ -310,6 +312,7 @@ class TransformersModel:
             OwnTensors(self.module),
             self._products,
             [module.experts for module in self._experts.values()],
+            hidden_size=self.module.config.hidden_size,
             dtype=self.dtype,
             attention_dtype=self.attention_dtype,
             device=self.device,

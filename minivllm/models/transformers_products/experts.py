@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from minivllm.linear.experts import ClampedSwiglu, ExpertActivation, Experts, activate
+from minivllm.linear.experts.experts import Experts
+from minivllm.linear.experts.methods import ClampedSwiglu, ExpertActivation, activate
 from minivllm.linear.layer import ChooseMethod, Shard
 from minivllm.linear.stored_weight import StoredWeight
 from minivllm.models.transformers_plan.division import Division

@@ -1,0 +1,5 @@
+"""Weights that oneDNN has packed, read by compiled loops of our own where few rows are multiplied: for CPUs.
+
+May import: kernels_triton_free.
+Door: `few_rows_linear` in rows.py.
+"""

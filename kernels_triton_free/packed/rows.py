@@ -1,0 +1,91 @@
+"""A few rows times a weight that oneDNN has packed, in compiled loops that read it where it lies.
+
+A product of one to four rows does next to nothing but read the weight, so it should run at the speed of memory. The
+product of oneDNN does not: on two cores it takes 15 ms for the matrices of SmolLM2-135M and one row where these loops
+take 11, and reads experts [1024, 1024] with 11 GB/s where the machine has 28. So weights are packed once, for products
+of many rows, and read by both.
+
+On a CPU with AVX512-BF16 oneDNN packs a weight [out, in] of bfloat16 as [out / 64, in / 2, 64, 2]: of 64 outputs each,
+two inputs at a time. Read as int32, [out / 64, in / 2, 64], every element holds the weights of two neighbouring inputs.
+bfloat16 is the upper half of a float32, so a shift and a mask make floats of them, exactly. A row of 64 elements is
+four vector registers. The loops below are written out for each of the four and for each row of x: the compiler puts
+them into one loop, which loads every element once and goes through memory in order. ``is_readable`` packs a weight and
+looks where its elements have gone: on a CPU that packs otherwise nothing is read this way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kernels_triton_free.linear import can_pack, pack_weight
+
+OUTPUTS = 64
+"""Outputs that are packed side by side."""
+INPUTS = 32
+"""oneDNN pads what is no multiple of it."""
+REGISTER = 16
+"""int32 of a vector register of AVX-512."""
+MAX_ROWS = 4
+"""Rows for which the loops are written out: each takes four registers, and reading is still the work."""
+UPPER_HALF = -(2**16)
+
+
+@lru_cache(maxsize=256)
+def is_readable(out_features: int, in_features: int) -> bool:
+    """Whether ``words_of`` can read a packed weight [out_features, in_features] of bfloat16."""
+    if out_features % OUTPUTS or in_features % INPUTS or not can_pack(torch.bfloat16):
+        return False
+    weight = torch.zeros(out_features, in_features, dtype=torch.bfloat16)
+    bits = (torch.arange(OUTPUTS * in_features) % 0x3F7F).to(torch.int16).view(OUTPUTS, in_features)
+    weight[:OUTPUTS] = weight[-OUTPUTS:] = bits.view(torch.bfloat16)
+    packed = pack_weight(weight)
+    if torch.ops.mkldnn._nbytes(packed) != weight.nbytes:
+        return False
+    expected = bits.view(OUTPUTS, in_features // 2, 2).transpose(0, 1).contiguous().view(torch.int32).squeeze(-1)
+    words = words_of(packed)
+    return torch.equal(words[0], expected) and torch.equal(words[-1], expected)
+
+
+def words_shape(out_features: int, in_features: int) -> tuple[int, int, int]:
+    """Of what ``words_of`` gives."""
+    return out_features // OUTPUTS, in_features // 2, OUTPUTS
+
+
+def words_of(packed: Tensor, keeps: bool = True) -> Tensor:
+    """The memory of a weight from ``pack_weight``, [out, in] of bfloat16, as int32 [out / 64, in / 2, 64]: no copy.
+    keeps: whether the weight lives as long as what is returned."""
+    out_features, in_features = packed.shape
+    num_bytes: int = torch.ops.mkldnn._nbytes(packed)
+    memory = (ctypes.c_char * num_bytes).from_address(torch.ops.mkldnn.data_ptr(packed))
+    if keeps:
+        memory.weight = packed  # type: ignore[attr-defined]
+    words = torch.frombuffer(memory, dtype=torch.int32).view(words_shape(out_features, in_features))
+    words.is_packed_memory = True  # type: ignore[attr-defined]
+    return words
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """False for what ``words_of`` made."""
+    return not hasattr(tensor, "is_packed_memory")
+
+
+def few_rows_linear(x: Tensor, words: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [rows, in] -> [rows, out] of the same dtype, with sums in float32. To be compiled, for a fixed number of rows.
+
+    words int32 [out / 64, in / 2, 64]: see ``words_of``. bias [out].
+    """
+    rows = x.shape[0]
+    # Computed before, not again for every block of outputs.
+    inputs = torch.ops.kernels_triton_free.materialize.default(x.float()).view(rows, -1, 2, 1)
+    sums: list[list[Tensor]] = [[] for _ in range(rows)]
+    for first in range(0, OUTPUTS, REGISTER):
+        pairs = words[:, :, first : first + REGISTER]
+        even, odd = (pairs << 16).view(torch.float32), (pairs & UPPER_HALF).view(torch.float32)
+        for row in range(rows):
+            sums[row].append((even * inputs[row, :, 0] + odd * inputs[row, :, 1]).sum(1))
+    out = torch.stack([torch.stack(parts, dim=1).flatten() for parts in sums])
+    return (out if bias is None else out + bias).to(x.dtype)

@@ -1,0 +1,181 @@
+"""How the experts of a layer are multiplied: in a loop on a CPU, all at once on a GPU.
+
+An expert's two products are those of a ``LinearMethod``. Every ``ExpertsMethod`` can be traced into a region: where
+only running it tells which experts are hit, it is one operator to the compiler.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels_triton_free.activation import clamped_swiglu, gated_activation
+from kernels_triton_free.experts.products import (
+    FewRows,
+    SortedRows,
+    define_loop,
+    gathered_product,
+    grouped_product,
+    loop,
+    run_loop,
+    sort_by_expert,
+    weighted_sum,
+)
+from kernels_triton_free.packed.rows import MAX_ROWS, few_rows_linear, is_readable, words_of, words_shape
+from minivllm.compilation.regions import CompileRegion, Region, Size, TensorSpec
+from minivllm.linear.layer import LinearMethod, LinearTensors, PackedLinear, PlainLinear
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """The gated activation of gpt-oss; see ``clamped_swiglu``."""
+
+    alpha: float
+    limit: float
+
+
+_few_rows: dict[str, Callable] = {}
+"""The compiled loops of ``LoopedExperts.compile_few_rows``, by what tells one method from another."""
+_words: dict[tuple[int, torch.Size], Tensor] = {}
+"""The words of packed weights, by address and shape: making them takes longer than finding them. They do not keep
+weights; those of a weight that has gone are never asked for, unless another one of this shape lies there now."""
+
+ExpertActivation = str | ClampedSwiglu
+"""A name that ``gated_activation`` knows, or gpt-oss' own."""
+
+
+def activate(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
+    """gate_up [tokens, 2 * inner], gates in the first half -> [tokens, inner]."""
+    if isinstance(activation, ClampedSwiglu):
+        return clamped_swiglu(gate_up, activation.alpha, activation.limit)
+    return gated_activation(gate_up, activation)
+
+
+@dataclass(frozen=True)
+class ExpertsMethod(ABC):
+    """How the experts of a layer are computed. Immutable and compared by value, as a LinearMethod is.
+
+    gate_up, down: how each expert's products are. num_gate_up: tensors that the first one has. has_bias: whether the
+    last tensor of each product is its bias. is_part: other workers have more experts, whose id here is num_experts.
+    """
+
+    num_experts: int
+    gate_up: LinearMethod
+    down: LinearMethod
+    num_gate_up: int
+    has_bias: bool
+    activation: ExpertActivation
+    is_part: bool = False
+
+    @abstractmethod
+    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """x [tokens, hidden], ids int64 and weights float32 [tokens, top_k] -> [tokens, hidden].
+
+        tensors: of gate_up, then of down, each with the experts along its first dimension, or as many packed weights as
+        there are experts, and what is stacked beside them. A pure function of tensors.
+        """
+
+
+@dataclass(frozen=True)
+class LoopedExperts(ExpertsMethod):
+    """One hit expert after the other, each with the linear methods' own products. For CPUs, and for all formats."""
+
+    def __post_init__(self) -> None:
+        define_loop(repr(self), self._loop)
+
+    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        return run_loop(x, ids, weights, tensors, repr(self))
+
+    def _loop(self, x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        first, second = tensors[: self.num_gate_up], tensors[self.num_gate_up :]
+
+        def gate_up(rows: Tensor, expert: int) -> Tensor:
+            return self.gate_up.apply(rows, self._of_expert(self.gate_up, first, expert))
+
+        def down(rows: Tensor, expert: int) -> Tensor:
+            return self.down.apply(rows, self._of_expert(self.down, second, expert))
+
+        few = None
+        compiled = _few_rows.get(repr(self))
+        if compiled is not None:
+            run = compiled
+
+            def both(rows: Tensor, expert: int) -> Tensor:
+                own = self._of_expert(self.gate_up, first, expert), self._of_expert(self.down, second, expert)
+                out: Tensor = run(rows, *(part for packed, *bias in own for part in (_found_words(packed), *bias)))
+                return out
+
+            few = FewRows(MAX_ROWS, both)
+        nobody = self.num_experts if self.is_part else None
+        return loop(x, ids, weights, gate_up, partial(activate, activation=self.activation), down, nobody, few)
+
+    def compile_few_rows(self, compile_region: CompileRegion, hidden: int, inner: int) -> None:
+        """Have compiled loops for the experts that few rows of a step go to, if their weights can be read so."""
+        shapes = (2 * inner, hidden), (hidden, inner)
+        if not isinstance(self.gate_up, PackedLinear) or not all(is_readable(*shape) for shape in shapes):
+            return
+
+        def apply(x: Tensor, gate_up: LinearTensors, down: LinearTensors) -> Tensor:
+            return few_rows_linear(activate(few_rows_linear(x, *gate_up), self.activation), *down)
+
+        def declare(*shape: int | Size, dtype: torch.dtype = torch.bfloat16) -> TensorSpec:
+            return TensorSpec(shape, dtype, torch.device("cpu"))
+
+        inputs: dict[str, Any] = {"x": declare(Size("rows", MAX_ROWS, single=1, varies=False), hidden)}
+        for name, (out_features, in_features) in zip(("gate_up", "down"), shapes):
+            words = declare(*words_shape(out_features, in_features), dtype=torch.int32)
+            inputs[name] = (words, declare(out_features)) if self.has_bias else (words,)
+        region = Region("expert of few rows", apply, inputs, (self.activation,))
+        compiled = compile_region(region)
+        if compiled is not region.function:
+            _few_rows[repr(self)] = compiled
+
+    def _of_expert(self, method: LinearMethod, tensors: Sequence[Tensor], expert: int) -> LinearTensors:
+        """What the method takes of one expert. Packed weights, which cannot be stacked, come one by one."""
+        listed = self.num_experts if isinstance(method, PackedLinear) else 0
+        return (*tensors[:listed][expert : expert + 1], *(stacked[expert] for stacked in tensors[listed:]))
+
+
+def _found_words(packed: Tensor) -> Tensor:
+    key = torch.ops.mkldnn.data_ptr(packed), packed.shape
+    words = _words.get(key)
+    if words is None:
+        words = _words[key] = words_of(packed, keeps=False)
+    return words
+
+
+@dataclass(frozen=True)
+class GroupedExperts(ExpertsMethod):
+    """All at once, without asking the device which experts are hit: a single token's matrices are read where they are,
+    several tokens are sorted and multiplied in groups. Quantised matrices are restored for the call."""
+
+    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        first, second = tuple(tensors[: self.num_gate_up]), tuple(tensors[self.num_gate_up :])
+        choices = ids.flatten()
+        if x.shape[0] == 1:
+            rows = x.expand(choices.shape[0], -1)
+            inner = activate(self._gathered(self.gate_up, rows, choices, first), self.activation)
+            return weighted_sum(self._gathered(self.down, inner, choices, second), weights)
+        by_expert = sort_by_expert(ids, self.num_experts)
+        experts = choices[by_expert.order]
+        values = x[by_expert.order // ids.shape[1]]
+        inner = activate(self._grouped(self.gate_up, values, by_expert, experts, first), self.activation)
+        values = self._grouped(self.down, inner, by_expert, experts, second)
+        return weighted_sum(torch.empty_like(values).index_copy_(0, by_expert.order, values), weights)
+
+    def _gathered(self, method: LinearMethod, x: Tensor, choices: Tensor, tensors: LinearTensors) -> Tensor:
+        bias = tensors[-1][choices] if self.has_bias else None
+        return gathered_product(x, method.rows(choices, tensors), bias)
+
+    def _grouped(
+        self, method: LinearMethod, x: Tensor, by_expert: SortedRows, experts: Tensor, tensors: LinearTensors
+    ) -> Tensor:
+        every = torch.arange(self.num_experts, device=x.device)
+        matrices = tensors[0] if isinstance(method, PlainLinear) else method.rows(every, tensors)
+        return grouped_product(x, matrices, tensors[-1][experts] if self.has_bias else None, by_expert.ends)
