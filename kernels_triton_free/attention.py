@@ -140,7 +140,7 @@ def gathered_flex_attention(
     of the cache makes the fast bfloat16 products pay for prefill.
     """
     if has_strips(k_cache):
-        parts = len(step_blocks), v_cache.shape[3]
+        parts = step_blocks.shape[0], v_cache.shape[3]
         k, v = gather_keys(k_cache, step_blocks).to(q.dtype), gather_values(v_cache, step_blocks).to(q.dtype)
         k, v = (copy.unflatten(1, parts).permute(1, 2, 0, 3) for copy in (k, v))
     else:

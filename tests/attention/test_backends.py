@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from minivllm.attention import (
 from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
+from minivllm.compilation.region_packages import export_region
+from minivllm.compilation.regions import Region
 from minivllm.device.buffers import MirroredTable
 from minivllm.models.decoder_config import AttentionSpec, Reach
 from minivllm.models.model import LayerCache
@@ -151,6 +153,23 @@ def test_listed_blocks_give_what_gathering_gives_with_the_choices_of_each_device
         rows, cache, q = random_step(rng, generator, batch)
         if rows:
             check_equal(batch, rows, cache, q, backend, rule, specs, in_strips=in_strips)
+
+
+@pytest.mark.parametrize("in_strips", [True, False], ids=["strips", "plain"])
+def test_packages_of_attention_serve_every_size(in_strips: bool) -> None:
+    """Tracing raises where it takes a size that varies for a constant; torch.compile would then take over, at every
+    start."""
+    regions: list[Region] = []
+
+    def collect(region: Region) -> Callable:
+        regions.append(region)
+        return region.function
+
+    tables = new_batch(SHAPE).groups[0]
+    FlexAttention(new_context(tables, SHAPE, SPECS[:1], compile_region=collect, in_strips=in_strips))
+    assert [region.name for region in regions][-1] == "prompt attention" and len(regions) == 2
+    for region in regions:
+        export_region(region, {})
 
 
 @pytest.mark.slow
