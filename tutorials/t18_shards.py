@@ -262,7 +262,7 @@ class ThreadExecutor:
         self.collective("load_model")
         self.sized = self.collective("size_cache")
         self.kv_groups = self.sized[0]
-        self.block_bytes = sum(group.block_bytes for groups in self.sized for group in groups)
+        self.block_bytes = [sum(group.block_bytes for group in groups) for groups in zip(*self.sized)]
         self.collective("initialize_pools", [group.num_blocks for group in self.kv_groups], self.block_bytes)
 
     def execute_model(

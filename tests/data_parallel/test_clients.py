@@ -420,6 +420,9 @@ def test_offline_a_death_fails_its_own_prompts_and_only_the_last_one_is_the_end(
     with offline("mock:0.002") as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=100)
         prompts = [ids(n) for n in (5, 6, RAISE, 8)]
+        client = llm.llm_engine.client
+        assert isinstance(client, DataParallelClient)
+        pids = client.pids
         outputs = llm.generate(prompts, greedy, use_tqdm=False)
         failed = [place for place, one in enumerate(outputs) if one.error is not None]
         assert 2 in failed and len(failed) == 2
@@ -429,9 +432,6 @@ def test_offline_a_death_fails_its_own_prompts_and_only_the_last_one_is_the_end(
                 assert re.match("The engine that worked on this request has died: .*fever", str(one.error), re.DOTALL)
             else:
                 assert one.outputs[0].token_ids == expected_tokens([prompt], 100)
-        client = llm.llm_engine.client
-        assert isinstance(client, DataParallelClient)
-        pids = client.pids
         assert wait_until(lambda: client.pids != pids and len(client._client._router.up) == 2)
         [output] = llm.generate(ids(5), greedy, use_tqdm=False)
         assert output.outputs[0].token_ids == expected_tokens([5], 100)
