@@ -438,5 +438,6 @@ def test_offline_a_death_fails_its_own_prompts_and_only_the_last_one_is_the_end(
         client._client._may_restart = False
         for pid in client.pids:
             os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match="SIGKILL"):
+        # The reason may come a moment after the pipes are broken.
+        with pytest.raises(EngineDeadError, match=r"SIGKILL|All engines have died"):
             llm.generate([ids(5), ids(6)], greedy, use_tqdm=False)
