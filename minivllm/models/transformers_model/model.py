@@ -312,7 +312,6 @@ class TransformersModel:
             OwnTensors(self.module),
             self._products,
             [module.experts for module in self._experts.values()],
-            hidden_size=self.module.config.hidden_size,
             dtype=self.dtype,
             attention_dtype=self.attention_dtype,
             device=self.device,

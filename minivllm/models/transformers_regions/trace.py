@@ -98,6 +98,12 @@ class Trace:
                 self.own[node] = len(weights) + len(self._constants)
                 self._constants.append(value)
 
+    @property
+    def width(self) -> int:
+        """The last dimension of the result."""
+        output = next(node for node in self.graph.nodes if node.op == "output")
+        return int(output.all_input_nodes[0].meta["val"].shape[-1])
+
     def constants(self, own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The own tensors of the model, and what else the graph reads that was made on the way."""
         return (*own, *self._constants)

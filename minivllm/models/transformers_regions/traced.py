@@ -44,7 +44,6 @@ class TracedModel:
         products: Sequence[Linear],
         experts: Sequence[Any],
         *,
-        hidden_size: int,
         dtype: torch.dtype,
         attention_dtype: torch.dtype,
         device: torch.device,
@@ -55,10 +54,11 @@ class TracedModel:
         CannotTrace."""
         self._layers, self._own, self._products, self._experts = layers, own, products, experts
         self._dtype, self._attention_dtype, self._device = dtype, attention_dtype, device
-        self._communicator, self._hidden_size = communicator, hidden_size
+        self._communicator = communicator
         ids = torch.zeros(EXAMPLE_TOKENS, dtype=torch.int32, device=device)
         self._body_trace = Trace(body, (ids, ids), own)
-        hidden = torch.zeros(EXAMPLE_TOKENS, hidden_size, dtype=dtype, device=device)
+        self._hidden_size = self._body_trace.width
+        hidden = torch.zeros(EXAMPLE_TOKENS, self._hidden_size, dtype=dtype, device=device)
         self._head_trace = Trace(head, (hidden, ids), own)
         self._pieces = cut(self._body_trace, products, experts)
         self._heads = cut(self._head_trace, products, experts)
