@@ -129,6 +129,7 @@ def test_an_engine_with_another_layout_is_turned_away(
         virtual_llm(**arguments(model, kv_transfer_config=consumer(own))),
     ):
         wait_until(lambda: "pipeline_parallel_size must be equal" in caplog.text)
+    assert "it has another model, version or settings" in caplog.text
 
 
 def test_the_workers_of_an_engine_listen_side_by_side() -> None:

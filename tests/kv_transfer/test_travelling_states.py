@@ -117,17 +117,17 @@ class TravellingLife(Life):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_step_reads_the_state_of_the_tokens_before_it(seed: int) -> None:
-    TravellingLife(Random(seed)).run(250)
+    TravellingLife(Random(seed)).run_and_check(250)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 250))
 def test_every_step_reads_the_state_of_the_tokens_before_it_for_long(seed: int) -> None:
-    TravellingLife(Random(seed)).run(2000)
+    TravellingLife(Random(seed)).run_and_check(2000)
 
 
 def test_such_lives_meet_loads_failures_and_preempted_requests() -> None:
-    lives = [TravellingLife(Random(seed)).run(250) for seed in range(20, 32)]
+    lives = [TravellingLife(Random(seed)).run_and_check(250) for seed in range(20, 32)]
     assert sum(life.num_loaded for life in lives) > 20 and sum(life.num_failed for life in lives) > 10
     assert sum(life.scheduler.stats().num_preemptions for life in lives) > 5
     assert sum(life.num_hit_tokens for life in lives) > 100

@@ -180,7 +180,7 @@ class Life:
             for slot in slots:
                 assert self.worker.contents[slot] == self.named[name], "a snapshot holds the state of its text"
 
-    def run(self, num_actions: int) -> Life:
+    def run_and_check(self, num_actions: int) -> Life:
         for _ in range(num_actions):
             self.happen(settles=False)
             action = self.random.random()
@@ -204,17 +204,17 @@ class Life:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_every_step_reads_the_state_of_the_tokens_before_it(seed: int) -> None:
-    Life(Random(seed)).run(250)
+    Life(Random(seed)).run_and_check(250)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 250))
 def test_every_step_reads_the_state_of_the_tokens_before_it_for_long(seed: int) -> None:
-    Life(Random(seed)).run(2000)
+    Life(Random(seed)).run_and_check(2000)
 
 
 def test_such_lives_meet_hits_and_preemptions() -> None:
-    lives = [Life(Random(seed)).run(250) for seed in range(12)]
+    lives = [Life(Random(seed)).run_and_check(250) for seed in range(12)]
     assert sum(life.num_hit_tokens for life in lives) > 100
     assert sum(life.scheduler.stats().num_preemptions for life in lives) > 5
 
