@@ -167,6 +167,17 @@ class AttentionRule:
     visibility: Visibility | None = None
     score_change: ScoreChange | None = None
 
+    def options(self, spec: AttentionSpec) -> dict[str, Any]:
+        """Keyword arguments that all kernels take, for layers of this spec."""
+        return {
+            "scale": spec.scale,
+            "window": spec.window,
+            "chunk": spec.chunk,
+            "soft_cap": spec.soft_cap,
+            "visibility": self.visibility,
+            "score_change": self.score_change,
+        }
+
     @property
     def fingerprint(self) -> str:
         """What compiled code depends on besides its tensors: the modules of the functions, and the values they use."""

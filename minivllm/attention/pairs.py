@@ -84,17 +84,9 @@ class RowPairs:
         self._kernels = {spec: self._compile(spec) for spec in context.specs}
 
     def _compile(self, spec: AttentionSpec) -> Callable:
-        rule = self._rule
-        function = partial(
-            attend_to_strips,
-            scale=spec.scale,
-            window=spec.window,
-            chunk=spec.chunk,
-            soft_cap=spec.soft_cap,
-            visibility=rule.visibility,
-            score_change=rule.score_change,
-        )
-        region = Region("decode attention over strips", function, self._inputs(spec), (spec, rule.fingerprint))
+        function = partial(attend_to_strips, **self._rule.options(spec))
+        constants = spec, self._rule.fingerprint
+        region = Region("decode attention over strips", function, self._inputs(spec), constants)
         return self._context.compile_region(region)
 
     def _inputs(self, spec: AttentionSpec) -> dict[str, Any]:

@@ -63,12 +63,7 @@ class SdpaAttention:
                 blocks,
                 start,
                 sinks,
-                scale=spec.scale,
-                window=spec.window,
-                chunk=spec.chunk,
-                soft_cap=spec.soft_cap,
-                visibility=self._rule.visibility,
-                score_change=self._rule.score_change,
+                **self._rule.options(spec),
             )
             token += count
         return o

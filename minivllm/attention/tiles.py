@@ -102,16 +102,7 @@ class QueryTiles:
     def _compile(self, spec: AttentionSpec, batch: int | None) -> Callable:
         policy, rule = self._context.policy, self._rule
         own: Any = policy.kernel_options or None
-        function = partial(
-            self._kernel(),
-            scale=spec.scale,
-            window=spec.window,
-            chunk=spec.chunk,
-            soft_cap=spec.soft_cap,
-            visibility=rule.visibility,
-            score_change=rule.score_change,
-            kernel_options=own,
-        )
+        function = partial(self._kernel(), **rule.options(spec), kernel_options=own)
         name = self._kind if batch is None else f"{self._kind} of {batch}"
         constants = (spec, rule.fingerprint, own)
         return self._context.compile_region(Region(name, function, self._inputs(spec, batch), constants))

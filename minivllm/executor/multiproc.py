@@ -363,14 +363,7 @@ class MultiprocExecutor:
         return _PendingStep(group, future)
 
     def collective(self, method: str, *args: Any) -> list[Any]:
-        function = inspect.getattr_static(Worker, method)
-        annotation: Any = inspect.signature(_plain(function), eval_str=True).return_annotation
-        results = []
-        for answer in self._group.call(method, args):
-            if answer.error is not None:
-                raise answer.error.exception()
-            results.append(msgspec.convert(answer.value, annotation))
-        return results
+        return results_of(method, self._group.call(method, args))
 
     def num_recompilations(self) -> int:
         return max(self.collective("num_recompilations"))
@@ -382,5 +375,14 @@ class MultiprocExecutor:
         self._close()
 
 
-def _plain(function: Any) -> Any:
-    return function.fget if isinstance(function, property) else function
+def results_of(method: str, answers: Sequence[Answer]) -> list[Any]:
+    """What the workers' method returned, in the types that it is annotated with. Raises what one of them raised."""
+    function: Any = inspect.getattr_static(Worker, method)
+    function = function.fget if isinstance(function, property) else function
+    annotation = inspect.signature(function, eval_str=True).return_annotation
+    results = []
+    for answer in answers:
+        if answer.error is not None:
+            raise answer.error.exception()
+        results.append(msgspec.convert(answer.value, annotation))
+    return results

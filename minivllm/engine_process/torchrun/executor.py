@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from minivllm.config import EngineConfig
 from minivllm.distributed.gloo import GlooCommunicator
 from minivllm.engine_process.torchrun.records import FromFirst
 from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.executor.multiproc import results_of
 from minivllm.executor.protocol import PendingOutput, check_arguments, start_workers
 from minivllm.executor.wire.child_reports import ErrorInfo
 from minivllm.executor.wire.records import Answer, Call, Masks, Step
@@ -123,16 +123,8 @@ class TorchrunExecutor:
         return masks
 
     def collective(self, method: str, *args: Any) -> list[Any]:
-        function: Any = inspect.getattr_static(Worker, method)
-        function = function.fget if isinstance(function, property) else function
-        annotation = inspect.signature(function, eval_str=True).return_annotation
         self._rank.tell(call := Call(method, list(args)))
-        results = []
-        for answer in self._rank.call(call):
-            if answer.error is not None:
-                raise answer.error.exception()
-            results.append(msgspec.convert(answer.value, annotation))
-        return results
+        return results_of(method, self._rank.call(call))
 
     def num_recompilations(self) -> int:
         return max(self.collective("num_recompilations"))
