@@ -133,7 +133,8 @@ def _defaults() -> dict[str, dict[str, str]]:
         share = f"of the free memory, at most {format_bytes(MAX_CPU_CACHE_BYTES)}"
     reason = cannot_compile_reason(torch.device(device))
     if reason is None:
-        attention = {"value": "compiled FlexAttention", "why": "torch.compile works here; latents are gathered"}
+        loops = ", and on a CPU loops over strips for single tokens" if device == "cpu" else ""
+        attention = {"value": f"compiled FlexAttention{loops}", "why": "torch.compile works here; latents are gathered"}
     else:
         attention = {"value": "gather and SDPA, uncompiled", "why": reason}
     return {
