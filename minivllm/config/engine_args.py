@@ -389,7 +389,6 @@ class EngineArgs:
             return
         whole = {
             "distributed_executor_backend='uni'": self.executor == "uni",
-            "enable_lora": self.enable_lora,
             "speculative_config": self.speculative_config is not None,
             "compile_in_background": bool(self.compile_in_background),
         }

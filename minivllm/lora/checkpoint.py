@@ -55,8 +55,9 @@ class LowRank(NamedTuple):
 class Adapter:
     """One adapter in host memory.
 
-    digest: SHA-256 over both files; adapters that compute the same thing share it. modules: by name of the linear
-    layer, such as ``model.layers.0.self_attn.q_proj``, whole matrices in the dtype of the model.
+    digest: SHA-256 over both files; adapters that compute the same thing share it. rank: the highest of any layer.
+    modules: by name of the linear layer, such as ``model.layers.0.self_attn.q_proj``, whole matrices in the dtype of
+    the model.
     """
 
     digest: str

@@ -7,6 +7,7 @@ that the requests that run never use more adapters than there are slots.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,8 @@ class AdapterManager:
         self._linears = model.linears
         for _, linear in self._linears:
             linear.adapters = self._make_stacks(linear)
-        self._expected = {
-            f"{block}.{part}": linear.whole_shape(part) for block, linear in self._linears for part in linear.sizes
-        }
+        self._expected = model.linear_shapes
+        self._own = {f"{block}.{part}" for block, linear in self._linears for part in linear.sizes}
         self._adapters: dict[str, Adapter] = {}
         # Adapter in each slot from 1 on, least recently used first.
         self._slots: dict[str, int] = {}
@@ -70,7 +70,8 @@ class AdapterManager:
             request.path, self._expected, self._config.max_lora_rank, self._dtype, self._device.type == "cuda"
         )
         self.unload(request.name)
-        self._adapters[request.name] = adapter
+        own = {name: low_rank for name, low_rank in adapter.modules.items() if name in self._own}
+        self._adapters[request.name] = replace(adapter, modules=own)  # the rank stays that of all stages
         return adapter.digest
 
     def unload(self, name: str) -> None:

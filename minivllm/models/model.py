@@ -180,7 +180,8 @@ class Model(Protocol):
     attention's output. attention_specs, cache_specs: how each layer attends, and what it keeps; of a layer that keeps a
     state, its mixer's spec, and what the state is made of. feature_size: values
     of ``dtype`` that are kept for every token beside keys and values. linears: the layers that LoRA adapters may
-    change, by the block they lie in ("model.layers.0.mlp"). tap: hands out hidden states, if they are wanted; a model
+    change, by the block they lie in ("model.layers.0.mlp"). linear_shapes: [out, in] of their parts in the whole model,
+    those of other stages included, by name ("model.layers.0.mlp.up_proj"). tap: hands out hidden states, if they are wanted; a model
     without taps never looks at it.
     """
 
@@ -202,6 +203,8 @@ class Model(Protocol):
     def feature_size(self) -> int: ...
     @property
     def linears(self) -> Sequence[tuple[str, Linear]]: ...
+    @property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]: ...
 
     @property
     def weights_per_token(self) -> int:

@@ -1,21 +1,26 @@
-"""LoRA over a model that several workers divide: each has the part of A or B that goes with its own of the layer."""
+"""LoRA over a model that several workers divide: each has the part of A or B that goes with its own of the layer, and
+only those of the layers of its stage."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from minivllm import LLM
+from minivllm import LLM, SamplingParams
 from minivllm.errors import RequestError
 from minivllm.messages import LoRARequest
 from tests.executor.test_tensor_parallel import UNEVEN, arguments
 from tests.executor.virtual_shards import virtual_llm
-from tests.lora.test_lora_parity import assert_logprobs_equal_merged, mixed_adapters, run_mixed
+from tests.lora.lora_adapters import random_matrices, write_adapter
+from tests.lora.test_lora_parity import Adapters, assert_logprobs_equal_merged, mixed_adapters, run_mixed
 from tests.parity_reference import random_prompts
 
+FIVE = {**UNEVEN, "num_hidden_layers": 5}
 SETTINGS = {"enable_lora": True, "max_loras": 6, "max_lora_rank": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 40}
 
 
@@ -34,6 +39,60 @@ def test_each_row_of_a_mixed_batch_equals_the_merged_model(
         shapes = llm.llm_engine.client.call("collective_rpc", "adapter_shapes", [])
         assert shapes == [shapes[0]] * size  # of the whole model
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == len(adapters)
+
+
+def of_one_layer(directory: Path, model: Path, layer: int, factor: float = 1.0) -> LoRARequest:
+    """An adapter that other layers know nothing of."""
+    matrices = random_matrices(model, 12, ("q_proj", "down_proj"), seed=layer)
+    own = {name: tensor * factor for name, tensor in matrices.items() if f".layers.{layer}." in name}
+    return LoRARequest(directory.name, str(write_adapter(directory, own, r=12, lora_alpha=24)))
+
+
+def sampled(llm: LLM, prompts: list[list[int]], adapters: Adapters) -> list[list[int]]:
+    """Tokens drawn with a seed, in several steps of several requests."""
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, lora_request=adapters)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_stages_place_the_adapters_of_their_own_layers(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Three slots for seven adapters, which therefore come and go; two of them leave whole stages as they are."""
+    model = tiny_model("llama-biases", **FIVE)
+    adapters = [*mixed_adapters(tmp_path, model), *(of_one_layer(tmp_path / f"of-{i}", model, i) for i in (0, 4))]
+    prompts = random_prompts((5, 17, 1, 33, 9, 12, 8, 20))
+    few: dict[str, Any] = {**SETTINGS, "max_loras": 3, "max_cpu_loras": 4, "num_gpu_blocks_override": 14}
+    with LLM(**arguments(model, **few)) as llm:
+        expected = sampled(llm, prompts, adapters)
+        [shapes] = llm.llm_engine.client.call("collective_rpc", "adapter_shapes", [])
+    assert len(set(map(tuple, expected))) == len(adapters)
+    layouts: list[dict[str, Any]] = [
+        {"pipeline_parallel_size": 3, "async_scheduling": True},
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+    ]
+    for layout in layouts:
+        with virtual_llm(**arguments(model, **few, **layout)) as llm:
+            assert sampled(llm, prompts, adapters) == expected
+            outputs = run_mixed(llm, prompts, adapters, logprobs=0, prompt_logprobs=0)
+            assert_logprobs_equal_merged(model, outputs, prompts, adapters)
+            workers = llm.llm_engine.client.core.executor.workers  # type: ignore[attr-defined]
+            assert llm.llm_engine.client.call("collective_rpc", "adapter_shapes", []) == [shapes] * len(workers)
+            first, *others = [worker.adapters for worker in workers]
+            assert len(first.names_in_slots) == 3
+            assert all(other.names_in_slots == first.names_in_slots for other in others)
+            kept = [set(worker.adapters._adapters["of-4"].modules) for worker in workers]
+            assert not kept[0] and all(name.startswith("model.layers.4.") for name in kept[-1]) and kept[-1]
+
+
+def test_an_adapter_that_one_stage_would_refuse_is_refused_by_all(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_model("llama-biases", **FIVE)
+    broken = of_one_layer(tmp_path / "broken", model, 0, factor=float(torch.inf))
+    with virtual_llm(**arguments(model, pipeline_parallel_size=2, **SETTINGS)) as llm:
+        with pytest.raises(RequestError, match="not finite"):
+            llm.llm_engine.client.call("add_lora", broken.name, broken.path)
+        workers = llm.llm_engine.client.core.executor.workers  # type: ignore[attr-defined]
+        assert not any(worker.adapters._adapters for worker in workers)
 
 
 def test_vectors_and_tokens_of_processes_are_those_of_one_worker(

@@ -24,6 +24,9 @@ from minivllm.sampling_params import StructuredOutputs
 from tests.executor.test_tensor_parallel import PROMPTS, UNEVEN, answers, arguments
 from tests.executor.virtual_shards import virtual_llm
 from tests.gguf_models import write_gguf
+from tests.lora.lora_adapters import random_adapter
+from tests.lora.test_lora_parity import run_mixed
+from tests.parity_reference import random_prompts
 
 FIVE = {**UNEVEN, "num_hidden_layers": 5}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -99,14 +102,22 @@ def test_stages_of_quantised_models(tiny_model: Callable[..., Path], tmp_path: P
             assert llm.generate([{"prompt_token_ids": tokens[0]}], tokens[1])[0].outputs[0].token_ids == expected
 
 
-def test_stages_in_processes(tiny_model: Callable[..., Path]) -> None:
+def test_stages_in_processes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_model("llama-biases", **FIVE)
-    with LLM(**arguments(model)) as llm:
-        expected = answers(llm), words(llm)
+    adapters = [None, random_adapter(tmp_path / "all", model), random_adapter(tmp_path / "q", model, layers=["q_proj"])]
+
+    def adapted(llm: LLM) -> list[Any]:
+        outputs = run_mixed(llm, random_prompts((9, 9, 9)), adapters)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    with LLM(**arguments(model, enable_lora=True)) as llm:
+        expected = answers(llm), words(llm), adapted(llm)
         whole = llm.llm_engine.client.call("collective_rpc", "memory_bytes", [])[0]
-    with LLM(**arguments(model, pipeline_parallel_size=2)) as llm:
+    with LLM(**arguments(model, enable_lora=True, pipeline_parallel_size=2)) as llm:
         call = llm.llm_engine.client.call
-        assert (answers(llm), words(llm)) == expected
+        assert (answers(llm), words(llm), adapted(llm)) == expected
+        assert call("remove_lora", "all")
+        assert adapted(llm) == expected[2]  # read again
         parts = call("collective_rpc", "memory_bytes", [])
         assert sum(part["weights"] for part in parts) == whole["weights"]
         assert sum(part["kv_cache"] for part in parts) == whole["kv_cache"]
@@ -214,7 +225,6 @@ def test_a_tensor_arrives_as_it_was_sent(dtype: torch.dtype) -> None:
     [
         ("llama", {"pipeline_parallel_size": 4}, "has 3 layers, and every stage needs one: use 3 or less"),
         ("llama", {"model_impl": "transformers"}, "the layers of transformers are computed in one stage"),
-        ("llama", {"enable_lora": True}, "enable_lora needs all layers in one worker"),
         ("llama", {"speculative_config": {"method": "ngram"}}, "speculative_config needs all layers in one worker"),
         ("llama", {"compile_in_background": True}, "compile_in_background needs all layers in one worker"),
         (

@@ -38,7 +38,7 @@ from minivllm.linear.experts.experts import Experts
 from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard, never_quantized
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder.layer import AfterMixer, BeforeMixer, DecoderLayer
-from minivllm.models.decoder.stages import layers_of
+from minivllm.models.decoder.stages import layers_of, linear_shapes
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
 from minivllm.models.layer_specs import LatentSpec, StateMixerSpec
 from minivllm.models.linear_factory import LinearFactory
@@ -147,6 +147,10 @@ class Decoder:
             for index, layer in enumerate(self.layers, self.first_layer)
             for block, linear in layer.named_linears
         ]
+
+    @property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        return linear_shapes(self.config)
 
     @property
     def weights_per_token(self) -> int:

@@ -1,4 +1,4 @@
-"""Which layers of a decoder belong to which stage of a pipeline."""
+"""Which layers of a decoder belong to which stage of a pipeline, and what all stages know of all layers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,29 @@ def layers_of(stage: Stage, config: DecoderConfig) -> range:
     the head, the first one a row of the embedding."""
     if stage.size == 1:
         return range(config.num_layers)
-    factory = LinearFactory(torch.float32, torch.device("cpu"))
-    known: dict[LayerSpec, int] = {}
-    for spec in config.layers:
-        if spec not in known:
-            known[spec] = DecoderLayer(spec, config.hidden_size, factory, torch.float32).weights_per_token
+    known = {spec: layer.weights_per_token for spec, layer in _whole_layers(config).items()}
     costs = [known[spec] for spec in config.layers]
     costs[0] += config.hidden_size
     costs[-1] += config.hidden_size * config.vocab_size
     return divide_layers(costs, stage.size)[stage.number]
+
+
+def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """[out, in] of every linear layer of all stages and all workers that an adapter may change, by name."""
+    known = {
+        spec: [
+            (f"{block}.{part}", linear.whole_shape(part))
+            for block, linear in layer.named_linears
+            for part in linear.sizes
+        ]
+        for spec, layer in _whole_layers(config).items()
+    }
+    return {
+        f"model.layers.{index}.{name}": shape for index, spec in enumerate(config.layers) for name, shape in known[spec]
+    }
+
+
+def _whole_layers(config: DecoderConfig) -> dict[LayerSpec, DecoderLayer]:
+    """One of each kind, without weights."""
+    factory = LinearFactory(torch.float32, torch.device("cpu"))
+    return {spec: DecoderLayer(spec, config.hidden_size, factory, torch.float32) for spec in set(config.layers)}

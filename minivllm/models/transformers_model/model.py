@@ -144,6 +144,10 @@ class TransformersModel:
         return list(found.values())
 
     @property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        return {f"{block}.{part}": linear.whole_shape(part) for block, linear in self.linears for part in linear.sizes}
+
+    @property
     def weights_per_token(self) -> int:
         own = self.module.config
         total = sum(linear.in_features * linear.out_features for linear in self._products)
