@@ -60,8 +60,14 @@ def reference_logits(directory: Path, token_ids: Sequence[int], gguf_file: str |
 
 
 def tiny_llm(model: Path, **settings: Any) -> LLM:
-    """A float32 engine, eager unless asked otherwise, with small pages so that short prompts fill several."""
-    defaults: dict[str, Any] = {
+    """An engine with ``tiny_settings``."""
+    return LLM(**tiny_settings(model, **settings))
+
+
+def tiny_settings(model: Path, **settings: Any) -> dict[str, Any]:
+    """Of a float32 engine, eager unless asked otherwise, with small blocks so that short prompts fill several."""
+    return {
+        "model": str(model),
         "dtype": "float32",
         "device": "cpu",
         "enforce_eager": True,
@@ -69,8 +75,8 @@ def tiny_llm(model: Path, **settings: Any) -> LLM:
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": 8,
         "num_gpu_blocks_override": 128,
+        **settings,
     }
-    return LLM(str(model), **{**defaults, **settings})
 
 
 def run(

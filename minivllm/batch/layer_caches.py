@@ -28,6 +28,7 @@ def kv_groups(
     max_model_len: int,
     *,
     draft: Model | None = None,
+    is_shared: bool = False,
     may_drop: bool = True,
     one_size: bool = False,
     elsewhere: Sequence[AttentionSpec | StateMixerSpec] = (),
@@ -37,7 +38,8 @@ def kv_groups(
     blocks, unless ``one_size`` is wanted.
 
     A window as long as a request can be is full attention. draft: keeps what it computes in the blocks of the first
-    group, which must then be one of full attention: without one among the layers, all of them form it. may_drop: False
+    group. is_shared: a draft model does so, here or in another stage; the first group must then be one of full
+    attention: without one among the layers, all of them form it. may_drop: False
     where attention reads whatever it likes, so that all layers form one group too. elsewhere: how layers attend that
     other stages of a pipeline have, so that all stages have the same groups; one without layers counts a byte.
     """
@@ -53,7 +55,7 @@ def kv_groups(
         if isinstance(attention, AttentionSpec):
             layers.setdefault(_kind_of(attention, max_model_len), [])
     has_full = ("full attention", None) in layers
-    if len(layers) == has_full or not may_drop or (draft is not None and not has_full):
+    if len(layers) == has_full or not may_drop or (is_shared and not has_full):
         layers = {("full attention", None): list(of_token)}
     groups: list[GroupSpec] = []
     for kind, reach in sorted(layers, key=lambda group: -(group[1] or max_model_len)):

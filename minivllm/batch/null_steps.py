@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -26,9 +27,14 @@ def null_verification(groups: Sequence[GroupSpec], num_drafts: int) -> Scheduler
     return SchedulerOutput(num_scheduled_tokens={name: count}, new_requests=[request], draft_token_ids=drafts)
 
 
-def end_of(step: SchedulerOutput) -> SchedulerOutput:
-    """Its requests are to be forgotten."""
-    return SchedulerOutput(finished_request_ids=list(step.num_scheduled_tokens))
+def run_null_step(execute: Callable[[SchedulerOutput], object], step: SchedulerOutput) -> float:
+    """Run such a step, and have its requests forgotten. Returns the seconds that the step took."""
+    started = time.perf_counter()
+    try:
+        execute(step)
+        return time.perf_counter() - started
+    finally:
+        execute(SchedulerOutput(finished_request_ids=list(step.num_scheduled_tokens)))
 
 
 def _null_request(groups: Sequence[GroupSpec], name: str, num_prompt_tokens: int, num_tokens: int) -> NewRequestData:

@@ -387,17 +387,11 @@ class EngineArgs:
         """What goes with stages. Raises ConfigError."""
         if self.pipeline_parallel_size == 1:
             return
-        whole = {
-            "distributed_executor_backend='uni'": self.executor == "uni",
-            "speculative_config": self.speculative_config is not None,
-            "compile_in_background": bool(self.compile_in_background),
-        }
-        for name, is_given in whole.items():
-            if is_given:
-                raise ConfigError(
-                    f"pipeline_parallel_size is {self.pipeline_parallel_size}, but {name} needs all layers in one "
-                    f"worker: set only one."
-                )
+        if self.executor == "uni":
+            raise ConfigError(
+                f"pipeline_parallel_size is {self.pipeline_parallel_size}, but distributed_executor_backend='uni' has "
+                "a single worker: set only one of them."
+            )
 
     def _check_launcher(self) -> None:
         """What goes with processes that torchrun started. Raises ConfigError."""

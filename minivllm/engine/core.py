@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minivllm.config import EngineConfig
+from minivllm.engine.background_builds import BackgroundBuilds
 from minivllm.errors import RequestError
 from minivllm.kv_cache.group_manager import make_group
 from minivllm.kv_cache.hashing import extend_block_hashes
@@ -69,6 +70,7 @@ class EngineCore:
         if config.profile is not None:
             self._trace = TraceRecorder(config.profile, self, collective, config.worker_names)
         self.structured_output = StructuredOutputManager(config, executor.vocab_size)
+        self._builds = BackgroundBuilds(executor.collective) if config.compile_in_background else None
 
     @spanned("step")
     def step(self) -> list[EngineOutput]:
@@ -79,6 +81,8 @@ class EngineCore:
         outputs: list[EngineOutput] = []
         self.take_transfers()
         self._release_blocked_requests()
+        if self._builds is not None:
+            self._builds.poll()
         while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
             with span("schedule"):
                 step = self.scheduler.schedule()

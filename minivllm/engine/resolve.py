@@ -99,7 +99,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     if transfer is not None:
         check_transfer(transfer, args.num_workers, decoder)
     check_workers(args, decoder, device)
-    check_stages(args, decoder, device)
+    check_stages(args, decoder, device, speculative)
     find_attention(args.attention_backend)
     load_logits_processors(args.logits_processors or ())  # what is wrong with them is said before the model is loaded
     config = EngineConfig(
@@ -221,8 +221,11 @@ def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
         )
 
 
-def check_stages(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
-    """Raises ConfigError where the layers of this model cannot be dealt out to so many stages, or not here."""
+def check_stages(
+    args: EngineArgs, facts: ModelFacts, device: Device, speculative: SpeculativeConfig | None = None
+) -> None:
+    """Raises ConfigError where the layers of this model cannot be dealt out to so many stages, or not here, or where
+    those of the last stage, which drafts, are not all that it needs for that."""
     size = args.pipeline_parallel_size
     if size == 1:
         return
@@ -236,6 +239,12 @@ def check_stages(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
         raise ConfigError(
             f"pipeline_parallel_size is {size}, but {args.model} has {facts.num_layers} layers, and every stage needs "
             f"one: use {facts.num_layers} or less."
+        )
+    needed = {"early_exit": "the first layers and the head", "eagle3": "hidden states of layers all over the model"}
+    if speculative is not None and speculative.method in needed:
+        raise ConfigError(
+            f"pipeline_parallel_size is {size}, but {speculative.method} guesses from {needed[speculative.method]}, "
+            "which no stage has: choose another method, such as ngram or draft_model."
         )
 
 

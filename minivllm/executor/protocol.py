@@ -62,12 +62,15 @@ class Executor(Protocol):
 WORKER_METHODS = frozenset({"adapter_shapes", "memory_bytes", "weight_checksums"})
 """Methods of a Worker that ``collective_rpc`` of a frontend may call: they only look."""
 ENGINE_METHODS = WORKER_METHODS | {
+    "change_over",
     "clock",
     "initialize_pools",
+    "is_compiled",
     "load_adapter",
     "load_model",
     "new_weights",
     "num_recompilations",
+    "serve_uncompiled",
     "size_cache",
     "sleep",
     "start_profile",

@@ -181,8 +181,8 @@ class Model(Protocol):
     state, its mixer's spec, and what the state is made of. feature_size: values
     of ``dtype`` that are kept for every token beside keys and values. linears: the layers that LoRA adapters may
     change, by the block they lie in ("model.layers.0.mlp"). linear_shapes: [out, in] of their parts in the whole model,
-    those of other stages included, by name ("model.layers.0.mlp.up_proj"). tap: hands out hidden states, if they are wanted; a model
-    without taps never looks at it.
+    those of other stages included, by name ("model.layers.0.mlp.up_proj"). tap: hands out hidden
+    states, if they are wanted; a model without taps never looks at it.
     """
 
     tap: HiddenTap | None

@@ -24,6 +24,7 @@ from torch import Tensor
 from minivllm.batch.layer_caches import allocate_features
 from minivllm.batch.persistent_batch import WorkerRequest
 from minivllm.batch.step_inputs import Row, StepInputs
+from minivllm.errors import ConfigError
 from minivllm.models.eagle.head import EagleHead
 from minivllm.models.model import Hidden, HiddenTap, LayerCache, TokenInputs
 from minivllm.spec_decode.drafter import DraftContext
@@ -36,7 +37,13 @@ class EagleDraft(CachedDraft):
     model: EagleHead
 
     def __init__(self, context: DraftContext, head: EagleHead) -> None:
+        """Raises ConfigError if the stage that has the head has no layer in the KV group whose blocks it shares."""
         super().__init__(context, head, token_offset=1)
+        if not context.limits.groups[0].layers:
+            raise ConfigError(
+                "An EAGLE head keeps features beside full attention, of which the last stage has no layer: choose "
+                "another method, or fewer stages."
+            )
         self._add_features()
         self.tap = HiddenTap(head.eagle.fused_layers, self._take_features)
 

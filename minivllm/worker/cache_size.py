@@ -27,7 +27,14 @@ def groups_of(config: EngineConfig, model: Model, draft: Model | None) -> list[G
     travels = config.kv_transfer is not None  # then one hash names a block of each group
     elsewhere = model.config.attention_specs if isinstance(model, Decoder) else ()
     groups = kv_groups(
-        model, block_size, length, draft=draft, may_drop=knows_windows, one_size=travels, elsewhere=elsewhere
+        model,
+        block_size,
+        length,
+        draft=draft,
+        is_shared=config.speculative is not None and config.speculative.model is not None,
+        may_drop=knows_windows,
+        one_size=travels,
+        elsewhere=elsewhere,
     )
     forgets = any(group.reach for group in kv_groups(model, block_size, length))
     if forgets and not any(group.reach for group in groups):

@@ -38,10 +38,11 @@ def load_model(
     return _load(config, facts, config.model_path, config.load_format, communicator, stage)
 
 
-def load_draft_model(config: EngineConfig, target: Model, target_facts: ModelFacts) -> Model | None:
-    """The drafter's own model, if it has one: stored, computed and quantised as the target is. Raises ModelError."""
+def load_draft_model(config: EngineConfig, target: Model, stage: Stage | None = None) -> Model | None:
+    """The drafter's own model, if it has one: stored, computed and quantised as the target is, whole in the last stage.
+    Raises ModelError."""
     speculative = config.speculative
-    if speculative is None or speculative.model_path is None:
+    if speculative is None or speculative.model_path is None or not (stage is None or stage.is_last):
         return None
     if speculative.eagle_version is not None:
         return _load_head(config, speculative.model_path, speculative.eagle_version, target)
@@ -85,6 +86,8 @@ def new_model(
         input_unit = ROUNDING_GROUP if config.quantization == "int4" else 1
         return TransformersModel(facts, communicator=communicator, input_unit=input_unit, **settings), chooser
     assert isinstance(facts, DecoderConfig)
+    if config.speculative is not None and config.speculative.eagle_version is not None:
+        settings["embeds_last"] = True
     if communicator is not None:
         settings["expert_parallel"] = config.expert_parallel
         return ShardedDecoder(facts, communicator=communicator, stage=stage, **settings), chooser

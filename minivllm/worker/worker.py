@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels_triton_free.packed.rows import owns_memory
 from minivllm.attention import find_attention
-from minivllm.batch.null_steps import end_of, null_step, null_verification
+from minivllm.batch.null_steps import null_step, null_verification, run_null_step
 from minivllm.batch.paged_model import RunnerLimits
 from minivllm.batch.token_feedback import UnknownTokens
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
@@ -77,7 +77,7 @@ class Worker:
     ) -> None:
         """report_transfer: for what a connector has done, called from any thread. communicator: to the other workers
         of the same layers, if there are some. stage: which layers these are, if not all."""
-        self.config, self.facts, self._communicator, self._stage = config, facts, communicator, stage
+        self.config, self.facts, self._communicator, self._stage = config, facts, communicator, stage or Stage()
         self._report_transfer = report_transfer
         self._connector: ConnectorWorker | None = None
         self.device = torch.device(config.device)
@@ -85,6 +85,7 @@ class Worker:
         self._make_attention = find_attention(config.attention_backend)
         self._compiler = self._make_compiler()
         self._unfinished_warm_up: list[int] = []
+        self._is_uncompiled = False
         self._decoder: Model
         self._draft_decoder: Model | None = None
         self._adapters: AdapterManager | None = None
@@ -111,7 +112,7 @@ class Worker:
         started = time.perf_counter()
         logger.info("Reading the weights of %s …", self.config.model)
         self._decoder, log_choices = load_model(self.config, self.facts, self._communicator, self._stage)
-        self._draft_decoder = load_draft_model(self.config, self._decoder, self.facts)
+        self._draft_decoder = load_draft_model(self.config, self._decoder, self._stage)
         if self.config.lora is not None:
             self._adapters = AdapterManager(self._decoder, self.config.lora)
         gc.collect()
@@ -180,16 +181,16 @@ class Worker:
                 verify_size=verify_size,
             ),
         )
-        if speculative is not None:
+        if speculative is not None and self._stage.is_last:
             self._agree_on_costs(self.runner.speculate(speculative, self._draft_decoder))
         if self.config.kv_transfer is not None:
             self._connector = self._make_connector(self.config.kv_transfer, groups, block_bytes)
-        started = time.perf_counter()
-        self._warm_up(warm_up)
-        if self._compiler.enabled:
-            logger.info("Warmed up in %.1f s.", time.perf_counter() - started)
-            if self.runner.speculation is not None and speculative is not None:
-                self._measure_verification(self.runner.speculation, speculative)
+        if self.config.compile_in_background and self.policy.keeps_packages:
+            self._unfinished_warm_up = warm_up
+        else:
+            self._warm_up(warm_up)
+        if self._compiler.enabled and speculative is not None:
+            self._measure_verification(speculative)
         self.capture_graphs()
         for processor in load_logits_processors(self.config.logits_processors):
             # Not earlier: the made-up requests of the warm-up are none of theirs.
@@ -199,8 +200,7 @@ class Worker:
         self, config: KVTransferConfig, groups: Sequence[GroupSpec], block_bytes: Sequence[int]
     ) -> ConnectorWorker:
         rank = 0 if self._communicator is None else self._communicator.rank
-        if self._stage is not None:
-            rank += self._stage.number * self.config.tensor_parallel_size
+        rank += self._stage.number * self.config.tensor_parallel_size
         transfer = make_context(config, groups, block_bytes, self.config.num_workers, rank)
         context = WorkerContext(transfer=transfer, device=self.device, report=self._report_transfer)
         connector: ConnectorWorker = load_connector(config).worker_side(context)
@@ -214,43 +214,43 @@ class Worker:
 
     @spanned("compile")
     def _warm_up(self, counts: list[int]) -> None:
-        """Have all regions compiled, and run one step of decodes and chunks together, then a single decode.
-
-        With compile_in_background, what is not compiled yet is built while requests are served uncompiled.
-        """
+        """Have all regions compiled, and run one step of decodes and chunks together, then a single decode."""
         compiler = self._compiler
         if not compiler.enabled:
             return
+        started = time.perf_counter()
         logger.info("Loading the compiled model …")
-        may_wait = self.config.compile_in_background and not self._unfinished_warm_up
-        if may_wait and self._any_rank(not compiler.is_complete) and compiler.build_in_background():
-            logger.info(
-                "Serving uncompiled, which is slower, while the model is compiled in the background.",
-                extra={"is_notice": True},
-            )
-            self.runner.use_regions(RegionCompiler(enabled=False))
-            self._unfinished_warm_up = counts
-            return
         compiler.build()
         run_on_null_block(self.runner, counts)
         run_on_null_block(self.runner, [1])
         for batch in self.runner.model.decode_batches:
             run_on_null_block(self.runner, [1] * batch)
         compiler.freeze()
+        logger.info("Warmed up in %.1f s.", time.perf_counter() - started)
 
-    def _finish_warm_up(self) -> None:
-        """Between two steps: change over to compiled regions if all ranks have all of theirs, and slots to warm up
-        with."""
-        counts = self._unfinished_warm_up
-        if self._any_rank(self._compiler.is_building or len(counts) > self.runner.batch.num_free_slots):
-            return
-        self.runner.use_regions(self._compiler)
-        self._warm_up(counts)
-        self._unfinished_warm_up = []
-        logger.info("The model is compiled.")
+    def is_compiled(self) -> bool:
+        """Whether all is compiled that ``change_over`` wants, and there are slots to warm up with."""
+        is_built = not self._compiler.is_building if self._is_uncompiled else self._compiler.is_complete
+        return is_built and len(self._unfinished_warm_up) <= self.runner.batch.num_free_slots
 
-    def _any_rank(self, is_so: bool) -> bool:
-        return is_so if self._communicator is None else bool(max(self._communicator.largest([is_so])))
+    @torch.inference_mode()
+    def serve_uncompiled(self) -> None:
+        """Until ``change_over``; what is not compiled yet is built meanwhile, in another process."""
+        if self._compiler.is_complete or self._compiler.build_in_background():
+            logger.info(
+                "Serving uncompiled, which is slower, while the model is compiled in the background.",
+                extra={"is_notice": True},
+            )
+        self._is_uncompiled = True
+        self.runner.use_regions(RegionCompiler(enabled=False))
+
+    @torch.inference_mode()
+    def change_over(self) -> None:
+        """Use compiled regions from now on. All workers do so behind the same step: they warm up together."""
+        if self._is_uncompiled:
+            self.runner.use_regions(self._compiler)
+        self._warm_up(self._unfinished_warm_up)
+        self._unfinished_warm_up, self._is_uncompiled = [], False
 
     def leave_builds(self) -> None:
         """What is being compiled in the background is finished without this process, for the next start."""
@@ -266,16 +266,20 @@ class Worker:
             self.runner.graphs = None
             self.runner.capture_graphs(mode, CudaGraphs())
 
-    def _measure_verification(self, speculation: Speculation, config: SpeculativeConfig) -> None:
-        """Replace the assumed cost of verifying drafts by a measured one, unless the user gave it."""
+    def _measure_verification(self, config: SpeculativeConfig) -> None:
+        """Replace the assumed cost of verifying drafts by a measured one, unless the user gave it. All stages take part
+        in the steps; the last one, which drafts, takes note."""
         if config.verification_cost is not None:
             return
         k = min(config.num_speculative_tokens, self.config.scheduler.max_model_len - 2)
         if k < 1:
             return
-        self.runner.speculation = None
-        cost = measured_step_cost(lambda drafts: verify_on_null_block(self.runner, drafts), k)
+        speculation, self.runner.speculation = self.runner.speculation, None
+        execute, groups = self.runner.execute, self.runner.limits.groups
+        cost = measured_step_cost(lambda drafts: run_null_step(execute, null_verification(groups, drafts)), k)
         self.runner.speculation = speculation
+        if speculation is None:
+            return
         speculation.take_costs(*cost)
         self._agree_on_costs(speculation)
         logger.info("Verifying drafts adds %.3f of a step, and %.3f for each of them (measured).", *cost)
@@ -305,8 +309,6 @@ class Worker:
         self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
     ) -> PendingStep | UnknownTokens:
         """Start one step; see ModelRunner.launch."""
-        if self._unfinished_warm_up:
-            self._finish_warm_up()
         metadata = step.kv_connector_metadata
         if metadata is None or self._connector is None:
             return self.runner.launch(step, token_masks)
@@ -452,18 +454,4 @@ class Worker:
 
 def run_on_null_block(runner: ModelRunner, counts: list[int]) -> None:
     """Run one step of made-up requests, counts[i] tokens each."""
-    step = null_step(runner.limits.groups, counts)
-    try:
-        runner.execute(step)
-    finally:
-        runner.execute(end_of(step))
-
-
-def verify_on_null_block(runner: ModelRunner, num_drafts: int) -> float:
-    """Verify so many drafts of one made-up request. Returns the seconds."""
-    step = null_verification(runner.limits.groups, num_drafts)
-    started = time.perf_counter()
-    runner.execute(step)
-    seconds = time.perf_counter() - started
-    runner.execute(end_of(step))
-    return seconds
+    run_null_step(runner.execute, null_step(runner.limits.groups, counts))

@@ -23,8 +23,9 @@ import pytest
 from minivllm import LLM, LoRARequest, RequestOutput, SamplingParams
 from minivllm.errors import ConfigError, RequestError
 from minivllm.messages import SchedulerStats
+from tests.executor.virtual_shards import virtual_llm
 from tests.lora.lora_adapters import random_adapter
-from tests.parity_reference import BLOCK_SIZE, random_prompts, tiny_llm
+from tests.parity_reference import BLOCK_SIZE, random_prompts, tiny_settings
 from tests.spec_decode.eagle_heads import random_head
 
 TinyModel = Callable[..., Path]
@@ -114,6 +115,7 @@ PERFORMANCE = (
     ),
     Feature("process", {"multiprocess": True}),
     Feature("async scheduling", {"async_scheduling": True}),
+    Feature("stages", {"pipeline_parallel_size": 2}),
 )
 ANSWERS = (
     Feature("quantised", {"quantization": "int8"}, changes_answer=True),
@@ -185,6 +187,8 @@ CONTRADICTIONS = {
         for feature in FEATURES
         if "speculative_config" in feature.engine
     },
+    frozenset({"stages", "early_exit"}): "early_exit guesses from the first layers and the head, which no stage has",
+    frozenset({"stages", "eagle3"}): "eagle3 guesses from hidden states of layers all over the model, which no stage",
 }
 """Pairs that are refused, and with which words."""
 
@@ -289,7 +293,10 @@ class Engines:
             if "model" in speculative:
                 path = str(self._draft_models[speculative["model"]])
                 settings = {**settings, "speculative_config": {**speculative, "model": path}}
-            self._open[key] = tiny_llm(self._model, **{"max_model_len": 64, "num_gpu_blocks_override": 65, **settings})
+            is_virtual = "pipeline_parallel_size" in settings and not settings.get("multiprocess")
+            make = virtual_llm if is_virtual else LLM  # stages are threads, or processes of an engine in another one
+            given = {"max_model_len": 64, "num_gpu_blocks_override": 65, **settings}
+            self._open[key] = make(**tiny_settings(self._model, **given))
         return self._open[key]
 
 

@@ -11,6 +11,7 @@ import pytest
 from minivllm import LLM
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import Region
+from minivllm.engine import background_builds
 from minivllm.worker.worker import Worker
 from tests.executor.test_tensor_parallel import UNEVEN, answers, arguments
 from tests.executor.virtual_shards import virtual_llm
@@ -45,20 +46,32 @@ class SlowCompiler(RegionCompiler):
 
 
 @pytest.mark.parametrize("rounds", [(0, 5, 3), (4, 4, 9), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel_size": 3},
+        {"pipeline_parallel_size": 3},
+        {"pipeline_parallel_size": 3, "async_scheduling": True},
+    ],
+    ids=["parts", "stages", "async stages"],
+)
 def test_ranks_change_over_at_the_same_step(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, rounds: tuple[int, ...]
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    layout: dict[str, Any],
+    rounds: tuple[int, ...],
 ) -> None:
-    model = tiny_model("llama-biases", **UNEVEN)
+    model = tiny_model("llama-biases", **{**UNEVEN, "num_hidden_layers": 3})
     with LLM(**arguments(model)) as llm:
         expected = answers(llm)
 
     def make(worker: Worker) -> RegionCompiler:
-        assert worker._communicator is not None
-        return SlowCompiler(rounds[worker._communicator.rank])
+        return SlowCompiler(rounds[worker._stage.number if worker._communicator is None else worker._communicator.rank])
 
     monkeypatch.setattr(Worker, "_make_compiler", make)
+    monkeypatch.setattr(background_builds, "SECONDS_BETWEEN", 0.0)
     settings: dict[str, Any] = {"attention_backend": "sdpa", "compile_in_background": True, "enforce_eager": False}
-    with virtual_llm(**arguments(model, tensor_parallel_size=3, max_num_seqs=16, **settings)) as llm:
+    with virtual_llm(**arguments(model, max_num_seqs=16, **layout, **settings)) as llm:
         compilers: list[Any] = [
             worker._compiler
             for worker in llm.llm_engine.client.core.executor.workers  # type: ignore[attr-defined]

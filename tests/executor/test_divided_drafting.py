@@ -1,4 +1,5 @@
-"""Drafters over a model that several workers divide: the tokens are those of one worker, and so are the guesses."""
+"""Drafters over a model that several workers divide, by parts or in stages: the tokens are those of one worker, and so
+are the guesses of parts."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 
 from minivllm import LLM
+from minivllm.errors import ConfigError
 from minivllm.worker.worker import Worker
 from tests.executor.test_tensor_parallel import UNEVEN
 from tests.executor.virtual_shards import virtual_llm
 from tests.parity_reference import reference_tokens, run, tiny_llm, tokens_of
 from tests.spec_decode.drafting_cases import GREEDY, PARAMS, PROMPTS
-from tests.spec_decode.eagle_heads import crafted_model, knowing_head
+from tests.spec_decode.eagle_heads import crafted_model, knowing_head, random_head
 
 TinyModel = Callable[..., Path]
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -44,10 +46,11 @@ def workers_of(llm: LLM) -> list[Worker]:
 
 
 def always_drafts(llm: LLM) -> LLM:
-    """On every rank, however costly it is."""
+    """On every rank of the last stage, however costly it is."""
     for worker in workers_of(llm):
-        assert worker.runner.speculation is not None
-        worker.runner.speculation.lengths.choose = lambda *arguments: 3  # type: ignore[method-assign]
+        assert (worker.runner.speculation is not None) == worker._stage.is_last
+        if worker.runner.speculation is not None:
+            worker.runner.speculation.lengths.choose = lambda *arguments: 3  # type: ignore[method-assign]
     return llm
 
 
@@ -58,7 +61,7 @@ def counts(llm: LLM) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def model(tiny_model: TinyModel) -> Path:
-    return tiny_model("llama-biases", **UNEVEN)
+    return tiny_model("llama-biases", **{**UNEVEN, "num_hidden_layers": 3})
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +89,50 @@ def test_tokens_are_those_without_drafts_and_guesses_those_of_one_worker(
         drafted, accepted = counts(llm)
     assert (drafted, accepted) == expected and drafted > 0
     assert method != "draft_model" or accepted == drafted
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
+@pytest.mark.parametrize(("stages", "size"), [(2, 1), (3, 1), (2, 2)])
+def test_the_last_stage_guesses_and_all_take_back_what_is_rejected(
+    model: Path, plain: list[list[int]], method: str, stages: int, size: int
+) -> None:
+    config = {**DRAFTERS[method], "num_speculative_tokens": 3, "verification_cost": 0.0}
+    if method == "draft_model":
+        config["model"] = str(model)
+    settings = {"pipeline_parallel_size": stages, "speculative_config": config, "max_num_batched_tokens": 24}
+    with always_drafts(divided_llm(model, size, **settings)) as llm:
+        for _ in range(2):  # the second time from the prefix cache
+            assert tokens_of(run(llm, PROMPTS, PARAMS)) == plain
+        assert llm.get_metrics().num_preemptions > 0
+        drafted, accepted = counts(llm)
+        assert drafted >= accepted > 0
+        assert (accepted == drafted) == (method == "draft_model")
+        own = [worker._draft_decoder is not None for worker in workers_of(llm)]
+        assert own == [worker._stage.is_last and method == "draft_model" for worker in workers_of(llm)]
+
+
+def test_a_head_knows_in_the_last_stage_what_it_knows_beside_all_layers(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """It looks up tokens in the model's embedding, which that stage keeps for it."""
+    model = crafted_model(tmp_path / "model", tiny_model("mistral", sliding_window=2))
+    head = knowing_head(tmp_path / "eagle", "eagle", model)
+    config = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3, "verification_cost": 0.0}
+    for size in (1, 2):
+        settings = {"pipeline_parallel_size": 2, "speculative_config": config, "num_gpu_blocks_override": 64}
+        with always_drafts(divided_llm(model, size, **settings)) as llm:
+            for _ in range(2):
+                assert tokens_of(run(llm, PROMPTS, GREEDY)) == reference_tokens(model, PROMPTS)
+            drafted, accepted = counts(llm)
+            assert accepted > 0.97 * drafted > 0
+
+
+def test_what_needs_layers_of_several_stages_to_guess_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, head = tiny_model("llama"), random_head(tmp_path / "eagle3", "eagle3")
+    for config, message in (
+        ({"method": "early_exit", "num_layers": 1}, "early_exit guesses from the first layers and the head, which no"),
+        ({"method": "eagle3", "model": str(head)}, "eagle3 guesses from hidden states of layers all over the model"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            divided_llm(model, 1, pipeline_parallel_size=2, speculative_config=config)
 
 
 @pytest.mark.parametrize("version", ["eagle", "eagle3"])

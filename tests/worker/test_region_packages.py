@@ -28,6 +28,7 @@ from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.compilation.package_builds import can_fork
 from minivllm.compilation.region_packages import PackagedRegionCompiler, find_package, package_key
 from minivllm.compilation.regions import Region, Size, TensorSpec, specs_of
+from minivllm.engine import background_builds
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(cannot_compile_reason(CPU) is not None, reason="no C++ compiler")
@@ -412,6 +413,7 @@ def test_an_engine_that_compiles_in_the_background_changes_over_without_changing
     model = str(tiny_model("llama"))
     monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # which making the model may have set
+    monkeypatch.setattr(background_builds, "SECONDS_BETWEEN", 0.0)
     prompts = [{"prompt_token_ids": [5 + index, 6, 7, 8]} for index in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     settings = {"dtype": "float32", "num_gpu_blocks_override": 24, "max_model_len": 128}

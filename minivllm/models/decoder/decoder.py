@@ -80,19 +80,22 @@ class Decoder:
         cache_dtype: torch.dtype | None = None,
         expert_parallel: bool = False,
         stage: Stage | None = None,
+        embeds_last: bool = False,
     ) -> None:
         """attention_dtype: dtype of q and o. max_model_len: positions of the rotary table.
 
         choose_method: picks the quantised method of each linear layer, if it gets one. expert_parallel: see
         LinearFactory.
         cache_dtype: of the KV cache, if it is not attention_dtype.
-        stage: which of the layers are this decoder's; all, if it is not given.
+        stage: which of the layers are this decoder's; all, if it is not given. embeds_last: the last stage has the
+        embedding too, for a head that drafts there.
         """
         shard = shard or Shard()
         self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
         self.cache_dtype, self.shard = cache_dtype or attention_dtype, shard
         factory = LinearFactory(dtype, device, choose_method, shard, expert_parallel)
         self.stage = stage or Stage()
+        self._embeds = self.stage.is_first or (embeds_last and self.stage.is_last)
         own_layers = layers_of(self.stage, config)
         self.first_layer, specs = own_layers.start, config.layers[own_layers.start : own_layers.stop]
         self.layers = [DecoderLayer(spec, config.hidden_size, factory, attention_dtype) for spec in specs]
@@ -162,7 +165,7 @@ class Decoder:
         if name.startswith("model.layers."):
             return 0 <= int(name.split(".")[2]) - self.first_layer < len(self.layers)
         if name == "model.embed_tokens.weight":
-            return self.stage.is_first or (self.stage.is_last and self.config.tie_word_embeddings)
+            return self._embeds or (self.stage.is_last and self.config.tie_word_embeddings)
         return self.stage.is_last
 
     def load_weights(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
@@ -187,12 +190,12 @@ class Decoder:
         """A tied embedding is kept once, as the head's weight, if the head's method can look up rows in that."""
         if self.config.tie_word_embeddings:
             self.head.load("lm_head", "weight", weight)
-            if self.head.method.gathers_rows and self.stage.is_first:
+            if self.head.method.gathers_rows and self._embeds:
                 self.embedding, self.embedding_method = self.head.tensors, self.head.method
                 return
             if not self.stage.is_last:
                 self.head.tensors = ()
-        if not self.stage.is_first:
+        if not self._embeds:
             return
         values = weight.restore(self.dtype) if isinstance(weight, QuantizedWeight) else weight
         self.embedding = (values[self.vocabulary].to(self.device),)
