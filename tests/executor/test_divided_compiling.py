@@ -80,3 +80,23 @@ def test_ranks_change_over_at_the_same_step(
         assert answers(llm) == expected
         # Asked with every step, until all were done.
         assert {compiler.changed_over_after for compiler in compilers} == {max(rounds) + (max(rounds) > 0)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # builds at the lowest priority
+def test_processes_of_stages_serve_while_they_compile_and_change_over_to_that(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama-biases", **UNEVEN)
+    with LLM(**arguments(model)) as llm:
+        expected = answers(llm)
+    monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    settings: dict[str, Any] = {"compile_in_background": True, "enforce_eager": False, "max_num_seqs": 16}
+    with LLM(**arguments(model, pipeline_parallel_size=2, **settings)) as llm:
+        builds = llm.llm_engine.client.core._builds  # type: ignore[attr-defined]
+        assert not builds.are_done
+        while not builds.are_done:
+            assert answers(llm) == expected
+        assert answers(llm) == expected
+        assert llm.llm_engine.client.call("num_recompilations") == 0
