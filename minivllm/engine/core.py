@@ -16,6 +16,7 @@ from minivllm.kv_cache.group_manager import make_group
 from minivllm.kv_cache.hashing import extend_block_hashes
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.kv_transfer.connector import make_scheduler_side
+from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.lora.registry import AdapterAdmission, AdapterRegistry
 from minivllm.messages import EngineOutput, EngineRequest, LoRARequest, ModelRunnerOutput, SchedulerOutput
 from minivllm.profiling.spans import span, spanned
@@ -61,6 +62,7 @@ class EngineCore:
             load_failure_policy="recompute" if transfer is None else transfer.kv_load_failure_policy,
             admission=admission,
         )
+        self._connector.wake_with(lambda: executor.transfers.put(KVConnectorOutput()))
         self._is_stalled = False
         self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
         self._max_in_flight = config.max_in_flight
@@ -88,7 +90,7 @@ class EngineCore:
                 step = self.scheduler.schedule()
             if step.is_empty:  # everybody waits: for a token in flight, for a grammar, for keys and values
                 outputs += self._update(step, ModelRunnerOutput())
-                is_loading = self.scheduler.loads.num_transfers > 0
+                is_loading = self.scheduler.loads.num_transfers > 0 or self._connector.is_asking
                 self._is_stalled = is_loading and not self._in_flight and not self.structured_output.has_blocked
                 break
             token_masks = self.structured_output.start_masks(step, self.scheduler.requests)
@@ -108,8 +110,9 @@ class EngineCore:
 
     def take_transfers(self, may_wait: bool = False) -> None:
         """Take in what connectors report. may_wait: there is nothing to do before the next report, so wait for it."""
-        if self.scheduler.loads.num_transfers:
-            for report in self.executor.transfers.take(may_wait):
+        if self._connector.is_connected:
+            has_reason = self._is_stalled or self.scheduler.loads.num_transfers > 0
+            for report in self.executor.transfers.take(may_wait and has_reason):
                 self.scheduler.update_connector_output(report)
                 self._is_stalled = False
 

@@ -72,9 +72,17 @@ class KVConnectorScheduler:
     block_bytes = 0
     num_saved_blocks = 0
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether somebody was told None, and the answer is on its way."""
+        return False
+
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """What to call, from any thread, when such an answer is there."""
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens to be had beyond the ``num_computed_tokens`` found in the prefix cache, whole blocks; None: not known
-        yet, ask again in the next step. Changes nothing.
+        yet, ask again in the next step. Changes nothing that is held, and never waits.
 
         What lies beyond the last whole block of ``num_tokens - 1`` tokens is not taken: one must run to give logits.
         """
@@ -173,6 +181,12 @@ class BlockStore(KVConnectorScheduler, ABC):
                 return state_name(load.keys[-1])
         return None
 
+    def failed(self, load: Load, num_valid_blocks: int) -> list[bytes]:
+        """What a load asked for and did not get: the first of the blocks that failed; and if nothing came, the state as
+        well, which was asked for first."""
+        state = None if num_valid_blocks else self.state_of(load)
+        return load.keys[num_valid_blocks : num_valid_blocks + 1] + ([] if state is None else [state])
+
     def update_state_after_alloc(self, request: Request, load: Load) -> None:
         keys, block_ids, state = load.keys, load.block_ids, self.state_of(load)
         if state is not None:
@@ -241,7 +255,7 @@ class KVConnector:
         if not cls.moves_states:
             raise ConfigError(
                 f"{config.kv_connector} moves blocks of keys and values, but layers of this model keep a state, and "
-                "without it those would be of no use: use OffloadingConnector or SharedStorageConnector."
+                "without it those would be of no use: use another connector, such as OffloadingConnector."
             )
 
     @classmethod

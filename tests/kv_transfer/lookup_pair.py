@@ -70,8 +70,8 @@ class BadProducer(LookupServer):
         context = scheduler_side(llm).context
         self.block_bytes = sum(group.block_bytes for group in context.groups)
         keys = list(dict.fromkeys(key for prompt in prompts for key in block_keys(prompt)))
-        buffer = LookupBuffer(self.block_bytes * len(keys), self.block_bytes)
-        buffer.insert([(key, torch.zeros(self.block_bytes, dtype=torch.uint8)) for key in keys], lambda: None)
+        buffer, zeros = LookupBuffer(self.block_bytes * len(keys)), torch.zeros(self.block_bytes, dtype=torch.uint8)
+        buffer.insert([(key, zeros) for key in keys], lambda: None, self.block_bytes)
         self._behave = answer
         super().__init__(Address.parse(address), Gate.of(context, 0), buffer)
 

@@ -228,6 +228,45 @@ def test_a_server_that_hangs_hangs_up_or_is_not_there_delays_an_answer_and_no_mo
     assert 1 <= caplog.text.count("has failed") <= 8
 
 
+def test_while_a_server_hangs_others_go_on_and_nobody_polls(
+    tiny_model: TinyModel, server: Server, plain: list[int]
+) -> None:
+    with tiny_llm(tiny_model("llama"), kv_transfer_config=lmcache(server.url)) as llm:
+        expected = [*tokens_of(run(llm, [PROMPTS[3]], GREEDY)), plain]
+        assert answer(llm)[0] == plain and llm.reset_prefix_cache()
+        wait_until(lambda: len(server.kept) > NUM_BLOCKS)
+        over = threading.Event()
+        hang: Callable[[str], Any] = lambda name: over.wait(60)  # noqa: E731
+        server.behave = hang
+        engine, num_steps = llm.llm_engine, 0
+        answers: dict[str, list[int]] = {}
+
+        def step() -> None:
+            answers.update({one.request_id: list(one.outputs[0].token_ids) for one in engine.step() if one.finished})
+
+        engine.add_request("writes", {"prompt_token_ids": PROMPTS[3][:5]}, GREEDY)
+        step()
+        engine.add_request("asks", {"prompt_token_ids": PROMPT}, GREEDY)
+        while engine.has_unfinished_requests() and "writes" not in answers:
+            step()
+        assert not over.is_set() and list(answers) == ["writes"]
+        threading.Timer(0.5, over.set).start()
+        while engine.has_unfinished_requests():
+            step()
+            num_steps += 1
+        assert answers["asks"] == expected[1] and num_steps <= 12 + 5, (
+            "a step for each token, and a few around the load"
+        )
+        assert transferred(llm).num_loaded_blocks == NUM_BLOCKS
+        server.behave = hang
+        assert llm.reset_prefix_cache()
+        over.clear()
+        engine.add_request("leaves", {"prompt_token_ids": PROMPT}, GREEDY)
+        engine.abort_request(["leaves"])
+        assert not engine.has_unfinished_requests()
+        over.set()
+
+
 def test_one_that_dies_in_the_middle_of_a_load_leaves_what_came(
     tiny_model: TinyModel, server: Server, plain: list[int]
 ) -> None:

@@ -49,7 +49,7 @@ def keys_of(buffer: LookupBuffer) -> set[bytes]:
 def test_a_buffer_keeps_its_bound_and_whoever_listens_knows_what_it_holds(
     max_blocks: int, actions: list[tuple[str, list[int]]]
 ) -> None:
-    buffer, news, believed = LookupBuffer(max_blocks, 1), PendingNews(), set[bytes]()
+    buffer, news, believed = LookupBuffer(max_blocks), PendingNews(), set[bytes]()
     contents = {key: torch.tensor([number], dtype=torch.uint8) for number, key in enumerate(KEYS)}
     buffer.subscribe(news.note)
 
@@ -66,9 +66,9 @@ def test_a_buffer_keeps_its_bound_and_whoever_listens_knows_what_it_holds(
             for number in numbers:
                 found = buffer.drop_select(KEYS[number])
                 assert (found is not None) == (KEYS[number] in before)
-                assert found is None or found[0] is contents[KEYS[number]]
+                assert found is None or found.data is contents[KEYS[number]]
         else:
-            buffer.insert([(KEYS[number], contents[KEYS[number]]) for number in numbers], lambda: None)
+            buffer.insert([(KEYS[number], contents[KEYS[number]]) for number in numbers], lambda: None, 1)
             assert len(buffer) <= max_blocks
             new = [KEYS[number] for number in numbers if KEYS[number] not in before][:max_blocks]
             assert {key for key in new if key in {KEYS[n] for n in numbers[:max_blocks]}} <= keys_of(buffer)
@@ -77,10 +77,10 @@ def test_a_buffer_keeps_its_bound_and_whoever_listens_knows_what_it_holds(
 
 
 def test_what_was_taken_goes_before_what_nobody_has_taken_and_older_before_newer() -> None:
-    buffer, data = LookupBuffer(4, 1), torch.zeros(1, dtype=torch.uint8)
+    buffer, data = LookupBuffer(4), torch.zeros(1, dtype=torch.uint8)
 
     def insert(*numbers: int) -> set[int]:
-        buffer.insert([(KEYS[number], data) for number in numbers], lambda: None)
+        buffer.insert([(KEYS[number], data) for number in numbers], lambda: None, 1)
         return {key[0] for key in keys_of(buffer)}
 
     assert insert(0) | insert(1) | insert(2) | insert(3) == {0, 1, 2, 3}
@@ -91,6 +91,21 @@ def test_what_was_taken_goes_before_what_nobody_has_taken_and_older_before_newer
     assert insert(7) == {3, 5, 6, 7}
     assert insert(0, 1, 2, 8, 9) == {0, 1, 2, 8}, "of a prompt that does not fit the beginning"
     assert insert(10) == {0, 1, 2, 10}
+
+
+def test_what_is_larger_takes_the_room_of_several() -> None:
+    """A state costs three blocks here; the bound is one for both."""
+    buffer, data = LookupBuffer(7), torch.zeros(1, dtype=torch.uint8)
+    for numbers, num_bytes, kept in (
+        ([0, 1, 2, 3], 1, {0, 1, 2, 3}),
+        ([4], 3, {0, 1, 2, 3, 4}),
+        ([5], 3, {0, 4, 5}),
+        ([6], 1, {4, 5, 6}),
+        ([7, 8, 9], 3, {6, 7, 8}),
+        ([10, 11], 1, {7, 10, 11}),
+    ):
+        buffer.insert([(KEYS[number], data) for number in numbers], lambda: None, num_bytes)
+        assert {key[0] for key in keys_of(buffer)} == kept, numbers
 
 
 def test_a_long_list_of_news_is_cut_into_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +137,7 @@ class Consumer(SimulatedStore):
 class ThroughBuffer(Transport):
     """What is saved goes into a buffer of a few blocks; what is in it is heard of one step later, or never."""
 
-    buffer: LookupBuffer = field(default_factory=lambda: LookupBuffer(16, 1))
+    buffer: LookupBuffer = field(default_factory=lambda: LookupBuffer(16))
     news: PendingNews = field(default_factory=PendingNews)
 
     def __post_init__(self) -> None:
@@ -133,7 +148,7 @@ class ThroughBuffer(Transport):
         super().follow(step)
         metadata = step.kv_connector_metadata
         saved: list[Any] = [(key, None) for save in (metadata.saves if metadata else ()) for key in save.keys]
-        self.buffer.insert(saved, lambda: None)
+        self.buffer.insert(saved, lambda: None, 1)
 
     def hear(self) -> None:
         assert isinstance(self.store, Consumer)

@@ -27,8 +27,9 @@ from minivllm.kv_transfer.remote_loads import Load
 from minivllm.messages import BlockTransfer, ModelRunnerOutput, SchedulerOutput
 from minivllm.models.model import LayerCache
 from tests.executor.virtual_shards import virtual_llm
-from tests.kv_transfer.lookup_pair import block_keys, consumer, unix
+from tests.kv_transfer.lookup_pair import block_keys, consumer, producer, unix, wait_for_blocks
 from tests.kv_transfer.test_connectors import OFFLOAD, OWN, storage, transferred
+from tests.kv_transfer.test_lmcache import Server, lmcache
 from tests.kv_transfer.test_multi_connector import forget, several
 from tests.kv_transfer.test_shared_storage import SCRIPT
 from tests.parity_reference import random_prompts, run, runner_of, tiny_llm, tokens_of
@@ -185,6 +186,70 @@ def test_another_engine_goes_on_from_what_this_one_saved(tiny_model: TinyModel, 
             next(tmp_path.rglob(f"{state_name(names[length // 8 - 1]).hex()}.safetensors")).unlink()
 
 
+def prompt_names(prompt: list[int]) -> list[bytes]:
+    """What another engine needs to begin with the last token of a prompt: its blocks and the state behind them."""
+    names = block_keys(prompt)[: (len(prompt) - 1) // 8]
+    return [*names, state_name(names[-1])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decode_engine_goes_on_from_the_states_of_a_prefill_engine(
+    tiny_model: TinyModel, tmp_path: Path, family: str
+) -> None:
+    model, first_token = tiny_model(family), SamplingParams(temperature=0.0, max_tokens=1)
+    with tiny_llm(model) as llm:
+        expected = tokens_of(run(llm, PROMPTS, GREEDY))
+    with (
+        tiny_llm(model, kv_transfer_config=producer(unix(tmp_path)), max_num_batched_tokens=21) as first,
+        tiny_llm(model, kv_transfer_config=consumer(unix(tmp_path)), async_scheduling=True) as second,
+    ):
+        poison(second)
+        began = tokens_of(run(first, PROMPTS, first_token))
+        assert began == [answer[:1] for answer in expected]
+        wait_for_blocks(second, [name for prompt in PROMPTS for name in prompt_names(prompt)])
+        outputs = run(second, PROMPTS, GREEDY)
+        assert tokens_of(outputs) == expected
+        assert [output.num_cached_tokens for output in outputs] == [(len(prompt) - 1) // 8 * 8 for prompt in PROMPTS]
+        stats = transferred(second)
+        assert stats.num_loaded_blocks > 0 and stats.num_failed_blocks == 0
+        second.llm_engine.client.call("check_integrity")
+
+
+def test_a_state_that_a_prefill_engine_has_dropped_is_recomputed(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The consumer has heard of it, and of the blocks; what it gets is nothing."""
+    model, prompt = tiny_model("granite-hybrid"), PROMPTS[2]
+    with (
+        tiny_llm(model, kv_transfer_config=producer(unix(tmp_path))) as first,
+        tiny_llm(model, kv_transfer_config=consumer(unix(tmp_path))) as second,
+    ):
+        poison(second)
+        expected = tokens_of(run(first, [prompt], GREEDY))
+        wait_for_blocks(second, prompt_names(prompt))
+        buffer = first.llm_engine.client.core.executor._worker._connector._buffer  # type: ignore[attr-defined]
+        buffer._fresh.pop(state_name(block_keys(prompt)[4]))
+        [output] = run(second, [prompt], GREEDY)
+        assert tokens_of([output]) == expected and output.num_cached_tokens == 0
+        assert transferred(second).num_failed_blocks == 5
+        second.llm_engine.client.call("check_integrity")
+
+
+def test_states_come_back_from_the_server_of_lmcache(tiny_model: TinyModel) -> None:
+    model, server, prompt = tiny_model("granite-hybrid"), Server(), PROMPTS[2]
+    try:
+        for num_found in (0, 40, 0):
+            with tiny_llm(model, kv_transfer_config=lmcache(server.url)) as llm:
+                poison(llm)
+                [output] = run(llm, [prompt], GREEDY)
+                assert output.num_cached_tokens == num_found
+                llm.llm_engine.client.call("check_integrity")
+            with tiny_llm(model) as llm:
+                assert tokens_of(run(llm, [prompt], GREEDY)) == tokens_of([output])
+            if num_found:
+                del server.kept[next(name for name in server.kept if state_name(block_keys(prompt)[4]).hex() in name)]
+    finally:
+        server.close()
+
+
 @pytest.mark.slow
 def test_another_process_goes_on_from_a_state_that_this_one_saved(tiny_model: TinyModel, tmp_path: Path) -> None:
     model = tiny_model("qwen3-next")
@@ -278,7 +343,7 @@ def cases(path: Path) -> Sequence[tuple[dict[str, Any], str]]:
     return [
         (OWN, "moves blocks of keys and values, but layers of this model keep a state"),
         (several(OFFLOAD, OWN), "tests.kv_transfer.own_connector:ShelfConnector moves blocks"),
-        (consumer(unix(path)), "LookupBufferConnector moves blocks"),
+        (producer(unix(path), buffer_bytes=2000), "and one state"),
         (small_host(2000), "of which half is for states, but one state takes"),
         ({"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": bounded}, "one state takes"),
     ]

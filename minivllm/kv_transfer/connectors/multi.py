@@ -86,6 +86,7 @@ class MultiScheduler(KVConnectorScheduler):
     def __init__(self, context: TransferContext) -> None:
         self._block_size, self._num_ranks = context.block_size, context.num_ranks
         self._sides = self._make_sides(context)
+        self._found: list[tuple[int, int]] | None = None
         self._composed: dict[str, _Composed] = {}
         self._sending: dict[str, tuple[set[int], dict[int, set[int]]]] = {}
 
@@ -105,8 +106,16 @@ class MultiScheduler(KVConnectorScheduler):
     def sources(self, load: Load) -> list[tuple[int, int]]:
         return [(side, len(piece.keys)) for side, piece in self._composed[load.transfer_id].pieces]
 
+    @property
+    def is_asking(self) -> bool:
+        return any(side.is_asking for side in self._sides)
+
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        for side in self._sides:
+            side.wake_with(wake)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        found = self._compose(request, num_computed_tokens)
+        self._found = found = self._compose(request, num_computed_tokens)
         return None if found is None else sum(count for _, count in found) * self._block_size
 
     def _compose(self, request: Request, num_computed_tokens: int) -> list[tuple[int, int]] | None:
@@ -124,10 +133,9 @@ class MultiScheduler(KVConnectorScheduler):
         return found
 
     def update_state_after_alloc(self, request: Request, load: Load) -> None:
-        found = self._compose(request, len(load.hits[0]) * self._block_size) or [(0, 0)]
+        found = self._found or [(0, 0)]  # of the same request, which was asked about just before
         pieces, start = [], 0
         for place, (index, count) in enumerate(found):
-            # What has gone since it was found is asked of the last one, and fails.
             end = len(load.keys) if place == len(found) - 1 else min(start + count, len(load.keys))
             blocks = tuple(own[start:end] for own in load.blocks)
             piece = Load(f"{load.transfer_id}.{place}", request, load.keys[start:end], load.hits, blocks)

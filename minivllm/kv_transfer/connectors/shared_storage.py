@@ -163,11 +163,8 @@ class SharedStorageScheduler(BlockStore):
             self._known.popitem(last=False)
 
     def update_connector_output(self, load: Load, num_valid_blocks: int) -> None:
-        state = self.state_of(load)
-        if num_valid_blocks < len(load.keys):
-            self._remember(load.keys[num_valid_blocks], NEVER)
-            if state is not None and not num_valid_blocks:  # it came first, so it may be what was bad
-                self._remember(state, NEVER)
+        for key in self.failed(load, num_valid_blocks):
+            self._remember(key, NEVER)
 
     def reset_cache(self) -> None:
         self._known.clear()

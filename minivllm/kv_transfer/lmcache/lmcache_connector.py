@@ -11,7 +11,9 @@ import hmac
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 from typing import Annotated
 
 import msgspec
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from minivllm.config import KVTransferConfig
 from minivllm.errors import ConfigError
+from minivllm.kv_cache.hashing import state_name
 from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferContext
 from minivllm.kv_transfer.connectors.queued_saves import QueuedSaves
 from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, WorkerContext
@@ -26,15 +29,19 @@ from minivllm.kv_transfer.lmcache.client import BATCH, SEAL_BYTES, Client, Comma
 from minivllm.kv_transfer.lookup.gate import read_key
 from minivllm.kv_transfer.lookup.pipe import Address
 from minivllm.kv_transfer.remote_loads import Load
+from minivllm.messages import BlockIds
 from minivllm.request import Request
 
 logger = logging.getLogger(__name__)
 
 LOOKUP_SECONDS = 0.5
-"""How long the scheduler waits for the server at most, once in RETRY_SECONDS."""
+"""How long requests wait for the server's answer at most, once in RETRY_SECONDS."""
 KNOWN_SECONDS = 1.0
 """For how long an answer holds: other engines save meanwhile, and a server may end."""
 MAX_KNOWN_BLOCKS = 2**17
+
+Answers = dict[bytes, bool]
+"""Block or state -> whether the server has it."""
 
 
 class LMCacheOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -58,12 +65,18 @@ def address_of(options: LMCacheOptions) -> Address:
 
 
 class LMCacheScheduler(BlockStore):
-    """Asks the server for a prompt's blocks, all of them at once, and remembers the answers for a moment."""
+    """Has a thread ask the server for a prompt's blocks, all of them at once, and remembers the answers for a moment.
+
+    Whoever waits for an answer waits beside the others, so a server that hangs holds up no step.
+    """
 
     def __init__(self, context: TransferContext) -> None:
         super().__init__(context)
         address = address_of(context.options)
         self._client = Client(address, LOOKUP_SECONDS)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-lookups")
+        self._wake: Callable[[], None] = lambda: None
+        self._lookups: dict[str, Future[Answers]] = {}
         self._known: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()
         self._use_names()
         if not address.is_local:
@@ -76,47 +89,94 @@ class LMCacheScheduler(BlockStore):
         super().new_weights(fingerprint)
         self._use_names()
 
+    @property
+    def is_asking(self) -> bool:
+        return not all(lookup.done() for lookup in self._lookups.values())
+
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        if self.context.config.loads:
-            size = self.context.block_size
-            self._ask(request.block_hashes[num_computed_tokens // size : (request.num_tokens - 1) // size])
+        if not self.context.config.loads:
+            return 0
+        size, lookup = self.context.block_size, self._lookups.get(request.request_id)
+        keys = request.block_hashes[num_computed_tokens // size : (request.num_tokens - 1) // size]
+        if lookup is None and self._is_news(keys):
+            lookup = self._thread.submit(self._look_up, self._names, keys)
+            self._lookups[request.request_id] = lookup
+            lookup.add_done_callback(lambda _: self._wake())
+        if lookup is not None:
+            if not lookup.done():
+                return None
+            del self._lookups[request.request_id]
+            for key, is_there in lookup.result().items():
+                self._remember(key, is_there)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def holds(self, key: bytes) -> bool:
         return self._known.get(key, (0.0, False))[1]
 
-    def _ask(self, keys: Sequence[bytes]) -> None:
-        """Know of these blocks, up to the first ones that are missing, whether all ranks' parts are there."""
-        now, batch = time.monotonic(), max(1, BATCH // self.num_ranks)
-        old = [key for key in keys if now - self._known.get(key, (-KNOWN_SECONDS, False))[0] >= KNOWN_SECONDS]
-        for start in range(0, len(old), batch):
-            asked = old[start : start + batch]
-            requests = [names.request(Command.EXIST, key) for key in asked for names in self._names]
+    def _is_news(self, keys: Sequence[bytes]) -> bool:
+        """Whether an answer that is needed here is missing, or old."""
+
+        def is_old(key: bytes) -> bool:
+            return key not in self._known or time.monotonic() - self._known[key][0] >= KNOWN_SECONDS
+
+        found = list(takewhile(self.holds, keys))
+        if any(map(is_old, keys[: len(found) + 1])):
+            return True
+        states = [state_name(key) for key in reversed(found)] if self.context.state_bytes else []
+        missing = list(takewhile(lambda name: not self.holds(name), states))
+        return any(map(is_old, states[: len(missing) + 1]))
+
+    def _look_up(self, names: Sequence[Names], keys: Sequence[bytes]) -> Answers:
+        """Whether all ranks' parts are there: of these blocks, up to the first ones that are missing, and of the states
+        behind them, from the last one back to the first ones that are there. Called by the look-ups' thread."""
+        answers: Answers = {}
+        batch = max(1, BATCH // len(names))
+
+        def ask(some: Sequence[bytes]) -> list[bool]:
+            requests = [name.request(Command.EXIST, key) for key in some for name in names]
             try:
                 found = self._client.exist(requests)
             except (OSError, ValueError):
                 found = [False] * len(requests)
-            for index, key in enumerate(asked):
-                is_there = all(found[index * self.num_ranks : (index + 1) * self.num_ranks])
-                self._remember(key, now, is_there)
-            if not all(found):
-                break
+            whole = [all(found[index : index + len(names)]) for index in range(0, len(found), len(names))]
+            answers.update(zip(some, whole))
+            return whole
 
-    def _remember(self, key: bytes, now: float, is_there: bool) -> None:
-        self._known[key] = now, is_there
+        for start in range(0, len(keys), batch):
+            if not all(ask(keys[start : start + batch])):
+                break
+        if self.context.state_bytes:
+            states = [state_name(key) for key in takewhile(lambda key: answers.get(key, False), keys)][::-1]
+            for start in range(0, len(states), batch):
+                if any(ask(states[start : start + batch])):
+                    break
+        return answers
+
+    def _remember(self, key: bytes, is_there: bool) -> None:
+        self._known[key] = time.monotonic(), is_there
         self._known.move_to_end(key)
         if len(self._known) > MAX_KNOWN_BLOCKS:
             self._known.popitem(last=False)
 
     def update_connector_output(self, load: Load, num_valid_blocks: int) -> None:
-        for key in load.keys[num_valid_blocks : num_valid_blocks + 1]:
-            self._remember(key, time.monotonic(), False)
+        for key in self.failed(load, num_valid_blocks):
+            self._remember(key, False)
+
+    def request_finished(self, request: Request, block_ids: BlockIds) -> bool:
+        self._lookups.pop(request.request_id, None)
+        return False
 
     def reset_cache(self) -> None:
         self._known.clear()
+        self._lookups.clear()
 
     def shutdown(self) -> None:
         self._client.close()
+        self._thread.shutdown(cancel_futures=True)
+        self._client.close()  # what a look-up has opened meanwhile
 
 
 class LMCacheWorker(QueuedSaves):
@@ -164,7 +224,7 @@ class LMCacheConnector(KVConnector):
     """kv_connector_extra_config: {"url": "lm://host:port", …}; see LMCacheOptions."""
 
     Options = LMCacheOptions
-    outlives_engine = moves_parts = takes_new_weights = True
+    outlives_engine = moves_parts = moves_states = takes_new_weights = True
     scheduler_side = LMCacheScheduler
     worker_side = LMCacheWorker
 

@@ -74,6 +74,14 @@ class Gate:
         return accepted(connection, self.server_tls, HANDSHAKE_SECONDS)
 
 
+def check_room(context: TransferContext) -> None:
+    """Raises ConfigError for a producer's buffer without room for a block, and for a state where layers keep one."""
+    num_bytes, block, state = context.options.buffer_bytes, context.block_bytes, context.state_bytes
+    if num_bytes < block + state:
+        what = f"one block takes {block}" + (f" and one state {state}" if state else "")
+        raise ConfigError(f"buffer_bytes is {num_bytes}, but {what}: give {context.config.kv_connector} more.")
+
+
 def addresses_of(config: KVTransferConfig, options: LookupBufferOptions) -> tuple[Address | None, list[Address]]:
     """Where this engine listens, and whom it asks. Raises ConfigError for what does not suit its role."""
     if config.saves != bool(options.address) or config.loads != bool(options.peers):

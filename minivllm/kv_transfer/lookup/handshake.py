@@ -17,7 +17,7 @@ from minivllm import __version__
 from minivllm.kv_transfer.connector import TransferContext
 from minivllm.kv_transfer.lookup.pipe import Pipe
 
-MAGIC = b"mvllmKV1"
+MAGIC = b"mvllmKV2"
 NONCE_BYTES = DIGEST_BYTES = 32
 
 
@@ -47,7 +47,7 @@ def identity_of(context: TransferContext, rank: int) -> bytes:
     block size and how layers are divided among workers; adapters and salts are part of the blocks' hashes.
     """
     groups = [[group.name, group.block_size] for group in context.groups]
-    parts = [context.block_bytes, context.num_ranks, rank]
+    parts = [context.block_bytes, context.state_bytes, context.num_ranks, rank]
     return hashlib.sha256(msgspec.json.encode([__version__, context.config.fingerprint, groups, parts])).digest()
 
 

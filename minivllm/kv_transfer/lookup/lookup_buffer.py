@@ -9,31 +9,30 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from threading import Lock
+from typing import NamedTuple
 
 from torch import Tensor
 
-from minivllm.errors import ConfigError
-
-Contents = tuple[Tensor, Callable[[], None]]
-"""A block, uint8 [block_bytes], which holds what it should once the function has returned."""
 Listener = Callable[[Sequence[bytes], Sequence[bytes]], None]
 """Hears which blocks have come and which have gone; called under the buffer's lock, so it must only take note."""
 
 
-class LookupBuffer:
-    """Any thread may call it, and none ever waits for a consumer: a full buffer drops blocks.
+class Contents(NamedTuple):
+    """A block, uint8, which holds what it should once ``wait`` has returned. num_bytes: over all workers."""
 
-    max_bytes: of all blocks. What was taken is dropped first, then what has waited longest.
+    data: Tensor
+    wait: Callable[[], None]
+    num_bytes: int
+
+
+class LookupBuffer:
+    """Any thread may call it, and none ever waits for a consumer: a full buffer drops blocks. A state is a block here.
+
+    max_bytes: of all blocks, over all workers. What was taken is dropped first, then what has waited longest.
     """
 
-    def __init__(self, max_bytes: int, block_bytes: int) -> None:
-        """block_bytes: over all workers, of whose parts max_bytes is the bound. Raises ConfigError if there is no room
-        for one block."""
-        self.max_blocks = max_bytes // block_bytes
-        if self.max_blocks < 1:
-            raise ConfigError(
-                f"buffer_bytes is {max_bytes}, but one block takes {block_bytes}: give the connector more."
-            )
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
         self._fresh: OrderedDict[bytes, Contents] = OrderedDict()
         self._taken: OrderedDict[bytes, Contents] = OrderedDict()
         self._listeners: list[Listener] = []
@@ -49,20 +48,23 @@ class LookupBuffer:
                 self._fresh[key] = self._taken.pop(key)
             return key in self._fresh
 
-    def insert(self, blocks: Sequence[tuple[bytes, Tensor]], wait: Callable[[], None]) -> None:
+    def insert(self, blocks: Sequence[tuple[bytes, Tensor]], wait: Callable[[], None], num_bytes: int) -> None:
         """Add the blocks of a step, the first ones of a prompt before its next ones; those that are here are left.
 
-        wait: returns once all of them hold what they should. Of blocks that do not all fit, the first ones stay: what
-        follows a missing block is of no use.
+        num_bytes: of each, over all workers, so that all of them keep the same ones. wait: returns once all hold what
+        they should. Of blocks that do not all fit, the first ones stay: what follows a missing block is of no use.
         """
         came, gone = [], []
         with self._lock:
-            for key, data in reversed(blocks[: self.max_blocks]):
+            for key, data in reversed(blocks[: self._max_bytes // num_bytes]):
                 if key in self._fresh or key in self._taken:
                     continue
-                if len(self) >= self.max_blocks:
-                    gone.append((self._taken or self._fresh).popitem(last=False)[0])
-                self._fresh[key] = (data, wait)
+                while self._num_bytes + num_bytes > self._max_bytes:
+                    oldest, dropped = (self._taken or self._fresh).popitem(last=False)
+                    self._num_bytes -= dropped.num_bytes
+                    gone.append(oldest)
+                self._fresh[key] = Contents(data, wait, num_bytes)
+                self._num_bytes += num_bytes
                 came.append(key)
             for listener in self._listeners:
                 listener(came, gone)

@@ -18,7 +18,7 @@ from minivllm.config import KVTransferConfig
 from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferContext
 from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, KVConnectorWorker, WorkerContext
 from minivllm.kv_transfer.lookup.catalogue import RETRY_SECONDS, Catalogue
-from minivllm.kv_transfer.lookup.gate import Gate, LookupBufferOptions, addresses_of, check
+from minivllm.kv_transfer.lookup.gate import Gate, LookupBufferOptions, addresses_of, check, check_room
 from minivllm.kv_transfer.lookup.handshake import Purpose
 from minivllm.kv_transfer.lookup.lookup_buffer import LookupBuffer
 from minivllm.kv_transfer.lookup.lookup_server import LookupServer
@@ -45,7 +45,7 @@ class LookupBufferScheduler(BlockStore):
         return [-1 if place is None else place for place in found]
 
     def update_connector_output(self, load: Load, num_valid_blocks: int) -> None:
-        for key in load.keys[num_valid_blocks : num_valid_blocks + 1]:
+        for key in self.failed(load, num_valid_blocks):
             self._catalogue.forget(key)
 
     def shutdown(self) -> None:
@@ -69,7 +69,8 @@ class LookupBufferWorker(KVConnectorWorker):
         self._buffer: LookupBuffer | None = None
         self._server: LookupServer | None = None
         if own is not None:
-            self._buffer = LookupBuffer(self._options.buffer_bytes, transfer.block_bytes)
+            check_room(transfer)
+            self._buffer = LookupBuffer(self._options.buffer_bytes)
             self._server = LookupServer(own.beside(transfer.rank), self._gate, self._buffer)
         self._deadlines: dict[str, float] = {}
         self._deadline = 0.0
@@ -140,7 +141,8 @@ class LookupBufferWorker(KVConnectorWorker):
 
     def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None], blocks: CacheBlocks) -> None:
         if self._buffer is not None:
-            self._buffer.insert(data, wait)
+            transfer = self.context.transfer
+            self._buffer.insert(data, wait, transfer.state_bytes if blocks is self.states else transfer.block_bytes)
 
     def shutdown(self) -> None:
         if self._server is not None:
@@ -155,7 +157,7 @@ class LookupBufferConnector(KVConnector):
     LookupBufferOptions."""
 
     Options = LookupBufferOptions
-    outlives_engine = moves_parts = True
+    outlives_engine = moves_parts = moves_states = True
     scheduler_side = LookupBufferScheduler
     worker_side = LookupBufferWorker
 

@@ -97,9 +97,8 @@ class LookupServer:
                 if contents is None:
                     pipe.send_tensor(key, None, deadline)
                     break
-                data, wait = contents
-                wait()
-                pipe.send_tensor(key, data, deadline)
+                contents.wait()
+                pipe.send_tensor(key, contents.data, deadline)
 
     def _tell(self, pipe: Pipe) -> None:
         """Send what comes and goes, until the consumer goes."""

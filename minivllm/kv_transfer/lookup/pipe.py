@@ -43,10 +43,11 @@ class DropSelect(msgspec.Struct, frozen=True, tag="drop_select"):
 
 
 class Block(msgspec.Struct, frozen=True, tag="block"):
-    """The answer for one block. num_bytes: of the contents that follow; 0 if it is missing, which ends the answer."""
+    """The answer for one block. num_bytes: of the contents that follow; None if it is missing, which ends the
+    answer."""
 
     key: Key
-    num_bytes: int
+    num_bytes: int | None
 
 
 class News(msgspec.Struct, frozen=True, tag="news"):
@@ -103,18 +104,18 @@ class Pipe:
 
     def send_tensor(self, key: bytes, data: Tensor | None, deadline: float) -> None:
         """data: uint8 [num_bytes] in host memory; None: the block is missing."""
-        self.send_message(Block(key, 0 if data is None else data.numel()), deadline)
+        self.send_message(Block(key, None if data is None else data.numel()), deadline)
         if data is not None:
             self.send(data.numpy().data, deadline)
 
     def receive_tensor(self, key: bytes, data: Tensor, deadline: float) -> bool:
         """Fill ``data``, uint8 [num_bytes], with the block that comes next; False if it is missing there."""
         block = self.receive_message(Block, deadline)
-        if block.key != key or block.num_bytes not in (0, data.numel()):
+        if block.key != key or block.num_bytes not in (None, data.numel()):
             raise ValueError("another block came than the one asked for")
         if block.num_bytes:
             self.receive_into(data.numpy().data, deadline)
-        return bool(block.num_bytes)
+        return block.num_bytes is not None
 
     @property
     def is_quiet(self) -> bool:
