@@ -120,8 +120,8 @@ class DisaggregatedOptions:
             raise ConfigError("--disaggregated chooses the connector itself: leave --kv-transfer-config out.")
         if args.data_parallel_size > 1:
             raise ConfigError("--disaggregated counts the servers of each kind itself: leave --data-parallel-size out.")
-        if args.nnodes > 1:
-            raise ConfigError("--disaggregated starts servers on one host: leave --nnodes out.")
+        if args.nnodes > 1 or args.executor == "ray":
+            raise ConfigError("--disaggregated starts servers on one host: leave --nnodes and Ray out.")
         if server.lora_directory is not None or server.cors_origins:
             raise ConfigError("--disaggregated goes with neither --lora-directory nor --cors-origin.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal, cast, get_args
 
 from minivllm.config.kv_transfer_config import KVTransferConfig, portable_transfer
@@ -20,7 +21,7 @@ DEVICES = ("auto", "cpu", "cuda")
 MODEL_IMPLS = ("auto", "minivllm", "transformers")
 QUANTIZATIONS = ("int8", "int4", "fp8")
 PERFORMANCE_MODES = ("throughput", "interactivity")
-ExecutorKind = Literal["uni", "mp", "external_launcher"]
+ExecutorKind = Literal["uni", "mp", "ray", "external_launcher"]
 CUDA_GRAPH_MODES = get_args(CudaGraphMode)
 # Method of speculative decoding -> the keys of speculative_config that it has for itself.
 _SPECULATIVE_KEYS: dict[Any, tuple[str, ...]] = {
@@ -36,6 +37,7 @@ _WANTED_MODELS = {
     "eagle": "an EAGLE head",
     "eagle3": "an EAGLE-3 head",
 }
+_NODES_BY_HAND = ("node_rank", "master_addr", "master_port", "node_key_file")
 SPECULATIVE_METHODS: tuple[str, ...] = tuple(_SPECULATIVE_KEYS)
 MAX_SPECULATIVE_TOKENS = 31
 
@@ -227,10 +229,15 @@ class EngineArgs:
     distributed_executor_backend: Annotated[
         str | None,
         "Where workers live: uni, in the engine's process, which is the default for one; mp, each in a process of its "
-        "own, whose end is told with its reason; external_launcher, in the processes of torchrun, which all run the "
-        "same script. What is plugged in then needs an import path, but for uni.",
+        "own, whose end is told with its reason; ray, the same on nodes of a Ray cluster, this one and others; "
+        "external_launcher, in the processes of torchrun, which all run the same script. What is plugged in then needs "
+        "an import path, but for uni.",
     ] = None
-    nnodes: Annotated[int, "Hosts that share the workers evenly; the same command runs on each of them."] = 1
+    nnodes: Annotated[
+        int,
+        "Hosts that share the workers evenly; the same command runs on each of them (with ray only on one, and 1 takes "
+        "as few as have room).",
+    ] = 1
     node_rank: Annotated[
         int, "Which of them this one is, from 0. The first one serves; the others run workers until it ends."
     ] = 0
@@ -302,7 +309,7 @@ class EngineArgs:
         self._check_workers()
         self._check_stages()
         self._check_nodes()
-        self._check_launcher()
+        self._check_backend()
         if self.performance_mode is not None:
             _choice("performance_mode", self.performance_mode, PERFORMANCE_MODES)
         if self.cudagraph_mode is not None:
@@ -393,24 +400,30 @@ class EngineArgs:
                 "a single worker: set only one of them."
             )
 
-    def _check_launcher(self) -> None:
-        """What goes with processes that torchrun started. Raises ConfigError."""
-        if self.executor != "external_launcher":
-            return
+    def _check_backend(self) -> None:
+        """What goes with processes that others start. Raises ConfigError."""
         others = {
-            "pipeline_parallel_size": self.pipeline_parallel_size > 1,
             "data_parallel_size": self.data_parallel_size > 1,
-            "multiprocess": self.multiprocess,
-            "async_scheduling": bool(self.async_scheduling),
-            "compile_in_background": bool(self.compile_in_background),
             "kv_transfer_config": self.kv_transfer_config is not None,
         }
+        if self.executor == "ray":
+            others |= {name: getattr(self, name) != getattr(EngineArgs, name) for name in _NODES_BY_HAND}
+        elif self.executor == "external_launcher":
+            others |= {
+                "pipeline_parallel_size": self.pipeline_parallel_size > 1,
+                "multiprocess": self.multiprocess,
+                "async_scheduling": bool(self.async_scheduling),
+                "compile_in_background": bool(self.compile_in_background),
+            }
+        else:
+            return
         for name, is_given in others.items():
             if is_given:
                 raise ConfigError(
-                    f"distributed_executor_backend is 'external_launcher', which does not go with {name}: leave that "
-                    "out."
+                    f"distributed_executor_backend is {self.executor!r}, which does not go with {name}: leave that out."
                 )
+        if self.executor == "ray" and find_spec("ray") is None:
+            raise ConfigError("distributed_executor_backend is 'ray', which needs Ray: pip install 'minivllm[ray]'.")
 
     def _check_nodes(self) -> None:
         """What goes with several hosts. Raises ConfigError."""
@@ -432,10 +445,12 @@ class EngineArgs:
                 f"pipeline_parallel_size {self.pipeline_parallel_size} make {self.num_workers} workers, which so many "
                 "nodes cannot share evenly."
             )
+        if self.executor == "ray":
+            return
         if self.executor != "mp":
             raise ConfigError(
                 f"nnodes is {self.nnodes}, but distributed_executor_backend={self.executor!r} is not made for that: "
-                "use 'mp'."
+                "use 'mp', or 'ray'."
             )
         if self.data_parallel_size > 1:
             raise ConfigError(

@@ -147,7 +147,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         family=args.family,
         model_impl=implementation,
         hf_overrides=overrides,
-        executor=args.executor,
+        executor="mp" if args.executor == "ray" else args.executor,  # Ray only says where
         kv_transfer=transfer,
         tensor_parallel_size=args.tensor_parallel_size,
         expert_parallel=args.enable_expert_parallel,
@@ -156,7 +156,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         heartbeat_timeout=args.heartbeat_timeout,
         data_parallel_size=args.data_parallel_size,
         nodes=None
-        if args.nnodes == 1
+        if args.nnodes == 1 or args.executor == "ray"
         else NodesConfig(
             nnodes=args.nnodes,
             node_rank=args.node_rank,

@@ -150,6 +150,7 @@ def load_core(args: EngineArgs) -> tuple[EngineCore, ModelFacts]:
     with without_collections():
         from minivllm.engine.core import EngineCore
         from minivllm.engine.resolve import resolve
+        from minivllm.engine_process.ray.executor import RayExecutor
         from minivllm.executor.multiproc import MultiprocExecutor
         from minivllm.executor.nodes.head import HeadNode
         from minivllm.executor.nodes.messages import settings_of
@@ -164,12 +165,16 @@ def load_core(args: EngineArgs) -> tuple[EngineCore, ModelFacts]:
             "distributed_executor_backend is 'external_launcher', which is for LLM and generate in the processes that "
             "torchrun started: here the engine has a process of its own."
         )
-    if args.executor == "mp":
-        config, facts = resolve(args.for_another_process())
-        nodes = None if config.nodes is None else HeadNode(config, settings_of(config))
-        return EngineCore(config, MultiprocExecutor(config, facts, nodes=nodes)), facts
+    if args.executor == "uni":
+        config, facts = resolve(args)
+        return EngineCore(config, UniProcExecutor(config, facts)), facts
+    args = args.for_another_process()
     config, facts = resolve(args)
-    return EngineCore(config, UniProcExecutor(config, facts)), facts
+    if args.executor == "ray":
+        executor = RayExecutor(args, config, facts)
+        return EngineCore(executor.config, executor), facts
+    nodes = None if config.nodes is None else HeadNode(config, settings_of(config))
+    return EngineCore(config, MultiprocExecutor(config, facts, nodes=nodes)), facts
 
 
 def run_node(args: EngineArgs) -> int:

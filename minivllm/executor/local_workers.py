@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +22,13 @@ from minivllm.executor.ring.broadcast_ring import RingWriter
 from minivllm.executor.wire.child_reports import FRONTEND_SIGNALS, describe_exit
 from minivllm.executor.wire.records import Channel, Start
 
-WORKER_COMMAND = (sys.executable, *["-O"] * sys.flags.optimize, "-P", "-m", "minivllm.executor.worker_process")
+
+def python_module(name: str) -> tuple[str, ...]:
+    """The command that runs a module as a process of its own."""
+    return (sys.executable, *["-O"] * sys.flags.optimize, "-P", "-m", name)
+
+
+WORKER_COMMAND = python_module("minivllm.executor.worker_process")
 
 
 class LocalWorkers:
@@ -70,26 +76,17 @@ class LocalWorkers:
             shared.close()
 
     def _start(self, start: Start, received: Any, command: Sequence[str]) -> None:
-        own, theirs = socket.socketpair()
-        channel = Channel(own, received)
-        self.channels.append(channel)
-        close_in_children(channel.fileno())
         reader = start.rank - self.ranks.start
-        descriptors = (theirs.fileno(), *self.ring.descriptors_of(reader))
-        # Ctrl-C goes to the whole process group: a worker begins with it blocked, until it can ignore it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FRONTEND_SIGNALS)
-        try:
-            process = subprocess.Popen(
-                [*command, *map(str, descriptors), str(reader), str(len(self.ring.arrived))],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # the command's own output is on 1
-                pass_fds=(*descriptors, *start.shared),
-                env=_environment(len(self.ranks)),
-            )
-            self.processes.append(process)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()
+        process, channel = start_process(
+            command,
+            received,
+            environment_of_children(len(self.ranks)),
+            self.ring.descriptors_of(reader),
+            [reader, len(self.ring.arrived)],
+            start.shared,
+        )
+        self.processes.append(process)
+        self.channels.append(channel)
         try:
             channel.send(start)
         except OSError:
@@ -111,8 +108,44 @@ class LocalWorkers:
         self.ring.close()
 
 
-def _environment(num_workers: int) -> dict[str, str]:
-    """Of a worker: this one's, with the places modules come from, and its share of the cores."""
+def start_process(
+    command: Sequence[str],
+    received: Any,
+    environment: Mapping[str, str],
+    descriptors: Sequence[int] = (),
+    arguments: Sequence[int] = (),
+    more_descriptors: Sequence[int] = (),
+) -> tuple[subprocess.Popen[bytes], Channel]:
+    """Start a process that begins with ``worker_process.begin``, and a channel to it, whose end is its life line.
+
+    Its arguments are its end of the channel, descriptors that it inherits, and other numbers. received: the type of
+    what comes from it. more_descriptors: are inherited, too.
+    """
+    own, theirs = socket.socketpair()
+    channel = Channel(own, received)
+    close_in_children(channel.fileno())
+    # Ctrl-C goes to the whole process group: a process begins with it blocked, until it can ignore it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FRONTEND_SIGNALS)
+    try:
+        process = subprocess.Popen(
+            [*command, *map(str, (theirs.fileno(), *descriptors, *arguments))],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # the command's own output is on 1
+            pass_fds=(theirs.fileno(), *descriptors, *more_descriptors),
+            env=environment,
+        )
+    except BaseException:
+        forget_descriptor(channel.fileno())
+        channel.close()
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        theirs.close()
+    return process, channel
+
+
+def environment_of_children(num_workers: int = 1) -> dict[str, str]:
+    """This process's, with the places modules come from, and a worker's share of the cores."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     if num_workers > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_workers)))

@@ -26,19 +26,25 @@ def end_with(descriptor: int) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    """``python -m minivllm.executor.worker_process SOCKET MEMORY ARRIVED FREED READER READERS``: four inherited
-    descriptors, and the worker's place at the ring."""
-    descriptor, memory, arrived, freed, reader, readers = (int(argument) for argument in sys.argv[1:7])
-    for inherited in (descriptor, memory, arrived, freed):
-        os.set_inheritable(inherited, False)
-        close_in_children(inherited)
-    # What they mean is for the frontend to decide. They were blocked so far, see WorkerGroup.
+def begin(descriptor: int, *inherited: int) -> None:
+    """What a process does first that ``start_process`` has started. descriptor: of its life line. inherited: others,
+    which its own children must not have."""
+    for one in (descriptor, *inherited):
+        os.set_inheritable(one, False)
+        close_in_children(one)
+    # What they mean is for the frontend to decide. They were blocked so far, see start_process.
     for number in FRONTEND_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FRONTEND_SIGNALS)
     faulthandler.enable(all_threads=True)
     threading.Thread(target=end_with, args=(descriptor,), name="engine watch", daemon=True).start()
+
+
+def main() -> None:
+    """``python -m minivllm.executor.worker_process SOCKET MEMORY ARRIVED FREED READER READERS``: four inherited
+    descriptors, and the worker's place at the ring."""
+    descriptor, memory, arrived, freed, reader, readers = (int(argument) for argument in sys.argv[1:7])
+    begin(descriptor, memory, arrived, freed)
     # Importing torch takes seconds.
     from minivllm.executor.ring.broadcast_ring import RingReader
     from minivllm.executor.wire.records import Channel, ToWorker

@@ -42,16 +42,21 @@ _BAD_HANDSHAKES = (
 
 
 class NodeAgent:
-    """One node's side. command: of its workers."""
+    """One node's side. command: of its workers. secret: in place of that of the key file."""
 
     def __init__(
-        self, config: EngineConfig, settings: Mapping[str, str], command: Sequence[str] = WORKER_COMMAND
+        self,
+        config: EngineConfig,
+        settings: Mapping[str, str],
+        command: Sequence[str] = WORKER_COMMAND,
+        secret: bytes = b"",
     ) -> None:
         """Raises ConfigError for an address or a key that cannot be."""
         assert config.nodes is not None
         self._config, self._command, self._node = config, command, config.nodes
         self._hello = Hello(config.nodes.node_rank, messages.versions(), dict(settings))
-        self._host, self._secret = find_host(config.nodes.master_addr), read_key(config.nodes.key_file)
+        self._host = find_host(config.nodes.master_addr)
+        self._secret = secret or read_key(config.nodes.key_file)
         self._where = f"{config.nodes.master_addr}, port {config.nodes.master_port}"
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(messages.ToNode)

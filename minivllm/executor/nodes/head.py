@@ -14,6 +14,7 @@ import subprocess
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -81,14 +82,37 @@ class _Node:
         return f"node {self.number} ({self.address})"
 
 
-class HeadNode:
-    """Waits for all nodes. Raises ConfigError if it cannot listen, or if a node has another model, other settings or
-    versions; that node is told the same."""
+class NodeStarter(Protocol):
+    """What starts the other nodes, where nobody does so by hand."""
 
-    def __init__(self, config: EngineConfig, settings: Mapping[str, str]) -> None:
+    def start(self, port: int) -> None:
+        """Start them: the first node listens at this port."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when there is news."""
+
+    def take_news(self) -> None:
+        """Raises what keeps a node from taking part."""
+
+
+class HeadNode:
+    """Waits for all nodes. secret: in place of that of the key file. starter: of the other nodes. A master_port of 0
+    takes a free one.
+
+    Raises ConfigError if it cannot listen, or if a node has another model, other settings or versions, which that node
+    is told, too; and what the starter raises.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        settings: Mapping[str, str],
+        secret: bytes = b"",
+        starter: NodeStarter | None = None,
+    ) -> None:
         assert config.nodes is not None
         self._config, self._node, self._settings = config, config.nodes, dict(settings)
-        host, secret = messages.find_host(config.nodes.master_addr), read_key(config.nodes.key_file)
+        host, secret = messages.find_host(config.nodes.master_addr), secret or read_key(config.nodes.key_file)
         self.network = Network(host, secret)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(messages.FromNode)
@@ -114,7 +138,7 @@ class HeadNode:
         for source in (self._router, self._monitor):
             self._poller.register(source, zmq.POLLIN)
         try:
-            self._wait_for_nodes()
+            self._wait_for_nodes(starter)
         except BaseException:
             self.close()
             raise
@@ -127,14 +151,16 @@ class HeadNode:
                 close_in_children(end.fileno())
             self._poller.register(far.fileno(), zmq.POLLIN)
 
-    def _wait_for_nodes(self) -> None:
+    def _wait_for_nodes(self, starter: NodeStarter | None) -> None:
         expected, named = set(range(1, self._node.nnodes)), set[int]()
+        port = int(self._router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        if starter is not None:
+            starter.start(port)
+            self._poller.register(starter.fileno(), zmq.POLLIN)
         while missing := expected - {node.number for node in self._nodes.values()}:
             if missing != named:
                 names = ", ".join(map(str, sorted(missing)))
-                logger.info(
-                    "Waiting at %s, port %d, for node %s …", self._node.master_addr, self._node.master_port, names
-                )
+                logger.info("Waiting at %s, port %d, for node %s …", self._node.master_addr, port, names)
                 named = missing
             events = dict(self._poller.poll())
             if self._monitor in events:
@@ -142,6 +168,10 @@ class HeadNode:
                     del self._nodes[node.identity]
             if self._router in events:
                 self._greet()
+            if starter is not None and starter.fileno() in events:
+                starter.take_news()
+        if starter is not None:
+            self._poller.unregister(starter.fileno())
 
     def _greet(self) -> None:
         """Take in a node that says hello."""

@@ -1,0 +1,5 @@
+"""An engine on the nodes of a Ray cluster: Ray places and starts, all else goes over connections of our own.
+
+May import: config, engine, executor, executor.nodes, executor.wire, model_facts.
+Door: `RayExecutor` in executor.py.
+"""
