@@ -33,8 +33,10 @@ from minivllm import LLM, EngineArgs, SamplingParams
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.config import EngineConfig
 from minivllm.distributed.communicator import Communicator
+from minivllm.distributed.other_workers import OtherWorkers
+from minivllm.distributed.segment import open_segment
 from minivllm.distributed.shard import Shard
-from minivllm.distributed.shared_memory import SharedMemoryCommunicator, open_segment
+from minivllm.distributed.shared_memory import SharedMemoryCommunicator
 from minivllm.engine.core import EngineCore
 from minivllm.engine.resolve import resolve
 from minivllm.engine_process.client import InProcessClient
@@ -187,7 +189,7 @@ def heads_of(size: int) -> list[tuple[int, int]]:
 
 def is_possible(size: int) -> bool:
     try:
-        check_layout(smollm2, size, None, False)
+        check_layout(smollm2, size, None, None)
     except ConfigError:
         return False
     return True
@@ -258,7 +260,8 @@ class ThreadExecutor:
         self.vocab_size, self.transfers = facts.vocab_size, TransferInbox()
         self.pids = [os.getpid()] * len(ranks)
         self._threads = [ThreadPoolExecutor(1) for _ in ranks]
-        self.workers = [Worker(config, facts, self.transfers.put, communicator) for communicator in ranks]
+        others = [OtherWorkers(communicator=communicator) for communicator in ranks]
+        self.workers = [Worker(config, facts, self.transfers.put, one) for one in others]
         self.collective("load_model")
         self.sized = self.collective("size_cache")
         self.kv_groups = self.sized[0]

@@ -40,6 +40,8 @@ _WANTED_MODELS = {
 _NODES_BY_HAND = ("node_rank", "master_addr", "master_port", "node_key_file")
 SPECULATIVE_METHODS: tuple[str, ...] = tuple(_SPECULATIVE_KEYS)
 MAX_SPECULATIVE_TOKENS = 31
+DRAFTERS_APART = ("ngram", "suffix", "draft_model")
+"""Methods that never run layers of the model which they guess for."""
 
 
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -220,7 +222,8 @@ class EngineArgs:
     tensor_parallel_size: Annotated[int, "Workers that divide every layer, each in a process of its own; on a CPU."] = 1
     enable_expert_parallel: Annotated[
         bool,
-        "Of mixtures of experts, give each of several workers all of some experts, in place of a part of every one.",
+        "Of mixtures of experts, give each of several workers all of some experts, in place of a part of every one. "
+        "With data_parallel_size the workers of all engines divide the experts, and take every step together.",
     ] = False
     pipeline_parallel_size: Annotated[
         int,
@@ -250,7 +253,8 @@ class EngineArgs:
     ] = None
     data_parallel_size: Annotated[
         int,
-        "Engines that each hold the whole model and share the requests, each in a process of its own. They divide the "
+        "Engines that each hold the whole model (all but experts with enable_expert_parallel) and share the requests, "
+        "each in a process of its own. They divide the "
         "cores (unless OMP_NUM_THREADS is set) and the memory of a KV cache without a size of its own; max_num_seqs "
         "and other limits are those of each. On a CPU.",
     ] = 1
@@ -359,6 +363,7 @@ class EngineArgs:
                 )
         if self.async_scheduling not in (None, True, False):
             raise ConfigError(f"async_scheduling is {self.async_scheduling!r}, but must be True, False or None.")
+        self._check_shared_experts()
         if self.async_scheduling and self.speculative_config is not None:
             raise ConfigError(
                 "async_scheduling schedules a step before the last token is known, but speculative_config guesses what "
@@ -371,6 +376,16 @@ class EngineArgs:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def num_sharing_experts(self) -> int:
+        """Workers that divide the experts of a layer, with enable_expert_parallel: those of all engines."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether several engines divide the experts."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
     def executor(self) -> ExecutorKind:
         """Where the workers live."""
         chosen = self.distributed_executor_backend or ("uni" if self.num_workers == 1 else "mp")
@@ -379,16 +394,35 @@ class EngineArgs:
     def _check_workers(self) -> None:
         """What goes with several workers. Raises ConfigError."""
         _choice("distributed_executor_backend", self.executor, get_args(ExecutorKind))
-        if self.tensor_parallel_size == 1 and self.enable_expert_parallel:
+        if self.num_sharing_experts == 1 and self.enable_expert_parallel:
             raise ConfigError(
-                "enable_expert_parallel divides experts among workers, but tensor_parallel_size is 1: raise that, or "
-                "leave it out."
+                "enable_expert_parallel divides experts among workers, but tensor_parallel_size and data_parallel_size "
+                "are 1: raise one of them, or leave it out."
             )
         if self.tensor_parallel_size > 1 and self.executor == "uni":
             raise ConfigError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}, but distributed_executor_backend='uni' has a "
                 "single worker: set only one of them."
             )
+
+    def _check_shared_experts(self) -> None:
+        """What goes with engines that share experts. Raises ConfigError."""
+        if not self.shares_experts:
+            return
+        method = (self.speculative_config or {}).get("method")
+        others = {
+            "pipeline_parallel_size": self.pipeline_parallel_size > 1,
+            "disable_custom_all_reduce": self.disable_custom_all_reduce,
+            "kv_transfer_config": self.kv_transfer_config is not None,
+            "compile_in_background": bool(self.compile_in_background),
+            f"the speculative method {method!r}": method not in (None, *DRAFTERS_APART),
+        }
+        for name, is_given in others.items():
+            if is_given:
+                raise ConfigError(
+                    f"data_parallel_size with enable_expert_parallel divides experts among engines that take every "
+                    f"step together, which does not go with {name}: leave one of them out."
+                )
 
     def _check_stages(self) -> None:
         """What goes with stages. Raises ConfigError."""

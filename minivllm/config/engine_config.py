@@ -73,11 +73,11 @@ class EngineConfig:
     attention_backend, logits_processors: see EngineArgs. async_scheduling: one step more is in flight. family,
     model_impl, hf_overrides: what workers in other processes read the model's configuration with. executor: whether
     the worker lives in the engine's process ("uni") or in one of its own ("mp"). kv_transfer: None where no keys and
-    values travel. tensor_parallel_size: workers that divide every layer. expert_parallel: each of them has all of
-    some experts. pipeline_parallel_size: stages that the layers are dealt out to, each with so many workers.
-    custom_all_reduce: they add up in shared memory, not through gloo. heartbeat_timeout: how long a step may take
-    [seconds]. data_parallel_size: engines that share the machine, each with the whole model. nodes: None on one
-    host."""
+    values travel. tensor_parallel_size: workers that divide every layer. expert_parallel: the workers of all engines
+    have all of some experts each. pipeline_parallel_size: stages that the layers are dealt out to, each with so many
+    workers. custom_all_reduce: they add up in shared memory, not through gloo. heartbeat_timeout: how long a step may
+    take [seconds]. data_parallel_size: engines that share the machine, each with the whole model, or all of it but
+    experts. nodes: None on one host."""
 
     model: str
     model_path: str
@@ -110,6 +110,11 @@ class EngineConfig:
     heartbeat_timeout: float = 300.0
     data_parallel_size: int = 1
     nodes: NodesConfig | None = None
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the workers of several engines divide the experts."""
+        return self.expert_parallel and self.data_parallel_size > 1
 
     @property
     def num_workers(self) -> int:

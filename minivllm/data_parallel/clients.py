@@ -162,6 +162,10 @@ class AsyncDataParallelClient:
         if self._over.is_set() or client is not one.client or not one.is_up:
             return
         one.died()
+        if self.config.shares_experts:  # none can take a step without the others
+            for other in self._replicas:
+                other.died()
+                other.client.kill()
         lost = self._router.lose(one.index)
         num_up = sum(other.is_up for other in self._replicas)
         if num_up == 0:
@@ -233,6 +237,8 @@ class AsyncDataParallelClient:
 
     def terminate(self) -> None:
         """End the engine processes before ``start``. Blocks until they have ended."""
+        if self.config.shares_experts:
+            self.kill()  # one after the other they would wait for one another
         for one in self._replicas:
             one.client.terminate()
 

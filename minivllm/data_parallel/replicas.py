@@ -7,8 +7,10 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from minivllm.config import EngineArgs
+from minivllm.distributed.lockstep import open_places
 from minivllm.engine_process.connection import EngineConnection
 from minivllm.engine_process.process_clients import AsyncProcessClient
 
@@ -48,6 +50,30 @@ def start_engines(connect: Connect, count: int) -> list[EngineConnection]:
         for connection in connections:
             connection.close()
         raise
+    return connections
+
+
+def start_together(connect: Callable[..., EngineConnection], args: EngineArgs) -> list[EngineConnection]:
+    """Start engines that share experts, which cannot load or warm up without one another. If one cannot, none is left,
+    and its error is raised. connect: starts the one of a place."""
+    places = open_places(args.data_parallel_size, args.num_workers)
+    connections: list[EngineConnection] = []
+    try:
+        connections += (connect(place=place) for place in places)
+        with ThreadPoolExecutor(len(connections)) as threads:
+            waits = [threads.submit(one.wait_until_ready) for one in connections]
+            for ready in as_completed(waits):
+                if ready.exception() is not None:
+                    for one in connections:
+                        one.process.kill()
+                    ready.result()
+    except BaseException:
+        for one in connections:
+            one.process.kill()
+            one.close()
+        raise
+    finally:
+        places[0].close()
     return connections
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from minivllm.distributed.link import StageLinks, open_link
-from minivllm.distributed.shared_memory import Segment, open_segment, segment_descriptors
+from minivllm.distributed.segment import Segment, open_segment, segment_descriptors
 
 
 class SharedLinks:

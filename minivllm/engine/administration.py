@@ -167,4 +167,5 @@ class Administration:
             )
         while core.has_work():  # steps in flight, and the workers have not heard yet of all who finished
             core.step()
+        core.settle()
         self.reset_prefix_cache()

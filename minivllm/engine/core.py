@@ -6,10 +6,12 @@ Everything else is where the parts live and how they are reached; what operators
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minivllm.config import EngineConfig
+from minivllm.distributed.lockstep import Lockstep
 from minivllm.engine.background_builds import BackgroundBuilds
 from minivllm.errors import RequestError
 from minivllm.kv_cache.group_manager import make_group
@@ -18,7 +20,14 @@ from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.kv_transfer.connector import make_scheduler_side
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.lora.registry import AdapterAdmission, AdapterRegistry
-from minivllm.messages import EngineOutput, EngineRequest, LoRARequest, ModelRunnerOutput, SchedulerOutput
+from minivllm.messages import (
+    EngineOutput,
+    EngineRequest,
+    LoRARequest,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    TokenMasks,
+)
 from minivllm.profiling.spans import span, spanned
 from minivllm.profiling.trace_recorder import TraceRecorder
 from minivllm.request import Request
@@ -33,7 +42,8 @@ if TYPE_CHECKING:
 class EngineCore:
     """Owns the scheduler and the executor. One thread drives it.
 
-    is_asleep: the workers have no memory for requests (see Administration.sleep). adapters: None without LoRA.
+    lockstep: with the engines that it shares experts with. is_asleep: the workers have no memory for requests (see
+    Administration.sleep). adapters: None without LoRA.
 
     The steps in flight are handed to the workers, their results not consumed yet: one for each stage of a pipeline, and
     one more with async scheduling. (The batch queue of vLLM V1.) Blocks are safe to reuse for two reasons: results are
@@ -42,9 +52,9 @@ class EngineCore:
     writes its own keys and values over those that the late step left there.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor, lockstep: Lockstep | None = None) -> None:
         self.config = config
-        self.executor = executor
+        self.executor, self._lockstep = executor, lockstep
         kv_cache = KVCacheManager(
             [make_group(group, config.scheduler.longest_chunk) for group in executor.kv_groups],
             max_model_len=config.scheduler.max_model_len,
@@ -75,17 +85,18 @@ class EngineCore:
         self._builds = BackgroundBuilds(executor.collective) if config.compile_in_background else None
 
     @spanned("step")
-    def step(self) -> list[EngineOutput]:
+    def step(self, may_schedule: bool = True) -> list[EngineOutput]:
         """Decide who computes how many tokens, have them computed, and take note of the results.
 
         With async scheduling the results are those of the step before, while the workers run the one decided on now.
+        may_schedule: False for a step of other engines only, see Lockstep.
         """
         outputs: list[EngineOutput] = []
         self.take_transfers()
         self._release_blocked_requests()
         if self._builds is not None:
             self._builds.poll()
-        while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
+        while may_schedule and len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
             with span("schedule"):
                 step = self.scheduler.schedule()
             if step.is_empty:  # everybody waits: for a token in flight, for a grammar, for keys and values
@@ -93,9 +104,9 @@ class EngineCore:
                 is_loading = self.scheduler.loads.num_transfers > 0 or self._connector.is_asking
                 self._is_stalled = is_loading and not self._in_flight and not self.structured_output.has_blocked
                 break
-            token_masks = self.structured_output.start_masks(step, self.scheduler.requests)
-            with span("dispatch", step):
-                self._in_flight.append((step, self.executor.execute_model(step, token_masks)))
+            self._dispatch(step, self.structured_output.start_masks(step, self.scheduler.requests))
+        if self.is_behind and len(self._in_flight) < self._max_in_flight:
+            self._dispatch(SchedulerOutput())
         if self._in_flight:
             with span("wait"):
                 step, pending = self._in_flight.popleft()
@@ -104,9 +115,32 @@ class EngineCore:
         self.scheduler.set_draft_token_ids(self.structured_output.jump_ahead(self.scheduler.running))
         return outputs
 
+    def _dispatch(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> None:
+        if self._lockstep is not None:
+            self._lockstep.begin()
+        with span("dispatch", step):
+            self._in_flight.append((step, self.executor.execute_model(step, token_masks)))
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether engines that share experts with this one have begun a step in which it must take part."""
+        return self._lockstep is not None and not self.is_asleep and self._lockstep.is_behind
+
+    def settle(self, for_good: bool = False) -> None:
+        """Wait until no engine that shares experts with this one has a step in flight; see Lockstep."""
+        if self._lockstep is not None:
+            self._lockstep.settle(lambda: self.step(may_schedule=False), for_good)
+
     @spanned("output")
     def _update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineOutput]:
         return self.scheduler.update_from_output(step, output)
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, from any thread, when others make a step necessary: keys and values, or engines."""
+        if self.config.kv_transfer is not None:
+            self.executor.transfers.wake = wake
+        if self._lockstep is not None:
+            self._lockstep.listen(wake)
 
     def take_transfers(self, may_wait: bool = False) -> None:
         """Take in what connectors report. may_wait: there is nothing to do before the next report, so wait for it."""
@@ -122,7 +156,7 @@ class EngineCore:
             self.take_transfers(may_wait=True)
 
     def _release_blocked_requests(self) -> None:
-        may_wait = not self.scheduler.running and not self._in_flight
+        may_wait = not self.scheduler.running and not self._in_flight and not self.is_behind
         for request, error in self.structured_output.poll(may_wait):
             if error is None:
                 self.scheduler.unblock_request(request.request_id)
@@ -167,7 +201,7 @@ class EngineCore:
 
         Not while everybody waits for keys and values: ``executor.transfers`` wakes whoever waits when they are there.
         """
-        return (self.scheduler.has_requests() and not self._is_stalled) or bool(self._in_flight)
+        return (self.scheduler.has_requests() and not self._is_stalled) or bool(self._in_flight) or self.is_behind
 
     def load_adapter(self, adapter: LoRARequest) -> str:
         """Have an adapter in memory; the digest of what it holds. Raises RequestError if it cannot be served."""

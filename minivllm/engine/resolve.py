@@ -180,6 +180,10 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         cache_dtype,
         cache_reason,
     )
+    if config.expert_parallel:
+        together = "s, which take every step together" if config.shares_experts else ""
+        num_workers, num_engines = args.num_sharing_experts, config.data_parallel_size
+        logger.info("Whole experts are dealt out to %d workers, of %d engine%s.", num_workers, num_engines, together)
     return config, decoder
 
 
@@ -199,21 +203,22 @@ def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
             "device='cpu', or a server for each GPU."
         )
     size = args.tensor_parallel_size
-    if size == 1:
+    if size == 1 and not args.shares_experts:
         return
     if device != "cpu":
         raise ConfigError(
             f"tensor_parallel_size is {size}, but workers divide a model on a CPU only: use device='cpu'."
         )
-    stored = facts.quantization
-    if stored is not None and any(form.layout == "int8" and form.rounds_inputs for _, form in stored.formats):
+    formats = () if facts.quantization is None else facts.quantization.formats
+    if size > 1 and any(form.layout == "int8" and form.rounds_inputs for _, form in formats):
         raise ConfigError(
             f"tensor_parallel_size is {size}, but this checkpoint rounds the inputs of its layers to int8, with one "
             f"scale for all of a token's, and a worker may see a part of them: use 1, or the unquantised model with "
             f"quantization='int8'."
         )
     if isinstance(facts, DecoderConfig):
-        check_layout(facts, size, args.quantization, args.enable_expert_parallel)
+        num_sharing = args.num_sharing_experts if args.enable_expert_parallel else None
+        check_layout(facts, size, args.quantization, num_sharing)
     elif args.enable_expert_parallel:
         raise ConfigError(
             "enable_expert_parallel deals out whole experts, but workers divide every expert of a model that "

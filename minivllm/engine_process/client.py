@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from minivllm.config import EngineArgs, EngineConfig
+from minivllm.distributed.lockstep import EnginePlace, Lockstep
 from minivllm.engine.administration import Administration
 from minivllm.engine.openmp import choose_wait_policy
 from minivllm.errors import ConfigError, EngineDeadError
@@ -143,8 +144,8 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def load_core(args: EngineArgs) -> tuple[EngineCore, ModelFacts]:
-    """Load the model into this process. Raises ConfigError or ModelError."""
+def load_core(args: EngineArgs, place: EnginePlace | None = None) -> tuple[EngineCore, ModelFacts]:
+    """Load the model into this process. place: among engines that share experts. Raises ConfigError or ModelError."""
     choose_wait_policy()
     logger.info("Importing torch …")
     with without_collections():
@@ -165,16 +166,17 @@ def load_core(args: EngineArgs) -> tuple[EngineCore, ModelFacts]:
             "distributed_executor_backend is 'external_launcher', which is for LLM and generate in the processes that "
             "torchrun started: here the engine has a process of its own."
         )
+    lockstep = None if place is None else Lockstep(place)
     if args.executor == "uni":
         config, facts = resolve(args)
-        return EngineCore(config, UniProcExecutor(config, facts)), facts
+        return EngineCore(config, UniProcExecutor(config, facts, place), lockstep), facts
     args = args.for_another_process()
     config, facts = resolve(args)
     if args.executor == "ray":
         executor = RayExecutor(args, config, facts)
         return EngineCore(executor.config, executor), facts
     nodes = None if config.nodes is None else HeadNode(config, settings_of(config))
-    return EngineCore(config, MultiprocExecutor(config, facts, nodes=nodes)), facts
+    return EngineCore(config, MultiprocExecutor(config, facts, nodes=nodes, place=place), lockstep), facts
 
 
 def run_node(args: EngineArgs) -> int:

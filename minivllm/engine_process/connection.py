@@ -25,6 +25,7 @@ from types import MappingProxyType
 import zmq
 
 from minivllm.config import EngineArgs
+from minivllm.distributed.lockstep import EnginePlace
 from minivllm.engine import wire
 from minivllm.errors import EngineDeadError
 from minivllm.executor.wire.child_reports import FRONTEND_SIGNALS, describe_exit
@@ -48,8 +49,8 @@ class EngineConnection:
 
     Raises what the engine raised if it cannot start: ConfigError, ModelError, or EngineDeadError with a traceback.
     command: what to run instead of this package's engine; it gets two file descriptors as further arguments.
-    environment: variables of the process besides those of this one. wait: return when the engine serves; otherwise
-    ``wait_until_ready`` must be called before anything else.
+    environment: variables of the process besides those of this one. place: among engines that share experts. wait:
+    return when the engine serves; otherwise ``wait_until_ready`` must be called before anything else.
     """
 
     ready: wire.Ready
@@ -60,6 +61,7 @@ class EngineConnection:
         command: Sequence[str] = ENGINE_COMMAND,
         *,
         environment: Mapping[str, str] = MappingProxyType({}),
+        place: EnginePlace | None = None,
         wait: bool = True,
     ) -> None:
         self.args = args.for_another_process()
@@ -83,7 +85,7 @@ class EngineConnection:
                     [*command, str(start_read), str(life_write)],
                     stdin=subprocess.DEVNULL,
                     stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
-                    pass_fds=(start_read, life_write),
+                    pass_fds=(start_read, life_write, *(() if place is None else place.descriptors)),
                     env={
                         **os.environ,
                         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -105,7 +107,7 @@ class EngineConnection:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
-            self._send_start()
+            self._send_start(place)
         except BaseException:
             self.close()
             raise
@@ -123,12 +125,13 @@ class EngineConnection:
         path.chmod(0o600)
         return socket
 
-    def _send_start(self) -> None:
+    def _send_start(self, place: EnginePlace | None) -> None:
         start = wire.Start(
             args=self.args,
             directory=str(self._directory),
             identity=self._identity,
             log_level=logging.getLogger("minivllm").getEffectiveLevel(),
+            place=place,
         )
         data = self._codec.encode(start)
         try:

@@ -78,6 +78,7 @@ class EngineProcess:
                 self._load()
                 input_thread.start()
                 self._run_busy_loop(self.core)
+                self.core.settle(for_good=True)
                 self.core.shutdown()
             except BaseException as error:
                 if not isinstance(error, MinivllmError):
@@ -100,11 +101,10 @@ class EngineProcess:
     def _load(self) -> None:
         from minivllm.engine_process.client import load_core
 
-        self._core, facts = load_core(self._start.args)
+        self._core, facts = load_core(self._start.args, self._start.place)
         self._core.executor.when_dead(self._inputs.put)
-        if self._core.config.kv_transfer is not None:
-            # A message that aborts nobody wakes the loop, which looks for what has travelled in every step.
-            self._core.executor.transfers.wake = lambda: self._inputs.put(wire.Abort([]))
+        # A message that aborts nobody wakes the loop, which looks for what others have done in every step.
+        self._core.listen(lambda: self._inputs.put(wire.Abort([])))
         # What exists now lives as long as the process. Collections that the loop triggers should not walk through it.
         gc.collect()
         gc.freeze()
@@ -121,14 +121,14 @@ class EngineProcess:
     def _run_busy_loop(self, core: EngineCore) -> None:
         """Until the frontend has gone: take in what came, then run a step. Waits only while there is nothing to do."""
         while self._take_in(core):
-            if not self._paused:
-                outputs = core.step()
+            if not self._paused or core.is_behind:
+                outputs = core.step(may_schedule=not self._paused)
                 if outputs:
                     self._outputs.put(wire.Outputs(outputs))
 
     def _take_in(self, core: EngineCore) -> bool:
         """Empty the input queue; False if it is time to stop."""
-        block = self._paused or not core.has_work()
+        block = not (core.is_behind if self._paused else core.has_work())
         while True:
             try:
                 item = self._inputs.get(block=block, timeout=IDLE_SECONDS if self._has_worked else None)

@@ -15,6 +15,7 @@ import msgspec
 
 from minivllm.compilation.package_builds import close_in_children, forget_descriptor
 from minivllm.config import EngineConfig
+from minivllm.distributed.lockstep import EnginePlace
 from minivllm.distributed.secure_sockets import Network
 from minivllm.distributed.shared_links import SharedLinks
 from minivllm.errors import EngineDeadError
@@ -35,7 +36,8 @@ class LocalWorkers:
     """The processes of this host's ranks, the ring that all of them read, and a channel to each, in order of rank.
 
     received: the type of what comes from them. network: how they reach other nodes, if there are some. more_readers: of
-    the ring, besides the workers. Raises EngineDeadError if a worker ends before it is told what to do.
+    the ring, besides the workers. place: of this engine among those that share experts. Raises EngineDeadError if a
+    worker ends before it is told what to do.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class LocalWorkers:
         command: Sequence[str] = WORKER_COMMAND,
         network: Network | None = None,
         more_readers: int = 0,
+        place: EnginePlace | None = None,
     ) -> None:
         self.ranks = config.local_ranks
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -56,7 +59,9 @@ class LocalWorkers:
             size=config.num_workers,
             log_level=logging.getLogger("minivllm").getEffectiveLevel(),
             network=network,
+            place=place,
         )
+        inherited = [] if place is None else place.descriptors
         shared = SharedLinks(
             config.tensor_parallel_size, config.pipeline_parallel_size, not config.custom_all_reduce, self.ranks
         )
@@ -66,7 +71,7 @@ class LocalWorkers:
                     "segment": shared.segment(rank),
                     "rendezvous": shared.rendezvous(rank),
                     "links": shared.links(rank),
-                    "shared": shared.descriptors(rank),
+                    "shared": [*shared.descriptors(rank), *inherited],
                 }
                 self._start(msgspec.structs.replace(start, rank=rank, **own), received, command)
         except BaseException:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from minivllm.config import EngineConfig
+from minivllm.distributed.lockstep import EnginePlace
 from minivllm.distributed.secure_sockets import Network
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executor.local_workers import WORKER_COMMAND, LocalWorkers
@@ -98,10 +99,16 @@ Heard = Output | Answer | Report | Log | Whereabouts | Sampled | Listening
 
 
 class WorkerGroup:
-    """Worker processes, the ring to them, and the thread that listens to them. nodes: where others of them are."""
+    """Worker processes, the ring to them, and the thread that listens to them. nodes: where others of them are. place:
+    of the engine among those that share experts."""
 
     def __init__(
-        self, config: EngineConfig, transfers: TransferInbox, command: Sequence[str], nodes: OtherNodes | None
+        self,
+        config: EngineConfig,
+        transfers: TransferInbox,
+        command: Sequence[str],
+        nodes: OtherNodes | None,
+        place: EnginePlace | None,
     ) -> None:
         self._transfers = transfers
         self.size = size = config.num_workers
@@ -120,7 +127,7 @@ class WorkerGroup:
         self._listener = threading.Thread(target=self._listen, name="workers", daemon=True)
         network = None if nodes is None else nodes.network
         try:
-            self.local = LocalWorkers(config, FromWorker, command, network, more_readers=int(nodes is not None))
+            self.local = LocalWorkers(config, FromWorker, command, network, int(nodes is not None), place)
         except BaseException:
             if nodes is not None:
                 nodes.close()
@@ -329,8 +336,8 @@ class _PendingStep(NamedTuple):
 class MultiprocExecutor:
     """One worker process per rank. Loads, sizes and warms them up; all ranks get the smallest cache of any.
 
-    nodes: where those of other hosts are. Raises what a worker raises while it loads: ConfigError, ModelError, or
-    EngineDeadError that names the rank.
+    nodes: where those of other hosts are. place: of the engine among those that share experts. Raises what a worker
+    raises while it loads: ConfigError, ModelError, or EngineDeadError that names the rank.
     """
 
     def __init__(
@@ -339,10 +346,11 @@ class MultiprocExecutor:
         facts: ModelFacts,
         command: Sequence[str] = WORKER_COMMAND,
         nodes: OtherNodes | None = None,
+        place: EnginePlace | None = None,
     ) -> None:
         self.vocab_size = facts.vocab_size
         self.transfers = TransferInbox()
-        self._group = WorkerGroup(config, self.transfers, command, nodes)
+        self._group = WorkerGroup(config, self.transfers, command, nodes, place)
         self._close = weakref.finalize(self, self._group.close)
         self.pids: Sequence[int] = [process.pid for process in self._group.local.processes]
         self.kv_groups: Sequence[GroupSpec]

@@ -8,6 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from minivllm.config import EngineConfig
+from minivllm.distributed.expert_group import ExpertGroup
+from minivllm.distributed.lockstep import EnginePlace
+from minivllm.distributed.other_workers import NO_OTHERS, OtherWorkers
+from minivllm.distributed.shared_memory import SharedMemoryCommunicator
 from minivllm.errors import MinivllmError
 from minivllm.executor.protocol import PendingOutput, check_arguments
 from minivllm.kv_cache.specs import GroupSpec
@@ -27,7 +31,8 @@ class UniProcExecutor:
     there, in order.
     """
 
-    def __init__(self, config: EngineConfig, facts: ModelFacts) -> None:
+    def __init__(self, config: EngineConfig, facts: ModelFacts, place: EnginePlace | None = None) -> None:
+        """place: among engines that share experts."""
         has_thread = config.async_scheduling and config.device == "cpu"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker") if has_thread else None
         self._worker: Worker | None = None
@@ -35,13 +40,16 @@ class UniProcExecutor:
         self.pids: Sequence[int] = [os.getpid()]
         self.vocab_size = facts.vocab_size
         try:
-            self.kv_groups: Sequence[GroupSpec] = self._call(self._load, config, facts)
+            self.kv_groups: Sequence[GroupSpec] = self._call(self._load, config, facts, place)
         except BaseException:
             self.shutdown()
             raise
 
-    def _load(self, config: EngineConfig, facts: ModelFacts) -> list[GroupSpec]:
-        self._worker = Worker(config, facts, self.transfers.put)
+    def _load(self, config: EngineConfig, facts: ModelFacts, place: EnginePlace | None) -> list[GroupSpec]:
+        others = NO_OTHERS
+        if place is not None:
+            others = OtherWorkers(group=ExpertGroup(SharedMemoryCommunicator(place.rank, *place.segment), 1))
+        self._worker = Worker(config, facts, self.transfers.put, others)
         self._worker.load_model()
         groups = self._worker.size_cache()
         self.block_bytes: Sequence[int] = [group.block_bytes for group in groups]

@@ -15,8 +15,10 @@ from typing import Any
 import msgspec
 
 from minivllm.distributed.communicator import Communicator
+from minivllm.distributed.expert_group import ExpertGroup
 from minivllm.distributed.gloo import GlooCommunicator
 from minivllm.distributed.mesh import Mesh, MeshCommunicator, remote_links
+from minivllm.distributed.other_workers import OtherWorkers
 from minivllm.distributed.secure_sockets import Network
 from minivllm.distributed.shared_memory import SharedMemoryCommunicator
 from minivllm.distributed.stage import Stage
@@ -111,7 +113,12 @@ class WorkerProcess:
         if self._mesh is not None:
             remote = remote_links(self._mesh, size, config.num_workers, config.local_ranks)
         self._stage = Stage(number, config.pipeline_parallel_size, start.links, remote)
-        return Worker(config, facts, lambda output: self._channel.send(Report(output)), self._communicator, self._stage)
+        group = None
+        if start.place is not None:
+            everyone = SharedMemoryCommunicator(start.place.rank * size + rank, *start.place.segment)
+            group = ExpertGroup(everyone, size)
+        others = OtherWorkers(communicator=self._communicator, stage=self._stage, group=group)
+        return Worker(config, facts, lambda output: self._channel.send(Report(output)), others)
 
     def whereabouts(self) -> Whereabouts:
         """Of the main thread. From any other one."""

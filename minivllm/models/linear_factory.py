@@ -11,8 +11,8 @@ from minivllm.linear.layer import ChooseMethod, Linear, LinearTensors, Rows, Sha
 
 
 class LinearFactory:
-    """Makes the linear layers of a model, all on one device, in one dtype, of one shard. expert_parallel: shards divide
-    the experts of a layer, not every one of them."""
+    """Makes the linear layers of a model, all on one device, in one dtype, of one shard. experts: which part of a
+    layer's experts are here, each of them whole; None: a part of every one, as of all else."""
 
     def __init__(
         self,
@@ -20,9 +20,9 @@ class LinearFactory:
         device: torch.device,
         choose: ChooseMethod = never_quantized,
         shard: Shard | None = None,
-        expert_parallel: bool = False,
+        experts: Shard | None = None,
     ) -> None:
-        self.expert_parallel = expert_parallel
+        self.experts = experts
         self.dtype, self.device, self.choose, self.shard = dtype, device, choose, shard or Shard()
 
     def make(

@@ -72,15 +72,22 @@ def times(own: slice, width: int) -> slice:
     return slice(own.start * width, own.stop * width)
 
 
-def check_layout(config: DecoderConfig, size: int, quantization: str | None, expert_parallel: bool) -> None:
-    """Raises ConfigError where ``size`` workers cannot divide this model. expert_parallel: see LinearFactory."""
-    if expert_parallel and not any(isinstance(layer.mlp, MoeSpec) for layer in config.layers):
+def check_layout(config: DecoderConfig, size: int, quantization: str | None, num_sharing: int | None) -> None:
+    """Raises ConfigError where ``size`` workers cannot divide this model. num_sharing: workers that divide the experts
+    of a layer, each of them whole; None where they have a part of every one."""
+    if num_sharing is not None and not any(isinstance(layer.mlp, MoeSpec) for layer in config.layers):
         raise ConfigError(
             f"enable_expert_parallel divides experts among workers, but the layers of {config.architecture} have none: "
             f"leave it out."
         )
     for number, layer in enumerate(config.layers):
-        reason = _obstacle(layer, size, quantization, expert_parallel)
+        mlp = layer.mlp
+        if num_sharing is not None and isinstance(mlp, MoeSpec) and mlp.num_experts < num_sharing:
+            raise ConfigError(
+                f"{num_sharing} workers divide experts (tensor_parallel_size times data_parallel_size), but layer "
+                f"{number} of this model has {mlp.num_experts} experts: use that many or less."
+            )
+        reason = None if size == 1 else _obstacle(layer, size, quantization, num_sharing is not None)
         if reason is not None:
             raise ConfigError(f"tensor_parallel_size is {size}, but layer {number} of this model {reason}.")
     units = -(-config.vocab_size // VOCABULARY_UNIT)
@@ -91,14 +98,12 @@ def check_layout(config: DecoderConfig, size: int, quantization: str | None, exp
         )
 
 
-def _obstacle(layer: LayerSpec, size: int, quantization: str | None, expert_parallel: bool) -> str | None:
+def _obstacle(layer: LayerSpec, size: int, quantization: str | None, whole_experts: bool) -> str | None:
     mixer, mlp = layer.mixer, layer.mlp
     reason = _obstacle_to_heads(mixer, size, quantization)
     if reason is not None:
         return reason
-    if expert_parallel and isinstance(mlp, MoeSpec) and mlp.num_experts < size:
-        return f"has {mlp.num_experts} experts: use that many or less"
-    for kind, inner in _divided(mixer, mlp, expert_parallel).items():
+    for kind, inner in _divided(mixer, mlp, whole_experts).items():
         units = -(-inner // MLP_UNIT)
         if units < size:
             return f"has {kind} of {inner} values, in units of {MLP_UNIT}: use {units} or less"
@@ -141,11 +146,11 @@ def _obstacle_to_heads(spec: MixerSpec, size: int, quantization: str | None) -> 
     return None
 
 
-def _divided(mixer: MixerSpec, mlp: FeedForwardSpec, expert_parallel: bool) -> dict[str, int]:
+def _divided(mixer: MixerSpec, mlp: FeedForwardSpec, whole_experts: bool) -> dict[str, int]:
     """What workers divide by ``own_inner``, and how many values it has."""
     divided = {"a convolution": mixer.channels} if isinstance(mixer, ShortConvSpec) else {}
     if not isinstance(mlp, MoeSpec):
         return {**divided, "an MLP": mlp.inner}
-    if not expert_parallel:
+    if not whole_experts:
         divided["experts"] = mlp.inner
     return divided if mlp.shared is None else {**divided, "a shared MLP": mlp.shared.inner}

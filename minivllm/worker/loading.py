@@ -11,7 +11,9 @@ import torch
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.config import EngineConfig
 from minivllm.device.policy import DevicePolicy
-from minivllm.distributed.communicator import Communicator
+from minivllm.distributed.communicator import Alone
+from minivllm.distributed.other_workers import NO_OTHERS, OtherWorkers
+from minivllm.distributed.shard import Shard
 from minivllm.distributed.stage import Stage
 from minivllm.errors import ConfigError
 from minivllm.linear.choose import ROUNDING_GROUP, MethodChooser
@@ -25,17 +27,18 @@ from minivllm.models.eagle.config import EagleVersion, read_eagle_config
 from minivllm.models.eagle.head import EagleHead
 from minivllm.models.model import Model
 from minivllm.models.sharded.decoder import ShardedDecoder
+from minivllm.models.sharded.shared_experts import SharedExpertsDecoder
 from minivllm.models.transformers_model.model import TransformersModel
 from minivllm.models.transformers_weights.names import dummy_parameters, iterate_parameters
 from minivllm.weight_formats.packed_weights import PackedWeights
 
 
 def load_model(
-    config: EngineConfig, facts: ModelFacts, communicator: Communicator | None = None, stage: Stage | None = None
+    config: EngineConfig, facts: ModelFacts, others: OtherWorkers = NO_OTHERS
 ) -> tuple[Model, Callable[[], None]]:
     """The model that is served, and what logs how its layers are quantised. Raises ModelError, or ConfigError for a
     quantisation that cannot be had."""
-    return _load(config, facts, config.model_path, config.load_format, communicator, stage)
+    return _load(config, facts, config.model_path, config.load_format, others)
 
 
 def load_draft_model(config: EngineConfig, target: Model, stage: Stage | None = None) -> Model | None:
@@ -61,13 +64,9 @@ def check_weights(config: EngineConfig, facts: ModelFacts, model: Model, directo
         next(iterate_weights(directory, "safetensors", facts, dtype))
 
 
-def new_model(
-    config: EngineConfig, facts: ModelFacts, communicator: Communicator | None = None, stage: Stage | None = None
-) -> tuple[Model, MethodChooser]:
+def new_model(config: EngineConfig, facts: ModelFacts, others: OtherWorkers = NO_OTHERS) -> tuple[Model, MethodChooser]:
     """The model without its weights, for which no memory is taken yet, and what chooses how its layers are quantised.
-    communicator: to the workers that divide its layers, if there are some. stage: which layers, if not all.
-
-    Raises ModelError for a model that cannot be served.
+    others: those that divide it. Raises ModelError for a model that cannot be served.
     """
     device = torch.device(config.device)
     policy = DevicePolicy.of(device)
@@ -82,27 +81,27 @@ def new_model(
         "choose_method": chooser,
         "cache_dtype": cache_dtype,
     }
+    communicator, stage = others.communicator, others.stage
     if isinstance(facts, TransformersConfig):
         input_unit = ROUNDING_GROUP if config.quantization == "int4" else 1
         return TransformersModel(facts, communicator=communicator, input_unit=input_unit, **settings), chooser
     assert isinstance(facts, DecoderConfig)
     if config.speculative is not None and config.speculative.eagle_version is not None:
         settings["embeds_last"] = True
+    if others.group is not None:
+        communicator = communicator or Alone()
+        return SharedExpertsDecoder(facts, communicator=communicator, group=others.group, **settings), chooser
     if communicator is not None:
-        settings["expert_parallel"] = config.expert_parallel
+        if config.expert_parallel:
+            settings["experts"] = Shard(communicator.rank, communicator.size)
         return ShardedDecoder(facts, communicator=communicator, stage=stage, **settings), chooser
     return Decoder(facts, stage=stage, **settings), chooser
 
 
 def _load(
-    config: EngineConfig,
-    facts: ModelFacts,
-    path: str,
-    load_format: str,
-    communicator: Communicator | None = None,
-    stage: Stage | None = None,
+    config: EngineConfig, facts: ModelFacts, path: str, load_format: str, others: OtherWorkers = NO_OTHERS
 ) -> tuple[Model, Callable[[], None]]:
-    model, chooser = new_model(config, facts, communicator, stage)
+    model, chooser = new_model(config, facts, others)
     if isinstance(model, TransformersModel):
         if load_format == "dummy":
             model.load_weights(dummy_parameters(model.names, config.seed))

@@ -30,7 +30,7 @@ from minivllm.device.memory import (
     touched_bytes,
 )
 from minivllm.device.policy import DevicePolicy
-from minivllm.distributed.communicator import Communicator
+from minivllm.distributed.other_workers import NO_OTHERS, OtherWorkers
 from minivllm.distributed.stage import Stage
 from minivllm.errors import RequestError
 from minivllm.graphs.graph_capture import CudaGraphs
@@ -47,6 +47,7 @@ from minivllm.messages import (
 )
 from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.model import Model
+from minivllm.models.sharded.shared_experts import SharedExpertsDecoder
 from minivllm.profiling.device_profile import DeviceProfile
 from minivllm.profiling.spans import spanned
 from minivllm.sampling.logits_processors import load_logits_processors
@@ -72,12 +73,11 @@ class Worker:
         config: EngineConfig,
         facts: ModelFacts,
         report_transfer: Callable[[KVConnectorOutput], None] = lambda report: None,
-        communicator: Communicator | None = None,
-        stage: Stage | None = None,
+        others: OtherWorkers = NO_OTHERS,
     ) -> None:
-        """report_transfer: for what a connector has done, called from any thread. communicator: to the other workers
-        of the same layers, if there are some. stage: which layers these are, if not all."""
-        self.config, self.facts, self._communicator, self._stage = config, facts, communicator, stage or Stage()
+        """report_transfer: for what a connector has done, called from any thread."""
+        self.config, self.facts, self._others = config, facts, others
+        self._stage = others.stage or Stage()
         self._report_transfer = report_transfer
         self._connector: ConnectorWorker | None = None
         self.device = torch.device(config.device)
@@ -111,7 +111,7 @@ class Worker:
         """Load this worker's weights. Raises ModelError, or ConfigError for a quantisation that cannot be had."""
         started = time.perf_counter()
         logger.info("Reading the weights of %s …", self.config.model)
-        self._decoder, log_choices = load_model(self.config, self.facts, self._communicator, self._stage)
+        self._decoder, log_choices = load_model(self.config, self.facts, self._others)
         self._draft_decoder = load_draft_model(self.config, self._decoder, self._stage)
         if self.config.lora is not None:
             self._adapters = AdapterManager(self._decoder, self.config.lora)
@@ -199,7 +199,8 @@ class Worker:
     def _make_connector(
         self, config: KVTransferConfig, groups: Sequence[GroupSpec], block_bytes: Sequence[int]
     ) -> ConnectorWorker:
-        rank = 0 if self._communicator is None else self._communicator.rank
+        communicator = self._others.communicator
+        rank = 0 if communicator is None else communicator.rank
         rank += self._stage.number * self.config.tensor_parallel_size
         transfer = make_context(config, groups, block_bytes, self.config.num_workers, rank)
         context = WorkerContext(transfer=transfer, device=self.device, report=self._report_transfer)
@@ -208,9 +209,8 @@ class Worker:
         return connector
 
     def _make_runner(self, compiler: RegionCompiler, limits: RunnerLimits) -> ModelRunner:
-        return ModelRunner(
-            self._decoder, compiler, limits, self.policy, self._make_attention, self._adapters, self._stage
-        )
+        stage = self._others.stage
+        return ModelRunner(self._decoder, compiler, limits, self.policy, self._make_attention, self._adapters, stage)
 
     @spanned("compile")
     def _warm_up(self, counts: list[int]) -> None:
@@ -286,9 +286,7 @@ class Worker:
 
     def _agree_on_costs(self, speculation: Speculation) -> None:
         """Drafters that exchange tensors must guess as much on every rank."""
-        if self._communicator is not None:
-            lengths = speculation.lengths
-            lengths.cost = StepCost(*self._communicator.largest(astuple(lengths.cost)))
+        speculation.lengths.cost = StepCost(*self._others.largest(astuple(speculation.lengths.cost)))
 
     @property
     def num_recompilations(self) -> int:
@@ -309,6 +307,8 @@ class Worker:
         self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
     ) -> PendingStep | UnknownTokens:
         """Start one step; see ModelRunner.launch."""
+        if isinstance(self._decoder, SharedExpertsDecoder) and not step.num_scheduled_tokens:
+            self._decoder.join_step()
         metadata = step.kv_connector_metadata
         if metadata is None or self._connector is None:
             return self.runner.launch(step, token_masks)

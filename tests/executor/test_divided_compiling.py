@@ -66,7 +66,8 @@ def test_ranks_change_over_at_the_same_step(
         expected = answers(llm)
 
     def make(worker: Worker) -> RegionCompiler:
-        return SlowCompiler(rounds[worker._stage.number if worker._communicator is None else worker._communicator.rank])
+        communicator = worker._others.communicator
+        return SlowCompiler(rounds[worker._stage.number if communicator is None else communicator.rank])
 
     monkeypatch.setattr(Worker, "_make_compiler", make)
     monkeypatch.setattr(background_builds, "SECONDS_BETWEEN", 0.0)

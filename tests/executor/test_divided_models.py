@@ -268,7 +268,7 @@ def test_processes_give_the_very_bits_of_threads(tiny_model: TinyModel) -> None:
     ("family", "overrides", "more", "message"),
     [
         ("llama", {}, {}, "the layers of LlamaForCausalLM have none"),
-        ("mixtral", {}, {"tensor_parallel_size": 1}, "tensor_parallel_size is 1"),
+        ("mixtral", {}, {"tensor_parallel_size": 1}, "tensor_parallel_size and data_parallel_size are 1"),
         ("mixtral", {"num_local_experts": 2, **EXPERTS}, {"tensor_parallel_size": 3}, "has 2 experts: use that many"),
         ("qwen2-moe", {"shared_expert_intermediate_size": 32}, {}, "a shared MLP of 32 values"),
     ],

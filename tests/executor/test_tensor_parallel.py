@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from minivllm import LLM, SamplingParams
 from minivllm.device.policy import DevicePolicy
+from minivllm.distributed.segment import open_segment, segment_descriptors
 from minivllm.distributed.shard import Shard
-from minivllm.distributed.shared_memory import open_segment, segment_descriptors
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.linear.choose import MethodChooser
 from minivllm.linear.layer import Linear

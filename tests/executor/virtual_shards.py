@@ -14,6 +14,7 @@ from torch import Tensor
 from minivllm import LLM, EngineArgs
 from minivllm.config import EngineConfig
 from minivllm.distributed.communicator import Communicator
+from minivllm.distributed.other_workers import OtherWorkers
 from minivllm.distributed.shared_links import SharedLinks
 from minivllm.distributed.stage import Stage
 from minivllm.engine.core import EngineCore
@@ -60,7 +61,9 @@ class VirtualShards:
             for place in range(self._size):
                 communicator = ThreadCommunicator(place, barrier, places) if self._size > 1 else None
                 stage = Stage(number, num_stages, self._shared.links(len(self.workers)))
-                self.workers.append(Worker(config, facts, self.transfers.put, communicator, stage))
+                self.workers.append(
+                    Worker(config, facts, self.transfers.put, OtherWorkers(communicator=communicator, stage=stage))
+                )
         self.kv_groups: Sequence[GroupSpec]
         self.kv_groups, self.block_bytes = start_workers(self.collective)
 

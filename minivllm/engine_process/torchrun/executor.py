@@ -11,6 +11,7 @@ import msgspec
 
 from minivllm.config import EngineConfig
 from minivllm.distributed.gloo import GlooCommunicator
+from minivllm.distributed.other_workers import OtherWorkers
 from minivllm.engine_process.torchrun.records import FromFirst
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executor.multiproc import results_of
@@ -32,7 +33,7 @@ class Rank:
         if config.family is not None:
             load_family(config.family)
         self.communicator = GlooCommunicator(rank, size)
-        self._worker = Worker(config, facts, communicator=self.communicator if size > 1 else None)
+        self._worker = Worker(config, facts, others=OtherWorkers(communicator=self.communicator if size > 1 else None))
         self._decoder = msgspec.msgpack.Decoder(FromFirst)
         self._num_steps = 0
 

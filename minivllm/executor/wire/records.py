@@ -18,6 +18,7 @@ import msgspec
 
 from minivllm.config import EngineConfig
 from minivllm.distributed.link import StageLinks
+from minivllm.distributed.lockstep import EnginePlace
 from minivllm.distributed.secure_sockets import Network
 from minivllm.executor.wire.child_reports import ErrorInfo, Log
 from minivllm.kv_transfer.inbox import KVConnectorOutput
@@ -34,7 +35,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 
     rank: its place among ``size`` workers. segment: the descriptors by which they share tensors (see
     ``open_segment``). rendezvous: instead of that, the descriptor of a file where they find one another through gloo.
-    links: to the workers of other stages. shared: all descriptors of these. network: where there are other nodes.
+    links: to the workers of other stages. place: of its engine among those that share experts. shared: all descriptors
+    of these. network: where there are other nodes.
     """
 
     config: EngineConfig
@@ -44,6 +46,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     segment: tuple[int, list[list[int]]] | None = None
     rendezvous: int | None = None
     links: StageLinks = StageLinks()
+    place: EnginePlace | None = None
     shared: list[int] = []
     network: Network | None = None
 

@@ -78,14 +78,13 @@ class Decoder:
         shard: Shard | None = None,
         choose_method: ChooseMethod = never_quantized,
         cache_dtype: torch.dtype | None = None,
-        expert_parallel: bool = False,
+        experts: Shard | None = None,
         stage: Stage | None = None,
         embeds_last: bool = False,
     ) -> None:
         """attention_dtype: dtype of q and o. max_model_len: positions of the rotary table.
 
-        choose_method: picks the quantised method of each linear layer, if it gets one. expert_parallel: see
-        LinearFactory.
+        choose_method: picks the quantised method of each linear layer, if it gets one. experts: see LinearFactory.
         cache_dtype: of the KV cache, if it is not attention_dtype.
         stage: which of the layers are this decoder's; all, if it is not given. embeds_last: the last stage has the
         embedding too, for a head that drafts there.
@@ -93,7 +92,7 @@ class Decoder:
         shard = shard or Shard()
         self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
         self.cache_dtype, self.shard = cache_dtype or attention_dtype, shard
-        factory = LinearFactory(dtype, device, choose_method, shard, expert_parallel)
+        factory = LinearFactory(dtype, device, choose_method, shard, experts)
         self.stage = stage or Stage()
         self._embeds = self.stage.is_first or (embeds_last and self.stage.is_last)
         own_layers = layers_of(self.stage, config)

@@ -47,15 +47,15 @@ class Router:
 class MixtureOfExperts:
     """Chosen experts, weighted and added up, and a shared MLP where there is one; see MoeSpec.
 
-    Of several workers, each has a part of every expert, or all of some of them (LinearFactory.expert_parallel).
+    Of several workers, each has a part of every expert, or all of some of them (LinearFactory.experts).
     """
 
     def __init__(self, spec: MoeSpec, hidden_size: int, factory: LinearFactory) -> None:
         self._spec, self._router = spec, Router(spec, factory.device)
         self._own = slice(0, spec.num_experts)
         own, shard = own_inner(spec.inner, factory.shard), factory.shard
-        if factory.expert_parallel:
-            self._own, own, shard = factory.shard.own(spec.num_experts), slice(0, spec.inner), Shard()
+        if factory.experts is not None:
+            self._own, own, shard = factory.experts.own(spec.num_experts), slice(0, spec.inner), Shard()
         self._experts = Experts(
             self._own.stop - self._own.start,
             hidden_size,
@@ -64,7 +64,7 @@ class MixtureOfExperts:
             activation=spec.activation,
             shard=shard,
             own=own,
-            is_part=factory.expert_parallel,
+            is_part=factory.experts is not None,
             dtype=factory.dtype,
             device=factory.device,
             choose=factory.choose,
@@ -108,17 +108,26 @@ class MixtureOfExperts:
             self._shared.load(f"{part}.{kind}", tensor)
 
     def apply(self, x: Tensor, weights: tuple[LinearTensors, ...], adapters: RowAdapters | None) -> Tensor:
-        router, (_, experts, *shared) = self._router.named(weights[0]), weights
+        out, own = self.chosen(x, weights), self.shared(x, weights, adapters)
+        return out if own is None else out + own
+
+    def chosen(self, x: Tensor, weights: tuple[LinearTensors, ...]) -> Tensor:
+        """What the chosen experts make of x, as far as they are here."""
+        router, experts = self._router.named(weights[0]), weights[1]
         logits = F.linear(x.float(), router["gate.weight"], router.get("gate.bias"))
         ids, factors = route(logits, self._spec.routing, router.get("gate.e_score_correction_bias"))
         method = self._experts.method
         if method.is_part:
             ids = ids - self._own.start
             ids = torch.where((ids >= 0) & (ids < method.num_experts), ids, method.num_experts)
-        out = method.apply(x, ids, factors, experts)
+        return method.apply(x, ids, factors, experts)
+
+    def shared(self, x: Tensor, weights: tuple[LinearTensors, ...], adapters: RowAdapters | None) -> Tensor | None:
+        """What the shared MLP makes of x, if there is one."""
         if self._shared is None:
-            return out
-        own = self._shared.apply(x, tuple(shared), adapters)
+            return None
+        router = self._router.named(weights[0])
+        own = self._shared.apply(x, weights[2:], adapters)
         if "shared_expert_gate.weight" in router:
             own = own * torch.sigmoid(F.linear(x.float(), router["shared_expert_gate.weight"])).to(own.dtype)
-        return out + own
+        return own

@@ -107,15 +107,25 @@ class ShardedDecoder(Decoder):
             }
             kind = layer.spec.behind, layer.methods.behind
             self._output.append(region("output", partial(self._output_region, layer), inputs, kind))
-            inputs = {
-                "x": stream,
-                "residual": stream,
-                "adapters": tokens.adapters,
-                "after": specs_of(layer.after),
-            }
-            kind = layer.spec.behind, layer.methods.mlp
-            self._mlp.append(region("mlp", partial(self._mlp_region, layer), inputs, kind))
+            self._mlp.append(self._compile_mlp(layer, stream, region))
         self._head = self._compile_head(compile_region)
+
+    def _compile_mlp(self, layer: DecoderLayer, stream: Any, region: Callable[..., Callable]) -> Callable:
+        """(what attention adds, the stream, adapters, weights) -> (what the layer's MLP adds, the stream)."""
+        inputs = {
+            "x": stream,
+            "residual": stream,
+            "adapters": self._declared_tokens.adapters,
+            "after": specs_of(layer.after),
+        }
+        kind = layer.spec.behind, layer.methods.mlp
+        own = region("mlp", partial(self._mlp_region, layer), inputs, kind)
+
+        def mlp(*args: Any) -> tuple[Tensor, Tensor]:
+            x, residual = own(*args)
+            return self._communicator.all_reduce(x), residual
+
+        return mlp
 
     def _compile_head(self, compile_region: CompileRegion) -> Callable:
         last = self.layers[-1]
@@ -229,8 +239,8 @@ class ShardedDecoder(Decoder):
             x = self._output[layer](o, mean_square, stream, after.read_norm, adapters, after.mixer)
             x = self._communicator.all_reduce(x)
         with span("mlp"):
-            x, residual = self._mlp[layer](x, residual, adapters, after)
-            return self._communicator.all_reduce(x), residual
+            added: tuple[Tensor, Tensor] = self._mlp[layer](x, residual, adapters, after)
+            return added
 
     @spanned("last")
     def logits(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:

@@ -1,0 +1,129 @@
+"""Engines that share experts: the tokens of one engine, whoever else has work; all end with the first that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from minivllm import LLM, EngineArgs, SamplingParams
+from minivllm.data_parallel.clients import AsyncDataParallelClient
+from minivllm.engine.resolve import resolve
+from minivllm.errors import ConfigError, EngineDeadError
+from minivllm.frontend.async_llm import AsyncLLM
+from tests.executor.small_engine import small_engine
+from tests.executor.test_divided_models import EXPERTS, WIDE
+
+SHARED = {"data_parallel_size": 2, "enable_expert_parallel": True}
+PROMPTS = [{"prompt_token_ids": [5 + number, *range(30, 30 + 9 * number)]} for number in range(6)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Callable[..., Path]) -> dict[str, Any]:
+    """Five experts of each layer, a shared MLP with a gate, prompts in chunks, a cache that is too small for all."""
+    overrides = {**WIDE, **EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 72}
+    return small_engine(tiny_model("qwen2-moe", **overrides), num_gpu_blocks_override=10, max_num_seqs=3)
+
+
+@pytest.fixture(scope="module")
+def expected(settings: dict[str, Any]) -> list[list[int]]:
+    with LLM(**settings) as llm:
+        return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+async def tokens(llm: AsyncLLM, number: int) -> list[int]:
+    outputs = [output async for output in llm.generate(PROMPTS[number], GREEDY)]
+    return outputs[-1].outputs[0].token_ids
+
+
+def test_tokens_are_those_of_one_engine_and_a_death_ends_all(
+    settings: dict[str, Any], expected: list[list[int]]
+) -> None:
+    """Alone, while the other engine idles; all at once; one after the other; beside aborted ones; after a sleep."""
+
+    async def test() -> None:
+        async with AsyncLLM.from_args(EngineArgs(**settings, **SHARED)) as llm:
+            client = llm.client
+            assert isinstance(client, AsyncDataParallelClient)
+            assert await tokens(llm, 5) == expected[5]
+            assert await asyncio.gather(*(tokens(llm, number) for number in range(6))) == expected
+
+            async def later(number: int) -> list[int]:
+                await asyncio.sleep(0.02 * number)
+                return await tokens(llm, number)
+
+            aborted = [llm.generate(PROMPTS[number], GREEDY) for number in range(3)]
+            for stream in aborted:
+                await anext(stream)
+            staggered = asyncio.gather(*map(later, range(6)))
+            for stream in aborted:
+                await stream.aclose()
+            assert await staggered == expected
+            steps = [stats.num_computed_tokens for stats in await llm.engine_stats() if stats is not None]
+            assert len(steps) == 2 and min(steps) > 0
+            held = await llm.collective_rpc("memory_bytes")
+            assert held[0]["weights"] > held[1]["weights"]  # three experts, and two
+            await llm.sleep()
+            await llm.wake_up()
+            assert await tokens(llm, 4) == expected[4]
+
+            children = [psutil.Process(pid) for pid in client.pids]
+            endless = SamplingParams(max_tokens=100, ignore_eos=True)
+            streams = [llm.generate({"prompt_token_ids": [7 + number]}, endless) for number in range(2)]
+            for stream in streams:
+                await anext(stream)
+            killed = time.monotonic()
+            os.kill(client.pids[1], signal.SIGKILL)
+            for stream in streams:
+                with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+                    async for _ in stream:
+                        pass
+            assert time.monotonic() - killed < 1.0 + 4.0 * (os.getloadavg()[0] > 1.4)
+        assert psutil.wait_procs(children, timeout=10)[1] == []
+
+    asyncio.run(asyncio.wait_for(test(), 120))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [{"tensor_parallel_size": 2}, {"async_scheduling": True}, {"enforce_eager": False}], ids=str
+)
+def test_so_are_those_of_engines_with_several_workers_steps_in_flight_or_compiled_code(
+    settings: dict[str, Any], expected: list[list[int]], more: dict[str, Any]
+) -> None:
+    with LLM(**{**settings, **SHARED, **more}) as llm:
+        for _ in range(2):
+            outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+            alone = llm.generate(PROMPTS[3], GREEDY, use_tqdm=False)
+            assert alone[0].outputs[0].token_ids == expected[3]
+        assert llm.llm_engine.client.call("num_recompilations") == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "does not go with pipeline_parallel_size"),
+        ({"disable_custom_all_reduce": True}, "does not go with disable_custom_all_reduce"),
+        ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "does not go with kv_transfer_config"),
+        ({"compile_in_background": True}, "does not go with compile_in_background"),
+        ({"speculative_config": {"method": "early_exit"}}, "does not go with the speculative method 'early_exit'"),
+    ],
+)
+def test_what_does_not_go_with_shared_experts_is_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs(model="none", **SHARED, **more)
+
+
+def test_too_few_experts_are_refused(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model("mixtral", num_local_experts=2, num_experts_per_tok=1)
+    with pytest.raises(ConfigError, match="has 2 experts: use that many or less"):
+        resolve(EngineArgs(**small_engine(model, data_parallel_size=3, enable_expert_parallel=True)))
