@@ -7,7 +7,8 @@ then run ``python -m tutorials.speed_picture``: chart and README follow. A peer 
 
 On a CPU three commands measure all peers, each with a --peer-python for every engine that lives in another Python:
 
-    cases="--case decode:1 --case decode:4 --case decode:16 --case decode:32:256 --case prefill:512 --repeats 5 --calibrate 2"
+    cases="--case decode:1 --case decode:4 --case decode:16 --case decode:32:256 --case prefill:512"
+    cases="$cases --repeats 5 --calibrate 2"
     minivllm bench model --dtype bfloat16 --vs transformers,vllm,openvino $cases \\
         --json tutorials/measurements/cpu_1_bfloat16.json
     minivllm bench model --dtype float32 --vs transformers,vllm,openvino $cases \\
