@@ -109,8 +109,8 @@ def test_an_idle_engine_process_ends_with_its_worker(tiny_model: Callable[..., P
 
 
 def test_what_another_process_cannot_have_is_refused(tiny_model: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match="must be one of uni, mp, external_launcher"):
-        EngineArgs(distributed_executor_backend="ray")
+    with pytest.raises(ConfigError, match="must be one of uni, mp, ray, external_launcher"):
+        EngineArgs(distributed_executor_backend="dask")
     with pytest.raises(ConfigError, match="another process cannot import"):
         LLM(**arguments(tiny_model("llama"), distributed_executor_backend="mp", logits_processors=[lambda: None]))
     with pytest.raises(ConfigError, match="needs 9 with the null block"):
