@@ -112,20 +112,23 @@ class ShardedDecoder(Decoder):
 
     def _compile_mlp(self, layer: DecoderLayer, stream: Any, region: Callable[..., Callable]) -> Callable:
         """(what attention adds, the stream, adapters, weights) -> (what the layer's MLP adds, the stream)."""
-        inputs = {
-            "x": stream,
-            "residual": stream,
-            "adapters": self._declared_tokens.adapters,
-            "after": specs_of(layer.after),
-        }
         kind = layer.spec.behind, layer.methods.mlp
-        own = region("mlp", partial(self._mlp_region, layer), inputs, kind)
+        own = region("mlp", partial(self._mlp_region, layer), self._behind_attention(layer, stream), kind)
 
         def mlp(*args: Any) -> tuple[Tensor, Tensor]:
             x, residual = own(*args)
             return self._communicator.all_reduce(x), residual
 
         return mlp
+
+    def _behind_attention(self, layer: DecoderLayer, stream: Any) -> dict[str, Any]:
+        """Specs of what the region takes that follows a layer's attention."""
+        return {
+            "x": stream,
+            "residual": stream,
+            "adapters": self._declared_tokens.adapters,
+            "after": specs_of(layer.after),
+        }
 
     def _compile_head(self, compile_region: CompileRegion) -> Callable:
         last = self.layers[-1]

@@ -50,14 +50,8 @@ class SharedExpertsDecoder(ShardedDecoder):
         """See ShardedDecoder."""
         if not isinstance(layer.mlp, MixtureOfExperts):
             return super()._compile_mlp(layer, stream, region)
-        inputs = {
-            "x": stream,
-            "residual": stream,
-            "adapters": self._declared_tokens.adapters,
-            "after": specs_of(layer.after),
-        }
         kind = layer.spec.behind, layer.methods.mlp
-        enter = region("enter", partial(self._enter_region, layer), inputs, kind)
+        enter = region("enter", partial(self._enter_region, layer), self._behind_attention(layer, stream), kind)
         everyone: Any = TensorSpec((TOKENS, self.config.hidden_size), self.dtype, self.device)
         inputs = {"x": everyone, "weights": specs_of(layer.after.mlp)}
         experts = region("experts", layer.mlp.chosen, inputs, kind, self._group.shard)
