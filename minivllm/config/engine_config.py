@@ -72,7 +72,7 @@ class EngineConfig:
     ``lora`` is None where no adapters are served. tokenizer: where the tokenizer comes from, if not from the model.
     attention_backend, logits_processors: see EngineArgs. async_scheduling: one step more is in flight. family,
     model_impl, hf_overrides: what workers in other processes read the model's configuration with. executor: whether
-    the worker lives in the engine's process ("uni") or in one of its own ("mp"). kv_transfer: None where no keys and
+    the worker lives in the engine's process ("uni") or elsewhere (see EngineArgs). kv_transfer: None where no keys and
     values travel. tensor_parallel_size: workers that divide every layer. expert_parallel: the workers of all engines
     have all of some experts each. pipeline_parallel_size: stages that the layers are dealt out to, each with so many
     workers. custom_all_reduce: they add up in shared memory, not through gloo. heartbeat_timeout: how long a step may
