@@ -254,9 +254,8 @@ class EngineArgs:
     data_parallel_size: Annotated[
         int,
         "Engines that each hold the whole model (all but experts with enable_expert_parallel) and share the requests, "
-        "each in a process of its own. They divide the "
-        "cores (unless OMP_NUM_THREADS is set) and the memory of a KV cache without a size of its own; max_num_seqs "
-        "and other limits are those of each. On a CPU.",
+        "each in a process of its own. They divide the cores (unless OMP_NUM_THREADS is set) and the memory of a KV "
+        "cache without a size of its own; max_num_seqs and other limits are those of each. On a CPU.",
     ] = 1
     data_parallel_policy: Annotated[
         str,
