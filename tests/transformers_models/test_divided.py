@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,12 +76,16 @@ CUT: dict[str, dict[str, Any]] = {
 }
 
 
-def divided(directory: Path, size: int, load: bool = True) -> list[TransformersModel]:
+def divided(
+    directory: Path, size: int, load: bool = True, dtype: torch.dtype = torch.float32
+) -> list[TransformersModel]:
     """The parts of all workers, each to be run in a thread of its own."""
-    return together(size, parts_of(directory, size, load))
+    return together(size, parts_of(directory, size, load, dtype))
 
 
-def parts_of(directory: Path, size: int, load: bool) -> Callable[[int], TransformersModel]:
+def parts_of(
+    directory: Path, size: int, load: bool, dtype: torch.dtype = torch.float32
+) -> Callable[[int], TransformersModel]:
     """What makes the part of a worker, in a thread of its own."""
     barrier, places = threading.Barrier(size), ([None] * size, [None] * size)
     config = read_transformers_config(directory)
@@ -88,7 +93,7 @@ def parts_of(directory: Path, size: int, load: bool) -> Callable[[int], Transfor
     def part(rank: int) -> TransformersModel:
         model = TransformersModel(
             config,
-            dtype=torch.float32,
+            dtype=dtype,
             attention_dtype=torch.float32,
             device=CPU,
             max_model_len=64,
@@ -109,6 +114,24 @@ def together(size: int, function: Callable[[int], Any]) -> list[Any]:
 def results(models: list[TransformersModel], count: int) -> list[list[Tensor]]:
     """Logits and hidden states of every worker."""
     return together(len(models), lambda rank: step(models[rank], count)[-2:])
+
+
+def test_threads_that_build_a_model_leave_the_default_dtype_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers sets it for the whole process while it builds a model."""
+    from transformers import LlamaForCausalLM
+
+    build = LlamaForCausalLM.__init__
+
+    def slowly(self: Any, config: Any) -> None:
+        build(self, config)
+        time.sleep(0.05)  # the others begin before it ends
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", slowly)
+    directory = save_model(tmp_path, "llama", UNEVEN)
+    divided(directory, 2, load=False, dtype=torch.bfloat16)
+    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -28,6 +28,8 @@ from minivllm.models.transformers_regions.operators import LayerAttention, StepH
 
 PAGED, PROBE = "minivllm", "minivllm_probe"
 PROBE_TOKENS = 7
+ONE_AT_A_TIME = threading.Lock()
+"""Held while a model is built or probed: what that changes, such as PyTorch's default dtype, is the whole process's."""
 
 MaskRule = Callable[[Any, Any, Any, Any], Any]
 """transformers' masks: (batch, head, query position, key position) -> visible."""
@@ -88,8 +90,6 @@ class Probe:
     """One run on tensors without contents, in which every layer's attention is recorded instead of computed."""
 
     _current: Probe | None = None
-    _only_one = threading.Lock()
-    """What a probe changes of transformers is the whole process's."""
 
     def __init__(
         self, model: nn.Module, windows: set[int], chunks: set[int], whole: Sequence[tuple[int, OwnHeads]] = ()
@@ -107,7 +107,7 @@ class Probe:
     def recording(self) -> Iterator[None]:
         from transformers import masking_utils
 
-        with Probe._only_one:
+        with ONE_AT_A_TIME:
             find_packed = masking_utils.find_packed_sequence_indices
             Probe._current = self
             # It looks at the values of positions, which a tensor without contents does not have.

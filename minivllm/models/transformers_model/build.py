@@ -14,6 +14,7 @@ from minivllm.model_facts.transformers_config import TransformersConfig, one_sen
 from minivllm.models.model import TokenInputs
 from minivllm.models.shards import OwnHeads
 from minivllm.models.transformers_model.attention import (
+    ONE_AT_A_TIME,
     PAGED,
     PROBE,
     PROBE_TOKENS,
@@ -53,7 +54,7 @@ def build_architecture(config: TransformersConfig, dtype: torch.dtype, device: t
 
     register_with_transformers()
     try:
-        with torch.device("meta"):
+        with ONE_AT_A_TIME, torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config.load(), dtype=dtype, attn_implementation=PROBE).eval()
     except ModelError:
         raise
@@ -181,7 +182,8 @@ def _make_constants(model: PreTrainedModel, device: torch.device) -> None:
         model.get_submodule(parent)._buffers[own] = value.fill_(torch.nan) if value.is_floating_point() else value
     for module in model.modules():
         module._is_hf_initialized = False  # type: ignore[assignment]
-    model.initialize_weights()
+    with ONE_AT_A_TIME:
+        model.initialize_weights()
     for name, _ in buffers:
         if model.get_buffer(name).isnan().any():
             raise ModelError(f"transformers does not say how the constant {name!r} of this model is computed.")
