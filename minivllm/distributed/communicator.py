@@ -36,6 +36,12 @@ class Communicator(ABC):
             parts = self.exchange(x.contiguous())
         return add_up(parts)
 
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """The largest over all ranks, value by value."""
+        with span("exchange"):
+            parts = self.exchange(x.contiguous())
+        return torch.stack(parts).amax(0)
+
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """x [rows, widths[rank]] -> [rows, sum(widths)], side by side in order of rank."""
         with span("exchange"):

@@ -33,7 +33,7 @@ from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.layer_specs import LatentSpec
 from minivllm.models.registry.registry import load_family
-from minivllm.models.shards import check_layout
+from minivllm.models.shards import agrees_on_scales, check_layout
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.scheduler.policy import make_policy
 
@@ -210,11 +210,12 @@ def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
             f"tensor_parallel_size is {size}, but workers divide a model on a CPU only: use device='cpu'."
         )
     formats = () if facts.quantization is None else facts.quantization.formats
-    if size > 1 and any(form.layout == "int8" and form.rounds_inputs for _, form in formats):
+    rounds_inputs = any(form.layout == "int8" and form.rounds_inputs for _, form in formats)
+    if size > 1 and rounds_inputs and not (isinstance(facts, DecoderConfig) and agrees_on_scales(facts)):
         raise ConfigError(
             f"tensor_parallel_size is {size}, but this checkpoint rounds the inputs of its layers to int8, with one "
-            f"scale for all of a token's, and a worker may see a part of them: use 1, or the unquantised model with "
-            f"quantization='int8'."
+            f"scale for all of a token's, on which workers agree only in minivllm's own layers of attention without "
+            f"gates and a dense MLP: use 1, or the unquantised model with quantization='int8'."
         )
     if isinstance(facts, DecoderConfig):
         num_sharing = args.num_sharing_experts if args.enable_expert_parallel else None

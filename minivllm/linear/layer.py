@@ -24,10 +24,12 @@ class LinearMethod(ABC):
     """How a linear layer stores its weight and computes its product. Quantisation plugs in here.
 
     Methods are immutable and compare by value: layers with equal methods share one compiled region.
-    gathers_rows: whether ``rows`` works, so that a tied embedding needs no second copy of the weight.
+    gathers_rows: whether ``rows`` works, so that a tied embedding needs no second copy of the weight. scales_tokens:
+    whether all inputs of a token are rounded by the largest of them, so that workers who divide them have to agree.
     """
 
     gathers_rows: ClassVar[bool] = False
+    scales_tokens: ClassVar[bool] = False
 
     @abstractmethod
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
@@ -36,6 +38,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         """x [tokens, in] -> [tokens, out]. A pure function of tensors."""
+
+    def apply_part(self, x: Tensor, tensors: LinearTensors, largest: Tensor) -> Tensor:
+        """``apply`` to a part of the inputs, where ``scales_tokens``. largest: ``largest_inputs`` of all of them."""
+        raise NotImplementedError(f"{type(self).__name__} does not round its inputs.")
 
     def rounded(self, weight: Tensor) -> StoredWeight:
         """The whole weight [out, in] as ``prepare`` would round it, of which a part may then be prepared."""
@@ -161,16 +167,23 @@ class Linear:
         """Everything ``apply`` reads of this layer; layers of one shape share the region that reads it."""
         return (*self.tensors, *self.adapters)
 
-    def apply(self, x: Tensor, arguments: LinearTensors, adapters: RowAdapters | None = None) -> Tensor:
+    def apply(
+        self,
+        x: Tensor,
+        arguments: LinearTensors,
+        adapters: RowAdapters | None = None,
+        largest: Tensor | None = None,
+    ) -> Tensor:
         """x [tokens, in] -> [tokens, out], with the arguments of any layer of this shape.
 
         adapters: that of each token, for layers with ``adapters`` (a, b and columns of add_low_rank), which are the
-        last three arguments; None for layers without.
+        last three arguments; None for layers without. largest: see LinearMethod.apply_part; None where x is whole.
         """
+        tensors = arguments if adapters is None else arguments[:-3]
+        out = self.method.apply(x, tensors) if largest is None else self.method.apply_part(x, tensors, largest)
         if adapters is None:
-            return self.method.apply(x, arguments)
-        *tensors, a, b, columns = arguments
-        out = self.method.apply(x, tuple(tensors))
+            return out
+        a, b, columns = arguments[-3:]
         return add_low_rank(out, x, a, b, columns, adapters, tuple(self.sizes.values()))
 
     def load(self, part: str, kind: str, tensor: StoredWeight) -> None:
@@ -204,6 +217,11 @@ class Linear:
             self.method = method
         bias = None if bias is None else bias.to(self.device, self._dtype)
         self.tensors = tuple(tensor.to(self.device) for tensor in self.method.prepare(weight, bias))
+
+
+def largest_inputs(x: Tensor) -> Tensor:
+    """x [tokens, in] -> the largest magnitude of each token's, float32 [tokens, 1]."""
+    return x.abs().amax(dim=1, keepdim=True).float()
 
 
 def _part(weight: StoredWeight, rows: Rows, columns: slice) -> StoredWeight:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_triton_free.quantized_linear import INT4_LANES, int4_linear, int4_rows, int8_linear, int8_rows, pack_int4
-from minivllm.linear.layer import LinearMethod, LinearTensors
+from minivllm.linear.layer import LinearMethod, LinearTensors, largest_inputs
 from minivllm.linear.stored_weight import (
     FLOAT8_MAX,
     GroupedWeight,
@@ -74,12 +74,16 @@ class RoundedInputs(LinearMethod):
     """
 
     method: Int8Linear
+    scales_tokens: ClassVar[bool] = True
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         return _with_bias(self.method.prepare(weight, None), bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
-        scale = x.abs().amax(dim=1, keepdim=True).float() / 127.5
+        return self.apply_part(x, tensors, largest_inputs(x))
+
+    def apply_part(self, x: Tensor, tensors: LinearTensors, largest: Tensor) -> Tensor:
+        scale = largest / 127.5
         scale = torch.where(scale == 0, 1.0, scale)
         numbers = (x.float() / scale).round().clamp(-128, 127)
         # Moved by a power of two, so that sums of float16 do not overflow.

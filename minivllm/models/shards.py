@@ -19,6 +19,7 @@ from minivllm.models.layer_specs import (
     LayerSpec,
     Mamba2Spec,
     MixerSpec,
+    MlpSpec,
     MoeSpec,
     SelfAttentionSpec,
     ShortConvSpec,
@@ -96,6 +97,14 @@ def check_layout(config: DecoderConfig, size: int, quantization: str | None, num
             f"tensor_parallel_size is {size}, but the vocabulary of {config.vocab_size} tokens is divided in units of "
             f"{VOCABULARY_UNIT}, which are {units}: use {units} or less."
         )
+
+
+def agrees_on_scales(config: DecoderConfig) -> bool:
+    """Whether workers who divide the inputs of a product can agree on the largest of them, everywhere in this model."""
+    return all(
+        isinstance(layer.mixer, SelfAttentionSpec) and not layer.mixer.output_gate and isinstance(layer.mlp, MlpSpec)
+        for layer in config.layers
+    )
 
 
 def _obstacle(layer: LayerSpec, size: int, quantization: str | None, whole_experts: bool) -> str | None:

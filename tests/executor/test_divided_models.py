@@ -189,10 +189,53 @@ def test_experts_of_a_gguf_file_are_divided(tiny_model: TinyModel, tmp_path: Pat
     assert_divided(one, sizes=(2,), enable_expert_parallel=True)
 
 
-def test_inputs_that_are_rounded_together_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
-    path = compressed(tiny_model("qwen3", **WIDE | HEADS), tmp_path, weights(8, "channel"), inputs=PER_TOKEN)
+def rounding(tiny_model: TinyModel, target: Path, family: str, **overrides: Any) -> Path:
+    """A checkpoint that rounds weights by row, and inputs by token, to int8."""
+    source = tiny_model(family, **WIDE | HEADS | overrides)
+    return compressed(source, target, weights(8, "channel"), inputs=PER_TOKEN)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama-biases", "gemma3"])
+def test_workers_round_the_inputs_that_they_divide_by_the_largest_of_all(
+    tiny_model: TinyModel, tmp_path: Path, family: str
+) -> None:
+    """64 + 32 inputs, or 32 + 32 + 32. In another order of sums, an input may become the next number."""
+    layer_types = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3" else {}
+    one = arguments(rounding(tiny_model, tmp_path, family, **layer_types))
+    with LLM(**one) as llm:
+        expected, close = answers(llm)
+    for size in (2, 3):
+        with virtual_llm(**one, tensor_parallel_size=size) as llm:
+            got, others = answers(llm)
+        assert got == expected, size
+        for position, other in zip(others, close, strict=True):
+            assert position == pytest.approx(other, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"dtype": "bfloat16"}, {"pipeline_parallel_size": 2}, {"enforce_eager": False}])
+def test_inputs_are_rounded_alike_in_processes(tiny_model: TinyModel, tmp_path: Path, more: dict[str, Any]) -> None:
+    """In the very bits of threads, if nothing is compiled."""
+    one = arguments(rounding(tiny_model, tmp_path, "qwen3"), tensor_parallel_size=2) | more
+    with virtual_llm(**one | {"enforce_eager": True}) as llm:
+        expected = answers(llm)
+    with LLM(**one) as llm:
+        got = answers(llm)
+        assert llm.llm_engine.client.call("num_recompilations") == 0
+    assert got[0] == expected[0] and (got == expected or not one["enforce_eager"])
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("qwen2-moe", {"moe_intermediate_size": 96}), ("qwen3.5", {"layer_types": ["full_attention"] * 2}), ("qwen3", {})],
+)
+def test_inputs_on_whose_scale_nobody_agrees_are_refused(
+    tiny_model: TinyModel, tmp_path: Path, family: str, more: dict[str, Any]
+) -> None:
+    path = rounding(tiny_model, tmp_path, family, **more)
+    implementation = {} if more else {"model_impl": "transformers"}
     with pytest.raises(ConfigError, match="rounds the inputs of its layers to int8"):
-        LLM(**arguments(path, tensor_parallel_size=2))
+        LLM(**arguments(path, tensor_parallel_size=2, **implementation))
 
 
 @pytest.mark.parametrize("name", ["short convolutions", "mamba2, groups of heads", "latents"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels_triton_free.quantized_linear import INT4_MAX_ROWS, can_multiply_int4
 from minivllm.errors import ModelError
-from minivllm.linear.layer import Linear, LinearMethod, PackedLinear, Shard
+from minivllm.linear.layer import Linear, LinearMethod, PackedLinear, Shard, largest_inputs
 from minivllm.linear.quantized_methods import (
     DequantizedGroupLinear,
     DequantizedInt8Linear,
@@ -127,6 +127,21 @@ def test_inputs_of_8_bits_are_rounded_token_by_token(
     out = method.apply(x, method.prepare(weight, bias if has_bias else None))
     assert out.dtype == dtype
     assert (out.double() - expected).abs().amax(1).le(4 * torch.finfo(dtype).eps * expected.abs().amax(1)).all()
+
+
+@pytest.mark.parametrize("kind", [Int8Linear, DequantizedInt8Linear])
+def test_parts_of_inputs_of_8_bits_add_up_where_the_largest_is_agreed_on(kind: type[Int8Linear]) -> None:
+    values, scale = round_to_int8_rows(random(OUT, IN), torch.float32)
+    weight, x = RowScaledWeight(values, scale, rounds_inputs=True), random(5, IN, seed=4)
+    method = RoundedInputs(kind(torch.float32))
+    expected = method.apply(x, method.prepare(weight, None))
+    parts = [slice(0, 32), slice(32, IN)]
+    tensors = [method.prepare(weight.part(slice(None), part), None) for part in parts]
+    largest = torch.stack([largest_inputs(x[:, part]) for part in parts]).amax(0)
+    agreed = sum(method.apply_part(x[:, part], own, largest) for part, own in zip(parts, tensors))
+    torch.testing.assert_close(agreed, expected)
+    apart = sum(method.apply(x[:, part], own) for part, own in zip(parts, tensors))
+    assert (apart - expected).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,24 @@ class GatedMlp:
         (self._down if part == "down_proj" else self._gate_up).load(part, kind, tensor)
 
     def apply(self, x: Tensor, weights: tuple[LinearTensors, ...], adapters: RowAdapters | None) -> Tensor:
-        gate_up, down = weights
-        x = gated_activation(self._gate_up.apply(x, gate_up, adapters), self._activation)
-        return self._down.apply(x, down, adapters)
+        return self.down(self.inner(x, weights, adapters), None, weights, adapters)
+
+    def inner(self, x: Tensor, weights: tuple[LinearTensors, ...], adapters: RowAdapters | None) -> Tensor:
+        """x [tokens, hidden] -> [tokens, own values between the products]."""
+        return gated_activation(self._gate_up.apply(x, weights[0], adapters), self._activation)
+
+    def down(
+        self, x: Tensor, largest: Tensor | None, weights: tuple[LinearTensors, ...], adapters: RowAdapters | None
+    ) -> Tensor:
+        """x, from ``inner`` -> [tokens, hidden]. largest: see ``Linear.apply``."""
+        return self._down.apply(x, weights[1], adapters, largest)
+
+    @property
+    def inner_size(self) -> int:
+        """Values between the products that are this worker's."""
+        return self._down.in_features
+
+    @property
+    def scales_inner(self) -> bool:
+        """See LinearMethod.scales_tokens, of the second product."""
+        return self._down.method.scales_tokens

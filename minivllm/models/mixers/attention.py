@@ -12,7 +12,7 @@ from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.paged_cache import write_kv
 from kernels_triton_free.rotary import apply_rotary
-from minivllm.linear.layer import LinearMethod, LinearTensors
+from minivllm.linear.layer import LinearMethod, LinearTensors, largest_inputs
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.layer_specs import SelfAttentionSpec
 from minivllm.models.linear_factory import LinearFactory
@@ -149,12 +149,27 @@ class SelfAttention:
         eps = self.spec.qk_norm_eps
         return rms_norm(q, weights.q_norm, eps, of_q), rms_norm(k, weights.k_norm, eps, of_k)
 
+    @property
+    def scales_outputs(self) -> bool:
+        """See LinearMethod.scales_tokens, of the product behind attention."""
+        return self.o.method.scales_tokens
+
+    def largest(self, o: Tensor) -> Tensor:
+        """float32 [tokens, 1]: of this worker's part of what that product reads, without a gate."""
+        return largest_inputs(o.to(self._dtype).flatten(1))
+
     def behind(
-        self, o: Tensor, x: Tensor | None, adapters: RowAdapters | None, weights: tuple[LinearTensors, ...]
+        self,
+        o: Tensor,
+        x: Tensor | None,
+        adapters: RowAdapters | None,
+        weights: tuple[LinearTensors, ...],
+        largest: Tensor | None = None,
     ) -> Tensor:
+        """See Mixer. largest: see ``Linear.apply``."""
         o = o.to(self._dtype).flatten(1)
         if self.gate is not None:
             # Computed from the layer's input once more, so that nothing but o has to outlive attention.
             assert x is not None
             o = o * torch.sigmoid(self.gate.apply(x, weights[0], adapters))
-        return self.o.apply(o, weights[-1], adapters)
+        return self.o.apply(o, weights[-1], adapters, largest)

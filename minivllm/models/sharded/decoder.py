@@ -12,6 +12,9 @@
 A stage of a pipeline that is not the first begins with the stream that it receives, and one that is not the last ends
 with the stream that it sends, which is whole on every rank.
 
+Where inputs of a product are rounded to int8 by a token's largest, and divided, the ranks agree on that first: "output"
+is told, and "mlp" is cut in two.
+
 Parts are added, and those of the logits put side by side, between regions: a region stays a pure function of its
 tensors. (Megatron-LM: Shoeybi et al. 2019, with ranges instead of equal parts.)
 """
@@ -31,8 +34,9 @@ from kernels_triton_free.norm import add_rms_norm
 from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, specs_of
 from minivllm.distributed.communicator import Communicator
 from minivllm.distributed.shard import Shard
-from minivllm.linear.layer import LinearTensors
+from minivllm.linear.layer import LinearTensors, largest_inputs
 from minivllm.models.decoder import Decoder
+from minivllm.models.decoder.feed_forward import GatedMlp
 from minivllm.models.decoder.layer import AfterMixer, BeforeMixer, DecoderLayer
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.mixers.attention import QueryWeights, SelfAttention
@@ -97,9 +101,12 @@ class ShardedDecoder(Decoder):
                 self._queries.append(region("queries", partial(self._queries_region, previous, layer), inputs, kind))
             after, mixer = layer.after, layer.mixer
             is_apart = isinstance(mixer, ScanMixer) and mixer.norms_apart
+            is_scaled = isinstance(mixer, SelfAttention) and mixer.scales_outputs
+            per_token = TensorSpec((TOKENS, 1), torch.float32, self.device)
             inputs = {
                 "o": TensorSpec((TOKENS, *layer.mixer.output_shape), self.attention_dtype, self.device),
-                "mean_square": TensorSpec((TOKENS, 1), torch.float32, self.device) if is_apart else None,
+                "mean_square": per_token if is_apart else None,
+                "largest": per_token if is_scaled else None,
                 "residual": stream if layer.mixer.reads_again else None,
                 "norm": specs_of(after.read_norm),
                 "adapters": tokens.adapters,
@@ -113,6 +120,8 @@ class ShardedDecoder(Decoder):
     def _compile_mlp(self, layer: DecoderLayer, stream: Any, region: Callable[..., Callable]) -> Callable:
         """(what attention adds, the stream, adapters, weights) -> (what the layer's MLP adds, the stream)."""
         kind = layer.spec.behind, layer.methods.mlp
+        if isinstance(layer.mlp, GatedMlp) and layer.mlp.scales_inner:
+            return self._scaled_mlp(layer, layer.mlp, stream, region)
         own = region("mlp", partial(self._mlp_region, layer), self._behind_attention(layer, stream), kind)
 
         def mlp(*args: Any) -> tuple[Tensor, Tensor]:
@@ -120,6 +129,33 @@ class ShardedDecoder(Decoder):
             return self._communicator.all_reduce(x), residual
 
         return mlp
+
+    def _scaled_mlp(self, layer: DecoderLayer, mlp: GatedMlp, stream: Any, region: Callable[..., Callable]) -> Callable:
+        """The same in two halves, with a token's largest value agreed on between them."""
+        kind = layer.spec.behind, layer.methods.mlp
+
+        def enter(
+            x: Tensor, residual: Tensor, adapters: RowAdapters | None, after: AfterMixer
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            x, residual = layer.enter(layer.leaving(x, after.mixer_norm), residual, after.norm)
+            x = mlp.inner(x, after.mlp, adapters)
+            return x, largest_inputs(x), residual
+
+        inputs = {
+            "x": TensorSpec((TOKENS, mlp.inner_size), self.dtype, self.device),
+            "largest": TensorSpec((TOKENS, 1), torch.float32, self.device),
+            "weights": specs_of(layer.after.mlp),
+            "adapters": self._declared_tokens.adapters,
+        }
+        first = region("inner", enter, self._behind_attention(layer, stream), kind)
+        second = region("down", mlp.down, inputs, kind)
+
+        def both(x: Tensor, residual: Tensor, adapters: RowAdapters | None, after: AfterMixer) -> tuple[Tensor, Tensor]:
+            x, largest, residual = first(x, residual, adapters, after)
+            x = second(x, self._communicator.all_reduce_max(largest), after.mlp, adapters)
+            return self._communicator.all_reduce(x), residual
+
+        return both
 
     def _behind_attention(self, layer: DecoderLayer, stream: Any) -> dict[str, Any]:
         """Specs of what the region takes that follows a layer's attention."""
@@ -235,11 +271,13 @@ class ShardedDecoder(Decoder):
         """Behind a layer's attention: what its MLP adds, and the stream without it."""
         after, mixer = self._weights[layer][1], self.layers[layer].mixer
         with span("output"):
-            mean_square = None
+            mean_square = largest = None
             if isinstance(mixer, ScanMixer) and mixer.norms_apart:
                 mean_square = self._communicator.all_reduce(mixer.mean_square(o))
+            if isinstance(mixer, SelfAttention) and mixer.scales_outputs:
+                largest = self._communicator.all_reduce_max(mixer.largest(o))
             stream = residual if mixer.reads_again else None
-            x = self._output[layer](o, mean_square, stream, after.read_norm, adapters, after.mixer)
+            x = self._output[layer](o, mean_square, largest, stream, after.read_norm, adapters, after.mixer)
             x = self._communicator.all_reduce(x)
         with span("mlp"):
             added: tuple[Tensor, Tensor] = self._mlp[layer](x, residual, adapters, after)
@@ -318,6 +356,7 @@ class ShardedDecoder(Decoder):
         layer: DecoderLayer,
         o: Tensor,
         mean_square: Tensor | None,
+        largest: Tensor | None,
         residual: Tensor | None,
         norm: Tensor | None,
         adapters: RowAdapters | None,
@@ -327,6 +366,9 @@ class ShardedDecoder(Decoder):
             assert isinstance(layer.mixer, ScanMixer)
             o = layer.mixer.normed(o, mean_square, weights)
         read = None if residual is None else layer.enter(None, residual, norm)[0]
+        if largest is not None:
+            assert isinstance(layer.mixer, SelfAttention)
+            return layer.mixer.behind(o, read, adapters, weights, largest)
         return layer.mixer.behind(o, read, adapters, weights)
 
     def _mlp_region(
