@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from minivllm.checkpoints.expert_tensors import ExpertTensors, expert_name
+from minivllm.checkpoints.gguf_layout import GGUFLayout
 from minivllm.checkpoints.hf_config import read_json_object
 from minivllm.errors import ModelError
 from minivllm.gguf.gguf_file import ROPE_TENSORS, GGUFFile, GGUFTensor, Treatment, find_gguf, hugging_face_name
@@ -57,6 +58,9 @@ _EXACT = (
     "mlp.shared_expert_gate.weight",
     "self_attn.sinks",
 )
+
+# Of heads, which are multiplied one by one.
+_LATENT = ("self_attn.kv_b_proj.weight", "self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight")
 
 # Buffers that old checkpoints carry and every engine computes by itself.
 _IGNORED = re.compile(r".*(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))")
@@ -273,41 +277,40 @@ def _gguf_weights(
     wants: Callable[[str], bool],
 ) -> Iterator[tuple[str, StoredWeight]]:
     with GGUFFile(path) as file:
-        family = FAMILIES[config.architecture]
+        family = FAMILIES[config.architecture].for_model(config)
+        layout = GGUFLayout(family, config, expected)
+        fused = () if any(name.endswith(".ffn_gate.weight") for name in file.tensors) else tuple(family.fused)
         behind = re.compile(r"blk\.(\d{1,6})\.")
         skip = {
             name
             for name in file.tensors
             if name in ROPE_TENSORS or family.leaves_out(behind.sub(r"model.layers.\1.", name), config.num_layers)
         }
-        found: dict[str, Shape] = {}
-        for gguf_name, tensor in file.tensors.items():
-            if gguf_name not in skip:
-                name = hugging_face_name(gguf_name, family.fused, family.gguf_renamed)
-                found[name or gguf_name] = tensor.shape
+        names = {name: hugging_face_name(name, fused, family.gguf_renamed) or name for name in file.tensors}
+        found = layout.shapes({names[name]: tensor.shape for name, tensor in file.tensors.items() if name not in skip})
         found, file_of = experts.unstacked(found, dict.fromkeys(found, path))
         check_tensors(*_unfused(found, expected, file_of, family), path)
-        names = {name: hugging_face_name(name, family.fused, family.gguf_renamed) for name in file.tensors}
-        skip |= {stored for stored, name in names.items() if name is not None and not wants(name)}
+        skip |= {stored for stored, name in names.items() if not wants(name)}
         heads: dict[str, int] = {}
         if family.gguf_permutes_rotary:
-            mixer = config.layers[0].attention
+            mixer = next(layer.mixer for layer in config.layers if isinstance(layer.mixer, SelfAttentionSpec))
             heads = {"q_proj": mixer.heads, "k_proj": mixer.kv_heads}
         counts: Counter[tuple[str, Treatment]] = Counter()
 
         def treatment(name: str, tensor: GGUFTensor) -> Treatment:
-            if name.endswith(_EXACT):
+            if name.endswith((*_EXACT, ".A_log")):
                 return "exact"
             is_product = name != "model.embed_tokens.weight" or config.tie_word_embeddings
-            if not kept_bits or not is_product or len(tensor.shape) < 2:
+            if not kept_bits or not is_product or len(tensor.shape) < 2 or name.endswith(_LATENT):
                 return "dequantize"
             chosen = _treatment(tensor.type_name, kept_bits)
             counts[tensor.type_name, chosen] += 1
             return chosen
 
-        for name, weight in file.weights(dtype, heads, family.fused, family.gguf_renamed, skip, treatment):
-            for own, part in experts.split(name, weight):
-                yield from _parts(own, part, expected, family)
+        for stored, value in file.weights(dtype, heads, fused, family.gguf_renamed, skip, treatment):
+            for name, weight in layout.restored(stored, value):
+                for own, part in experts.split(name, weight):
+                    yield from _parts(own, part, expected, family)
         for (type_name, chosen), count in counts.items():
             logger.info("%s: %d matrices of type %s %s.", path.name, count, type_name, _TREATMENTS[chosen])
 
@@ -446,11 +449,11 @@ def _parts(
     parts, first = family.parts(name), 0
     groups = family.groups.get(name.split(".")[-2], 1) if len(parts) > 1 else 1
     if groups > 1:
-        values = weight.restore(torch.float32) if isinstance(weight, QuantizedWeight) else weight
         sizes = [expected[part][0] // groups for part in parts]
-        for part, in_groups in zip(parts, values.unflatten(0, (groups, -1)).split(sizes, dim=1), strict=True):
-            own = in_groups.flatten(0, 1)
-            yield part, RestoredWeight(own) if isinstance(weight, QuantizedWeight) else own
+        in_groups = torch.arange(weight.shape[0]).unflatten(0, (groups, -1)).split(sizes, dim=1)
+        for part, indices in zip(parts, in_groups, strict=True):
+            own = indices.flatten()
+            yield part, weight.part(own, slice(None)) if isinstance(weight, QuantizedWeight) else weight[own]
         return
     for part in parts:
         rows = slice(first, first := first + expected[part][0])

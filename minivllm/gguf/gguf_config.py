@@ -42,19 +42,22 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         embedding = file.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise ModelError(f"{path} has no token_embd.weight matrix, so its vocabulary size is unknown.")
+        held = {tensor.split(".", 2)[-1] for tensor in file.tensors}  # in any layer: not all of them need be alike
         entries: dict[str, Any] = {
             "vocab_size": embedding.shape[0],
             "tie_word_embeddings": "output.weight" not in file.tensors,
-            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-            "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-            "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+            "attention_bias": "attn_q.bias" in held,
+            "mlp_bias": "ffn_up.bias" in held,
+            "use_qk_norm": "attn_q_norm.weight" in held,
+            "mamba_proj_bias": "ssm_in.bias" in held,
+            "mamba_conv_bias": "ssm_conv1d.bias" in held,
             "dtype": _dtype(file),
         }
         for entry, key in {**_REQUIRED, **_OPTIONAL}.items():
             value = _number(_where_any(metadata.get(f"{name}.{key}")), f"{path}: {name}.{key}")
             if value is not None:
                 entries[entry] = value
-            elif entry in _REQUIRED:
+            elif entry in _REQUIRED and not (entry == "intermediate_size" and f"{name}.expert_count" in metadata):
                 raise ModelError(f"{path} does not set {name}.{key}.")
         rotated = metadata.get(f"{name}.rope.dimension_count")
         hidden_size, num_heads = entries["hidden_size"], entries["num_attention_heads"]
@@ -136,6 +139,10 @@ def _rope_parameters(file: GGUFFile, name: str, entries: dict[str, Any]) -> dict
         raise ModelError(f"{file.path}: {name}.rope.scaling.type is {kind!r}, but supported are: none, linear, yarn.")
     rope.update({"rope_type": kind, "factor": factor})
     if kind == "yarn":
+        for entry in ("beta_fast", "beta_slow"):
+            key = f"{name}.rope.scaling.yarn_{entry}"
+            if metadata.get(key) is not None:
+                rope[entry] = _number(metadata[key], f"{file.path}: {key}")
         original = metadata.get(f"{name}.rope.scaling.original_context_length")
         rope["original_max_position_embeddings"] = original
         key = f"{name}.rope.scaling.attn_factor"

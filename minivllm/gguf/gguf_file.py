@@ -50,6 +50,22 @@ _LAYER_NAMES = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_qkv": "self_attn.qkv_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "mamba.in_proj",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
     "shortconv.conv": "conv.conv",
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.o_proj",
@@ -65,13 +81,20 @@ _LAYER_NAMES = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-_LAYER_VECTORS = {"attn_sinks.weight": "self_attn.sinks", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+_LAYER_VECTORS = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_dt.bias": "mamba.dt_bias",
+}
 ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 ROPE_TENSORS = frozenset({ROPE_FACTORS, *LONGROPE_FACTORS.values()})
@@ -139,17 +162,23 @@ def hugging_face_name(
     """Map ``blk.0.attn_q.weight`` to ``model.layers.0.self_attn.q_proj.weight``; None for an unknown name.
 
     fused: modules that hold several matrices in this family; ``ffn_up`` is one of them where there is no ``ffn_gate``.
-    renamed: modules that mean something else in this family -> what they mean.
+    renamed: modules that mean something else in this family -> what they mean, and blocks ("mamba") likewise.
     """
     if gguf_name in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[gguf_name]
-    match = re.fullmatch(r"blk\.(\d{1,6})\.([a-z_.]+)\.(weight|bias)", gguf_name)
-    if match is not None and f"{match[2]}.{match[3]}" in _LAYER_VECTORS:
-        return f"model.layers.{int(match[1])}.{_LAYER_VECTORS[f'{match[2]}.{match[3]}']}"
-    if match is None or match[2] not in _LAYER_NAMES:
+    match = re.fullmatch(r"blk\.(\d{1,6})\.([a-z0-9_.]+)", gguf_name)
+    if match is None:
         return None
-    module = "mlp.gate_up_proj" if match[2] == "ffn_up" and "gate_up_proj" in fused else _LAYER_NAMES[match[2]]
-    return f"model.layers.{int(match[1])}.{renamed.get(module, module)}.{match[3]}"
+    stored, _, kind = match[2].rpartition(".")
+    if match[2] in _LAYER_VECTORS:
+        module, kind = _LAYER_VECTORS[match[2]], ""
+    elif stored in _LAYER_NAMES and kind in ("weight", "bias"):
+        module = "mlp.gate_up_proj" if stored == "ffn_up" and "gate_up_proj" in fused else _LAYER_NAMES[stored]
+    else:
+        return None
+    block, *rest = renamed.get(module, module).split(".")
+    path = [f"model.layers.{int(match[1])}", renamed.get(block, block), *rest, kind]
+    return ".".join(filter(None, path))
 
 
 def unpermute_rotary_rows(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

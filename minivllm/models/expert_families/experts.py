@@ -103,5 +103,11 @@ def experts_from_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {entry: metadata[key] for entry, key in keys.items() if key in metadata}
 
 
+def layers_from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> int | None:
+    """Layers without those that guess further tokens, which llama.cpp counts among the others."""
+    layers, drafting = entries["num_hidden_layers"], metadata.get("nextn_predict_layers", 0)
+    return layers - drafting if isinstance(layers, int) and isinstance(drafting, int) else None
+
+
 def inner_of_experts(entries: Entries) -> int:
     return entries.whole("moe_intermediate_size", 1, MAX_WIDTH)

@@ -11,6 +11,7 @@ from minivllm.models.expert_families.experts import (
     experts_from_gguf,
     experts_of,
     inner_of_experts,
+    layers_from_gguf,
     shared_mlp,
     sigmoid_routing,
     with_experts,
@@ -45,8 +46,8 @@ def _glm4_moe(entries: Entries) -> Description:
     return with_experts(entries, glm_experts, qkv_bias="attention_bias", qk_norm=qk_norm)
 
 
-def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Layers that guess further tokens are counted among the others there."""
+def routing_from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """What llama.cpp's metadata say of experts behind dense layers."""
     keys = {
         "n_shared_experts": "expert_shared_count",
         "first_k_dense_replace": "leading_dense_block_count",
@@ -56,15 +57,17 @@ def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mappi
         "topk_group": "expert_group_used_count",
     }
     found = {entry: metadata[key] for entry, key in keys.items() if key in metadata}
-    named = {"scoring_func": SCORES.get(metadata.get("expert_gating_func", 2), "unknown to this decoder")}
-    layers, drafting = entries["num_hidden_layers"], metadata.get("nextn_predict_layers", 0)
-    is_known = isinstance(layers, int) and isinstance(drafting, int)
-    return {
-        **experts_from_gguf(metadata),
-        **found,
-        **named,
-        "num_hidden_layers": layers - drafting if is_known else None,
-    }
+    return {**experts_from_gguf(metadata), **found, "num_hidden_layers": layers_from_gguf(metadata, entries)}
+
+
+def scores_from_gguf(metadata: Mapping[str, Any], default: int) -> str:
+    """What a router does with its logits. default: llama.cpp's number where a file has none."""
+    number = metadata.get("expert_gating_func") or default
+    return SCORES.get(number, "unknown to this decoder") if isinstance(number, int) else "no number"
+
+
+def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**routing_from_gguf(metadata, entries), "scoring_func": scores_from_gguf(metadata, 2)}
 
 
 FAMILIES = (

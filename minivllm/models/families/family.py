@@ -85,7 +85,9 @@ class Family:
     left_out: beginnings of the names of tensors that are not needed (those of an image encoder).
     has_drafting_layers: checkpoints hold layers behind the last one, which are not needed: they guess further tokens
     (multi-token prediction).
-    gguf_renamed: module, as its name in GGUF files is understood elsewhere -> its name in the decoder.
+    gguf_renamed: module, or block, as its name in GGUF files is understood elsewhere -> its name in the decoder.
+    gguf_tiles_values: in GGUF files the values of a gated delta net do not lie key by key: the first value of every key
+    comes first, then the second of every key.
     from_gguf: (metadata without the architecture's name, entries found so far) -> more entries of config.json.
     transposes_experts: stacked experts of its checkpoints lie [in, out], gates and ups in turn (gpt-oss).
     fit: (this family, configuration) -> the same where what is said here depends on the configuration.
@@ -112,6 +114,7 @@ class Family:
     left_out: tuple[str, ...] = ()
     has_drafting_layers: bool = False
     gguf_renamed: Mapping[str, str] = field(default_factory=dict)
+    gguf_tiles_values: bool = False
     from_gguf: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] | None = None
     transposes_experts: bool = False
     fit: Callable[[Family, DecoderConfig], Family] | None = None

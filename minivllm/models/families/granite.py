@@ -41,7 +41,7 @@ def folded(entries: Entries, described: Description) -> Description:
     )
 
 
-def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+def multipliers_from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
     keys = {
         "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale",
@@ -66,6 +66,6 @@ FAMILIES = (
         ),
         describe=_describe,
         gguf_permutes_rotary=True,
-        from_gguf=_from_gguf,
+        from_gguf=multipliers_from_gguf,
     ),
 )

@@ -49,6 +49,16 @@ def _ministral3_rotary(entries: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**entries, "rope_parameters": yarn}
 
 
+def _ministral3_from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Also Mistral Small 3.1 and later, whose queries do not grow. One of both magnitudes of YaRN is always 1."""
+    rope, log = dict(entries["rope_parameters"]), metadata.get("rope.scaling.yarn_log_multiplier")
+    if rope["rope_type"] == "yarn" and log:
+        rope.update({"mscale": 1.0, "mscale_all_dim": log})
+    if metadata.get("attention.temperature_scale"):
+        rope["llama_4_scaling_beta"] = metadata["attention.temperature_scale"]
+    return {"rope_parameters": rope}
+
+
 def _mistral3_text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model is a Mistral or a Ministral 3; only the second has a rotary embedding by default."""
     text = text_part(entries)
@@ -77,7 +87,7 @@ def _smollm3_windows(entries: Entries) -> Sequence[int | None]:
 _MINISTRAL3 = Family(
     architecture="Ministral3ForCausalLM",
     model_type="ministral3",
-    gguf_architecture=None,
+    gguf_architecture="mistral3",
     defaults=defaults(
         vocab_size=131072,
         intermediate_size=14336,
@@ -93,11 +103,14 @@ _MINISTRAL3 = Family(
     describe=_ministral3,
     rewrite_config=_ministral3_rotary,
     has_windows=True,
+    gguf_permutes_rotary=True,
+    from_gguf=_ministral3_from_gguf,
 )
 _MINISTRAL3_IMAGES = replace(
     _MINISTRAL3,
     architecture="Mistral3ForConditionalGeneration",  # Mistral Small 3.1 and later, Ministral 3
     model_type="mistral3",
+    gguf_architecture=None,  # published as the text part alone
     rewrite_config=_mistral3_text,
     prefixes=TEXT_PREFIXES,
     left_out=IMAGE_PARTS,

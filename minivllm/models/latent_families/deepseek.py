@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from kernels_triton_free.experts.routing import Routing
 from minivllm.models.entries.entries import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Entries
@@ -17,7 +19,7 @@ from minivllm.models.expert_families.experts import (
     inner_of_experts,
     shared_mlp,
 )
-from minivllm.models.expert_families.glm import glm_experts
+from minivllm.models.expert_families.glm import glm_experts, routing_from_gguf, scores_from_gguf
 from minivllm.models.families.dense import Description
 from minivllm.models.families.family import Family, defaults
 from minivllm.models.layer_specs import LatentSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec
@@ -26,9 +28,13 @@ LATENT_EPS = 1e-6
 """Epsilon of the norms of latents, whatever rms_norm_eps is: as in transformers."""
 
 
+_IN_GROUPS = "group_limited_greedy"
+
+
 def _describe(entries: Entries, experts: ExpertRule) -> Description:
     """Raises ModelError naming file, field and value where an entry cannot be used."""
     check_named(entries, "moe_layer_freq", 1)
+    check_named(entries, "attention.temperature_scale", 0)
     rope_dim = entries.whole("qk_rope_head_dim", 2, MAX_HEAD_DIM)
     if rope_dim % 2:
         raise entries.refuse("qk_rope_head_dim", rope_dim, "must be even, since its elements turn in pairs")
@@ -73,7 +79,7 @@ def _v2_experts(entries: Entries, layer: int) -> MoeSpec | None:
     check_named(entries, "scoring_func", "softmax")
     check_named(entries, "norm_topk_prob", False)
     method, groups, kept = entries.get("topk_method"), 1, 1
-    if method == "group_limited_greedy":
+    if method == _IN_GROUPS:
         groups, kept = groups_of(entries, num_experts, top_k, group_best=1)
     elif method != "greedy":
         raise entries.refuse("topk_method", method, "must be 'greedy' or 'group_limited_greedy' in this family")
@@ -93,11 +99,41 @@ def _v2_experts(entries: Entries, layer: int) -> MoeSpec | None:
     )
 
 
+def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """V2, or V3 where experts are scored by sigmoids. Newer files say under keys of their own how large heads are before
+    they are absorbed. Of both magnitudes of YaRN one is stored, times 0.1, which stands for both. Groups that a file
+    does not count are one."""
+    scores = scores_from_gguf(metadata, 1)
+    rope, log = dict(entries["rope_parameters"]), metadata.get("rope.scaling.yarn_log_multiplier")
+    if rope["rope_type"] == "yarn" and log:
+        rope["mscale"] = rope["mscale_all_dim"] = 10 * log if isinstance(log, int | float) else log
+    rope_dim = metadata.get("rope.dimension_count")
+    key_dim = metadata.get("attention.key_length_mla", metadata.get("attention.key_length"))
+    are_whole = isinstance(rope_dim, int) and isinstance(key_dim, int)
+    found = {"norm_topk_prob": False, "n_group": 1, "topk_group": 1, **routing_from_gguf(metadata, entries)}
+    return {
+        **found,
+        "architectures": ["DeepseekV3ForCausalLM" if scores == "sigmoid" else "DeepseekV2ForCausalLM"],
+        "scoring_func": scores,
+        "topk_method": "noaux_tc" if scores == "sigmoid" else "greedy" if found["n_group"] == 1 else _IN_GROUPS,
+        "head_dim": None,
+        "partial_rotary_factor": None,
+        "num_key_value_heads": None,
+        "rope_parameters": rope,
+        "q_lora_rank": metadata.get("attention.q_lora_rank"),
+        "kv_lora_rank": metadata.get("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": key_dim - rope_dim if are_whole else None,
+        "v_head_dim": metadata.get("attention.value_length_mla", metadata.get("attention.value_length")),
+        "attention.temperature_scale": metadata.get("attention.temperature_scale", 0),
+    }
+
+
 FAMILIES = (
     Family(
         architecture="DeepseekV2ForCausalLM",
         model_type="deepseek_v2",
-        gguf_architecture=None,
+        gguf_architecture="deepseek2",
         defaults=defaults(
             vocab_size=102400,
             intermediate_size=11008,
@@ -118,11 +154,12 @@ FAMILIES = (
             first_k_dense_replace=0,
         ),
         describe=partial(_describe, experts=_v2_experts),
+        from_gguf=_from_gguf,
     ),
     Family(
         architecture="DeepseekV3ForCausalLM",  # and R1, Moonlight, Kimi-K2
         model_type="deepseek_v3",
-        gguf_architecture=None,
+        gguf_architecture=None,  # published as "deepseek2"
         defaults=defaults(
             vocab_size=129280,
             hidden_size=7168,

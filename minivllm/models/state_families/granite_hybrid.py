@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from kernels_triton_free.experts.routing import Routing
 from minivllm.models.decoder_config import DecoderConfig
@@ -13,8 +14,9 @@ from minivllm.models.entries.entries import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, 
 from minivllm.models.expert_families.experts import MAX_EXPERTS, experts_of
 from minivllm.models.families.dense import Description, dense
 from minivllm.models.families.family import Family, defaults
-from minivllm.models.families.granite import MULTIPLIERS, folded
+from minivllm.models.families.granite import MULTIPLIERS, folded, multipliers_from_gguf
 from minivllm.models.layer_specs import FeedForwardSpec, Mamba2Spec, MlpSpec, MoeSpec
+from minivllm.models.state_families.gguf_entries import head_dim, layer_kinds
 from minivllm.models.state_families.lfm2 import MAX_TAPS
 
 _NO_LIMITS = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
@@ -90,11 +92,31 @@ def _named(family: Family, config: DecoderConfig) -> Family:
     return replace(family, renamed={**family.renamed, "shared_mlp": shared})
 
 
+def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without experts the shared MLP is the only one; llama.cpp then reads its width from another key."""
+    inner, hidden = metadata.get("ssm.inner_size"), entries["hidden_size"]
+    is_whole = isinstance(inner, int) and isinstance(hidden, int) and hidden > 0
+    return {
+        **multipliers_from_gguf(metadata, entries),
+        "layer_types": layer_kinds(metadata, "mamba"),
+        "num_local_experts": metadata.get("expert_count", 0),
+        "num_experts_per_tok": metadata.get("expert_used_count"),
+        "shared_intermediate_size": metadata.get("expert_shared_feed_forward_length", entries.get("intermediate_size")),
+        "position_embedding_type": "rope" if metadata.get("rope.scaling.finetuned", True) else "nope",
+        "mamba_n_heads": metadata.get("ssm.time_step_rank"),
+        "mamba_d_head": head_dim(metadata),
+        "mamba_expand": inner // hidden if is_whole else None,
+        "mamba_n_groups": metadata.get("ssm.group_count"),
+        "mamba_d_state": metadata.get("ssm.state_size"),
+        "mamba_d_conv": metadata.get("ssm.conv_kernel"),
+    }
+
+
 FAMILIES = (
     Family(
         architecture="GraniteMoeHybridForCausalLM",
         model_type="granitemoehybrid",
-        gguf_architecture=None,
+        gguf_architecture="granitehybrid",
         defaults=defaults(
             **MULTIPLIERS,
             vocab_size=32000,
@@ -118,6 +140,8 @@ FAMILIES = (
         ),
         describe=_describe,
         fit=_named,
+        gguf_permutes_rotary=True,
+        from_gguf=_from_gguf,
         renamed={"input_linear": "gate_up_proj", "output_linear": "down_proj"},
         fused={"gate_up_proj": ("gate_proj", "up_proj")},
     ),

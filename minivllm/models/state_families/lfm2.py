@@ -10,6 +10,7 @@ from minivllm.models.entries.entries import MAX_FACTOR, MAX_WIDTH, Entries
 from minivllm.models.families.dense import Description, dense
 from minivllm.models.families.family import Family, defaults
 from minivllm.models.layer_specs import LayerSpec, ShortConvSpec
+from minivllm.models.state_families.gguf_entries import layer_kinds
 
 MAX_TAPS = 64
 
@@ -55,11 +56,9 @@ def _rewrite_config(entries: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """llama.cpp counts KV heads per layer: layers without any are convolutions. Widths are final there."""
-    kv_heads = metadata.get("attention.head_count_kv")
-    listed = kv_heads if isinstance(kv_heads, list) else [kv_heads] * entries["num_hidden_layers"]
+    """Widths are final there."""
     return {
-        "layer_types": ["full_attention" if heads else "conv" for heads in listed],
+        "layer_types": layer_kinds(metadata, "conv"),
         "conv_L_cache": metadata.get("shortconv.l_cache"),
         "block_auto_adjust_ff_dim": False,
     }

@@ -9,11 +9,12 @@ from typing import Any
 
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.entries.entries import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, Entries
-from minivllm.models.expert_families.experts import with_experts
+from minivllm.models.expert_families.experts import experts_from_gguf, layers_from_gguf, with_experts
 from minivllm.models.expert_families.qwen import qwen_experts
 from minivllm.models.families.dense import Description, dense
 from minivllm.models.families.family import Family, defaults, text_part
 from minivllm.models.layer_specs import GatedDeltaSpec, LayerSpec, SelfAttentionSpec
+from minivllm.models.state_families.gguf_entries import head_dim, layer_kinds
 from minivllm.models.state_families.lfm2 import MAX_TAPS
 
 
@@ -78,6 +79,24 @@ def _by_head(family: Family, config: DecoderConfig) -> Family:
     return replace(family, groups=groups)
 
 
+def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The weights of the chosen experts are always normalised in llama.cpp."""
+    return {
+        "num_experts": 0,
+        **experts_from_gguf(metadata),
+        "shared_expert_intermediate_size": metadata.get("expert_shared_feed_forward_length"),
+        "norm_topk_prob": True,
+        "num_hidden_layers": layers_from_gguf(metadata, entries),
+        "layer_types": layer_kinds(metadata, "linear_attention"),
+        "full_attention_interval": metadata.get("full_attention_interval", 4),
+        "linear_num_key_heads": metadata.get("ssm.group_count"),
+        "linear_num_value_heads": metadata.get("ssm.time_step_rank"),
+        "linear_key_head_dim": metadata.get("ssm.state_size"),
+        "linear_value_head_dim": head_dim(metadata),
+        "linear_conv_kernel_dim": metadata.get("ssm.conv_kernel"),
+    }
+
+
 _FUSED = {
     "q_proj": ("q_proj", "g_proj"),
     "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
@@ -86,12 +105,19 @@ _FUSED = {
 }
 _family = partial(
     Family,
-    gguf_architecture=None,
     describe=_describe,
     fused=_FUSED,
     fit=_by_head,
     norm_offset=1.0,
     whole_norms=("linear_attn.norm.weight",),
+    has_drafting_layers=True,
+    gguf_renamed={
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "self_attn.qkv_proj": "linear_attn.in_proj_qkv",
+        "mamba.in_proj": "linear_attn.in_proj_qkvz",
+        "mamba": "linear_attn",
+    },
+    from_gguf=_from_gguf,
 )
 _DEFAULTS = {
     "num_attention_heads": 16,
@@ -115,6 +141,7 @@ _DRAFTS = ("mtp.",)
 _QWEN3_NEXT = _family(
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
+    gguf_architecture="qwen3next",
     defaults=defaults(
         **_DEFAULTS,
         vocab_size=151936,
@@ -129,6 +156,8 @@ _QWEN3_NEXT = _family(
 _QWEN3_5 = _family(
     architecture="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",
+    gguf_architecture="qwen35",
+    gguf_tiles_values=True,
     defaults=defaults(
         **{**_DEFAULTS, "num_key_value_heads": 4},
         vocab_size=248320,
@@ -139,6 +168,8 @@ _QWEN3_5 = _family(
 _QWEN3_5_MOE = _family(
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
+    gguf_architecture="qwen35moe",
+    gguf_tiles_values=True,
     defaults=defaults(
         **_DEFAULTS,
         vocab_size=248320,
@@ -158,6 +189,7 @@ def _with_images(family: Family, architecture: str, model_type: str) -> Family:
         family,
         architecture=architecture,
         model_type=model_type,
+        gguf_architecture=None,  # published as the text part alone
         rewrite_config=text_part,
         prefixes={"model.language_model.": "model."},
         left_out=(*_DRAFTS, "model.visual."),
