@@ -100,9 +100,9 @@ def _v2_experts(entries: Entries, layer: int) -> MoeSpec | None:
 
 
 def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """V2, or V3 where experts are scored by sigmoids. Newer files say under keys of their own how large heads are before
-    they are absorbed. Of both magnitudes of YaRN one is stored, times 0.1, which stands for both. Groups that a file
-    does not count are one."""
+    """V2, or V3 where experts are scored by sigmoids. Newer files have keys of their own for the sizes of heads before
+    they are absorbed. Of both magnitudes of YaRN one is stored, times 0.1, which stands for both. Without a number of
+    groups there is one."""
     scores = scores_from_gguf(metadata, 1)
     rope, log = dict(entries["rope_parameters"]), metadata.get("rope.scaling.yarn_log_multiplier")
     if rope["rope_type"] == "yarn" and log:
