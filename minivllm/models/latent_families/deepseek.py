@@ -109,7 +109,7 @@ def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mappi
         rope["mscale"] = rope["mscale_all_dim"] = 10 * log if isinstance(log, int | float) else log
     rope_dim = metadata.get("rope.dimension_count")
     key_dim = metadata.get("attention.key_length_mla", metadata.get("attention.key_length"))
-    are_whole = isinstance(rope_dim, int) and isinstance(key_dim, int)
+    nope_dim = key_dim - rope_dim if isinstance(rope_dim, int) and isinstance(key_dim, int) else None
     found = {"norm_topk_prob": False, "n_group": 1, "topk_group": 1, **routing_from_gguf(metadata, entries)}
     return {
         **found,
@@ -123,7 +123,7 @@ def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mappi
         "q_lora_rank": metadata.get("attention.q_lora_rank"),
         "kv_lora_rank": metadata.get("attention.kv_lora_rank"),
         "qk_rope_head_dim": rope_dim,
-        "qk_nope_head_dim": key_dim - rope_dim if are_whole else None,
+        "qk_nope_head_dim": nope_dim,
         "v_head_dim": metadata.get("attention.value_length_mla", metadata.get("attention.value_length")),
         "attention.temperature_scale": metadata.get("attention.temperature_scale", 0),
     }

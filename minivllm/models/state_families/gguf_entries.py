@@ -16,5 +16,6 @@ def layer_kinds(metadata: Mapping[str, Any], state: str) -> list[str] | None:
 def head_dim(metadata: Mapping[str, Any]) -> int | None:
     """Of the heads of a state, which are counted as llama.cpp counts time steps of Mamba."""
     inner, heads = metadata.get("ssm.inner_size"), metadata.get("ssm.time_step_rank")
-    are_whole = isinstance(inner, int) and isinstance(heads, int) and heads > 0
-    return inner // heads if are_whole and not inner % heads else None
+    if not isinstance(inner, int) or not isinstance(heads, int) or heads < 1 or inner % heads:
+        return None
+    return inner // heads

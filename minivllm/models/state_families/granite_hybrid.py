@@ -95,7 +95,7 @@ def _named(family: Family, config: DecoderConfig) -> Family:
 def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
     """Without experts the shared MLP is the only one; llama.cpp then reads its width from another key."""
     inner, hidden = metadata.get("ssm.inner_size"), entries["hidden_size"]
-    is_whole = isinstance(inner, int) and isinstance(hidden, int) and hidden > 0
+    expand = inner // hidden if isinstance(inner, int) and isinstance(hidden, int) and hidden > 0 else None
     return {
         **multipliers_from_gguf(metadata, entries),
         "layer_types": layer_kinds(metadata, "mamba"),
@@ -105,7 +105,7 @@ def _from_gguf(metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> Mappi
         "position_embedding_type": "rope" if metadata.get("rope.scaling.finetuned", True) else "nope",
         "mamba_n_heads": metadata.get("ssm.time_step_rank"),
         "mamba_d_head": head_dim(metadata),
-        "mamba_expand": inner // hidden if is_whole else None,
+        "mamba_expand": expand,
         "mamba_n_groups": metadata.get("ssm.group_count"),
         "mamba_d_state": metadata.get("ssm.state_size"),
         "mamba_d_conv": metadata.get("ssm.conv_kernel"),
