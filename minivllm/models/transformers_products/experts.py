@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from minivllm.linear.experts.experts import Experts
 from minivllm.linear.experts.methods import ClampedSwiglu, ExpertActivation, activate
 from minivllm.linear.layer import ChooseMethod, Shard
-from minivllm.linear.stored_weight import StoredWeight
+from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.transformers_plan.division import Division
 from minivllm.models.transformers_regions.operators import Ranks, StepHolder
 
@@ -39,18 +39,24 @@ class EngineExperts:
         self._is_transposed, self._is_concatenated = bool(module.is_transposed), bool(module.is_concatenated)
 
     def load(self, name: str, tensor: StoredWeight) -> None:
-        """Take one of ``_TENSORS``, of all experts."""
-        assert isinstance(tensor, Tensor), "what is stored packed is restored where it is merged"
+        """Take one of ``_TENSORS``, of all experts; a quantised one is [experts * out, in]."""
         part, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
-        for expert, own in enumerate(tensor):
-            own = own.T if kind == "weight" and self._is_transposed else own
+        height = tensor.shape[0] // self.experts.num_experts
+        for expert in range(self.experts.num_experts):
+            if isinstance(tensor, QuantizedWeight):
+                own: StoredWeight = tensor.part(slice(expert * height, (expert + 1) * height), slice(None))
+            else:
+                own = tensor[expert].T if kind == "weight" and self._is_transposed else tensor[expert]
             if part == "down_proj":
                 self.experts.load(expert, part, kind, own)
                 continue
             half = own.shape[0] // 2
-            gate, up = (own[:half], own[half:]) if self._is_concatenated else (own[::2], own[1::2])
-            self.experts.load(expert, "gate_proj", kind, gate)
-            self.experts.load(expert, "up_proj", kind, up)
+            gate, up = (
+                (slice(half), slice(half, None)) if self._is_concatenated else (slice(0, None, 2), slice(1, None, 2))
+            )
+            for own_part, rows in (("gate_proj", gate), ("up_proj", up)):
+                values = own.part(rows, slice(None)) if isinstance(own, QuantizedWeight) else own[rows]
+                self.experts.load(expert, own_part, kind, values)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [..., hidden], ids and weights [tokens, top_k] -> as x."""
