@@ -55,10 +55,11 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> SortedRows:
 
 
 class FewRows(NamedTuple):
-    """A faster way for experts that few rows go to: apply(rows [most or 1, hidden], expert) -> of the same shape."""
+    """A faster way for experts that few rows go to, all of them in one call: apply(rows [most or 1, n, hidden], experts
+    int64 [n]) -> of the rows' shape, n at least 2. Of several tokens' rows, all ``most`` are there."""
 
     most: int
-    apply: Product
+    apply: Callable[[Tensor, Tensor], Tensor]
 
 
 def loop(
@@ -79,47 +80,49 @@ def loop(
     if x.shape[0] == 1:  # as many rows as choices: one activation and one sum for all
         if nobody is not None:
             ids, weights = (values[:, ids[0] != nobody] for values in (ids, weights))
-        chosen = ids[0].tolist()
-        if not chosen:
+        if not ids.numel():
             return torch.zeros_like(x)
         if few is not None:
-            rows = torch.cat([few.apply(x, expert) for expert in chosen])
+            rows = _of_few(few, x.expand(1, ids.shape[1], -1).contiguous(), ids[0])[0]
         else:
+            chosen = ids[0].tolist()
             inner = activate(torch.cat([gate_up(x, expert) for expert in chosen]))
             rows = torch.cat([down(row, expert) for row, expert in zip(inner.split(1), chosen, strict=True)])
         return (rows.float() * weights[0, :, None]).sum(0, keepdim=True).to(x.dtype)
-    top_k = ids.shape[1]
     choices = ids.flatten()
-    order, counts = choices.argsort(stable=True), choices.bincount().tolist()
+    order, count = choices.argsort(stable=True), choices.bincount()
     if nobody is not None:
-        counts = counts[:nobody]
-    out = (x.new_empty if nobody is None else x.new_zeros)(choices.shape[0], x.shape[1])
-    factors = weights.flatten().to(x.dtype)
+        count = count[:nobody]
+    counts = count.tolist()
+    own = sum(counts)
+    rows = x.index_select(0, order[:own] // ids.shape[1])
+    out = torch.empty_like(rows) if own == len(order) else x.new_zeros(len(order), x.shape[1])
     most = 0 if few is None else few.most
-    for expert, rows in enumerate(order[: sum(counts)].split(counts)):
-        if rows.shape[0] > most:
-            values = down(activate(gate_up(x[rows // top_k], expert)), expert)
-            out[rows] = values.mul_(factors[rows, None])
+    for expert, (given, place) in enumerate(zip(rows.split(counts), out[:own].split(counts), strict=True)):
+        if len(given) > most:
+            place.copy_(down(activate(gate_up(given, expert)), expert))
     if few is not None:
-        _add_few(out, x, order, counts, factors, top_k, few)
-    return out.view(-1, top_k, x.shape[1]).sum(1)
+        _add_few(out, rows, count, few)
+    where = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return F.embedding_bag(where.view(ids.shape), out, mode="sum", per_sample_weights=weights.to(x.dtype))
 
 
-def _add_few(
-    out: Tensor, x: Tensor, order: Tensor, counts: Sequence[int], factors: Tensor, top_k: int, few: FewRows
-) -> None:
-    """Write the choices of all experts with few rows into ``out``, gathered and scattered together."""
-    hit = [expert for expert, count in enumerate(counts) if 0 < count <= few.most]
-    if not hit:
+def _add_few(out: Tensor, rows: Tensor, count: Tensor, few: FewRows) -> None:
+    """Compute the experts with few rows, which are sorted by expert, into the same places of ``out``."""
+    hit = torch.nonzero((count > 0) & (count <= few.most)).flatten()
+    if not hit.numel():
         return
-    count = torch.tensor(counts)
-    begin = (count.cumsum(0) - count)[hit, None]
-    place = torch.arange(few.most)
-    is_row = place < count[hit, None]
-    rows = order[begin + place.where(is_row, 0)]  # what is too much repeats the first one
-    values = torch.cat([few.apply(own, expert) for own, expert in zip(x[rows // top_k], hit, strict=True)])
-    rows = rows[is_row]
-    out[rows] = values[is_row.flatten()].mul_(factors[rows, None])
+    turn = torch.arange(few.most).unsqueeze(1)
+    is_row = turn < count[hit]
+    places = (count.cumsum(0) - count)[hit] + turn.where(is_row, 0)  # what is too much repeats the first row
+    values = _of_few(few, rows[places], hit)
+    out[places[is_row]] = values[is_row]
+
+
+def _of_few(few: FewRows, rows: Tensor, experts: Tensor) -> Tensor:
+    if experts.shape[0] > 1:
+        return few.apply(rows, experts)
+    return few.apply(rows.repeat(1, 2, 1), experts.repeat(2))[:, :1]
 
 
 def grouped_product(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:

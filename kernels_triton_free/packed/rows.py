@@ -15,13 +15,13 @@ looks where its elements have gone: on a CPU that packs otherwise nothing is rea
 
 from __future__ import annotations
 
-import ctypes
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kernels_triton_free.linear import can_pack, pack_weight
+from kernels_triton_free.packed.memory import memory_of
 
 OUTPUTS = 64
 """Outputs that are packed side by side."""
@@ -55,15 +55,10 @@ def words_shape(out_features: int, in_features: int) -> tuple[int, int, int]:
     return out_features // OUTPUTS, in_features // 2, OUTPUTS
 
 
-def words_of(packed: Tensor, keeps: bool = True) -> Tensor:
+def words_of(packed: Tensor) -> Tensor:
     """The memory of a weight from ``pack_weight``, [out, in] of bfloat16, as int32 [out / 64, in / 2, 64]: no copy.
-    keeps: whether the weight lives as long as what is returned."""
-    out_features, in_features = packed.shape
-    num_bytes: int = torch.ops.mkldnn._nbytes(packed)
-    memory = (ctypes.c_char * num_bytes).from_address(torch.ops.mkldnn.data_ptr(packed))
-    if keeps:
-        memory.weight = packed  # type: ignore[attr-defined]
-    words = torch.frombuffer(memory, dtype=torch.int32).view(words_shape(out_features, in_features))
+    The weight lives as long as what is returned."""
+    words = memory_of(packed).view(words_shape(*packed.shape))
     words.is_packed_memory = True  # type: ignore[attr-defined]
     return words
 
@@ -78,14 +73,23 @@ def few_rows_linear(x: Tensor, words: Tensor, bias: Tensor | None = None) -> Ten
 
     words int32 [out / 64, in / 2, 64]: see ``words_of``. bias [out].
     """
-    rows = x.shape[0]
+    return few_rows_products(x.unsqueeze(1), words.unsqueeze(0), bias).squeeze(1)
+
+
+def few_rows_products(x: Tensor, words: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As ``few_rows_linear``, n products at once: x [rows, n, in] -> [rows, n, out]. bias [n, out].
+
+    words int32 [n, out / 64, in / 2, 64]. Where they are picked from more by an index, compiled code reads them there.
+    """
+    rows, products, in_features = x.shape
     # Computed before, not again for every block of outputs.
-    inputs = torch.ops.kernels_triton_free.materialize.default(x.float()).view(rows, -1, 2, 1)
+    inputs = torch.ops.kernels_triton_free.materialize.default(x.float())
+    inputs = inputs.view(rows, products, 1, in_features // 2, 2, 1)
     sums: list[list[Tensor]] = [[] for _ in range(rows)]
     for first in range(0, OUTPUTS, REGISTER):
-        pairs = words[:, :, first : first + REGISTER]
+        pairs = words[..., first : first + REGISTER]
         even, odd = (pairs << 16).view(torch.float32), (pairs & UPPER_HALF).view(torch.float32)
         for row in range(rows):
-            sums[row].append((even * inputs[row, :, 0] + odd * inputs[row, :, 1]).sum(1))
-    out = torch.stack([torch.stack(parts, dim=1).flatten() for parts in sums])
+            sums[row].append((even * inputs[row, :, :, :, 0] + odd * inputs[row, :, :, :, 1]).sum(2))
+    out = torch.stack([torch.stack(parts, dim=2).flatten(1) for parts in sums])
     return (out if bias is None else out + bias).to(x.dtype)

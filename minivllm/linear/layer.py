@@ -89,11 +89,6 @@ class PackedLinear(LinearMethod):
         words = (words_of(packed),) if self.has_words else ()
         return (packed, *words) if bias is None else (packed, *words, bias)
 
-    def without_words(self, tensors: LinearTensors) -> tuple[LinearTensors, PackedLinear]:
-        """The tensors of the method without words, and that method."""
-        own = (tensors[0], *tensors[2:]) if self.has_words else tensors
-        return own, PackedLinear(self.out_features)
-
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         packed, *others = tensors
         words = others.pop(0) if self.has_words else None

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kernels_triton_free.lora  # noqa: F401  (defines materialize)
-from kernels_triton_free.linear import can_pack, pack_weight
-from kernels_triton_free.packed.rows import MAX_ROWS, few_rows_linear, is_readable, words_of
+from kernels_triton_free.linear import can_pack, pack_weight, packed_linear
+from kernels_triton_free.packed.memory import can_restore, memory_of, packed_in
+from kernels_triton_free.packed.rows import MAX_ROWS, few_rows_linear, few_rows_products, is_readable, words_of
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN cannot pack bfloat16 weights on this CPU")
 
@@ -59,3 +60,39 @@ def test_the_words_keep_the_weight() -> None:
 @pytest.mark.parametrize("shape", [(100, 64), (64, 48), (32, 64)])
 def test_what_is_padded_is_not_read(shape: tuple[int, int]) -> None:
     assert not is_readable(*shape)
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, MAX_ROWS),
+    picked=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    has_bias=st.booleans(),
+)
+def test_products_with_several_weights_are_those_of_each(
+    seed: int, rows: int, picked: list[int], has_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(5, 128, 96, generator=generator).bfloat16()
+    words, which = torch.stack([packed(weight) for weight in weights]), torch.tensor(picked)
+    x = torch.randn(rows, len(picked), 96, generator=generator)
+    bias = torch.randn(5, 128, generator=generator) if has_bias else None
+    expected = torch.einsum("rni,noi->rno", x.double(), weights[which].double())
+    expected = expected if bias is None else expected + bias[which]
+    out = few_rows_products(x, words[which], None if bias is None else bias[which])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (192, 96), (100, 72), (7, 3)])
+def test_a_weight_is_multiplied_wherever_its_bytes_lie(shape: tuple[int, int]) -> None:
+    """Also one that is padded; and what is stacked needs the original no more."""
+    assert can_restore()
+    weights = [torch.randn(shape).bfloat16() for _ in range(3)]
+    stack = torch.stack([memory_of(pack_weight(weight)) for weight in weights])
+    gc.collect()
+    for weight, memory in zip(weights, stack, strict=True):
+        restored = packed_in(memory, *shape)
+        assert restored.is_mkldnn and restored.shape == shape
+        x = torch.randn(9, shape[1]).bfloat16()
+        expected = packed_linear(x, pack_weight(weight), None, shape[0])
+        assert torch.equal(packed_linear(x, restored, None, shape[0]), expected)
+        assert expected.any()

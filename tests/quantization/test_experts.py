@@ -17,6 +17,7 @@ from kernels_triton_free.packed.rows import MAX_ROWS, is_readable
 from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm.compilation.regions import Region, filled, flatten
 from minivllm.errors import ConfigError, ModelError
+from minivllm.linear.experts import experts as experts_module
 from minivllm.linear.experts import methods
 from minivllm.linear.experts.experts import Experts, _choose_restorable
 from minivllm.linear.experts.methods import (
@@ -24,9 +25,10 @@ from minivllm.linear.experts.methods import (
     ExpertActivation,
     GroupedExperts,
     LoopedExperts,
+    StackedPackedLinear,
     activate,
 )
-from minivllm.linear.layer import ChooseMethod, LinearMethod, PackedLinear, Shard, never_quantized
+from minivllm.linear.layer import ChooseMethod, LinearMethod, PlainLinear, Shard, never_quantized
 from minivllm.linear.quantized_methods import (
     DequantizedGroupLinear,
     DequantizedInt8Linear,
@@ -139,7 +141,7 @@ def test_packed_experts_equal_the_definition(tokens: int, has_bias: bool) -> Non
     weights, biases = random_weights(), random_biases() if has_bias else None
     weights = dict(sorted(weights.items(), key=lambda item: -item[0][0]))
     experts = make(weights, biases, dtype=BF16)
-    assert isinstance(experts.method.gate_up, PackedLinear) and isinstance(experts.method.down, PackedLinear)
+    assert all(isinstance(own, StackedPackedLinear) for own in (experts.method.gate_up, experts.method.down))
     x, ids, factors = inputs(tokens, BF16)
     out = experts.method.apply(x, ids, factors, experts.tensors).double()
     expected = expected_output(x, ids, factors, weights, biases)
@@ -149,52 +151,73 @@ def test_packed_experts_equal_the_definition(tokens: int, has_bias: bool) -> Non
     assert torch.equal(moved.method.apply(x, ids, factors, moved.tensors).double(), out)
 
 
-def as_declared(calls: list[int], region: Region) -> Callable:
-    """In place of a compiler. calls: gets the rows of every call."""
+def test_weights_are_not_packed_where_their_bytes_cannot_be_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_module, "can_restore", lambda: False)
+    weights = random_weights()
+    experts = make(weights, dtype=BF16)
+    assert experts.method.gate_up == experts.method.down == PlainLinear()
+    x, ids, factors = inputs(7, BF16)
+    out, expected = (
+        experts.method.apply(x, ids, factors, experts.tensors),
+        expected_output(x, ids, factors, weights, None),
+    )
+    assert (out.double() - expected).norm() <= 0.02 * expected.norm()
+
+
+def as_declared(calls: list[tuple[int, int]], region: Region) -> Callable:
+    """In place of a compiler. calls: gets the rows and the experts of every call."""
 
     def run(*args: Any) -> Tensor:
-        rows = args[0].shape[0]
-        assert region.has_single and rows in (1, MAX_ROWS)
+        rows, hit = args[0].shape[:2]
+        assert region.has_single and rows in (1, MAX_ROWS) and hit >= 2
         tensors: list[Tensor] = []
         flatten(args, tensors)
         (region.for_single() if rows == 1 else region).check(tensors)
-        calls.append(rows)
-        x, gate_up, down = filled(tuple(region.inputs.values()), iter(tensors))
-        out: Tensor = region.function(x, gate_up, down)
+        calls.append((rows, hit))
+        out: Tensor = region.function(*filled(tuple(region.inputs.values()), iter(tensors)))
         return out
 
     return run
 
 
+def routed(how: str, tokens: int) -> Tensor:
+    """int64 [tokens, TOP_K]: "random"; all to the "same" experts; to "one" expert and now and then another."""
+    ids = inputs(tokens, BF16)[1]
+    if how == "same":
+        return torch.tensor([[3, 1]]).repeat(tokens, 1)
+    return torch.stack([torch.full((tokens,), 4), torch.arange(tokens) // 3 % 4], 1) if how == "one" else ids
+
+
 @pytest.mark.skipif(not is_readable(64, 96), reason="oneDNN packs in another order on this CPU")
-@pytest.mark.parametrize("tokens", [1, 2, 7, 40])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 7, 40])
+@pytest.mark.parametrize("how", ["random", "same", "one"])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("is_part", [False, True], ids=["all experts", "some experts"])
 def test_experts_of_few_rows_equal_the_definition(
-    tokens: int, has_bias: bool, is_part: bool, monkeypatch: pytest.MonkeyPatch
+    tokens: int, how: str, has_bias: bool, is_part: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loops over packed weights take the place of oneDNN's products where an expert has up to MAX_ROWS rows, and the
-    others have none of it."""
+    """One call of loops over packed weights takes the place of oneDNN's products where experts have up to MAX_ROWS
+    rows, and the others have none of it."""
     monkeypatch.setattr(methods, "_few_rows", {})
     weights, biases = random_weights(), random_biases() if has_bias else None
     experts = make(weights, biases, dtype=BF16)
     method = replace(experts.method, is_part=is_part)
-    x, ids, factors = inputs(tokens, BF16)
-    expected_ids, expected_factors = ids, factors
+    x, _, factors = inputs(tokens, BF16)
+    ids = expected_ids = routed(how, tokens)
+    expected_factors = factors
     if is_part:
         ids = torch.where((ids + torch.arange(tokens)[:, None]) % 3 == 0, EXPERTS, ids)
         expected_factors = torch.where(ids == EXPERTS, 0, factors)
         expected_ids = torch.where(ids == EXPERTS, 0, ids)
     assert isinstance(method, LoopedExperts)
-    calls: list[int] = []
+    calls: list[tuple[int, int]] = []
     method.compile_few_rows(partial(as_declared, calls), HIDDEN, INNER)
     out = method.apply(x, ids, factors, experts.tensors).double()
     expected = expected_output(x, expected_ids, expected_factors, weights, biases)
     assert (out - expected).norm() <= 0.02 * expected.norm()
     counts = [int((ids == expert).sum()) for expert in range(EXPERTS)]
     few = sum(0 < count <= MAX_ROWS for count in counts)
-    assert calls == [1 if tokens == 1 else MAX_ROWS] * few
-    assert few or tokens == 40
+    assert calls == ([(1 if tokens == 1 else MAX_ROWS, max(few, 2))] if few else [])
 
 
 def test_nothing_is_written_out_for_few_rows_without_a_compiler_or_packed_weights(

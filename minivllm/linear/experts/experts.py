@@ -1,7 +1,7 @@
 """The weights of a layer's experts, stacked.
 
 Experts are stored and quantised as all linear layers are: the tensors that a ``LinearMethod`` prepares for each expert
-are stacked along a first dimension, but for weights that oneDNN has packed: those stay one tensor for each expert.
+are stacked along a first dimension; of weights that oneDNN packs, the bytes are.
 """
 
 from __future__ import annotations
@@ -12,16 +12,24 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels_triton_free.packed.memory import can_restore
 from minivllm.compilation.regions import CompileRegion
 from minivllm.distributed.shard import Shard
 from minivllm.errors import ConfigError, ModelError
-from minivllm.linear.experts.methods import ExpertActivation, ExpertsMethod, GroupedExperts, LoopedExperts
+from minivllm.linear.experts.methods import (
+    ExpertActivation,
+    ExpertsMethod,
+    GroupedExperts,
+    LoopedExperts,
+    StackedPackedLinear,
+)
 from minivllm.linear.layer import (
     ChooseMethod,
     Linear,
     LinearMethod,
     LinearTensors,
     PackedLinear,
+    PlainLinear,
     never_quantized,
 )
 from minivllm.linear.stored_weight import StoredWeight
@@ -38,7 +46,6 @@ class _Stack:
         self.tensors: LinearTensors = ()
         self.method: LinearMethod | None = None
         self._loading: dict[int, Linear] = {}
-        self._listed = 0  # tensors in front that are those of one expert each
 
     def load(self, expert: int, part: str, kind: str, tensor: StoredWeight) -> None:
         """Take one tensor of one expert; an expert that is complete goes to its place in the stack."""
@@ -47,25 +54,15 @@ class _Stack:
         if not linear.tensors:
             self._loading[expert] = linear
             return
-        own, method = linear.tensors, linear.method
-        if isinstance(method, PackedLinear):
-            own, method = method.without_words(own)
         if self.method is None:
-            self.method, num_experts = method, self.num_experts
-            self._listed = num_experts if isinstance(method, PackedLinear) else 0
-            self.tensors = (
-                *own[:1] * self._listed,  # until each one's own comes
-                *(one.new_empty(num_experts, *one.shape) for one in (own[1:] if self._listed else own)),
-            )
-        if method != self.method:
+            self.method = linear.method
+            self.tensors = tuple(one.new_empty(self.num_experts, *one.shape) for one in linear.tensors)
+        if linear.method != self.method:
             raise ModelError(
-                f"The experts of one layer are stored in different ways ({self.method} and {method}), which "
+                f"The experts of one layer are stored in different ways ({self.method} and {linear.method}), which "
                 f"cannot be multiplied together: use a checkpoint in which all are stored alike."
             )
-        if self._listed:
-            self.tensors = (*self.tensors[:expert], own[0], *self.tensors[expert + 1 :])
-            own = own[1:]
-        for one, other in zip(self.tensors[self._listed :], own, strict=True):
+        for one, other in zip(self.tensors, linear.tensors, strict=True):
             one[expert] = other
 
 
@@ -99,7 +96,7 @@ class Experts:
             _check_grouped(hidden_size, self.inner, dtype, device)
 
         def make(parts: dict[str, int], in_features: int, is_column: bool) -> Linear:
-            return Linear(
+            linear = Linear(
                 parts,
                 in_features,
                 bias=bias,
@@ -110,6 +107,10 @@ class Experts:
                 choose=choose if device.type == "cpu" else partial(_choose_restorable, choose),
                 own=dict.fromkeys(parts, own),
             )
+            if isinstance(linear.method, PackedLinear):
+                stacked = StackedPackedLinear(linear.out_features, linear.in_features)
+                linear.method = stacked if can_restore() else PlainLinear()
+            return linear
 
         self._gate_up = _Stack(
             num_experts, partial(make, {"gate_proj": inner, "up_proj": inner}, hidden_size, is_column=True)

@@ -27,9 +27,12 @@ from kernels_triton_free.experts.products import (
     sort_by_expert,
     weighted_sum,
 )
-from kernels_triton_free.packed.rows import MAX_ROWS, few_rows_linear, is_readable, words_of, words_shape
+from kernels_triton_free.linear import pack_weight, packed_linear
+from kernels_triton_free.packed.memory import memory_of, packed_in
+from kernels_triton_free.packed.rows import MAX_ROWS, few_rows_products, is_readable, words_shape
 from minivllm.compilation.regions import CompileRegion, Region, Size, TensorSpec
-from minivllm.linear.layer import LinearMethod, LinearTensors, PackedLinear, PlainLinear
+from minivllm.linear.layer import LinearMethod, LinearTensors, PlainLinear
+from minivllm.linear.stored_weight import StoredWeight
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,9 @@ class ClampedSwiglu:
 
 _few_rows: dict[str, Callable] = {}
 """The compiled loops of ``LoopedExperts.compile_few_rows``, by what tells one method from another."""
-_words: dict[tuple[int, torch.Size], Tensor] = {}
-"""The words of packed weights, by address and shape: making them takes longer than finding them. They do not keep
-weights; those of a weight that has gone are never asked for, unless another one of this shape lies there now."""
+_packed: dict[tuple[int, int, int], Tensor] = {}
+"""Packed weights by the address of their bytes and their shape: making them takes longer than finding them. They do not
+keep the bytes; one whose bytes have gone is never asked for, unless another one of this shape lies there now."""
 
 ExpertActivation = str | ClampedSwiglu
 """A name that ``gated_activation`` knows, or gpt-oss' own."""
@@ -55,6 +58,27 @@ def activate(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
     if isinstance(activation, ClampedSwiglu):
         return clamped_swiglu(gate_up, activation.alpha, activation.limit)
     return gated_activation(gate_up, activation)
+
+
+@dataclass(frozen=True)
+class StackedPackedLinear(LinearMethod):
+    """As ``PackedLinear``, of bytes that can be stacked."""
+
+    out_features: int
+    in_features: int
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        assert isinstance(weight, Tensor), "a quantised weight is restored before"
+        memory = memory_of(pack_weight(weight))
+        return (memory,) if bias is None else (memory, bias)
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        memory, *bias = tensors
+        key = memory.data_ptr(), self.out_features, self.in_features
+        packed = _packed.get(key)
+        if packed is None:
+            packed = _packed[key] = packed_in(memory, self.out_features, self.in_features)
+        return packed_linear(x, packed, bias[0] if bias else None, self.out_features)
 
 
 @dataclass(frozen=True)
@@ -77,8 +101,7 @@ class ExpertsMethod(ABC):
     def apply(self, x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """x [tokens, hidden], ids int64 and weights float32 [tokens, top_k] -> [tokens, hidden].
 
-        tensors: of gate_up, then of down, each with the experts along its first dimension, or as many packed weights as
-        there are experts, and what is stacked beside them. A pure function of tensors.
+        tensors: of gate_up, then of down, each with the experts along its first dimension. A pure function of tensors.
         """
 
 
@@ -96,58 +119,45 @@ class LoopedExperts(ExpertsMethod):
         first, second = tensors[: self.num_gate_up], tensors[self.num_gate_up :]
 
         def gate_up(rows: Tensor, expert: int) -> Tensor:
-            return self.gate_up.apply(rows, self._of_expert(self.gate_up, first, expert))
+            return self.gate_up.apply(rows, tuple(stacked[expert] for stacked in first))
 
         def down(rows: Tensor, expert: int) -> Tensor:
-            return self.down.apply(rows, self._of_expert(self.down, second, expert))
+            return self.down.apply(rows, tuple(stacked[expert] for stacked in second))
 
-        few = None
-        compiled = _few_rows.get(repr(self))
-        if compiled is not None:
-            run = compiled
-
-            def both(rows: Tensor, expert: int) -> Tensor:
-                own = self._of_expert(self.gate_up, first, expert), self._of_expert(self.down, second, expert)
-                out: Tensor = run(rows, *(part for packed, *bias in own for part in (_found_words(packed), *bias)))
-                return out
-
-            few = FewRows(MAX_ROWS, both)
+        run = _few_rows.get(repr(self))
+        few = None if run is None else FewRows(MAX_ROWS, lambda rows, experts: run(rows, experts, *first, *second))
         nobody = self.num_experts if self.is_part else None
         return loop(x, ids, weights, gate_up, partial(activate, activation=self.activation), down, nobody, few)
 
     def compile_few_rows(self, compile_region: CompileRegion, hidden: int, inner: int) -> None:
         """Have compiled loops for the experts that few rows of a step go to, if their weights can be read so."""
-        shapes = (2 * inner, hidden), (hidden, inner)
-        if not isinstance(self.gate_up, PackedLinear) or not all(is_readable(*shape) for shape in shapes):
+        shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+        if not isinstance(self.gate_up, StackedPackedLinear) or not all(is_readable(*own) for own in shapes.values()):
             return
 
-        def apply(x: Tensor, gate_up: LinearTensors, down: LinearTensors) -> Tensor:
-            return few_rows_linear(activate(few_rows_linear(x, *gate_up), self.activation), *down)
+        def product(x: Tensor, experts: Tensor, shape: tuple[int, int], memory: Tensor, *bias: Tensor) -> Tensor:
+            words = memory.view(-1, *words_shape(*shape))
+            return few_rows_products(x, words[experts], *(stacked[experts] for stacked in bias))
+
+        def apply(x: Tensor, experts: Tensor, gate_up: LinearTensors, down: LinearTensors) -> Tensor:
+            values = activate(product(x, experts, shapes["gate_up"], *gate_up), self.activation)
+            return product(values, experts, shapes["down"], *down)
 
         def declare(*shape: int | Size, dtype: torch.dtype = torch.bfloat16) -> TensorSpec:
             return TensorSpec(shape, dtype, torch.device("cpu"))
 
-        inputs: dict[str, Any] = {"x": declare(Size("rows", MAX_ROWS, single=1, varies=False), hidden)}
-        for name, (out_features, in_features) in zip(("gate_up", "down"), shapes):
-            words = declare(*words_shape(out_features, in_features), dtype=torch.int32)
-            inputs[name] = (words, declare(out_features)) if self.has_bias else (words,)
-        region = Region("expert of few rows", apply, inputs, (self.activation,))
+        hit = Size("hit experts", 8)
+        inputs: dict[str, Any] = {
+            "x": declare(Size("rows", MAX_ROWS, single=1, varies=False), hit, hidden),
+            "experts": declare(hit, dtype=torch.int64),
+        }
+        for name, (out_features, in_features) in shapes.items():
+            memory = declare(self.num_experts, out_features * in_features // 2, dtype=torch.int32)
+            inputs[name] = (memory, declare(self.num_experts, out_features)) if self.has_bias else (memory,)
+        region = Region("experts of few rows", apply, inputs, (self.activation,))
         compiled = compile_region(region)
         if compiled is not region.function:
             _few_rows[repr(self)] = compiled
-
-    def _of_expert(self, method: LinearMethod, tensors: Sequence[Tensor], expert: int) -> LinearTensors:
-        """What the method takes of one expert. Packed weights, which cannot be stacked, come one by one."""
-        listed = self.num_experts if isinstance(method, PackedLinear) else 0
-        return (*tensors[:listed][expert : expert + 1], *(stacked[expert] for stacked in tensors[listed:]))
-
-
-def _found_words(packed: Tensor) -> Tensor:
-    key = torch.ops.mkldnn.data_ptr(packed), packed.shape
-    words = _words.get(key)
-    if words is None:
-        words = _words[key] = words_of(packed, keeps=False)
-    return words
 
 
 @dataclass(frozen=True)
