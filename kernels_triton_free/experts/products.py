@@ -5,9 +5,10 @@
 
 An expert is ``down(activate(gate_up(x)))``. The tensors of all experts of a layer are stacked along a first dimension.
 Three ways of computing the sum: ``loop`` goes through the experts that are hit (the reference, and the way of a CPU,
-where nothing is gained by launching them together), ``grouped`` sorts the tokens by expert and multiplies all groups at
-once, ``gathered`` reads the matrices of every token (for a single token it reads no more than that). Sums are taken in
-the order of the choices, never by scattered additions, so the same tokens always give the same bits.
+where only the experts of few rows gain from being computed together), ``grouped`` sorts the tokens by expert and
+multiplies all groups at once, ``gathered`` reads the matrices of every token (for a single token it reads no more than
+that). Sums are taken in the order of the choices, never by scattered additions, so the same tokens always give the same
+bits.
 """
 
 from __future__ import annotations
