@@ -66,14 +66,13 @@ def _creator() -> tuple[Any, int, int]:
     create = library.aoti_torch_create_tensor_from_blob_v2
     word, number, address = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
     words = ctypes.POINTER(word)
-    placed = [address, word, words, words, word, number, number, number]
+    placed: list[Any] = [address, word, words, words, word, number, number, number]
     create.argtypes = [*placed, ctypes.POINTER(address), number, address, word]
     return create, library.aoti_torch_layout__mkldnn(), library.aoti_torch_dtype_bfloat16()
 
 
-def _capsule(handle: ctypes.c_void_p) -> object:
+def _capsule(handle: ctypes.c_void_p) -> Any:
     """As functions of PyTorch take an address."""
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    capsule: object = new(handle, None, None)
-    return capsule
+    return new(handle, None, None)
