@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from minivllm.checkpoints.expert_tensors import ExpertTensors, expert_name
 from minivllm.checkpoints.gguf_layout import GGUFLayout
 from minivllm.checkpoints.hf_config import read_json_object
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, RequestError
 from minivllm.gguf.gguf_file import ROPE_TENSORS, GGUFFile, GGUFTensor, Treatment, find_gguf, hugging_face_name
 from minivllm.gguf.gguf_quants import GROUPED_BITS
 from minivllm.linear.stored_weight import QuantizedWeight, RestoredWeight, RowScaledWeight, StoredWeight
@@ -458,6 +458,26 @@ def _parts(
     for part in parts:
         rows = slice(first, first := first + expected[part][0])
         yield part, weight.part(rows, slice(None)) if isinstance(weight, QuantizedWeight) else weight[rows]
+
+
+def rows_of_layers(config: DecoderConfig, shapes: Mapping[str, Shape], module: str) -> dict[str, torch.Tensor]:
+    """The decoder's linear layers that a module of a published checkpoint holds, and which of its outputs are theirs,
+    int64, in their order. Empty if the decoder has no such layer. shapes: [out, in] of all of them. Raises RequestError
+    if the family does more to a weight than to put its rows into another order."""
+    family = FAMILIES[config.architecture].for_model(config)
+    name = family.own_name(_full_name(f"{module}.weight"))
+    expected = {f"{layer}.weight": shape for layer, shape in shapes.items()}
+    if not all(part in expected for part in family.parts(name)):
+        return {}
+    every = torch.arange(sum(expected[part][0] for part in family.parts(name)))
+    layers = {}
+    for part, rows in _parts(name, every, expected, family):
+        assert isinstance(rows, torch.Tensor)
+        own = rows if family.rewrite_weight is None else family.rewrite_weight(part, rows, config)
+        if not torch.equal(own.sort().values.to(rows.dtype), rows.sort().values):
+            raise RequestError(f"The family {family.architecture} changes the weight of {module}: no adapter fits it.")
+        layers[part.removesuffix(".weight")] = own
+    return layers
 
 
 def _full_name(stored: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,13 +65,24 @@ class Adapter:
     modules: dict[str, LowRank]
 
 
+RowsOfLayers = Callable[[str], Mapping[str, Tensor]]
+"""Module of a published checkpoint -> the linear layers that it holds, and which of its outputs are theirs, int64."""
+
+
 def load_adapter(
-    path: str, expected: Mapping[str, Shape], max_rank: int, dtype: torch.dtype, pin_memory: bool = False
+    path: str,
+    expected: Mapping[str, Shape],
+    max_rank: int,
+    dtype: torch.dtype,
+    pin_memory: bool = False,
+    rows_of_layers: RowsOfLayers | None = None,
 ) -> Adapter:
     """Read and check an adapter.
 
     expected: shape [out, in] of every linear layer an adapter may change, by name. max_rank: the largest rank there is
     room for. dtype: of the returned matrices. pin_memory: page-locked, so that copies to a GPU overlap with its work.
+    rows_of_layers: where the model's layers are not the modules that adapters name; those that are stored as one module
+    share its A, and have their rows of its B.
     Raises RequestError, a sentence that names the adapter's directory and what is wrong with it.
     """
     directory = Path(path)
@@ -90,10 +101,11 @@ def load_adapter(
         digest = hashlib.sha256(config.read_bytes())
         with weights.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-        matrices = _read_matrices(weights, expected, max_rank)
+        found = rows_of_layers or (lambda name: {name: torch.arange(expected[name][0])} if name in expected else {})
+        layers, matrices = _read_matrices(weights, expected, max_rank, found)
     except (SafetensorError, OSError) as error:
         raise RequestError(f"{weights} is not a valid safetensors file ({error}); it may be truncated.") from None
-    modules = {}
+    modules: dict[str, LowRank] = {}
     for name, (a, b) in matrices.items():
         scaled = LowRank(a.to(dtype), (b.double() * options.scaling(name, a.shape[0])).to(dtype))
         if not (scaled.a.isfinite().all() and scaled.b.isfinite().all()):
@@ -101,7 +113,11 @@ def load_adapter(
                 f"The adapter in {directory} holds numbers in {name} that are not finite in {dtype}: it is broken, or "
                 "was trained with a wider type."
             )
-        modules[name] = LowRank(*(tensor.pin_memory() for tensor in scaled)) if pin_memory else scaled
+        for layer, rows in layers[name].items():
+            if layer in modules:
+                raise RequestError(f"{weights} changes {layer} twice: {name} is another name of it.")
+            own = LowRank(scaled.a, scaled.b[rows])
+            modules[layer] = LowRank(*(tensor.pin_memory() for tensor in own)) if pin_memory else own
     return Adapter(digest.hexdigest(), max(low_rank.a.shape[0] for low_rank in modules.values()), modules)
 
 
@@ -144,12 +160,22 @@ class _Options:
         return float(alpha) / (math.sqrt(rank) if self._is_rank_stabilized else rank)
 
 
-def _read_matrices(path: Path, expected: Mapping[str, Shape], max_rank: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """(A, B) of every layer, as stored. All names and shapes are checked before the first tensor is read."""
+def _read_matrices(
+    path: Path, expected: Mapping[str, Shape], max_rank: int, rows_of_layers: RowsOfLayers
+) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, tuple[Tensor, Tensor]]]:
+    """The layers and their rows, and (A, B), of every module, as stored. All names and shapes are checked before the
+    first tensor is read."""
+    layers: dict[str, Mapping[str, Tensor]] = {}
     with safe_open(path, framework="pt", device="cpu") as file:
         names: dict[str, dict[str, str]] = {}
         for name in file.keys():  # noqa: SIM118 (no mapping)
-            module, matrix = _layer_and_matrix(path, name, expected)
+            module, matrix = _module_and_matrix(path, name)
+            if module not in layers:
+                layers[module] = rows_of_layers(module)
+            if not layers[module]:
+                raise RequestError(
+                    f"{path} changes {module}, which this model does not have: it is for another base model."
+                )
             if file.get_slice(name).get_dtype() not in FLOAT_TYPES:
                 raise RequestError(f"{path}: tensor {name!r} must be stored as one of {', '.join(FLOAT_TYPES)}.")
             if names.setdefault(module, {}).setdefault(matrix, name) != name:
@@ -160,11 +186,12 @@ def _read_matrices(path: Path, expected: Mapping[str, Shape], max_rank: int) -> 
             if len(pair) != 2:
                 raise RequestError(f"{path} holds only one of lora_A and lora_B of {module}.")
             a, b = (file.get_slice(pair[matrix]).get_shape() for matrix in "AB")
-            _check_shapes(path, module, a, b, expected[module], max_rank)
-        return {module: (file.get_tensor(pair["A"]), file.get_tensor(pair["B"])) for module, pair in names.items()}
+            shapes = [expected[layer] for layer in layers[module]]
+            _check_shapes(path, module, a, b, (sum(shape[0] for shape in shapes), shapes[0][1]), max_rank)
+        return layers, {name: (file.get_tensor(pair["A"]), file.get_tensor(pair["B"])) for name, pair in names.items()}
 
 
-def _layer_and_matrix(path: Path, name: str, expected: Mapping[str, Shape]) -> tuple[str, str]:
+def _module_and_matrix(path: Path, name: str) -> tuple[str, str]:
     if "lora_magnitude_vector" in name:
         raise RequestError(f"{path} holds magnitude vectors (DoRA), which are not served; train without use_dora.")
     if any(module in name for module in _EMBEDDING_MODULES):
@@ -175,8 +202,6 @@ def _layer_and_matrix(path: Path, name: str, expected: Mapping[str, Shape]) -> t
     match = _TENSOR.fullmatch(name)
     if match is None:
         raise RequestError(f"{path} holds {name!r}, which is not lora_A or lora_B of a layer of a decoder.")
-    if match[1] not in expected:
-        raise RequestError(f"{path} changes {match[1]}, which this model does not have: it is for another base model.")
     return match[1], match[2]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.lora import CHUNK, LANES, MAX_TILES, AdapterTiles, chunks_of_rank, lane_width
+from minivllm.checkpoints.checkpoint import rows_of_layers
 from minivllm.compilation.regions import Size, TensorSpec
 from minivllm.config import LoRAConfig
 from minivllm.linear.layer import Linear
-from minivllm.lora.checkpoint import Adapter, LowRank, load_adapter
+from minivllm.lora.checkpoint import Adapter, LowRank, RowsOfLayers, load_adapter
 from minivllm.messages import EngineRequest, LoRARequest
+from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.model import Model
 
 
@@ -30,13 +33,18 @@ class AdapterManager:
     changes afterwards, whatever adapters come and go.
     """
 
-    def __init__(self, model: Model, config: LoRAConfig) -> None:
+    def __init__(self, model: Model, config: LoRAConfig, described: object = None) -> None:
+        """described: the model's configuration. By a DecoderConfig, adapters may name modules as published checkpoints
+        of its family do, which is how PEFT names them."""
         self._config, self._dtype, self._device = config, model.dtype, model.device
         self._num_chunks = 1 + config.max_loras * chunks_of_rank(config.max_lora_rank)
         self._linears = model.linears
         for _, linear in self._linears:
             linear.adapters = self._make_stacks(linear)
         self._expected = model.linear_shapes
+        self._rows_of_layers: RowsOfLayers | None = None
+        if isinstance(described, DecoderConfig):
+            self._rows_of_layers = partial(rows_of_layers, described, self._expected)
         self._own = {f"{block}.{part}" for block, linear in self._linears for part in linear.sizes}
         self._adapters: dict[str, Adapter] = {}
         # Adapter in each slot from 1 on, least recently used first.
@@ -67,7 +75,12 @@ class AdapterManager:
     def load(self, request: LoRARequest) -> str:
         """Read an adapter into host memory; its digest. Raises RequestError, and nothing changes."""
         adapter = load_adapter(
-            request.path, self._expected, self._config.max_lora_rank, self._dtype, self._device.type == "cuda"
+            request.path,
+            self._expected,
+            self._config.max_lora_rank,
+            self._dtype,
+            self._device.type == "cuda",
+            self._rows_of_layers,
         )
         self.unload(request.name)
         own = {name: low_rank for name, low_rank in adapter.modules.items() if name in self._own}

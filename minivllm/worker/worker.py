@@ -114,7 +114,7 @@ class Worker:
         self._decoder, log_choices = load_model(self.config, self.facts, self._others)
         self._draft_decoder = load_draft_model(self.config, self._decoder, self._stage)
         if self.config.lora is not None:
-            self._adapters = AdapterManager(self._decoder, self.config.lora)
+            self._adapters = AdapterManager(self._decoder, self.config.lora, self.facts)
         gc.collect()
         return_freed_memory()
         num_bytes = sum(tensor.nbytes for tensor in self._weights())
