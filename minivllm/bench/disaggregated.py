@@ -46,15 +46,16 @@ def disaggregated(
     repeats: Annotated[int, typer.Option(min=1, help="Fresh prompts of each length.")] = 5,
     workload: Annotated[
         str, typer.Option(help="What is sent to compare ITL, a workload with arrivals.")
-    ] = "prefill-load:4:400:8:2048:1.5",
+    ] = "prefill-load:4:400:4:1024:2",
     rounds: Annotated[int, typer.Option(min=1, help="How often the workload is sent, in turn.")] = 3,
     vocab_size: Annotated[int, typer.Option(min=1, help="Prompts are random token ids below this.")] = 1000,
 ) -> None:
     """Measure what separate prefill changes: TTFT by prompt length, and ITL of streams while long prompts arrive.
 
     Three engines are started on this machine and take turns: one that computes everything, and a prefill and a decode
-    engine behind a proxy. "1P1D, prefilled before" is the TTFT of the decode engine alone when the prefill engine has
-    the prompt's keys and values already: what the transfer costs, against computing the prompt in one engine.
+    engine behind a proxy, which divide the cores. "1P1D, prefilled before" is the TTFT of the decode engine alone when
+    the prefill engine has the prompt's keys and values already: what the transfer costs, against computing the prompt
+    in one engine.
 
     Example: minivllm bench disaggregated smollm2 --json disaggregated.json
     """
@@ -91,7 +92,7 @@ def started(args: EngineArgs) -> Iterator[Servers]:
     from minivllm.server.proxy.children import Children, Shape, started_child
 
     command = ["serve", args.model, *engine_flags(args), "--stats-interval=0", "--drain-timeout=1"]
-    children = Children(Shape(1, 1), command, (), drain_timeout=1.0)
+    children = Children(Shape(1, 1), command, (), drain_timeout=1.0, num_workers=args.num_workers)
 
     def target(child: Child) -> Target:
         return Target(url=child.url).found()

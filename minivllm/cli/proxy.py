@@ -149,7 +149,7 @@ def serve_disaggregated(
     shape = Shape.parse(text)
     fetch_model(args)  # here, so that the servers do not all do it
     command = ["serve", args.model, *engine_flags(args), "--host=127.0.0.1", *server_flags]
-    children = Children(shape, command, settings.api_keys, settings.drain_timeout)
+    children = Children(shape, command, settings.api_keys, settings.drain_timeout, args.num_workers)
     relay = RelaySettings(
         prefill=[one.url for one in children.prefill],
         decode=[one.url for one in children.decode],

@@ -34,11 +34,13 @@ def make_async_client(args: EngineArgs) -> AsyncEngineClient:
 
 
 def _start(args: EngineArgs, make: Callable[..., Client]) -> Client:
-    from minivllm.data_parallel.replicas import share_of_cores, start_engines, start_together
+    from minivllm.data_parallel.replicas import start_engines, start_together
+    from minivllm.device.cores import share_of_cores
     from minivllm.engine_process.connection import EngineConnection
 
     policy = ROUTING.load(args.data_parallel_policy)()
-    connect = partial(EngineConnection, args, environment=share_of_cores(args), wait=False)
+    environment = share_of_cores(args.data_parallel_size * args.num_workers)
+    connect = partial(EngineConnection, args, environment=environment, wait=False)
     if args.shares_experts:
         return make(start_together(connect, args), connect, policy)
     return make(start_engines(connect, args.data_parallel_size), connect, policy)

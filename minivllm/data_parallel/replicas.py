@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,14 +22,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 first try comes at once."""
 STABLE_SECONDS = 60.0
 """An engine that has lived so long begins with the first try again."""
-
-
-def share_of_cores(args: EngineArgs) -> dict[str, str]:
-    """Variables of one engine process: its share of the cores. Threads that the user set are for each engine."""
-    if "OMP_NUM_THREADS" in os.environ or args.data_parallel_size == 1:
-        return {}
-    sharing = args.data_parallel_size * args.num_workers
-    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // sharing))}
 
 
 def start_engines(connect: Connect, count: int) -> list[EngineConnection]:

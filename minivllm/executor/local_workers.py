@@ -15,6 +15,7 @@ import msgspec
 
 from minivllm.compilation.package_builds import close_in_children, forget_descriptor
 from minivllm.config import EngineConfig
+from minivllm.device.cores import share_of_cores
 from minivllm.distributed.lockstep import EnginePlace
 from minivllm.distributed.secure_sockets import Network
 from minivllm.distributed.shared_links import SharedLinks
@@ -151,7 +152,5 @@ def start_process(
 
 def environment_of_children(num_workers: int = 1) -> dict[str, str]:
     """This process's, with the places modules come from, and a worker's share of the cores."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    if num_workers > 1:
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_workers)))
-    return environment
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return {**os.environ, "PYTHONPATH": path, **share_of_cores(num_workers)}

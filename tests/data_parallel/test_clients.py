@@ -22,7 +22,8 @@ from minivllm.config import EngineArgs
 from minivllm.data_parallel import replicas
 from minivllm.data_parallel.clients import AsyncDataParallelClient, DataParallelClient
 from minivllm.data_parallel.policy import PrefixAffinity, RoundRobin, RoutingPolicy
-from minivllm.data_parallel.replicas import Replica, share_of_cores, start_engines
+from minivllm.data_parallel.replicas import Replica, start_engines
+from minivllm.device.cores import share_of_cores
 from minivllm.engine_process.connection import EngineConnection
 from minivllm.errors import ConfigError, EngineDeadError, EngineLostError, RequestError
 from minivllm.frontend.async_llm import AsyncLLM
@@ -36,7 +37,7 @@ from tests.mock_engine import COMMAND, HANG, RAISE, expected_tokens
 
 def connector(model: str = "mock", size: int = 2, **arguments: Any) -> Callable[[], EngineConnection]:
     args = EngineArgs(model=model, data_parallel_size=size, **arguments)
-    return partial(EngineConnection, args, COMMAND, environment=share_of_cores(args), wait=False)
+    return partial(EngineConnection, args, COMMAND, environment=share_of_cores(args.data_parallel_size), wait=False)
 
 
 def client_of(
@@ -388,15 +389,11 @@ def test_the_first_engine_starts_alone_so_that_the_others_find_what_it_compiled(
 def test_cores_are_divided_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for settings, threads in (
-        ({"data_parallel_size": 2}, "6"),
-        ({"data_parallel_size": 2, "tensor_parallel_size": 3}, "2"),
-        ({"data_parallel_size": 100}, "1"),
-    ):
-        assert share_of_cores(EngineArgs(**settings)) == {"OMP_NUM_THREADS": threads}
-    assert share_of_cores(EngineArgs()) == {}
+    for num_processes, threads in ((2, "6"), (6, "2"), (100, "1")):
+        assert share_of_cores(num_processes) == {"OMP_NUM_THREADS": threads}
+    assert share_of_cores(1) == {}
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert share_of_cores(EngineArgs(data_parallel_size=2)) == {}
+    assert share_of_cores(2) == {}
 
 
 # Offline

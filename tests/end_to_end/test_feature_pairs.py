@@ -260,18 +260,8 @@ class Engines:
 
     def run(self, features: Sequence[Feature]) -> Run:
         """Run all requests with these features on."""
-        llm = self._engine(engine_settings(features))
-        params: dict[str, Any] = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
-        for feature in features:
-            params.update(feature.params)
-        adapters = [self._adapter if adapted else None for adapted in ADAPTED]
-        asked: dict[str, Any] = {"sampling_params": SamplingParams(**params), "use_tqdm": False}
-        if any(feature.uses_adapters for feature in features):
-            asked["lora_request"] = adapters
-        if any(feature.uses_priorities for feature in features):
-            asked["priority"] = PRIORITIES
-        thinking = llm.get_tokenizer().encode("<think>", add_special_tokens=False)
-        prompts = [{"prompt_token_ids": [*prompt, *thinking]} for prompt in PROMPTS]
+        llm = self.get(engine_settings(features))
+        prompts, asked = self.requests(llm, features)
         assert llm.reset_prefix_cache()
         if any(feature.is_seen_before for feature in features):
             llm.generate(prompts, **asked)
@@ -280,24 +270,41 @@ class Engines:
         assert llm.reset_prefix_cache(), "a request left blocks behind"
         return Run(outputs, before, llm.get_metrics())
 
+    def requests(self, llm: LLM, features: Sequence[Feature]) -> tuple[list[dict[str, list[int]]], dict[str, Any]]:
+        """Prompts, and the other arguments of ``generate``."""
+        params: dict[str, Any] = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
+        for feature in features:
+            params.update(feature.params)
+        asked: dict[str, Any] = {"sampling_params": SamplingParams(**params), "use_tqdm": False}
+        if any(feature.uses_adapters for feature in features):
+            asked["lora_request"] = [self._adapter if adapted else None for adapted in ADAPTED]
+        if any(feature.uses_priorities for feature in features):
+            asked["priority"] = PRIORITIES
+        thinking = llm.get_tokenizer().encode("<think>", add_special_tokens=False)
+        return [{"prompt_token_ids": [*prompt, *thinking]} for prompt in PROMPTS], asked
+
     def close(self) -> None:
         for llm in self._open.values():
             llm.close()
 
-    def _engine(self, settings: dict[str, Any]) -> LLM:
+    def get(self, settings: dict[str, Any]) -> LLM:
         key = json.dumps(settings, sort_keys=True)
         if key not in self._open:
             if len(self._open) == self._capacity:
                 self._open.pop(next(iter(self._open))).close()
-            speculative = settings.get("speculative_config", {})
-            if "model" in speculative:
-                path = str(self._draft_models[speculative["model"]])
-                settings = {**settings, "speculative_config": {**speculative, "model": path}}
-            is_virtual = "pipeline_parallel_size" in settings and not settings.get("multiprocess")
-            make = virtual_llm if is_virtual else LLM  # stages are threads, or processes of an engine in another one
-            given = {"max_model_len": 64, "num_gpu_blocks_override": 65, **settings}
-            self._open[key] = make(**tiny_settings(self._model, **given))
+            self._open[key] = self.make(settings)
         return self._open[key]
+
+    def make(self, settings: dict[str, Any]) -> LLM:
+        """A new engine, which the caller closes."""
+        speculative = settings.get("speculative_config", {})
+        if "model" in speculative:
+            path = str(self._draft_models[speculative["model"]])
+            settings = {**settings, "speculative_config": {**speculative, "model": path}}
+        is_virtual = "pipeline_parallel_size" in settings and not settings.get("multiprocess")
+        make = virtual_llm if is_virtual else LLM  # stages are threads, or processes of an engine in another one
+        given = {"max_model_len": 64, "num_gpu_blocks_override": 65, **settings}
+        return make(**tiny_settings(self._model, **given))
 
 
 class Reference:

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 
+from minivllm.device.cores import share_of_cores
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.executor.wire.child_reports import describe_exit
 
@@ -53,9 +54,12 @@ class Shape:
 
 class Child:
     """A running server, which ends when nobody holds ``life_fd`` open any longer. name: "prefill 1". url: where it will
-    listen. command: "serve" or "proxy", and its flags but for --port."""
+    listen. command: "serve" or "proxy", and its flags but for --port. num_sharing: workers that share the cores with
+    those of this server, and they themselves."""
 
-    def __init__(self, name: str, command: Sequence[str], api_keys: Sequence[str], life_fd: int) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], api_keys: Sequence[str], life_fd: int, num_sharing: int = 1
+    ) -> None:
         self.name = name
         # Bound and not listening, so that nobody else is given the port before the server listens there.
         self._port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -69,7 +73,12 @@ class Child:
             stdin=subprocess.DEVNULL,
             pass_fds=(life_fd,),
             start_new_session=True,  # Ctrl-C is for the parent, which lets answers end first
-            env={**os.environ, "PYTHONPATH": path, "MINIVLLM_API_KEY": " ".join(api_keys)},
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "MINIVLLM_API_KEY": " ".join(api_keys),
+                **share_of_cores(num_sharing),
+            },
         )
 
     @property
@@ -86,12 +95,19 @@ class Child:
 
 
 class Children:
-    """The servers of one shape, which exchange blocks through sockets in a private directory.
+    """The servers of one shape, which exchange blocks through sockets in a private directory and divide the cores.
 
-    command: "serve", the model and its flags. They end with this process, whatever ends it.
+    command: "serve", the model and its flags. num_workers: of each. They end with this process, whatever ends it.
     """
 
-    def __init__(self, shape: Shape, command: Sequence[str], api_keys: Sequence[str], drain_timeout: float) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        command: Sequence[str],
+        api_keys: Sequence[str],
+        drain_timeout: float,
+        num_workers: int = 1,
+    ) -> None:
         self._drain_timeout = drain_timeout
         self._directory = tempfile.mkdtemp(prefix="minivllm-")
         life_fd, self._life = os.pipe()
@@ -99,7 +115,8 @@ class Children:
 
         def start(name: str, role: str, extra: dict[str, Any]) -> Child:
             config = {"kv_connector": "LookupBufferConnector", "kv_role": role, "kv_connector_extra_config": extra}
-            return Child(name, [*command, f"--kv-transfer-config={json.dumps(config)}"], api_keys, life_fd)
+            own = [*command, f"--kv-transfer-config={json.dumps(config)}"]
+            return Child(name, own, api_keys, life_fd, num_workers * (shape.num_prefill + shape.num_decode))
 
         self.prefill = [start(f"prefill {n}", "kv_producer", {"address": one}) for n, one in enumerate(addresses, 1)]
         self.decode = [start(f"decode {n + 1}", "kv_consumer", {"peers": addresses}) for n in range(shape.num_decode)]
