@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
+import time
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +17,10 @@ from torch import Tensor
 
 from minivllm.distributed.communicator import Communicator
 from minivllm.distributed.segment import PLACE_BYTES
+
+SPIN_SECONDS = 300e-6
+"""How long a rank asks for another one before it sleeps: others are mostly as far, and to be woken up takes as long as
+to add small tensors. Ranks that have no core of their own sleep at once."""
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -26,7 +32,10 @@ class SharedMemoryCommunicator(Communicator):
         self._places = whole.view(2, self.size, PLACE_BYTES)
         self._turn = 0
         self._tell = [event for event in events[rank] if event >= 0]
-        self._hear = [row[rank] for row in events if row[rank] >= 0]
+        self._hear = [(row[rank], select.poll()) for row in events if row[rank] >= 0]
+        for event, poll in self._hear:
+            poll.register(event, select.POLLIN)
+        self._spin = SPIN_SECONDS if self.size * torch.get_num_threads() <= len(os.sched_getaffinity(0)) else 0.0
 
     def exchange(self, x: Tensor) -> list[Tensor]:
         mine = x.reshape(-1).view(torch.uint8)
@@ -47,6 +56,9 @@ class SharedMemoryCommunicator(Communicator):
         places[self.rank].copy_(mine)
         for event in self._tell:
             os.eventfd_write(event, 1)
-        for event in self._hear:
+        end = time.perf_counter() + self._spin
+        for event, poll in self._hear:
+            while not poll.poll(0) and time.perf_counter() < end:
+                continue
             os.eventfd_read(event)
         return list(places)

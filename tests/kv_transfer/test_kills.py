@@ -69,7 +69,7 @@ class Death:
 
 SAVING = [
     Death("a step has filled a block", f"{_WORKER}KVConnectorWorker._save"),
-    Death("half of a block is copied", f"{_WORKER}_bytes_of", 2),
+    Death("half of a block is copied", f"{_WORKER}_copy", 2),
 ]
 PRODUCER = [
     *SAVING,

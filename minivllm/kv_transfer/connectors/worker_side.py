@@ -51,7 +51,8 @@ class CacheBlocks:
         self, caches: Sequence[LayerCache | StateTensors], groups: Sequence[GroupSpec], of_states: bool = False
     ) -> None:
         self._groups = [place for place, group in enumerate(groups) if (group.kind == "state") == of_states]
-        self._pieces: list[tuple[Tensor, int, slice]] = []
+        self._pieces: list[tuple[Any, int, slice]] = []
+        self._is_host = True
         self.layout: list[tuple[str, str, list[int]]] = []
         self.block_bytes = 0
         group_of = {layer: place for place in self._groups for layer in groups[place].layers}
@@ -61,7 +62,11 @@ class CacheBlocks:
             names = "kv" if isinstance(cache, LayerCache) else map(str, range(len(tensors)))
             for name, tensor in zip(names, tensors):
                 num_bytes = prod(tensor.shape[1:]) * tensor.element_size()
-                self._pieces.append((tensor, place, slice(self.block_bytes, self.block_bytes + num_bytes)))
+                # Uint8 [blocks, bytes]. In host memory numpy copies: a copy by torch costs more than these few bytes.
+                whole = tensor.view(len(tensor), -1).view(torch.uint8)
+                self._is_host = tensor.device.type == "cpu"
+                own = slice(self.block_bytes, self.block_bytes + num_bytes)
+                self._pieces.append((whole.numpy() if self._is_host else whole, place, own))
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 self.layout.append((f"{layer}.{name}", dtype, list(tensor.shape[1:])))
                 self.block_bytes += num_bytes
@@ -72,19 +77,27 @@ class CacheBlocks:
 
     def read(self, block_ids: Sequence[int], data: Tensor) -> None:
         """Copy a block into ``data``, uint8 [block_bytes], when what was launched so far is computed."""
-        for tensor, group, place in self._pieces:
-            data[place].copy_(_bytes_of(tensor[block_ids[group]]), non_blocking=True)
+        target = self._host_view(data)
+        for cache, group, place in self._pieces:
+            _copy(target[place], cache[block_ids[group]])
 
     def write(self, block_ids: Sequence[int], data: Tensor) -> None:
         """The way back; groups in which the block is the null block get nothing."""
-        for tensor, group, place in self._pieces:
+        source = self._host_view(data)
+        for cache, group, place in self._pieces:
             if block_ids[group] != NULL_BLOCK_ID:
-                _bytes_of(tensor[block_ids[group]]).copy_(data[place], non_blocking=True)
+                _copy(cache[block_ids[group]], source[place])
+
+    def _host_view(self, data: Tensor) -> Any:
+        return data.numpy() if self._is_host else data
 
 
-def _bytes_of(block: Tensor) -> Tensor:
-    """The same memory, uint8 [bytes]."""
-    return block.view(-1).view(torch.uint8)
+def _copy(target: Any, source: Any) -> None:
+    """uint8 [bytes], both tensors or both arrays."""
+    if isinstance(target, Tensor):
+        target.copy_(source, non_blocking=True)
+    else:
+        target[:] = source
 
 
 class ConnectorWorker(ABC):

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -76,6 +77,7 @@ class LookupBufferWorker(KVConnectorWorker):
         self._deadline = 0.0
         self._pipes: dict[int, Pipe] = {}
         self._owed: Counter[int] = Counter()
+        self._landing: WeakKeyDictionary[CacheBlocks, Tensor] = WeakKeyDictionary()
         self._not_before: dict[int, float] = {}
 
     # -- a consumer --------------------------------------------------------------------------------------------------
@@ -110,8 +112,9 @@ class LookupBufferWorker(KVConnectorWorker):
     def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
         if not self._owed[place]:
             return None
-        is_cuda = self.context.device.type == "cuda"
-        data = torch.empty(blocks.block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        data = self._landing.get(blocks)
+        if data is None or self.context.device.type == "cuda":  # which may still copy out of the one before
+            data = self._landing[blocks] = self._make_room(blocks)
         try:
             is_here = self._pipes[place].receive_tensor(key, data, self._deadline)
         except (OSError, ValueError) as error:
@@ -119,6 +122,10 @@ class LookupBufferWorker(KVConnectorWorker):
             return None
         self._owed[place] = self._owed[place] - 1 if is_here else 0
         return data if is_here else None
+
+    def _make_room(self, blocks: CacheBlocks) -> Tensor:
+        is_cuda = self.context.device.type == "cuda"
+        return torch.empty(blocks.block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
 
     def _fail(self, place: int, error: Exception) -> None:
         logger.warning("Blocks from %s did not come: %s.", self._peers[place].text, error)
@@ -136,8 +143,7 @@ class LookupBufferWorker(KVConnectorWorker):
     def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
         if self._buffer is None or self._buffer.holds(key):
             return None
-        is_cuda = self.context.device.type == "cuda"
-        return torch.empty(blocks.block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        return self._make_room(blocks)
 
     def saved(self, data: list[tuple[bytes, Tensor]], wait: Callable[[], None], blocks: CacheBlocks) -> None:
         if self._buffer is not None:
