@@ -39,7 +39,7 @@ print(json.dumps(seconds))
 RECORD_BYTES = 700
 """A decode step of 16 requests takes about as many."""
 RANK = """
-import json, sys, time
+import json, sys, time, torch
 from minivllm.distributed import shared_memory
 from minivllm.distributed.gloo import GlooCommunicator
 torch.set_num_threads(1)
