@@ -56,7 +56,9 @@ for _ in range(count):
     total = communicator.all_reduce(x)
     seconds.append(time.perf_counter() - started)
 assert (total == 3.0).all()
-print(json.dumps(seconds))
+print(json.dumps(seconds), flush=True)
+if way == "gloo":
+    communicator.close()
 """
 
 
