@@ -51,11 +51,27 @@ class AdapterRegistry:
                 "remove that one first, or choose another name."
             )
         if known.digest is None:
-            known.digest = self._collective("load_adapter", request)[0]
+            known.digest = self._load(request)
         self._known.pop(request.name, None)
         self._known[request.name] = known
         self._evict({*in_use, request.name})
         return known.digest
+
+    def _load(self, request: LoRARequest) -> str:
+        """Have all workers read an adapter; its digest. Raises RequestError, and then nobody has it."""
+        try:
+            digests = self._collective("load_adapter", request)
+            others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+            if others:
+                raise RequestError(
+                    f"The adapter {request.name!r} is not the same on all nodes: {request.path} holds something else "
+                    f"for the workers of rank {', '.join(others)} than for that of rank 0. Copy one of them to all."
+                )
+        except RequestError:
+            self._collective("unload_adapter", request.name)
+            raise
+        digest: str = digests[0]
+        return digest
 
     def remove(self, name: str, in_use: Iterable[str]) -> bool:
         """Forget an adapter; False if it is not known. Raises RequestError while unfinished requests use it."""

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm import LLM, LoRARequest, SamplingParams
+from minivllm.config import LoRAConfig
 from minivllm.errors import ConfigError, RequestError
-from minivllm.lora.registry import PATIENCE, AdapterAdmission
+from minivllm.lora.registry import PATIENCE, AdapterAdmission, AdapterRegistry
 from minivllm.messages import EngineRequest
 from minivllm.request import Request
 from tests.lora.lora_adapters import TinyModel, merged_tokens, random_adapter
@@ -19,6 +20,26 @@ from tests.parity_reference import BLOCK_SIZE, assert_pool_unused, random_prompt
 
 MAX_TOKENS = 6
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+
+
+def test_an_adapter_that_differs_between_nodes_is_refused_and_nobody_keeps_it() -> None:
+    kept: list[str] = []
+    digests = ["one", "one", "other"]
+
+    def collective(method: str, *args: Any) -> list[Any]:
+        if method == "unload_adapter":
+            kept.remove(args[0])
+            return [None] * 3
+        kept.append(args[0].name)
+        return digests
+
+    registry = AdapterRegistry(LoRAConfig(max_loras=1, max_lora_rank=8, max_cpu_loras=1), collective)
+    with pytest.raises(RequestError, match=r"'own' is not the same on all nodes: /own holds .* of rank 2 than"):
+        registry.add(LoRARequest("own", "/own"), ())
+    assert not kept and not registry.requests()
+    digests[2] = "one"
+    assert registry.add(LoRARequest("own", "/own"), ()) == "one"
+    assert kept == registry.names_in_memory() == ["own"]
 
 
 def lora_llm(model: Path, max_loras: int = 2, **more: Any) -> LLM:

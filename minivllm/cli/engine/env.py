@@ -16,7 +16,7 @@ from minivllm import __version__
 from minivllm.cli.engine.engine_start import ProgressHandler
 from minivllm.cli.terminal.terminal_text import format_bytes
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "gguf")
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "gguf", "ray", "nixl")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8", "amx_tile")
 
 
