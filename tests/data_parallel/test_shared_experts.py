@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +14,18 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from minivllm import LLM, EngineArgs, SamplingParams
+from minivllm.cli.engine.options import engine_flags
 from minivllm.data_parallel.clients import AsyncDataParallelClient
 from minivllm.engine.resolve import resolve
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.frontend.async_llm import AsyncLLM
+from minivllm.sampling_params import StructuredOutputs
 from tests.executor.small_engine import small_engine
 from tests.executor.test_divided_models import EXPERTS, WIDE
+from tests.lora.lora_adapters import random_adapter
 
 SHARED = {"data_parallel_size": 2, "enable_expert_parallel": True}
 PROMPTS = [{"prompt_token_ids": [5 + number, *range(30, 30 + 9 * number)]} for number in range(6)]
@@ -106,6 +112,115 @@ def test_so_are_those_of_engines_with_several_workers_steps_in_flight_or_compile
             alone = llm.generate(PROMPTS[3], GREEDY, use_tqdm=False)
             assert alone[0].outputs[0].token_ids == expected[3]
         assert llm.llm_engine.client.call("num_recompilations") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_new_weights_adapters_grammars_and_embeddings_go_with_shared_experts(
+    settings: dict[str, Any], tmp_path: Path, tensor_parallel_size: int
+) -> None:
+    """As with one engine, one request at a time, so that the other engine has none, and several at once."""
+    others, tensors = tmp_path / "others", load_file(Path(settings["model"]) / "model.safetensors")
+    others.mkdir()
+    name = "model.embed_tokens.weight"
+    save_file({**tensors, name: tensors[name].flip(0).contiguous()}, others / "model.safetensors")
+    adapter = random_adapter(tmp_path / "adapter", Path(settings["model"]), layers=["q_proj", "v_proj", "o_proj"])
+    colours = StructuredOutputs(json={"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}})
+    masked = SamplingParams(max_tokens=24, seed=1, structured_outputs=colours)
+
+    def answers(llm: LLM) -> list[Any]:
+        found: list[Any] = []
+        for prompts in ([PROMPTS[2]], PROMPTS):
+            found += [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+            adapted = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapter)
+            found += [output.outputs[0].token_ids for output in adapted]
+            found += [output.outputs[0].text for output in llm.generate(prompts, masked, use_tqdm=False)]
+        return found
+
+    def vectors(llm: LLM) -> list[float]:
+        return [value for prompts in ([PROMPTS[2]], PROMPTS) for one in llm.embed(prompts) for value in one.embedding]
+
+    def all_of_it(llm: LLM) -> tuple[list[Any], list[float]]:
+        before = answers(llm), vectors(llm)
+        llm.sleep(2)
+        llm.wake_up()
+        llm.update_weights(str(others))
+        return [*before[0], *answers(llm)], [*before[1], *vectors(llm)]
+
+    one = {**settings, "enable_lora": True, "max_lora_rank": 8}
+    with LLM(**one) as llm:
+        expected = all_of_it(llm)
+    half = len(expected[0]) // 2
+    assert expected[0][:half] != expected[0][half:] and expected[0][0] != expected[0][1]
+    with LLM(**one, **SHARED, tensor_parallel_size=tensor_parallel_size) as llm:
+        got = all_of_it(llm)
+    assert got[0] == expected[0]
+    assert got[1] == pytest.approx(expected[1], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["decode", "idle"])
+@pytest.mark.parametrize("victim", ["engine", "worker"])
+def test_everybody_hears_of_a_kill_and_nothing_is_left(settings: dict[str, Any], victim: str, phase: str) -> None:
+    """Of either process of an engine, whoever has requests."""
+
+    async def test() -> None:
+        async with AsyncLLM.from_args(EngineArgs(**settings, **SHARED, tensor_parallel_size=2)) as llm:
+            family = psutil.Process().children(recursive=True)
+            engine = psutil.Process(llm.client.pids[1])
+            workers = [one for one in engine.children() if "minivllm.executor.worker_process" in one.cmdline()]
+            assert len(workers) == 2
+            endless = SamplingParams(max_tokens=100, ignore_eos=True)
+            streams = [llm.generate({"prompt_token_ids": [7 + number]}, endless) for number in range(3)]
+            for stream in streams if phase == "decode" else ():
+                await anext(stream)
+            killed = time.monotonic()
+            (engine if victim == "engine" else workers[-1]).kill()
+            for stream in streams if phase == "decode" else ():
+                with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+                    async for _ in stream:
+                        pass
+            with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+                while True:
+                    await llm.check_health()
+                    await asyncio.sleep(0.01)
+            assert time.monotonic() - killed < 1.0 + 4.0 * (os.getloadavg()[0] > 1.4)
+        assert psutil.wait_procs(family, timeout=10)[1] == []
+
+    asyncio.run(asyncio.wait_for(test(), 120))
+
+
+@pytest.mark.slow
+def test_a_chat_with_them_says_what_a_chat_with_one_says(settings: dict[str, Any]) -> None:
+    """compile_in_background is what a chat does unless told otherwise."""
+
+    def said(**more: Any) -> str:
+        flags = engine_flags(EngineArgs(**{**settings, "num_gpu_blocks_override": 30}, **more))
+        sampling = ["-p", "some words", "--temperature", "0", "--max-tokens", "8"]
+        command = [sys.executable, "-m", "minivllm", "chat", settings["model"], *flags, *sampling]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert said(**SHARED) == said() != ""
+
+
+@pytest.mark.slow
+def test_engines_that_pause_do_so_together(settings: dict[str, Any], expected: list[list[int]]) -> None:
+    """A request that comes meanwhile, to whichever engine, waits until both go on."""
+
+    async def test() -> None:
+        async with AsyncLLM.from_args(EngineArgs(**settings, **SHARED)) as llm:
+            running = [asyncio.create_task(tokens(llm, number)) for number in range(3)]
+            await asyncio.sleep(0.05)
+            await llm.pause()
+            late = asyncio.create_task(tokens(llm, 4))
+            done, waiting = await asyncio.wait([late], timeout=0.5)
+            assert not done and waiting
+            await llm.resume()
+            assert await asyncio.gather(*running) == expected[:3] and await late == expected[4]
+
+    asyncio.run(asyncio.wait_for(test(), 120))
 
 
 @pytest.mark.parametrize(
