@@ -237,10 +237,6 @@ def check_stages(
         return
     if device != "cpu":
         raise ConfigError(f"pipeline_parallel_size is {size}, but stages compute on a CPU only: use device='cpu'.")
-    if not isinstance(facts, DecoderConfig):
-        raise ConfigError(
-            f"pipeline_parallel_size is {size}, but the layers of transformers are computed in one stage: use 1."
-        )
     if facts.num_layers < size:
         raise ConfigError(
             f"pipeline_parallel_size is {size}, but {args.model} has {facts.num_layers} layers, and every stage needs "

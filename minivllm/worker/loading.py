@@ -84,7 +84,9 @@ def new_model(config: EngineConfig, facts: ModelFacts, others: OtherWorkers = NO
     communicator, stage = others.communicator, others.stage
     if isinstance(facts, TransformersConfig):
         input_unit = ROUNDING_GROUP if config.quantization == "int4" else 1
-        return TransformersModel(facts, communicator=communicator, input_unit=input_unit, **settings), chooser
+        return TransformersModel(
+            facts, communicator=communicator, input_unit=input_unit, stage=stage, **settings
+        ), chooser
     assert isinstance(facts, DecoderConfig)
     if config.speculative is not None and config.speculative.eagle_version is not None:
         settings["embeds_last"] = True

@@ -236,7 +236,6 @@ def test_a_tensor_arrives_as_it_was_sent(dtype: torch.dtype) -> None:
     ("family", "more", "message"),
     [
         ("llama", {"pipeline_parallel_size": 4}, "has 3 layers, and every stage needs one: use 3 or less"),
-        ("llama", {"model_impl": "transformers"}, "the layers of transformers are computed in one stage"),
         (
             "llama",
             {"kv_transfer_config": {"kv_connector": "tests.kv_transfer.own_connector:ShelfConnector"}},

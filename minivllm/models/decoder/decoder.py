@@ -130,6 +130,11 @@ class Decoder:
         return tuple(layer.mixer.attends for layer in self.layers)
 
     @property
+    def all_attention_specs(self) -> tuple[AttentionSpec | StateMixerSpec, ...]:
+        """Those of other stages too."""
+        return self.config.attention_specs
+
+    @property
     def cache_specs(self) -> list[CacheSpec | StateSpec]:
         return [self._cache_spec(layer) for layer in self.layers]
 

@@ -149,13 +149,17 @@ def _run(model: PreTrainedModel, probe: Probe) -> None:
         model(input_ids=ids, position_ids=positions, use_cache=False)
 
 
-def probe_part(architecture: Architecture, division: Division, holder: StepHolder) -> tuple[LayerAttention, ...]:
+def probe_part(
+    architecture: Architecture, division: Division | None, holder: StepHolder, layers: Sequence[LayerAttention]
+) -> tuple[LayerAttention, ...]:
     """What attention does in the part of a model that is this worker's: its linear layers and experts are replaced.
+    division: which part of its layers that is, if not all. layers: what they are in the whole model.
 
     Raises ConfigError if the parts do not fit together, mostly because a module takes its number of heads for granted.
     """
     model = architecture.model
-    probe = _new_probe(model, [(division.num_heads(layer), division.heads(layer)) for layer in architecture.layers])
+    whole = [] if division is None else [(division.num_heads(layer), division.heads(layer)) for layer in layers]
+    probe = _new_probe(model, whole)
     own = OwnTensors(model)
     model.set_attn_implementation(PROBE)
     try:
@@ -163,9 +167,14 @@ def probe_part(architecture: Architecture, division: Division, holder: StepHolde
         with own.given([tensor.to("meta") for tensor in own.tensors]), holder.running(nothing):
             _run(model, probe)
     except Exception as error:  # modules fail in ways of their own
+        size = (
+            "pipeline_parallel_size is above 1"
+            if division is None
+            else f"tensor_parallel_size is {division.shard.size}"
+        )
         raise ConfigError(
-            f"tensor_parallel_size is {division.shard.size}, but the layers of {type(model).__name__} cannot be "
-            f"computed in parts, as transformers' plan divides them: {one_sentence(error)}"
+            f"{size}, but the layers of {type(model).__name__} cannot be computed in parts, as transformers' plan "
+            f"divides them: {one_sentence(error)}"
         ) from error
     finally:
         model.set_attn_implementation(PAGED)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from minivllm.compilation.regions import CompileRegion
 from minivllm.distributed.communicator import Communicator
+from minivllm.distributed.stage import Stage
 from minivllm.errors import ConfigError, MinivllmError, ModelError
 from minivllm.linear.experts.experts import Experts
 from minivllm.linear.layer import ChooseMethod, Linear, PlainLinear, never_quantized
@@ -21,6 +22,7 @@ from minivllm.models.model import Attend, CacheSpec, Given, Hidden, HiddenTap, L
 from minivllm.models.transformers_model.attention import OwnPositions, PagedLayer, counts_positions
 from minivllm.models.transformers_model.build import Architecture, build_architecture, probe_part
 from minivllm.models.transformers_plan.division import Division
+from minivllm.models.transformers_plan.stages import StageParts
 from minivllm.models.transformers_products.experts import replace_experts
 from minivllm.models.transformers_products.linears import replace_linears, settle_rotary
 from minivllm.models.transformers_regions.operators import Ranks, Step, StepHolder
@@ -71,26 +73,36 @@ class TransformersModel:
         cache_dtype: torch.dtype | None = None,
         communicator: Communicator | None = None,
         input_unit: int = 1,
+        stage: Stage | None = None,
     ) -> None:
         """See Decoder. communicator: to the workers that divide its layers, if there are some; input_unit: see
-        Division. Raises ModelError, or ConfigError, with the reason if the model cannot be served or divided; no
-        memory is taken by then."""
+        Division; stage: which layers are this worker's, if not all. Raises ModelError, or ConfigError, with the reason
+        if the model cannot be served or divided; no memory is taken by then."""
         self.config, self.dtype, self.attention_dtype, self.device = config, dtype, attention_dtype, device
         self.cache_dtype = cache_dtype or attention_dtype
         self.tap: HiddenTap | None = None
         architecture = build_architecture(config, dtype, device)
         self.module, self._body, self.layers = architecture.model, architecture.body, architecture.layers
+        self.all_attention_specs = tuple(layer.spec for layer in self.layers)
+        """Those of other stages too."""
         self.names = CheckpointNames(self.module)
         self._holder, self._communicator = StepHolder(), communicator
         self._per_token, self._max_model_len = architecture.per_token, max_model_len
-        modules = [self.module.get_submodule(layer.module) for layer in self.layers]
-        self._own_positions = any(map(counts_positions, modules))
+        self._stage = stage or Stage()
+        self._parts = None if self._stage.size == 1 else StageParts(self.module, self._body, self._stage)
         settle_rotary(self.module, max_model_len, device)
         self._division: Division | None = None
         if communicator is None:
             self._replace_products(architecture, choose_method)
         else:
             self._divide(architecture, choose_method, communicator, input_unit)
+        self._linear_shapes = {
+            f"{block}.{part}": linear.whole_shape(part) for block, linear in self.linears for part in linear.sizes
+        }
+        if self._parts is not None:
+            self._keep_own(self._parts, architecture)
+        modules = [self.module.get_submodule(layer.module) for layer in self.layers]
+        self._own_positions = any(map(counts_positions, modules))
         for index, (layer, module) in enumerate(zip(self.layers, modules)):
             module.paged_layer = PagedLayer(index, layer, attention_dtype, self._holder)  # type: ignore[assignment]
         self._traced: TracedModel | None = None
@@ -114,12 +126,22 @@ class TransformersModel:
             self._division = Division(self.module, self._body, self.layers, ranks, input_unit)
             self._replace_products(architecture, choose_method)
             self._division.divide_parameters(self.module)
-            self.layers = probe_part(architecture, self._division, self._holder)
+            self.layers = probe_part(architecture, self._division, self._holder, architecture.layers)
         except MinivllmError as error:
             reason = str(error)
         reason = communicator.first_text(reason)
         if reason:
             raise ConfigError(reason)
+
+    def _keep_own(self, parts: StageParts, architecture: Architecture) -> None:
+        """Leave what is this stage's. Raises ConfigError."""
+        parts.keep()
+        layers = [layer for layer in architecture.layers if parts.has(layer.module)]
+        self.layers = probe_part(architecture, self._division, self._holder, layers)
+        self._linears = {name: module for name, module in self._linears.items() if parts.has(name)}
+        self._products = list({id(module.linear): module.linear for module in self._linears.values()}.values())
+        self._experts = {name: module for name, module in self._experts.items() if parts.has(name)}
+        self.names.wants = parts.has
 
     @property
     def vocab_size(self) -> int:
@@ -145,7 +167,7 @@ class TransformersModel:
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        return {f"{block}.{part}": linear.whole_shape(part) for block, linear in self.linears for part in linear.sizes}
+        return self._linear_shapes
 
     @property
     def weights_per_token(self) -> int:
@@ -168,12 +190,13 @@ class TransformersModel:
 
         Raises ModelError for a name that has no place, and for a model that mixes tokens other than by attention.
         """
-        sources = {source: target for target, source in self.names.tied.items()}
+        tied = self.names.tied if self._stage.is_last else {}
+        sources = {source: target for target, source in tied.items()}
         for name, weight in weights:
             self._load(name, weight)
             if name in sources:
                 self._load(sources[name], weight)
-        for target, source in self.names.tied.items():
+        for target, source in tied.items():
             module = self._linears.get(target.rpartition(".")[0])
             if module is None:
                 self._set(target, self.module.get_parameter(source))
@@ -185,6 +208,8 @@ class TransformersModel:
         if missing:
             raise ModelError(f"The checkpoint of {self.config.architecture} lacks {missing[0]!r}; it is incomplete.")
         self._check_that_only_attention_mixes()
+        if self._parts is not None:
+            self._parts.is_linked = True
 
     def _load(self, name: str, weight: StoredWeight) -> None:
         module, _, kind = name.rpartition(".")
@@ -242,7 +267,7 @@ class TransformersModel:
 
             ids_, positions_, slots = torch.tensor([ids, positions, [0] * 3], dtype=torch.int32, device=self.device)
             here = [layer.at(slots) for layer in cache]
-            return [self.forward(ids_, TokenInputs(positions_), here, attend)[0][place], *seen]
+            return [self._run(ids_, Step(TokenInputs(positions_), here, attend))[place], *seen]
 
         for one, other in zip(compute(2, [1, 2, 3], [0, 1, last]), compute(0, [3, 0, 4], [last, 1, 2])):
             if not bool(((one - other).abs() <= LEAK * one.abs().max() + 1e-6).all()):
@@ -292,6 +317,9 @@ class TransformersModel:
         self._traced = None
         if not getattr(compile_region, "enabled", True):
             return
+        if self._parts is not None:
+            logger.warning("%s runs uncompiled, which is slower, since it runs in stages.", self.config.architecture)
+            return
         try:
             self._traced = self._trace()
         except CannotTrace as error:
@@ -323,11 +351,16 @@ class TransformersModel:
         )
 
     def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
-        """Run the body. Returns (final hidden states [tokens, hidden],), normalised, where nothing is compiled."""
+        """Run the body. Returns (final hidden states [tokens, hidden],), normalised, where nothing is compiled; a stage
+        before the last one, nothing: it sends the stream on."""
         if self._traced is not None:
             return self._traced.forward(token_ids, tokens, caches, attend)
         with span("body"):
-            return (self._run(token_ids, Step(tokens, caches, attend)),)
+            hidden = self._run(token_ids, Step(tokens, caches, attend))
+        if self._stage.is_last:
+            return (hidden,)
+        self._stage.send(hidden)
+        return ()
 
     def _run(self, token_ids: Tensor, step: Step) -> Tensor:
         """Final hidden states [tokens, hidden], by transformers' own layers."""

@@ -60,6 +60,8 @@ class CheckpointNames:
         self._model, self._prefix = model, model.base_model_prefix
         self._state = dict(model.state_dict())
         self.tied: dict[str, str] = dict(model.all_tied_weights_keys)
+        self.wants: Callable[[str], bool] = lambda name: True
+        """Whether a parameter is to be read, of all that a checkpoint must hold."""
         buffers = {name for name, _ in model.named_non_persistent_buffers()}
         patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"(^|\.)rotary_emb\.inv_freq$"]
         self._ignored = [re.compile(pattern) for pattern in patterns] + [
@@ -173,6 +175,8 @@ def iterate_parameters(
             return value.restore(names.dtype(name)) if isinstance(value, QuantizedWeight) else value
 
         for name, sources in places.items():
+            if not names.wants(name):
+                continue
             if sources[0].pattern is None:
                 yield name, read(name, sources[0])
                 continue
@@ -225,5 +229,5 @@ def _drop_empty_biases(
 
 def dummy_parameters(names: CheckpointNames, seed: int) -> Iterator[tuple[str, StoredWeight]]:
     """Random weights for all parameters, by ``dummy_weight``."""
-    for name, shape in names.expected.items():
+    for name, shape in filter(lambda item: names.wants(item[0]), names.expected.items()):
         yield name, dummy_weight(name, shape, names.dtype(name), seed)
