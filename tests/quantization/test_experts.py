@@ -15,7 +15,7 @@ from kernels_triton_free.experts.routing import Routing, route
 from kernels_triton_free.linear import can_pack
 from kernels_triton_free.packed.rows import MAX_ROWS, is_readable
 from kernels_triton_free.quantized_linear import can_multiply_int4
-from minivllm.compilation.regions import Region, filled, flatten
+from minivllm.compilation.regions import Region, flatten
 from minivllm.errors import ConfigError, ModelError
 from minivllm.linear.experts import experts as experts_module
 from minivllm.linear.experts import methods
@@ -174,7 +174,7 @@ def as_declared(calls: list[tuple[int, int]], region: Region) -> Callable:
         flatten(args, tensors)
         (region.for_single() if rows == 1 else region).check(tensors)
         calls.append((rows, hit))
-        out: Tensor = region.function(*filled(tuple(region.inputs.values()), iter(tensors)))
+        out: Tensor = region.function(*args)
         return out
 
     return run

@@ -116,7 +116,7 @@ class LoopedExperts(ExpertsMethod):
         return run_loop(x, ids, weights, tensors, repr(self))
 
     def _loop(self, x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        first, second = tensors[: self.num_gate_up], tensors[self.num_gate_up :]
+        first, second = tuple(tensors[: self.num_gate_up]), tuple(tensors[self.num_gate_up :])
 
         def gate_up(rows: Tensor, expert: int) -> Tensor:
             return self.gate_up.apply(rows, tuple(stacked[expert] for stacked in first))
@@ -125,7 +125,7 @@ class LoopedExperts(ExpertsMethod):
             return self.down.apply(rows, tuple(stacked[expert] for stacked in second))
 
         run = _few_rows.get(repr(self))
-        few = None if run is None else FewRows(MAX_ROWS, lambda rows, experts: run(rows, experts, *first, *second))
+        few = None if run is None else FewRows(MAX_ROWS, lambda rows, experts: run(rows, experts, first, second))
         nobody = self.num_experts if self.is_part else None
         return loop(x, ids, weights, gate_up, partial(activate, activation=self.activation), down, nobody, few)
 
