@@ -20,9 +20,11 @@ from minivllm import LLM
 from minivllm.errors import ConfigError
 from minivllm.kv_transfer.nixl import nixl_connector
 from minivllm.kv_transfer.nixl.leased_blocks import LeasedBlocks
+from tests.executor.virtual_shards import virtual_llm
+from tests.kv_transfer import test_travelling_states as states
 from tests.kv_transfer.lookup_pair import block_keys, unix, wait_for_blocks
 from tests.kv_transfer.test_connectors import GREEDY, PROMPTS, transferred
-from tests.parity_reference import run, tiny_llm
+from tests.parity_reference import run, tiny_llm, tiny_settings, tokens_of
 
 TinyModel = Callable[..., Path]
 PROMPT = PROMPTS[2]
@@ -155,3 +157,29 @@ def test_what_was_read_after_its_lease_has_lapsed_is_computed_anew(
     with tiny_llm(tiny_model("llama"), kv_transfer_config=config("kv_consumer", peers=[address], timeout=60)) as llm:
         assert consume(llm, block_keys(PROMPT)) == (tokens, 0)
         assert transferred(llm).num_loaded_blocks == 0 and transferred(llm).num_failed_blocks == 4
+
+
+@needs_nixl
+@pytest.mark.parametrize("layout", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 3}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "granite-hybrid", "lfm2"])
+def test_every_worker_reads_its_part_of_blocks_and_states(
+    tiny_model: TinyModel, tmp_path: Path, family: str, layout: dict[str, Any]
+) -> None:
+    """Of three stages of granite-hybrid two have no layer that attends."""
+    overrides = {"num_hidden_layers": 3} if family == "llama" else {}
+    model, make = tiny_model(family, **overrides), virtual_llm if layout else LLM
+    with tiny_llm(model) as llm:
+        expected = tokens_of(run(llm, states.PROMPTS, GREEDY))
+    producer, consumer = config("kv_producer", address=unix(tmp_path)), config("kv_consumer", peers=[unix(tmp_path)])
+    with (
+        make(**tiny_settings(model, **layout, kv_transfer_config=producer)) as first,
+        make(**tiny_settings(model, **layout, kv_transfer_config=consumer)) as second,
+    ):
+        assert tokens_of(run(first, states.PROMPTS, GREEDY)) == expected
+        names = block_keys if family == "llama" else states.prompt_names
+        for prompt in states.PROMPTS:
+            wait_for_blocks(second, names(prompt)[: (len(prompt) - 1) // 8 + (family != "llama")])
+        outputs = run(second, states.PROMPTS, GREEDY)
+        assert tokens_of(outputs) == expected and transferred(second).num_failed_blocks == 0
+        assert [one.num_cached_tokens for one in outputs] == [(len(one) - 1) // 8 * 8 for one in states.PROMPTS]
+        second.llm_engine.client.call("check_integrity")

@@ -31,6 +31,7 @@ from minivllm.kv_transfer.lookup.lookup_server import FOREVER, LookupServer
 from minivllm.kv_transfer.lookup.pipe import Address, Key, Pipe
 from minivllm.kv_transfer.nixl.leased_blocks import LeasedBlocks
 from minivllm.messages import BlockTransfer
+from minivllm.models.model import LayerCache, StateTensors
 
 logger = logging.getLogger(__name__)
 
@@ -113,15 +114,12 @@ class NixlWorker(KVConnectorWorker):
         transfer = context.transfer
         self._options: NixlOptions = transfer.options
         self._gate = Gate.of(transfer, transfer.rank)
-        own, self._peers = addresses_of(transfer.config, self._options)
-        self._block_bytes, self._is_cuda = transfer.block_bytes, context.device.type == "cuda"
+        own, peers = addresses_of(transfer.config, self._options)
+        self._own = None if own is None else own.beside(transfer.rank)
+        self._peers = [peer.beside(transfer.rank) for peer in peers]
+        self._place_bytes, self._is_cuda = 0, context.device.type == "cuda"
         self._blocks: LeasedBlocks | None = None
         self._server: LeaseServer | None = None
-        if own is not None:
-            memory = torch.zeros(self._num_places(), self._block_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
-            self._agent = make_agent("producer", memory)
-            self._blocks = LeasedBlocks(memory, self._options.lease_seconds)
-            self._server = LeaseServer(own, self._gate, self._blocks, self._agent.get_agent_metadata())
         self._reader: Any = None
         self._staging: Tensor | None = None
         self._abandoned: list[tuple[Any, ...]] = []
@@ -130,14 +128,29 @@ class NixlWorker(KVConnectorWorker):
         self._load_now = BlockTransfer(keys=[], block_ids=())
         self._deadline = 0.0
 
+    def register_kv_caches(self, caches: Sequence[LayerCache | StateTensors]) -> None:
+        """The memory that others read is taken with the first caches, and stays while the engine sleeps."""
+        super().register_kv_caches(caches)
+        if self._place_bytes or not caches:
+            return
+        self._place_bytes = max(one.block_bytes for one in (self.blocks, self.states) if one is not None)
+        if self._own is not None:
+            shape = (self._num_places(), self._place_bytes)
+            memory = torch.zeros(shape, dtype=torch.uint8, pin_memory=self._is_cuda)
+            self._agent = make_agent("producer", memory)
+            self._blocks = LeasedBlocks(memory, self._options.lease_seconds)
+            self._server = LeaseServer(self._own, self._gate, self._blocks, self._agent.get_agent_metadata())
+
     def _num_places(self) -> int:
-        count = self._options.buffer_bytes // self._block_bytes
-        if count < 1:
+        """The same on all workers, which share ``buffer_bytes``. A place holds a block or a state."""
+        transfer = self.context.transfer
+        size = max(transfer.block_bytes, transfer.state_bytes)
+        if self._options.buffer_bytes < size:
+            what = "block" if size == transfer.block_bytes else "state"
             raise ConfigError(
-                f"buffer_bytes is {self._options.buffer_bytes}, but one block takes {self._block_bytes}: give "
-                "NixlConnector more."
+                f"buffer_bytes is {self._options.buffer_bytes}, but one {what} takes {size}: give NixlConnector more."
             )
-        return count
+        return self._options.buffer_bytes // size
 
     # -- a consumer --------------------------------------------------------------------------------------------------
 
@@ -150,22 +163,26 @@ class NixlWorker(KVConnectorWorker):
         if key not in self._staged and place >= 0:
             load, start = self._load_now, self._load_now.keys.index(key)
             keys = load.keys[start : start + STAGED_BLOCKS]
-            same = [load.places[start + offset] == place for offset in range(len(keys))]
+            same = [
+                load.places[index] == place and blocks.has([own[index] for own in load.block_ids])
+                for index in range(start, start + len(keys))
+            ]
             self._staged = {}
             try:
-                self._fetch(place, keys[: [*same, False].index(False)])
+                self._fetch(place, keys[: [*same, False].index(False)], blocks.block_bytes)
             except (OSError, ValueError, RuntimeError) as error:  # NIXL's errors are RuntimeErrors
                 logger.warning("Blocks from %s did not come: %s.", self._peers[place].text, error)
                 self._hang_up(place)
         data = self._staged.get(key)
         return None if data is None else data[: blocks.block_bytes]
 
-    def _fetch(self, place: int, keys: Sequence[bytes]) -> None:
-        """Read blocks of one producer under a lease. Raises OSError, ValueError, or what NIXL raises."""
+    def _fetch(self, place: int, keys: Sequence[bytes], size: int) -> None:
+        """Read blocks of one producer under a lease, ``size`` bytes of each. Raises OSError, ValueError, or what NIXL
+        raises."""
         if self._stream is not None:
             self._stream.synchronize()  # what was staged before is on the device
         if self._staging is None:
-            shape = (STAGED_BLOCKS, self._block_bytes)
+            shape = (STAGED_BLOCKS, self._place_bytes)
             self._staging = torch.zeros(shape, dtype=torch.uint8, pin_memory=self._is_cuda)
             for other in list(self._producers):
                 self._hang_up(other)
@@ -177,18 +194,18 @@ class NixlWorker(KVConnectorWorker):
         leased = producer.pipe.receive_message(Leased, self._deadline)
         if len(leased.addresses) > len(keys):
             raise ValueError("more blocks came than were asked for")
-        if leased.addresses:
+        if leased.addresses and size:  # a stage may have no layer that attends
             if not producer.name:
                 name = self._reader.add_remote_agent(leased.agent)
                 producer.name = name.decode() if isinstance(name, bytes) else name
-            self._read(producer.name, leased.addresses, self._staging)
+            self._read(producer.name, leased.addresses, self._staging, size)
         producer.pipe.send_message(Confirm(leased.number), self._deadline)
         if producer.pipe.receive_message(Confirmed, self._deadline).is_valid:
             self._staged = {key: self._staging[index] for index, key in enumerate(keys[: len(leased.addresses)])}
 
-    def _read(self, name: str, addresses: Sequence[int], staging: Tensor) -> None:
+    def _read(self, name: str, addresses: Sequence[int], staging: Tensor, size: int) -> None:
         """Raises TimeoutError, after which nobody may use the staging memory: the read may still go on."""
-        reader, size = self._reader, self._block_bytes
+        reader = self._reader
         rows = [(staging[index].data_ptr(), size, 0) for index in range(len(addresses))]
         own, theirs = (
             reader.get_xfer_descs(descriptors, "DRAM")
@@ -238,7 +255,7 @@ class NixlConnector(KVConnector):
     """kv_connector_extra_config: {"address": …} as kv_producer, {"peers": […]} as kv_consumer; see NixlOptions."""
 
     Options = NixlOptions
-    outlives_engine = True
+    outlives_engine = moves_parts = moves_states = True
     scheduler_side = LookupBufferScheduler
     worker_side = NixlWorker
 
