@@ -23,6 +23,7 @@ from minivllm.kv_transfer.connector import make_scheduler_side
 from minivllm.kv_transfer.connectors.shared_storage import SharedStorageScheduler
 from minivllm.request import Request
 from tests.kv_transfer.test_connectors import GREEDY, PROMPTS, block_files, storage, transferred
+from tests.lora.lora_adapters import random_adapter
 from tests.parity_reference import run, tiny_llm
 from tests.scheduler.simulated_worker import make_engine_request
 
@@ -150,6 +151,29 @@ def test_a_salt_and_other_tokens_have_other_files(tiny_model: TinyModel, tmp_pat
             assert llm.reset_prefix_cache()
             [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
             assert output.num_cached_tokens == 0
+
+
+def test_an_adapter_has_files_of_its_own_and_what_it_holds_counts_not_its_name(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    model = tiny_model("llama")
+    adapters = [None, *(random_adapter(tmp_path / str(seed) / "adapter", model, seed=seed) for seed in (1, 2))]
+    settings: dict[str, Any] = {"enable_lora": True, "max_loras": 1}
+
+    def answers(config: dict[str, Any] | None) -> list[tuple[list[int], int]]:
+        found = []
+        for adapter in adapters:
+            with tiny_llm(model, kv_transfer_config=config, **settings) as llm:
+                prompt = {"prompt_token_ids": PROMPT}
+                [output] = llm.generate([prompt], GREEDY, lora_request=adapter, use_tqdm=False)
+                found.append((list(output.outputs[0].token_ids), output.num_cached_tokens))
+        return found
+
+    plain = answers(None)
+    assert len({tuple(tokens) for tokens, _ in plain}) == 3
+    config = storage(tmp_path / "blocks")
+    assert answers(config) == plain, "nobody finds what another one has saved"
+    assert answers(config) == [(tokens, 8 * NUM_BLOCKS) for tokens, _ in plain]
 
 
 def test_a_directory_of_ten_thousand_blocks_is_there_at_once(tmp_path: Path) -> None:

@@ -88,8 +88,8 @@ class Disaggregated:
 def start(tiny_model: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[..., Disaggregated]]:
     started: list[Disaggregated] = []
 
-    def make(shape: str = "1P1D", *flags: str) -> Disaggregated:
-        started.append(Disaggregated(tiny_model("llama"), tmp_path / f"log-{len(started)}", shape, *flags))
+    def make(shape: str = "1P1D", *flags: str, family: str = "llama") -> Disaggregated:
+        started.append(Disaggregated(tiny_model(family), tmp_path / f"log-{len(started)}", shape, *flags))
         return started[-1]
 
     yield make
@@ -104,9 +104,13 @@ def start(tiny_model: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Callable[..., Path]) -> list[list[str]]:
-    """What one engine answers to every prompt, for each kind of sampling."""
+    return answers_of_one_engine(tiny_model("llama"))
+
+
+def answers_of_one_engine(model: Path) -> list[list[str]]:
+    """To every prompt, for each kind of sampling."""
     settings: dict[str, Any] = {"enforce_eager": True, "dtype": "float32", "max_model_len": 512}
-    with LLM(str(tiny_model("llama")), num_gpu_blocks_override=80, **settings) as llm:
+    with LLM(str(model), num_gpu_blocks_override=80, **settings) as llm:
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         return [
             [
@@ -154,6 +158,21 @@ def test_tokens_are_those_of_one_engine_and_sigterm_ends_all(
         assert all(ask(client, prompt, SAMPLING[0], stream=True) for prompt in fresh)
         assert [ask(client, prompt, SAMPLING[0], stream=True) for prompt in PROMPTS] == expected[0]
         assert httpx.get(f"{running.url}/ready").json() == {"status": "ok", "prefill": 0, "decode": 1}
+    assert running.stop() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["granite-hybrid", "lfm2", "qwen2-window"])
+def test_models_with_states_and_windows_are_served_apart(
+    start: Callable[..., Disaggregated], tiny_model: Callable[..., Path], family: str
+) -> None:
+    running = start(family=family)
+    with running.client() as client:
+        for kind, answers in zip(SAMPLING, answers_of_one_engine(tiny_model(family))):
+            assert [ask(client, prompt, kind, stream=True) for prompt in PROMPTS] == answers
+    for name in ("loaded_bytes", "failed_blocks"):
+        metric = f'minivllm_kv_transfer_{name}_total{{engine="0",tier="LookupBufferConnector"}}'
+        assert (running.metric(re.escape(metric), running.urls["decode 1"]) > 0) == (name == "loaded_bytes")
     assert running.stop() == 0
 
 
