@@ -227,9 +227,21 @@ class SimulatedSide:
 
 @pytest.mark.parametrize("num_engines", [1, 3])
 def test_timed_steps_of_engines_are_those_that_they_take(num_engines: int) -> None:
-    engines = SimulatedSide(replace(cluster(num_engines, budget=100, num_blocks=400), step_time=TIME))
+    """Also where engines slow one another."""
+    time = replace(TIME, alone=StepTime(TIME.base / 2, TIME.prompt_token / 3, TIME.decode / 2))
+    engines = SimulatedSide(replace(cluster(num_engines, budget=100, num_blocks=400), step_time=time))
     found = measure_step_time(engines, num_engines, 100, 900)
-    assert (found.base, found.prompt_token, found.decode) == pytest.approx((TIME.base, TIME.prompt_token, TIME.decode))
+    expected = [time.alone] if num_engines == 1 else [time, time.alone]
+    for one, other in zip([found] if num_engines == 1 else [found, found.alone], expected):
+        assert one is not None and other is not None
+        assert (one.base, one.prompt_token, one.decode) == pytest.approx((other.base, other.prompt_token, other.decode))
+
+
+def test_a_step_takes_longer_while_others_compute() -> None:
+    time = replace(TIME, alone=StepTime(0.5, 0.125, 0.25))
+    tasks = [Task([1] * 8, 1), Task([2] * 8, 1), Task([3] * 8, 1, arrival=100)]
+    outcome = run_cluster(replace(cluster(2), step_time=time), RoundRobin(), tasks)
+    assert [record.times for record in outcome.records] == [[1 + 8 * 0.25]] * 2 + [[100 + 0.5 + 8 * 0.125]]
 
 
 def test_engines_that_answer_too_little_tell_nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from minivllm.bench.reports.figures import Figure, decode_speed, median
@@ -66,35 +66,44 @@ def real_engines(text: str, cluster: Cluster, policy: str) -> SideSpec:
 def measure_step_time(
     engines: Engines, num_engines: int, budget: int, vocab_size: int, say: Callable[[str], None] = lambda what: None
 ) -> StepTime:
-    """How long steps of these engines take while all of them work, which on one machine is longer than alone.
+    """How long steps of these engines take while all of them work, and while only one does: they share a machine.
 
     Raises ModelError if they answer too little to tell.
     """
 
-    def run(batch: int, prompt: int, new_tokens: int, repetition: int) -> Answer:
-        text = f"fixed:{batch * num_engines}:{prompt}:{new_tokens}"
+    def run(requests: int, prompt: int, new_tokens: int, repetition: int) -> Answer:
+        text = f"fixed:{requests}:{prompt}:{new_tokens}"
         answer = engines.run(make_workload(text, vocab_size, repetition=repetition))
         if any(len(record.token_ids) < new_tokens for record in answer.records):
             raise ModelError(f"The engines did not answer {text}, so how long their steps take is not known.")
         return answer
 
-    decodes = []
-    for batch in DECODES:
-        say(f"steps of {batch} requests")
-        run(batch, PROMPT, 4, -1)
+    def decode_seconds(requests: int) -> float:
+        say(f"steps of {requests} requests in all")
+        run(requests, PROMPT, 4, -1)
         speeds = [
             speed
             for repetition in range(ROUNDS)
-            for speed in decode_speed(run(batch, PROMPT, NEW_TOKENS, repetition).records)
+            for speed in decode_speed(run(requests, PROMPT, NEW_TOKENS, repetition).records)
         ]
         if not speeds:
             raise ModelError("The engines never decoded together, so how long their steps take is not known.")
-        decodes.append((batch, batch * num_engines / median(speeds)))
-    say("prompts")
-    run(1, PREFILL, 1, -1)
-    prompts = [run(1, PREFILL, 1, repetition) for repetition in range(ROUNDS)]
-    first = median([record.times[0] - record.arrival for answer in prompts for record in answer.records])
-    return fit_points(decodes, PREFILL, first, budget)
+        return requests / median(speeds)
+
+    def prompt_seconds(requests: int) -> float:
+        say(f"{requests} prompts at the same time")
+        run(requests, PREFILL, 1, -1)
+        prompts = [run(requests, PREFILL, 1, repetition) for repetition in range(ROUNDS)]
+        return median([record.times[0] - record.arrival for answer in prompts for record in answer.records])
+
+    decodes = [(batch, decode_seconds(batch * num_engines)) for batch in DECODES]
+    together = fit_points(decodes, PREFILL, prompt_seconds(num_engines), budget)
+    if num_engines == 1:
+        return together
+    # One request is what can be had of a single engine; larger batches are taken to be slowed as much.
+    share = decode_seconds(1) / decodes[0][1]
+    alone = [(batch, share * seconds) for batch, seconds in decodes]
+    return replace(together, alone=fit_points(alone, PREFILL, prompt_seconds(1), budget))
 
 
 def verdicts(predicted: Sequence[Figure], measured: Sequence[Figure]) -> list[str]:

@@ -71,11 +71,15 @@ class SimulatedEngine:
         self._running: tuple[SchedulerOutput, dict[str, list[int]]] | None = None
 
     @property
-    def is_idle(self) -> bool:
-        return self._running is None and self.scheduler.has_requests()
+    def has_work(self) -> bool:
+        return self._running is not None or self.scheduler.has_requests()
 
-    def start_step(self) -> float:
-        """Decide on a step; how long it takes [seconds]."""
+    @property
+    def is_idle(self) -> bool:
+        return self._running is None and self.has_work
+
+    def start_step(self, busy: float) -> float:
+        """Decide on a step; how long it takes [seconds]. busy: share of the other engines that have work."""
         step = self.scheduler.schedule()
         sampled, num_decodes = {}, 0
         for request_id, count in step.num_scheduled_tokens.items():
@@ -85,7 +89,7 @@ class SimulatedEngine:
                 sampled[request_id] = [request.num_tokens % 1009]
         self._running = step, sampled
         num_tokens = step.total_num_scheduled_tokens
-        return self._step_time.seconds(num_tokens - num_decodes, num_decodes) if num_tokens else 0.0
+        return self._step_time.seconds(num_tokens - num_decodes, num_decodes, busy) if num_tokens else 0.0
 
     def end_step(self) -> list[EngineOutput]:
         """What the step did."""
@@ -160,7 +164,9 @@ class _Run:
     def _work(self, index: int) -> None:
         engine, life = self._engines[index], self._lives[index]
         if engine.is_idle:
-            self._plan(self._now + engine.start_step(), partial(self._end_step, index, life))
+            others = [other for other in self._engines if other is not engine]
+            busy = sum(other.has_work for other in others) / max(1, len(others))
+            self._plan(self._now + engine.start_step(busy), partial(self._end_step, index, life))
 
     def _end_step(self, index: int, life: int) -> None:
         if life != self._lives[index]:

@@ -231,12 +231,17 @@ def _checked(options: SimulationOptions, cluster: Cluster, step_time: StepTime |
     cluster = replace(cluster, step_time=step_time)
     predicted, measured = figures_of(run_cluster(cluster, policy(), tasks)), figures_of_answer(answer)
     own = [*_measurements(case, "predicted", predicted).values(), *_measurements(case, "measured", measured).values()]
-    notes = [
-        *verdicts(predicted, measured),
-        f"A step takes {1e3 * step_time.base:.3g} ms, {1e3 * step_time.prompt_token:.3g} ms for a prompt token and "
-        f"{1e3 * step_time.decode:.3g} ms for a request that decodes.",
-    ]
+    notes = [*verdicts(predicted, measured), f"A step takes {_said(step_time)}."]
+    if step_time.alone is not None:
+        notes.append(f"While the other engines are idle, it takes {_said(step_time.alone)}.")
     return make_report("simulate", _configuration(options, cluster), own, notes=notes)
+
+
+def _said(time: StepTime) -> str:
+    return (
+        f"{1e3 * time.base:.3g} ms, {1e3 * time.prompt_token:.3g} ms for a prompt token and {1e3 * time.decode:.3g} ms "
+        "for a request that decodes"
+    )
 
 
 def _configuration(options: SimulationOptions, cluster: Cluster) -> dict[str, Any]:

@@ -14,14 +14,22 @@ from minivllm.errors import ConfigError, RequestError
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step: ``base``, and so many for each prompt token and for each request that decodes. How long the
-    contexts are that they attend to is left out."""
+    contexts are that they attend to is left out.
+
+    alone: of an engine whose neighbours are idle, where engines share a machine; None if they do not slow one another.
+    """
 
     base: float
     prompt_token: float
     decode: float
+    alone: StepTime | None = None
 
-    def seconds(self, num_prompt_tokens: int, num_decodes: int) -> float:
-        return self.base + num_prompt_tokens * self.prompt_token + num_decodes * self.decode
+    def seconds(self, num_prompt_tokens: int, num_decodes: int, busy: float = 1.0) -> float:
+        """busy: share of the other engines that have work as the step begins."""
+        together = self.base + num_prompt_tokens * self.prompt_token + num_decodes * self.decode
+        if self.alone is None:
+            return together
+        return busy * together + (1 - busy) * self.alone.seconds(num_prompt_tokens, num_decodes)
 
 
 def parse_step_time(text: str) -> StepTime:
@@ -35,7 +43,8 @@ def parse_step_time(text: str) -> StepTime:
             f"--step-ms is {text!r}, but must be the milliseconds of a step, of each prompt token and of each request "
             "that decodes, such as 20,1.7,2.3."
         )
-    return StepTime(*numbers)
+    base, prompt_token, decode = numbers
+    return StepTime(base, prompt_token, decode)
 
 
 def fit_step_time(report: Report) -> StepTime:
