@@ -102,13 +102,16 @@ def test_bench_what_comes_back(
             seconds_to_first_token(plain, prompt)
             for own in engines.values():
                 seconds_to_first_token(own[0], prompt)
-        for own in engines.values():  # what is on its way is announced
+        for name, own in engines.items():  # what is on its way is announced
 
             def is_there(llm: LLM = own[-1]) -> bool:
                 forget(llm)
                 return all(seconds_to_first_token(llm, prompts[n])[1] == (n - 1) // size * size for n in lengths)
 
-            wait_until(is_there, 120)
+            try:
+                wait_until(is_there, 120)
+            except AssertionError:
+                pytest.fail(f"{name} never had all blocks of all prompts")
 
         def compare() -> None:
             for length, prompt in prompts.items():
