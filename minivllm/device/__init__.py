@@ -1,4 +1,4 @@
-"""What a device likes and holds: its policy, staging buffers, memory.
+"""What a device likes and holds: its policy, staging buffers, memory, cores.
 
 May import: kernels_triton_free.
 Door: `DevicePolicy` in policy.py.
