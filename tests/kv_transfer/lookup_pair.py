@@ -29,6 +29,11 @@ def consumer(*peers: str, **extra: Any) -> dict[str, Any]:
     return _config("kv_consumer", {"peers": list(peers), "timeout": 2.0, **extra})
 
 
+def through_nixl(*configurations: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same for NixlConnector, which takes the same settings."""
+    return [{**config, "kv_connector": "NixlConnector"} for config in configurations]
+
+
 def _config(role: str, extra: dict[str, Any]) -> dict[str, Any]:
     return {"kv_connector": "LookupBufferConnector", "kv_role": role, "kv_connector_extra_config": extra}
 

@@ -26,7 +26,7 @@ import torch
 
 from minivllm import LLM, SamplingParams
 from minivllm.bench.parts.bounds import copy_bandwidth
-from tests.kv_transfer.lookup_pair import consumer, producer, unix, wait_until
+from tests.kv_transfer.lookup_pair import consumer, producer, through_nixl, unix, wait_until
 from tests.kv_transfer.test_connectors import OFFLOAD, storage
 from tests.kv_transfer.test_lmcache import lmcache
 from tests.model_families import save_tiny_model
@@ -49,12 +49,11 @@ def configurations(path: Path) -> dict[str, list[dict[str, Any]]]:
     found = {
         "host memory": [OFFLOAD],
         "directory": [storage(path / "directory")],
-        "pipes": [producer(unix(path)), {**consumer(unix(path), timeout=60.0)}],
+        "pipes": [producer(unix(path)), consumer(unix(path), timeout=60.0)],
     }
     if find_spec("nixl") is not None:
         address = unix(path, "nixl")
-        pair = [producer(address), consumer(address, timeout=60.0)]
-        found["NIXL"] = [{**config, "kv_connector": "NixlConnector"} for config in pair]
+        found["NIXL"] = through_nixl(producer(address), consumer(address, timeout=60.0))
     if "LMCACHE_URL" in os.environ:
         found["LMCache"] = [lmcache(os.environ["LMCACHE_URL"])]
     return found

@@ -7,7 +7,7 @@ at random from the devices and from what the connector keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 
 from minivllm import LLM, RequestOutput, SamplingParams
-from minivllm.kv_transfer.lmcache import client, lmcache_connector
-from minivllm.kv_transfer.lookup import catalogue, lookup_connector
 from tests.end_to_end.test_feature_pairs import (
     ROWS,
     Engines,
@@ -33,12 +31,13 @@ from tests.end_to_end.test_feature_pairs import (
     reference,
     shown,
 )
-from tests.kv_transfer.lookup_pair import consumer, producer, unix, wait_until
+from tests.kv_transfer.lookup_pair import consumer, producer, through_nixl, unix, wait_until
 from tests.kv_transfer.test_connectors import storage
-from tests.kv_transfer.test_lmcache import Server, lmcache
+from tests.kv_transfer.test_lmcache import Server, lmcache, server
+from tests.kv_transfer.test_lookup_buffer import quick_retries
 from tests.kv_transfer.test_multi_connector import host, several
 
-__all__ = ["adapter", "draft_models", "engines", "reference"]
+__all__ = ["adapter", "draft_models", "engines", "quick_retries", "reference", "server"]
 
 TinyModel = Callable[..., Path]
 BLOCK_BYTES = 6144
@@ -48,27 +47,25 @@ FILLERS = 8
 
 @dataclass(frozen=True)
 class Kept:
-    """Where an engine's blocks go. apart: the configuration of a producer and that of a consumer, or of one engine."""
+    """Where an engine's blocks go. configurations: of a directory and LMCache's address, that of a producer and that of
+    a consumer, or of one engine. package: without it the connector is not tried."""
 
     name: str
     configurations: Callable[[Path, str], list[dict[str, Any]]]
     package: str | None = None
 
 
-def read_in_place(path: Path) -> list[dict[str, Any]]:
-    return [
-        {**config, "kv_connector": "NixlConnector"}
-        for config in (producer(unix(path), buffer_bytes=60 * BLOCK_BYTES), consumer(unix(path)))
-    ]
+def pair(path: Path) -> list[dict[str, Any]]:
+    return [producer(unix(path), buffer_bytes=60 * BLOCK_BYTES), consumer(unix(path))]
 
 
 CONNECTORS = [
     Kept("host memory", lambda path, url: [host(160)]),
     Kept("directory", lambda path, url: [storage(path)]),
-    Kept("pipes", lambda path, url: [producer(unix(path), buffer_bytes=60 * BLOCK_BYTES), consumer(unix(path))]),
+    Kept("pipes", lambda path, url: pair(path)),
     Kept("LMCache", lambda path, url: [lmcache(url)]),
     Kept("several", lambda path, url: [several(host(12), storage(path))]),
-    Kept("NIXL", lambda path, url: read_in_place(path), package="nixl"),
+    Kept("NIXL", lambda path, url: through_nixl(*pair(path)), package="nixl"),
 ]
 QUICK = [row for row in ROWS if all(feature.name not in ("process", "stages") for feature in row)]
 DAILY = [(row, CONNECTORS[number % 5]) for number, row in enumerate(QUICK)]
@@ -77,17 +74,6 @@ OTHERS = [(row, kept) for row in ROWS for kept in CONNECTORS if (row, kept) not 
 
 def case_id(value: Any) -> str:
     return value.name if isinstance(value, Kept) else "+".join(feature.name for feature in value)
-
-
-@pytest.fixture
-def lmcache_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    for module in (client, catalogue, lookup_connector):
-        monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
-    monkeypatch.setattr(lmcache_connector, "KNOWN_SECONDS", 0.0)
-    monkeypatch.setattr(lmcache_connector, "LOOKUP_SECONDS", 20.0)
-    server = Server()
-    yield server
-    server.close()
 
 
 def hit_tokens(llm: LLM) -> int:
@@ -157,16 +143,16 @@ def check(engines: Engines, reference: Reference, row: Row, configurations: Sequ
 
 @pytest.mark.parametrize(("row", "kept"), DAILY, ids=case_id)
 def test_rows_of_features_give_the_answer_of_the_plain_engine(
-    row: Row, kept: Kept, engines: Engines, reference: Reference, tmp_path: Path, lmcache_server: Server
+    row: Row, kept: Kept, engines: Engines, reference: Reference, tmp_path: Path, server: Server
 ) -> None:
-    check(engines, reference, row, kept.configurations(tmp_path, lmcache_server.url))
+    check(engines, reference, row, kept.configurations(tmp_path, server.url))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("row", "kept"), OTHERS, ids=case_id)
 def test_every_other_row_with_every_connector(
-    row: Row, kept: Kept, engines: Engines, reference: Reference, tmp_path: Path, lmcache_server: Server
+    row: Row, kept: Kept, engines: Engines, reference: Reference, tmp_path: Path, server: Server
 ) -> None:
     if kept.package is not None and find_spec(kept.package) is None:
         pytest.skip(f"pip install 'minivllm[{kept.package}]' brings it.")
-    check(engines, reference, row, kept.configurations(tmp_path, lmcache_server.url))
+    check(engines, reference, row, kept.configurations(tmp_path, server.url))

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,14 @@ import psutil
 import pytest
 
 from minivllm import LLM
-from minivllm.kv_transfer.lmcache import client, lmcache_connector
-from minivllm.kv_transfer.lookup import catalogue, lookup_connector
-from tests.kv_transfer.lookup_pair import consumer, producer, unix, wait_until
+from tests.kv_transfer.lookup_pair import consumer, producer, through_nixl, unix, wait_until
 from tests.kv_transfer.test_connectors import GREEDY, PROMPTS, storage
-from tests.kv_transfer.test_lmcache import Server, lmcache
+from tests.kv_transfer.test_lmcache import Server, lmcache, server
+from tests.kv_transfer.test_lookup_buffer import quick_retries
+from tests.kv_transfer.test_nixl import needs_nixl
 from tests.parity_reference import run, tiny_llm, tokens_of
+
+__all__ = ["quick_retries", "server"]
 
 TinyModel = Callable[..., Path]
 PROMPT = PROMPTS[2]
@@ -107,22 +108,36 @@ READS = [
 ]
 
 
+Pair = Callable[[Path], list[dict[str, Any]]]
+
+
+def pipes(path: Path) -> list[dict[str, Any]]:
+    return [producer(unix(path)), consumer(unix(path))]
+
+
+def in_place(path: Path) -> list[dict[str, Any]]:
+    return through_nixl(producer(unix(path), lease_seconds=1.0), consumer(unix(path)))
+
+
 def named(cases: list[Death]) -> Any:
     return pytest.mark.parametrize("death", cases, ids=lambda death: death.moment)
+
+
+def by_pair(through_pipes: list[Death], through_nixl: list[Death]) -> Any:
+    """Deaths of one side of a pair."""
+    return pytest.mark.parametrize(
+        ("pair", "death"),
+        [
+            *(pytest.param(pipes, death, id=death.moment) for death in through_pipes),
+            *(pytest.param(in_place, death, id=f"NIXL, {death.moment}", marks=needs_nixl) for death in through_nixl),
+        ],
+    )
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: TinyModel) -> list[int]:
     with tiny_llm(tiny_model("llama")) as llm:
         return tokens_of(run(llm, [PROMPT], GREEDY))[0]
-
-
-@pytest.fixture(autouse=True)
-def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (client, catalogue, lookup_connector):
-        monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
-    monkeypatch.setattr(lmcache_connector, "KNOWN_SECONDS", 0.0)
-    monkeypatch.setattr(lmcache_connector, "LOOKUP_SECONDS", 20.0)
 
 
 class Doomed:
@@ -174,73 +189,40 @@ def forgotten(llm: LLM, expected: list[int]) -> int:
     return answer(llm, expected)
 
 
-def check_survivor(model: Path, pair: list[dict[str, Any]], death: Death, expected: list[int]) -> None:
-    """A consumer outlives its producer. Another producer comes in its place, and is found."""
-    with tiny_llm(model, kv_transfer_config=pair[1]) as llm:
-        with doomed(model, pair[0], death) as one:
+@pytest.mark.slow
+@by_pair(PRODUCER, LEASES)
+def test_a_consumer_outlives_its_producer_and_finds_the_next_one(
+    tiny_model: TinyModel, tmp_path: Path, expected: list[int], pair: Pair, death: Death
+) -> None:
+    model, (produces, consumes) = tiny_model("llama"), pair(tmp_path)
+    with tiny_llm(model, kv_transfer_config=consumes) as llm:
+        with doomed(model, produces, death) as one:
             one.answer()
             # It is asked until it has died of that; what did not come is recomputed.
             wait_until(lambda: forgotten(llm, expected) >= 0 and one.process.poll() is not None, 60)
             one.check_killed()
         assert forgotten(llm, expected) == 0, "nobody is there"
-        with tiny_llm(model, kv_transfer_config=pair[0]) as another:
+        with tiny_llm(model, kv_transfer_config=produces) as another:
             assert answer(another, expected) == 0
             wait_until(lambda: forgotten(llm, expected) == KEPT, 60)
 
 
 @pytest.mark.slow
-@named(PRODUCER)
-def test_a_consumer_outlives_a_producer(
-    tiny_model: TinyModel, tmp_path: Path, expected: list[int], death: Death
+@by_pair(CONSUMER, READS)
+def test_a_producer_outlives_its_consumer_and_serves_the_next_one(
+    tiny_model: TinyModel, tmp_path: Path, expected: list[int], pair: Pair, death: Death
 ) -> None:
-    pair = [producer(unix(tmp_path)), consumer(unix(tmp_path))]
-    check_survivor(tiny_model("llama"), pair, death, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("nixl") is None, reason="pip install 'minivllm[nixl]' brings NIXL.")
-@named(LEASES)
-def test_a_consumer_outlives_a_producer_whose_memory_it_reads(
-    tiny_model: TinyModel, tmp_path: Path, expected: list[int], death: Death
-) -> None:
-    check_survivor(tiny_model("llama"), in_place(tmp_path), death, expected)
-
-
-def in_place(path: Path) -> list[dict[str, Any]]:
-    return [
-        {**config, "kv_connector": "NixlConnector"}
-        for config in (producer(unix(path), lease_seconds=1.0), consumer(unix(path)))
-    ]
-
-
-def check_producer(model: Path, pair: list[dict[str, Any]], death: Death, expected: list[int]) -> None:
-    """A producer outlives a consumer: its blocks are there for the next one, and nobody's connection is left."""
-    with tiny_llm(model, kv_transfer_config=pair[0]) as llm:
+    """Nobody's connection is left."""
+    model, (produces, consumes) = tiny_model("llama"), pair(tmp_path)
+    with tiny_llm(model, kv_transfer_config=produces) as llm:
         assert answer(llm, expected) == 0
         before = len(psutil.Process().net_connections("unix"))
-        with doomed(model, pair[1], death) as one:
+        with doomed(model, consumes, death) as one:
             one.answer_until_it_dies()
         wait_until(lambda: len(psutil.Process().net_connections("unix")) <= before)
         assert answer(llm, expected) == KEPT
-        with tiny_llm(model, kv_transfer_config=pair[1]) as another:
+        with tiny_llm(model, kv_transfer_config=consumes) as another:
             wait_until(lambda: forgotten(another, expected) == KEPT, 60)
-
-
-@pytest.mark.slow
-@named(CONSUMER)
-def test_a_producer_outlives_a_consumer(
-    tiny_model: TinyModel, tmp_path: Path, expected: list[int], death: Death
-) -> None:
-    check_producer(tiny_model("llama"), [producer(unix(tmp_path)), consumer(unix(tmp_path))], death, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("nixl") is None, reason="pip install 'minivllm[nixl]' brings NIXL.")
-@named(READS)
-def test_a_producer_outlives_a_consumer_that_reads_its_memory(
-    tiny_model: TinyModel, tmp_path: Path, expected: list[int], death: Death
-) -> None:
-    check_producer(tiny_model("llama"), in_place(tmp_path), death, expected)
 
 
 def check_store(model: Path, config: dict[str, Any], death: Death, expected: list[int]) -> None:
@@ -275,12 +257,10 @@ def test_a_directory_outlives_who_reads(
 
 @pytest.mark.slow
 @named(STORE)
-def test_the_server_of_lmcache_outlives_an_engine(tiny_model: TinyModel, expected: list[int], death: Death) -> None:
-    server = Server()
-    try:
-        if "asks" in death.moment:
-            with tiny_llm(tiny_model("llama"), kv_transfer_config=lmcache(server.url)) as llm:
-                assert answer(llm, expected) == 0
-        check_store(tiny_model("llama"), lmcache(server.url), death, expected)
-    finally:
-        server.close()
+def test_the_server_of_lmcache_outlives_an_engine(
+    tiny_model: TinyModel, server: Server, expected: list[int], death: Death
+) -> None:
+    if "asks" in death.moment:
+        with tiny_llm(tiny_model("llama"), kv_transfer_config=lmcache(server.url)) as llm:
+            assert answer(llm, expected) == 0
+    check_store(tiny_model("llama"), lmcache(server.url), death, expected)
