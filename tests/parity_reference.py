@@ -134,3 +134,11 @@ def assert_pool_unused(llm: LLM) -> None:
     assert not scheduler.requests
     assert scheduler.kv_cache_manager.pools[0].num_free_blocks == scheduler.kv_cache_manager.pools[0].num_blocks - 1
     assert llm.get_metrics().kv_cache_usage == 0.0
+
+
+def check_gguf_in_engine(path: Path, source: Path, prompt: list[int], max_tokens: int) -> None:
+    """The engine's logits of a GGUF file are those of transformers for the model it was written from, in chunks."""
+    with tiny_llm(path, tokenizer=str(source), max_num_batched_tokens=7) as llm:
+        completion, logits = engine_logits(llm, prompt, max_tokens)
+    expected = reference_logits(source, prompt + completion[:-1])
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()

@@ -16,7 +16,7 @@ from minivllm.linear.stored_weight import QuantizedWeight
 from minivllm.models.reference import reference_forward
 from tests.gguf_families import write_family_gguf
 from tests.gguf_models import write_gguf
-from tests.parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
+from tests.parity_reference import check_gguf_in_engine, random_prompts, reference_logits
 
 TinyModel = Callable[..., Path]
 
@@ -90,11 +90,7 @@ def test_a_llama_file_with_a_window_is_a_mistral_whose_rotary_rows_are_put_back(
 def test_the_engine_runs_a_gguf_file_of_a_family(tiny_model: TinyModel, tmp_path: Path, family: str) -> None:
     source = tiny_model(family, **CONVERTIBLE[family])
     write_family_gguf(source, tmp_path / "model.gguf")
-    (prompt,) = random_prompts((40,))
-    with tiny_llm(tmp_path / "model.gguf", tokenizer=str(source), max_num_batched_tokens=7) as llm:
-        completion, logits = engine_logits(llm, prompt, max_tokens=8)
-    expected = reference_logits(source, prompt + completion[:-1])
-    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+    check_gguf_in_engine(tmp_path / "model.gguf", source, *random_prompts((40,)), max_tokens=8)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "phi3", "glm4"])

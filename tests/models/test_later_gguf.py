@@ -19,7 +19,7 @@ from minivllm.models.registry.registry import FAMILIES
 from tests.gguf_families import write_later_gguf
 from tests.model_families import MLA_YARN
 from tests.models.test_family_gguf import weights_of
-from tests.parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
+from tests.parity_reference import check_gguf_in_engine, random_prompts, reference_logits
 
 TinyModel = Callable[..., Path]
 EVEN = {"rope_parameters": {**MLA_YARN["rope_parameters"], "mscale": 1.3, "beta_fast": 20}}
@@ -65,11 +65,7 @@ def test_a_gguf_file_gives_the_weights_of_the_safetensors_and_the_logits_of_tran
 def test_the_engine_runs_a_gguf_file(tiny_model: TinyModel, tmp_path: Path, family: str) -> None:
     source = tiny_model(family, **CONVERTIBLE[family])
     write_later_gguf(source, tmp_path / "model.gguf")
-    (prompt,) = random_prompts((20,))
-    with tiny_llm(tmp_path / "model.gguf", tokenizer=str(source), max_num_batched_tokens=7) as llm:
-        completion, logits = engine_logits(llm, prompt, max_tokens=4)
-    expected = reference_logits(source, prompt + completion[:-1])
-    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+    check_gguf_in_engine(tmp_path / "model.gguf", source, *random_prompts((20,)), max_tokens=4)
 
 
 @pytest.mark.parametrize(("family", "value_dim"), [("qwen3.5", 32), ("qwen3.5", 16), ("qwen3-next", 32)])
