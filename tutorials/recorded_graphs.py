@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_leaves
@@ -65,6 +66,9 @@ class _Recorder(TorchDispatchMode):
     def replay(self) -> None:
         for func, args, kwargs, fresh in self._operations:
             result = tree_leaves(func(*args, **kwargs))
+            for handle in result:  # of a collective, which a CPU has to wait for
+                if isinstance(handle, torch.ScriptObject):
+                    dist.Work.unbox(handle).wait()
             for place, tensor in fresh.items():
                 tensor.copy_(result[place])
 

@@ -23,6 +23,7 @@ from minivllm.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from minivllm.device.gpus import check_gpus
 from minivllm.engine.draft_model import resolve_draft_model
 from minivllm.errors import ConfigError
 from minivllm.hub.fetch import resolve_model
@@ -205,10 +206,8 @@ def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
     size = args.tensor_parallel_size
     if size == 1 and not args.shares_experts:
         return
-    if device != "cpu":
-        raise ConfigError(
-            f"tensor_parallel_size is {size}, but workers divide a model on a CPU only: use device='cpu'."
-        )
+    if device == "cuda":
+        check_gpus(size, is_one_host=args.nnodes == 1 and args.executor == "mp" and not args.shares_experts)
     formats = () if facts.quantization is None else facts.quantization.formats
     rounds_inputs = any(form.layout == "int8" and form.rounds_inputs for _, form in formats)
     if size > 1 and rounds_inputs and not (isinstance(facts, DecoderConfig) and agrees_on_scales(facts)):

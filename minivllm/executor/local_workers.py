@@ -16,6 +16,7 @@ import msgspec
 from minivllm.compilation.package_builds import close_in_children, forget_descriptor
 from minivllm.config import EngineConfig
 from minivllm.device.cores import share_of_cores
+from minivllm.device.gpus import own_gpu
 from minivllm.distributed.lockstep import EnginePlace
 from minivllm.distributed.secure_sockets import Network
 from minivllm.distributed.shared_links import SharedLinks
@@ -63,9 +64,8 @@ class LocalWorkers:
             place=place,
         )
         inherited = [] if place is None else place.descriptors
-        shared = SharedLinks(
-            config.tensor_parallel_size, config.pipeline_parallel_size, not config.custom_all_reduce, self.ranks
-        )
+        meets = config.device == "cuda" or not config.custom_all_reduce
+        shared = SharedLinks(config.tensor_parallel_size, config.pipeline_parallel_size, meets, self.ranks)
         try:
             for rank in self.ranks:
                 own = {
@@ -83,10 +83,11 @@ class LocalWorkers:
 
     def _start(self, start: Start, received: Any, command: Sequence[str]) -> None:
         reader = start.rank - self.ranks.start
+        gpu = own_gpu(reader, len(self.ranks)) if start.config.device == "cuda" else {}
         process, channel = start_process(
             command,
             received,
-            environment_of_children(len(self.ranks)),
+            environment_of_children(len(self.ranks)) | gpu,
             self.ring.descriptors_of(reader),
             [reader, len(self.ring.arrived)],
             start.shared,

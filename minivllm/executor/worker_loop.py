@@ -18,6 +18,7 @@ from minivllm.distributed.communicator import Communicator
 from minivllm.distributed.expert_group import ExpertGroup
 from minivllm.distributed.gloo import GlooCommunicator
 from minivllm.distributed.mesh import Mesh, MeshCommunicator, remote_links
+from minivllm.distributed.nccl import NcclCommunicator
 from minivllm.distributed.other_workers import OtherWorkers
 from minivllm.distributed.secure_sockets import Network
 from minivllm.distributed.shared_memory import SharedMemoryCommunicator
@@ -106,7 +107,10 @@ class WorkerProcess:
             self._communicator = SharedMemoryCommunicator(rank, *start.segment)
         elif start.rendezvous is not None:
             path = f"/proc/self/fd/{start.rendezvous}"
-            self._communicator = GlooCommunicator(rank, size, path)
+            if config.device == "cuda":
+                self._communicator = NcclCommunicator(rank, size, path)
+            else:
+                self._communicator = GlooCommunicator(rank, size, path)
         elif self._mesh is not None and size > 1:
             self._communicator = MeshCommunicator(self._mesh, range(number * size, (number + 1) * size))
         remote = None

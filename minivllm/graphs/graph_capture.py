@@ -77,7 +77,8 @@ class CudaGraphs:
 
     def begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self._pool)
+        # Threads beside this one use the device meanwhile: NCCL's, and those that move blocks.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Replay:
         graph, self._graph = self._graph, None

@@ -133,15 +133,15 @@ class Worker:
         utilization = self.config.cache.memory_utilization
 
         def free_bytes() -> int:
-            # The workers of a host share its memory, and each node has as many of them.
+            free = cache_memory(self.device, utilization, self._profile_step)
+            # The workers of a host share its memory, and each node has as many of them; a GPU has its own.
             sharing = self.config.tensor_parallel_size * self.config.data_parallel_size
             own, all_layers = len(self._decoder.cache_specs), self.facts.num_layers
             own = min(own * self.config.num_workers // len(self.config.local_ranks), all_layers)
-            return cache_memory(self.device, utilization, self._profile_step) * own // (sharing * all_layers)
+            return free if self.policy.has_own_memory else free * own // (sharing * all_layers)
 
         groups, origin = size_groups(self.config, self._new_groups(), free_bytes)
-        pools = "; ".join(map(pool_text, groups))
-        logger.info("KV cache: %s (%s).", pools, origin)
+        logger.info("KV cache: %s (%s).", "; ".join(map(pool_text, groups)), origin)
         return groups
 
     def _new_groups(self) -> list[GroupSpec]:

@@ -1,4 +1,5 @@
-"""One rank that exchanges tensors through shared memory and through gloo, and checks what arrives.
+"""One rank that exchanges tensors through shared memory, through gloo, and as GPUs do (here by gloo too), and checks
+what arrives.
 
 ``python -m tests.executor.communicator_process RANK MEMORY EVENTS RENDEZVOUS``: EVENTS as JSON.
 """
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from minivllm.distributed.communicator import Communicator
 from minivllm.distributed.gloo import GlooCommunicator
+from minivllm.distributed.nccl import NcclCommunicator
 from minivllm.distributed.shared_memory import SharedMemoryCommunicator
 
 
@@ -23,8 +25,9 @@ def given(rank: int, round: int, shape: tuple[int, ...], dtype: torch.dtype) -> 
 def check(communicator: Communicator) -> list[Tensor]:
     results = []
     size, rank = communicator.size, communicator.rank
-    for round, (rows, dtype) in enumerate([(1, torch.float32), (700, torch.float32), (3, torch.bfloat16)] * 20):
-        parts = [given(other, round, (rows, 576), dtype) for other in range(size)]
+    shapes = [((1, 576), torch.float32), ((700, 577), torch.float32), ((3, 576), torch.bfloat16)]
+    for round, (shape, dtype) in enumerate(shapes * 20):
+        parts = [given(other, round, shape, dtype) for other in range(size)]
         expected = parts[0].float()
         for part in parts[1:]:
             expected = expected + part.float()
@@ -43,6 +46,11 @@ def main() -> None:
     gloo = GlooCommunicator(rank, len(events), sys.argv[4])
     assert all(map(torch.equal, shared, check(gloo)))
     gloo.close()
+    as_on_gpus = NcclCommunicator(rank, len(events), f"{sys.argv[4]}-gpus", device="cpu", backend="gloo")
+    assert all(map(torch.equal, shared, check(as_on_gpus)))
+    assert torch.equal(as_on_gpus.exchange(torch.empty(0, 3))[0], torch.empty(0, 3))
+    assert as_on_gpus.first_text("" if rank == 0 else f"rank {rank}") == "rank 1"
+    as_on_gpus.close()
 
 
 if __name__ == "__main__":

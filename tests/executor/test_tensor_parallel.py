@@ -147,7 +147,7 @@ def test_processes_give_the_very_bits_of_threads(tiny_model: Callable[..., Path]
 
 
 def test_communicators_add_in_order_of_rank(tmp_path: Path) -> None:
-    """Both kinds, with three ranks, tensors that cross in pieces, and two dtypes."""
+    """All kinds, with three ranks, tensors that cross in pieces, sums that are divided, and two dtypes."""
     segment = open_segment(3)
     descriptors = segment_descriptors(segment)
     command = [sys.executable, "-m", "tests.executor.communicator_process"]

@@ -229,3 +229,22 @@ def test_a_place_written_twice_before_a_flush_holds_the_last_value() -> None:
             table.write(int(choose.integers(0, 8)), start, choose.integers(0, 10**6, length).astype(np.int32))
         table.flush()
         assert np.array_equal(table.device.cpu().numpy(), table.host)
+
+
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this PyTorch has no NCCL")
+def test_collectives_are_captured(tmp_path: Path) -> None:
+    """Of a group of one, which is all that a single GPU can have: NCCL's kernels are in the graph."""
+    from minivllm.distributed.nccl import NcclCommunicator
+    from minivllm.graphs.graph_capture import CudaGraphs, GraphCapture
+
+    communicator = NcclCommunicator(0, 1, str(tmp_path / "ranks"))
+    try:
+        x, backend = torch.ones(700, 576, device="cuda"), CudaGraphs()
+        with torch.inference_mode(), torch.cuda.stream(backend.stream), GraphCapture(backend) as capture:
+            total = communicator.all_reduce(2 * x)
+        for value in (3.0, 5.0):
+            x.fill_(value)
+            capture.replay()
+            assert (total == 2 * value).all()
+    finally:
+        communicator.close()
