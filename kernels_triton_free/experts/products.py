@@ -90,6 +90,9 @@ def loop(
             inner = activate(torch.cat([gate_up(x, expert) for expert in chosen]))
             rows = torch.cat([down(row, expert) for row, expert in zip(inner.split(1), chosen, strict=True)])
         return (rows.float() * weights[0, :, None]).sum(0, keepdim=True).to(x.dtype)
+    plan = None if few is None else _plan_few(ids, few.most, nobody)
+    if few is not None and plan is not None:
+        return _only_few(x, weights, few, plan)
     choices = ids.flatten()
     order, count = choices.argsort(stable=True), choices.bincount()
     if nobody is not None:
@@ -106,6 +109,66 @@ def loop(
         _add_few(out, rows, count, few)
     where = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return F.embedding_bag(where.view(ids.shape), out, mode="sum", per_sample_weights=weights.to(x.dtype))
+
+
+MOST_PLANNED = 128
+"""Choices that are planned one by one on the host, which takes as long as four small operators for a hundred."""
+MOST_TURNS = 4
+"""In which an expert's rows are computed. From the second one on, the weights are read from the cache."""
+
+
+class _Plan(NamedTuple):
+    """A turn is up to ``most`` rows of one expert. experts: of each turn. tokens: of the turns' rows, first those of all
+    first rows. places: of the choices among these rows; one behind them for choices that are computed elsewhere."""
+
+    experts: list[int]
+    tokens: list[list[int]]
+    places: list[list[int]]
+
+
+def _plan_few(ids: Tensor, most: int, nobody: int | None) -> _Plan | None:
+    """None if there are too many choices, or an expert has too many rows."""
+    if ids.numel() > MOST_PLANNED:
+        return None
+    choices: list[list[int]] = ids.tolist()
+    rows: dict[int, list[int]] = {}
+    for token, chosen in enumerate(choices):
+        for expert in chosen:
+            rows.setdefault(expert, []).append(token)
+    rows.pop(-1 if nobody is None else nobody, None)
+    if not rows or max(map(len, rows.values())) > MOST_TURNS * most:
+        return None
+    experts, tokens, first = [], [], {}
+    for expert in sorted(rows):
+        first[expert] = len(experts)
+        for start in range(0, len(rows[expert]), most):
+            own = rows[expert][start : start + most]
+            experts.append(expert)
+            tokens.append(own + own[:1] * (most - len(own)))  # what is too much repeats the first row
+    if len(experts) == 1:
+        experts, tokens = experts * 2, tokens * 2
+    num_turns, taken, places = len(experts), dict.fromkeys(rows, 0), []
+    for chosen in choices:
+        own = []
+        for expert in chosen:
+            if expert in first:
+                turn, row = divmod(taken[expert], most)
+                taken[expert] += 1
+                own.append(row * num_turns + first[expert] + turn)
+            else:
+                own.append(most * num_turns)
+        places.append(own)
+    return _Plan(experts, [list(row) for row in zip(*tokens)], places)
+
+
+def _only_few(x: Tensor, weights: Tensor, few: FewRows, plan: _Plan) -> Tensor:
+    """All experts in one call."""
+    tokens, places = torch.tensor(plan.tokens), torch.tensor(plan.places)
+    rows = x.index_select(0, tokens.flatten()).view(*tokens.shape, -1)
+    values = few.apply(rows, torch.tensor(plan.experts)).flatten(0, 1)
+    if any(tokens.numel() in own for own in plan.places):
+        values = F.pad(values, (0, 0, 0, 1))
+    return F.embedding_bag(places, values, mode="sum", per_sample_weights=weights.to(x.dtype))
 
 
 def _add_few(out: Tensor, rows: Tensor, count: Tensor, few: FewRows) -> None:

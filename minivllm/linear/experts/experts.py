@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels_triton_free.packed.memory import can_restore
 from minivllm.compilation.regions import CompileRegion
+from minivllm.device.memory import lazily_zeroed
 from minivllm.distributed.shard import Shard
 from minivllm.errors import ConfigError, ModelError
 from minivllm.linear.experts.methods import (
@@ -56,7 +57,7 @@ class _Stack:
             return
         if self.method is None:
             self.method = linear.method
-            self.tensors = tuple(one.new_empty(self.num_experts, *one.shape) for one in linear.tensors)
+            self.tensors = tuple(_room(self.num_experts, one) for one in linear.tensors)
         if linear.method != self.method:
             raise ModelError(
                 f"The experts of one layer are stored in different ways ({self.method} and {linear.method}), which "
@@ -64,6 +65,12 @@ class _Stack:
             )
         for one, other in zip(self.tensors, linear.tensors, strict=True):
             one[expert] = other
+
+
+def _room(count: int, tensor: Tensor) -> Tensor:
+    """For so many tensors like this one: on a CPU in huge pages at once, which later take seconds for a gigabyte."""
+    shape = count, *tensor.shape
+    return lazily_zeroed(shape, tensor.dtype) if tensor.device.type == "cpu" else tensor.new_empty(shape)
 
 
 class Experts:
