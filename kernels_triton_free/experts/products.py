@@ -118,8 +118,8 @@ MOST_TURNS = 4
 
 
 class _Plan(NamedTuple):
-    """A turn is up to ``most`` rows of one expert. experts: of each turn. tokens: of the turns' rows, first those of all
-    first rows. places: of the choices among these rows; one behind them for choices that are computed elsewhere."""
+    """A turn is up to ``most`` rows of one expert. experts: of each turn. tokens: of the turns' rows, all first rows
+    first. places: of the choices among these rows; one behind them for choices that are computed elsewhere."""
 
     experts: list[int]
     tokens: list[list[int]]
@@ -138,7 +138,9 @@ def _plan_few(ids: Tensor, most: int, nobody: int | None) -> _Plan | None:
     rows.pop(-1 if nobody is None else nobody, None)
     if not rows or max(map(len, rows.values())) > MOST_TURNS * most:
         return None
-    experts, tokens, first = [], [], {}
+    experts: list[int] = []
+    tokens: list[list[int]] = []
+    first: dict[int, int] = {}
     for expert in sorted(rows):
         first[expert] = len(experts)
         for start in range(0, len(rows[expert]), most):
@@ -147,7 +149,8 @@ def _plan_few(ids: Tensor, most: int, nobody: int | None) -> _Plan | None:
             tokens.append(own + own[:1] * (most - len(own)))  # what is too much repeats the first row
     if len(experts) == 1:
         experts, tokens = experts * 2, tokens * 2
-    num_turns, taken, places = len(experts), dict.fromkeys(rows, 0), []
+    num_turns, taken = len(experts), dict.fromkeys(rows, 0)
+    places: list[list[int]] = []
     for chosen in choices:
         own = []
         for expert in chosen:

@@ -132,7 +132,7 @@ class PagedModel:
             for group, (spec, _) in zip(self._group_of, self.layers)
         ]
         model.build_regions(compiler, self._builder.token_specs, caches)
-        self._min_rows = compiler.min_rows
+        self._min_rows, self.few_rows = compiler.min_rows, compiler.few_rows
         specs_of_shape: dict[tuple[GroupTables, CacheSpec, int], list[AttentionSpec]] = {}
         updates: dict[StateMixerSpec, StateUpdate] = {}
         cuts: list[tuple[GroupTables, CacheSpec, int] | StateMixerSpec] = []
@@ -185,12 +185,14 @@ class PagedModel:
     @property
     def decode_batches(self) -> list[int]:
         """Numbers of single-token rows of which each needs a step of its own in the warm-up."""
-        return sorted({batch for backend in self.backends for batch in backend.decode_batches})
+        by_backends = (batch for backend in self.backends for batch in backend.decode_batches)
+        return sorted({1, self.few_rows or 1, *by_backends})
 
     def build(self, rows: Sequence[Row], padded: int = 0) -> StepInputs:
         """The inputs of a step with these rows, in any order, valid until the next call. padded: see
         StepInputBuilder."""
-        return self._builder.build(rows, max(padded, self._min_rows), self._prepare)
+        least = self.few_rows if sum(row.count for row in rows) > 1 else self._min_rows
+        return self._builder.build(rows, max(padded, least), self._prepare)
 
     def _prepare(self, rows: StepRows) -> tuple[Any, ...]:
         """What each backend, and then the update of each kind of state, wants to know of a step."""

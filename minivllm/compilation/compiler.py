@@ -70,12 +70,13 @@ class RegionCompiler:
     """Hands out regions, compiled by torch.compile or as they are.
 
     After ``freeze`` every further compilation is counted and logged, because serving then stutters for seconds.
+    few_rows: so many rows are faster than fewer, down to two: steps are padded to them; 0: none are.
     Dynamo and Inductor are imported with the first compilation: a process that finds everything packaged needs neither.
     """
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
-        self.num_recompilations = 0
+        self.num_recompilations = self.few_rows = 0
         self._frozen = False
         if enabled:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory())

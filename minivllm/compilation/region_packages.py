@@ -59,12 +59,19 @@ class PackagedRegionCompiler(RegionCompiler):
 
     def __call__(self, region: Region) -> Callable:
         several = self._packaged(region)
-        if not region.has_single:
+        if not region.has_code_for("single"):
             return several
-        single = self._packaged(region.for_single())
+        single, few = self._packaged(region.fixed("single")), several
+        counts = list(region.counts("few").items())
+        if region.has_code_for("few"):
+            few, self.few_rows = self._packaged(region.fixed("few")), counts[0][1]
 
         def run(*args: Any) -> Any:
-            return (single.run if args[0].shape[0] == 1 else several.run)(*args)
+            if args[0].shape[0] == 1:
+                return single.run(*args)
+            if few is not several and all(args[place].shape[0] == count for place, count in counts):
+                return few.run(*args)
+            return several.run(*args)
 
         return run
 

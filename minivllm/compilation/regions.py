@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kernels_triton_free.linear import pack_weight
+from kernels_triton_free.packed.rows import owns_memory
 
 MAX_SIZE = 65536
 """The largest dynamic dimension."""
+
+RowCount = Literal["single", "few"]
+"""Numbers of rows that have code of their own."""
 
 
 @dataclass(frozen=True)
@@ -24,25 +28,28 @@ class Size:
     """A dimension whose size is not the same in every call: from 2 to MAX_SIZE.
 
     name: what it counts. example: its size in example inputs. single: its size in the code for a single row, which a
-    region has whose first dimension declares one; None: it is dynamic there too. varies: False where it is always
-    ``example`` in the code for several rows.
+    region has whose first dimension declares one; None: it is dynamic there too. few: the same for a few rows. varies:
+    False where it is always ``example`` in the code for several rows.
     """
 
     name: str
     example: int
     single: int | None = None
+    few: int | None = None
     varies: bool = True
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that a region takes. strides: None where it is contiguous. is_packed: by ``pack_weight``."""
+    """A tensor that a region takes. strides: None where it is contiguous. is_packed: by ``pack_weight``. is_words: the
+    memory of one that is."""
 
     shape: tuple[int | Size, ...]
     dtype: torch.dtype
     device: torch.device
     strides: tuple[int, ...] | None = None
     is_packed: bool = False
+    is_words: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
@@ -50,7 +57,7 @@ class TensorSpec:
         if tensor.is_mkldnn:
             return cls(tuple(tensor.shape), tensor.dtype, tensor.device, is_packed=True)
         strides = None if tensor.is_contiguous() else tensor.stride()
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, strides)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, strides, is_words=not owns_memory(tensor))
 
     @property
     def dynamic(self) -> list[int]:
@@ -62,10 +69,9 @@ class TensorSpec:
         """The shape of an example."""
         return tuple(size.example if isinstance(size, Size) else size for size in self.shape)
 
-    def for_single(self) -> TensorSpec:
-        """As the code for a single row takes it."""
-        fixed = (size.single if isinstance(size, Size) and size.single is not None else size for size in self.shape)
-        return replace(self, shape=tuple(fixed))
+    def fixed(self, rows: RowCount) -> TensorSpec:
+        """As the code for so many rows takes it."""
+        return replace(self, shape=tuple(_size(size, rows) or size for size in self.shape))
 
     def example(self) -> Tensor:
         """Such a tensor, of undefined contents. Memory that is never written takes no room."""
@@ -106,16 +112,25 @@ class Region:
     inputs: Mapping[str, Any]
     constants: object = ()
 
-    @property
-    def has_single(self) -> bool:
-        """Whether it is also called with a single row, as the first dimension of the first input tells."""
-        first = next(self.tensors())[1].shape[0]
-        return isinstance(first, Size) and first.single is not None
+    def has_code_for(self, rows: RowCount) -> bool:
+        """Whether calls with so many rows have code of their own: where the first dimension of the first input declares
+        it, and a few rows only where that reads the memory of packed weights."""
+        specs = [spec for _, spec in self.tensors()]
+        return bool(_size(specs[0].shape[0], rows)) and (rows == "single" or any(spec.is_words for spec in specs))
 
-    def for_single(self) -> Region:
-        """The same for calls with a single row: without loops over rows, and without threads for what is too small."""
-        inputs = {name: _changed(spec, TensorSpec.for_single) for name, spec in self.inputs.items()}
-        return replace(self, name=f"{self.name} of one row", inputs=inputs)
+    def fixed(self, rows: RowCount) -> Region:
+        """The same for calls with so many rows: without loops over rows, and without threads for what is too small."""
+        inputs = {name: _changed(spec, lambda spec: spec.fixed(rows)) for name, spec in self.inputs.items()}
+        return replace(self, name=f"{self.name} of {'one row' if rows == 'single' else 'a few rows'}", inputs=inputs)
+
+    def counts(self, rows: RowCount) -> dict[int, int]:
+        """Place of an argument -> its first dimension in calls of that code."""
+        found = {
+            place: _size(spec.shape[0], rows)
+            for place, spec in enumerate(self.inputs.values())
+            if isinstance(spec, TensorSpec) and spec.shape
+        }
+        return {place: size for place, size in found.items() if size is not None}
 
     def tensors(self) -> Iterator[tuple[str, TensorSpec]]:
         """(argument it belongs to, tensor), in the order of ``flatten``."""
@@ -170,3 +185,8 @@ def _changed(tree: Any, change: Callable[[Any], Any]) -> Any:
         return None if tree is None else change(tree)
     items = [_changed(item, change) for item in tree]
     return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+
+
+def _size(size: int | Size, rows: RowCount) -> int | None:
+    """Of a dimension in the code for so many rows; None where it declares none."""
+    return getattr(size, rows) if isinstance(size, Size) else None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
 from kernels_triton_free.lora import RowAdapters, add_low_rank
-from kernels_triton_free.packed.rows import few_rows_linear, is_readable, words_of
+from kernels_triton_free.packed.rows import MAX_ROWS, few_rows_linear, is_readable, words_of
 from minivllm.distributed.shard import Rows, Shard, count_rows
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight, stack
 
@@ -77,7 +77,7 @@ class PlainLinear(LinearMethod):
 class PackedLinear(LinearMethod):
     """The weight packed for this CPU by oneDNN.
 
-    has_words: the second tensor is the memory of the first, which compiled code reads itself where there is one row.
+    has_words: the second tensor is the memory of the first, which compiled code reads itself where rows are few.
     """
 
     out_features: int
@@ -93,7 +93,9 @@ class PackedLinear(LinearMethod):
         packed, *others = tensors
         words = others.pop(0) if self.has_words else None
         bias = others[0] if others else None
-        if words is not None and x.shape[0] == 1 and torch.compiler.is_compiling():
+        # A number that varies is none: to ask how large it is would fix it.
+        has_few = isinstance(x.shape[0], int) and x.shape[0] <= MAX_ROWS
+        if words is not None and has_few and torch.compiler.is_compiling():
             return few_rows_linear(x, words, bias)
         return packed_linear(x, packed, bias, self.out_features)
 

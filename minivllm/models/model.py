@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.lora import RowAdapters
+from kernels_triton_free.packed.rows import MAX_ROWS
 from kernels_triton_free.state.rows import StateRows
 from kernels_triton_free.strips.layout import has_strips, strip_shapes
 from minivllm.compilation.regions import CompileRegion, Size, TensorSpec
@@ -28,7 +29,7 @@ from minivllm.linear.stored_weight import StoredWeight
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.layer_specs import StateMixerSpec
 
-TOKENS, ROWS = Size("tokens", 13, single=1), Size("rows", 9, single=1)
+TOKENS, ROWS = Size("tokens", 13, single=1, few=MAX_ROWS), Size("rows", 9, single=1, few=MAX_ROWS)
 """Tokens of a step, and those of them whose logits are wanted, as regions declare them."""
 STATE_ROWS, STATE_SLOTS = Size("state rows", 7, single=1), Size("state slots", 5)
 """Rows of a step whose states are updated, and slots that states lie in."""

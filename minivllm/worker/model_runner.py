@@ -270,8 +270,9 @@ class ModelRunner:
             if len(tokens) == inputs.num_tokens:
                 return hidden.logits[: len(tokens)]
             return hidden.logits[torch.from_numpy(tokens).to(self.decoder.device, non_blocking=True)]
-        count = len(tokens)
-        if count == 1 and len(inputs.token_ids) > 1:
-            tokens = np.repeat(tokens, 2)
+        count, width = len(tokens), len(inputs.token_ids)
+        least = width if width == self.model.few_rows else min(width, 2)
+        if count < least:
+            tokens = np.pad(tokens, (0, least - count), mode="edge")
         rows = torch.from_numpy(tokens).to(self.decoder.device, non_blocking=True)
         return self.decoder.logits(hidden.hidden, rows, inputs.tokens)[:count]

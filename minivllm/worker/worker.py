@@ -222,7 +222,6 @@ class Worker:
         logger.info("Loading the compiled model …")
         compiler.build()
         run_on_null_block(self.runner, counts)
-        run_on_null_block(self.runner, [1])
         for batch in self.runner.model.decode_batches:
             run_on_null_block(self.runner, [1] * batch)
         compiler.freeze()

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import minivllm
 from kernels_triton_free.attention import TileLists, paged_flex_attention
 from kernels_triton_free.linear import can_pack, pack_weight, packed_linear
+from kernels_triton_free.packed.rows import MAX_ROWS, is_readable
 from minivllm import LLM, SamplingParams
 from minivllm.attention import FlexAttention, SdpaAttention
 from minivllm.compilation import region_packages
@@ -29,6 +30,7 @@ from minivllm.compilation.package_builds import can_fork
 from minivllm.compilation.region_packages import PackagedRegionCompiler, find_package, package_key
 from minivllm.compilation.regions import Region, Size, TensorSpec, specs_of
 from minivllm.engine import background_builds
+from minivllm.processing.outputs import Logprob
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(cannot_compile_reason(CPU) is not None, reason="no C++ compiler")
@@ -160,6 +162,63 @@ def test_a_single_row_gets_a_package_of_its_own_that_computes_the_same(tmp_path:
             y, total = region(x, pair, cache)
             torch.testing.assert_close((y, total), transform(2.0, x, pair, torch.zeros_like(cache)))
             torch.testing.assert_close(cache[:rows], y)
+
+
+@needs_compiler
+def test_a_few_rows_get_a_package_of_their_own_where_all_that_is_counted_fits(tmp_path: Path) -> None:
+    def which_code(x: Tensor, picked: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+        fixed = x.shape[0] if isinstance(x.shape[0], int) else 0
+        return x[picked] + words, torch.full((1,), fixed)
+
+    def declare(reads_words: bool) -> Region:
+        inputs = {
+            "x": TensorSpec((Size("tokens", 5, single=1, few=4), 16), torch.float32, CPU),
+            "picked": TensorSpec((Size("picked", 3, single=1, few=4),), torch.int64, CPU),
+            "words": TensorSpec((16,), torch.float32, CPU, is_words=reads_words),
+        }
+        return Region("which code", which_code, inputs, reads_words)
+
+    compiler = PackagedRegionCompiler(tmp_path / "regions")
+    plain = compiler(declare(reads_words=False))
+    assert compiler.few_rows == 0
+    region = compiler(declare(reads_words=True))
+    assert compiler.few_rows == 4
+    compiler.build()
+    words = torch.arange(16.0)
+    with torch.inference_mode():
+        for tokens, picked, expected in [(1, 1, 1), (4, 4, 4), (4, 3, 0), (5, 4, 0), (2, 2, 0)]:
+            x, rows = torch.randn(tokens, 16), torch.randint(tokens, (picked,))
+            for call, fixed in ((region, expected), (plain, expected % 4)):
+                y, code = call(x, rows, words)
+                assert torch.equal(y, x[rows] + words) and code.item() == fixed
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(not is_readable(64, 64), reason="oneDNN packs in another order on this CPU")
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_steps_of_a_few_rows_are_padded_and_give_what_uncompiled_code_gives(
+    tiny_model: Callable[..., Path], count: int
+) -> None:
+    model = tiny_model("llama", hidden_size=64, intermediate_size=128, vocab_size=256, dtype="bfloat16")
+    prompts = [{"prompt_token_ids": list(range(3 + index, 9 + 2 * index))} for index in range(count)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
+
+    def entries(dtype: str) -> list[list[dict[int, Logprob]]]:
+        """Uncompiled in float32."""
+        is_exact = dtype == "float32"
+        with LLM(str(model), dtype=dtype, enforce_eager=is_exact, max_num_seqs=8, max_model_len=64) as llm:
+            runner = llm.llm_engine.client.core.executor.worker.runner  # type: ignore[attr-defined]
+            assert runner.model.few_rows == (0 if is_exact else MAX_ROWS)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return [output.outputs[0].logprobs or [] for output in outputs]
+
+    for own, expected in zip(entries("bfloat16"), entries("float32"), strict=True):
+        for mine, theirs in zip(own, expected, strict=True):
+            token = next(iter(mine))
+            if token not in theirs:  # two were as likely, and what follows is another text
+                break
+            assert abs(mine[token].logprob - theirs[token].logprob) < 0.15
 
 
 @pytest.mark.slow
