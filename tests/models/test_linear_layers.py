@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.linear import can_pack
-from kernels_triton_free.packed.rows import is_readable, owns_memory
+from kernels_triton_free.packed.rows import MAX_ROWS, is_readable, owns_memory
 from minivllm.linear.layer import Linear, PackedLinear, PlainLinear, Shard, choose_linear_method
 
 CPU = torch.device("cpu")
@@ -126,7 +126,7 @@ def test_the_method_follows_dtype_and_device(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.skipif(not is_readable(64, 96), reason="oneDNN packs in another order on this CPU")
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_one_row_of_compiled_code_reads_the_words_and_nothing_else_does(
+def test_up_to_four_rows_of_compiled_code_read_the_words_and_nothing_else_does(
     has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The words of another weight tell who reads them. They are nobody's memory, and go where the weight goes."""
@@ -137,7 +137,7 @@ def test_one_row_of_compiled_code_reads_the_words_and_nothing_else_does(
     tensors, others = method.prepare(weight, bias), method.prepare(other, bias)
     assert [owns_memory(tensor) for tensor in tensors] == [True, False, True][: len(tensors)]
     mixed = (tensors[0], others[1], *tensors[2:])
-    x = torch.randn(2, 96).bfloat16()
+    x = torch.randn(MAX_ROWS + 1, 96).bfloat16()
 
     def near(out: Tensor, rows: Tensor, weight: Tensor) -> bool:
         expected = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
@@ -146,5 +146,6 @@ def test_one_row_of_compiled_code_reads_the_words_and_nothing_else_does(
     assert near(method.apply(x[:1], mixed), x[:1], weight)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert near(method.apply(x, mixed), x, weight)
-    assert near(method.apply(x[:1], mixed), x[:1], other)
-    assert near(method.apply(x[:1], tensors), x[:1], weight)
+    for rows in (1, 2, MAX_ROWS):
+        assert near(method.apply(x[:rows], mixed), x[:rows], other)
+        assert near(method.apply(x[:rows], tensors), x[:rows], weight)

@@ -1,0 +1,78 @@
+"""How far fewer bits move the default model's predictions, against transformers in float32 on a fixed text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels_triton_free.linear import can_pack
+from kernels_triton_free.quantized_linear import can_multiply_int4
+from minivllm import LLM
+from tests.parity_reference import engine_logits, reference_logits
+
+TEXT = """\
+A lighthouse is a tower with a bright light at the top. It stands on a coast or on a rock in the sea, and shows \
+sailors where they are. For a long time the light was a fire of wood or coal, which a keeper had to feed all night. \
+Later came lamps that burned oil, and mirrors behind them that threw the light in one direction. In 1822 the French \
+engineer Augustin Fresnel built a lens out of many rings of glass. It was far thinner than a lens in one piece, and \
+it bent almost all of the light of the lamp into a beam that could be seen more than thirty kilometers away. Every \
+lighthouse has its own pattern of flashes, so that a captain who counts the seconds between them can find the tower \
+on a chart. Today most of the lamps are electric, and nobody lives in the towers any more. Ships know their position \
+from satellites. But when the electronics fail in a storm, an old light on the horizon is still the best thing that \
+a crew can hope to see."""
+
+needs_int4 = pytest.mark.skipif(not can_multiply_int4(), reason="this CPU has no 4-bit operator")
+needs_bfloat16 = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this CPU does not multiply bfloat16")
+BF16, INT8, INT4 = {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}
+LIMITS = [
+    pytest.param({}, 1e-9, 1e-5, id="float32"),
+    pytest.param({"kv_cache_dtype": "bfloat16"}, 2e-4, 3e-3, id="KV in bfloat16"),
+    pytest.param(BF16, 3e-3, 5e-3, id="bfloat16", marks=needs_bfloat16),
+    pytest.param(INT8, 8e-3, 3e-2, id="int8"),
+    pytest.param(INT8 | BF16, 8e-3, 3e-2, id="int8 in bfloat16", marks=needs_bfloat16),
+    pytest.param(INT4, 1e-9, 1e-5, id="int4", marks=needs_int4),
+    pytest.param(INT4 | BF16, 3e-3, 1e-2, id="int4 in bfloat16", marks=[needs_int4, needs_bfloat16]),
+]
+"""Settings, and what is allowed: the mean KL divergence [nats per token], and of the perplexity's logarithm. The file
+is Q4_1, whose values int4 keeps exactly; int8 rounds them once more."""
+
+
+def token_ids(llm: LLM) -> list[int]:
+    ids = llm.get_tokenizer().encode(TEXT)
+    assert 180 < len(ids) < 250
+    return list(ids)
+
+
+def divergence(expected: Tensor, logits: Tensor) -> float:
+    """The mean of KL(expected || logits) over the rows [nats]."""
+    p, q = expected.double().log_softmax(-1), logits.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def log_perplexity(logits: Tensor, ids: Sequence[int]) -> float:
+    return float(F.cross_entropy(logits[:-1].double(), torch.tensor(ids[1:])))
+
+
+def check(path: Path, max_kl: float, max_difference: float, **settings: Any) -> None:
+    with LLM(str(path), max_model_len=512, **{"dtype": "float32", **settings}) as llm:
+        ids = token_ids(llm)
+        _, logits = engine_logits(llm, ids, max_tokens=1)
+    expected = reference_logits(path.parent, ids, path.name)
+    logits = logits[: len(ids)]
+    kl, difference = divergence(expected, logits), log_perplexity(logits, ids) - log_perplexity(expected, ids)
+    assert math.exp(log_perplexity(expected, ids)) < 30, "a text that the model can read"
+    assert kl <= max_kl and abs(difference) <= max_difference, (kl, difference)
+
+
+@pytest.mark.parametrize(("settings", "max_kl", "max_difference"), LIMITS)
+def test_predictions_stay_near_those_of_float32(
+    smollm2_path: Path, settings: dict[str, Any], max_kl: float, max_difference: float
+) -> None:
+    check(smollm2_path, max_kl, max_difference, enforce_eager=True, **settings)
