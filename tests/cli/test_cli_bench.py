@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from minivllm.bench.command import bench as bench_app
 from minivllm.bench.engines import parse_loads, without_features
+from minivllm.bench.parts.kernels import COMPILED_TELLS, NAME_CHARS, readable
 from minivllm.bench.parts.parts import timed_spans
 from minivllm.bench.reports.figures import memory_figures
 from minivllm.bench.reports.report import read_report
@@ -238,13 +240,26 @@ def test_memory_of_workers_in_processes_of_their_own_is_counted(tiny_model: Call
     assert peaks[1] > 2 * peaks[0]  # the engine core, and two workers
 
 
-def test_roofline_names_every_part_outside_the_model(tiny_model: Callable[..., Path]) -> None:
+def test_roofline_names_every_part_outside_the_model(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = ["--batch", "4", "--steps", "12", "--context", "5", "--prefill", "8", "--repeats", "1", "--enforce-eager"]
-    flags += ["--probe-mib", "1", "--probe-width", "64"]
+    flags += ["--probe-mib", "1", "--probe-width", "64", "--kernels"]
+    monkeypatch.setenv(COMPILED_TELLS, "0")
     result = CliRunner().invoke(bench_app, ["roofline", str(tiny_model("llama")), *flags])
     assert result.exit_code == 0, result.exception
     for part in ("schedule", "build inputs", "update from output", "frontend", "overhead", "Overhead is"):
         assert part in result.output
+    assert "aten::addmm" in result.output or "aten::mm" in result.output
+    assert "between kernels" in result.output and os.environ[COMPILED_TELLS] == "1"
+
+
+def test_kernels_of_compiled_code_have_names_that_can_be_read() -> None:
+    assert readable("graph_0_cpp_fused_mul_silu_split_1") == "mul_silu_split_1"
+    assert readable("aoti_torch_cpu__linear_pointwise") == "linear_pointwise"
+    assert readable("aten::max") == "aten::max"
+    long = readable("graph_0_cpp_fused__to_copy_add_amax_arange_div_exp_index_le_mul_scalar_tensor_select_stack_sub_0")
+    assert long.startswith("to_copy_add_amax") and long.endswith("ub_0") and len(long) == NAME_CHARS
 
 
 def test_a_run_that_was_refused_or_ended_early_has_no_speed(tiny_model: Callable[..., Path]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from minivllm.bench.parts.kernels import have_compiled_code_tell, kernel_note, time_kernels
 from minivllm.bench.reports.figures import median
 from minivllm.bench.reports.report import Better, Measurement, OutputOptions, make_report, publish
 from minivllm.cli.engine.options import with_options
@@ -124,6 +125,9 @@ def roofline(
     probe_width: Annotated[
         int | None, typer.Option(min=16, help="Width of the matrices of the probe. [default: 2048; on a GPU 8192]")
     ] = None,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="List the kernels of a decode step; on a CPU the model is compiled again.")
+    ] = False,
 ) -> None:
     """Measure this machine's memory bandwidth and matrix peak, the share of them that the engine reaches, and the parts
     of a step outside the model: scheduling, input preparation, output processing.
@@ -133,6 +137,8 @@ def roofline(
     Example: minivllm bench roofline --batch 1
 
     Overhead of many requests: minivllm bench roofline --batch 64 --context 64 --steps 100
+
+    What a step consists of: minivllm bench roofline --batch 16 --kernels
     """
     import torch
 
@@ -141,11 +147,13 @@ def roofline(
     from minivllm.engine.resolve import resolve_device
     from minivllm.frontend.llm_engine import LLMEngine
 
+    if kernels:
+        have_compiled_code_tell()
     device = torch.device(resolve_device(args.device))
     on_cuda = device.type == "cuda"
     size, width = probe_mib or (4096 if on_cuda else 512), probe_width or (8192 if on_cuda else 2048)
     machine = measure_machine(device, torch.bfloat16, size * 2**20, width)
-    new_tokens = steps + SETTLING_STEPS + 8
+    new_tokens = (2 if kernels else 1) * steps + SETTLING_STEPS + 8
     args = decode_args(args, batch, max(context + new_tokens, prefill + 1))
     with LLMEngine.from_args(args) as started:
         executor = engine_core(started).executor
@@ -161,16 +169,19 @@ def roofline(
         before = mean_context(started)
         times = time_steps(started, steps, HOST_PARTS | {"attention": "attention"})
         length = (before + mean_context(started)) / 2
+        kernel_times = time_kernels(started, steps) if kernels else None
         decoder = runner.decoder
         weights = bounds.weight_bytes(decoder)
         kv = int(batch * bounds.kv_tokens_read(decoder.config, length) * bounds.kv_bytes_per_token(decoder))
         flops = bounds.prefill_flops(decoder.config, prefill)
+        decode_flops = batch * bounds.prefill_flops(decoder.config, 1)
     decode_case = f"decode, batch {batch}, context {length:.0f}"
     prefill_case = f"prefill {prefill}"
     host = {name: times.parts[name] for name in HOST_PARTS}
     overheads = [sum(parts) for parts in zip(*host.values())]
     shares = [part / whole for part, whole in zip(overheads, times.whole)]
     bound, copied = (weights + kv) / machine.bandwidth, (weights + kv) / machine.copy
+    computed = decode_flops / machine.flops
 
     def row(case: str, metric: str, unit: str, better: Better, samples: list[float]) -> Measurement:
         return Measurement(case=case, side="minivllm", metric=metric, unit=unit, better=better, samples=samples)
@@ -184,18 +195,29 @@ def roofline(
         row(decode_case, "step", "ms", "lower", [1e3 * value for value in times.whole]),
         row(decode_case, "overhead / step", "share", "lower", shares),
         row(decode_case, "share of the bandwidth bound", "share", "higher", [bound / value for value in times.whole]),
+        row(
+            decode_case,
+            "share of reading and then computing",
+            "share",
+            "higher",
+            [(bound + computed) / value for value in times.whole],
+        ),
         row(decode_case, "share of the copy bandwidth", "share", "higher", [copied / value for value in times.whole]),
         row(prefill_case, "time to first token", "ms", "lower", [1e3 * value for value in prefills]),
         row(prefill_case, "share of the matrix peak", "share", "higher", [flops / machine.flops / s for s in prefills]),
     ]
     notes = [
         decode_note(decode_case, times, weights, kv, machine),
+        f"{decode_flops / 1e9:.3g} GFLOP take at least {1e3 * computed:.3g} ms more where nothing is computed while it "
+        f"is read: {(bound + computed) / median(times.whole):.0%} of both together.",
         missing_note(times, weights, kv, machine, complete=not on_cuda),
         f"Overhead is {median(shares):.1%} of a step with {batch} running requests.",
         f"{prefill_case}: {flops / 1e9:.3g} GFLOP at {machine.flops / 1e12:.3g} TFLOP/s take at least "
         f"{1e3 * flops / machine.flops:.3g} ms; measured {1e3 * median(prefills):.3g} ms: "
         f"{flops / machine.flops / median(prefills):.0%} of the matrix peak.",
     ]
+    if kernel_times is not None:
+        notes.append(kernel_note(*kernel_times))
     configuration = {
         "model": args.model,
         "engine": asdict(args),
