@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -18,15 +19,19 @@ class GlooCommunicator(Communicator):
     def __init__(self, rank: int, size: int, rendezvous: str | None = None) -> None:
         self.rank, self.size = rank, size
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the workers of one host
-        self._group: dist.ProcessGroup | None = None
-        self._is_ours = rendezvous is not None or not dist.is_initialized()
+        is_ours = rendezvous is not None or not dist.is_initialized()
         if rendezvous is not None:
             store = dist.FileStore(rendezvous, size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-            return
-        if self._is_ours:
+        elif is_ours:
             dist.init_process_group("gloo")
-        self._group = dist.new_group(backend="gloo")
+        self._membership = _Membership(is_ours, None if rendezvous is not None else dist.new_group(backend="gloo"))
+        # gloo's threads give tensors back to Python, and a process that ends meanwhile dies of it.
+        self._leave = weakref.finalize(self, self._membership.leave)
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._membership.group
 
     def exchange(self, x: Tensor) -> list[Tensor]:
         self.num_exchanges += 1
@@ -53,7 +58,17 @@ class GlooCommunicator(Communicator):
         return [part.numpy().tobytes()[:length] for part, length in zip(parts, lengths)]
 
     def close(self) -> None:
-        if self._is_ours:
-            dist.destroy_process_group()
-        else:
-            dist.destroy_process_group(self._group)
+        self._leave()
+
+
+class _Membership:
+    """In the default process group, or in one beside it. is_ours: nobody else uses the default group."""
+
+    def __init__(self, is_ours: bool, group: dist.ProcessGroup | None) -> None:
+        self._is_ours, self.group = is_ours, group
+
+    def leave(self) -> None:
+        """Its threads have ended then, since nobody knows the group any more."""
+        group, self.group = self.group, None
+        if dist.is_initialized():
+            dist.destroy_process_group(None if self._is_ours else group)
