@@ -20,6 +20,7 @@ from minivllm import LLM, EngineArgs, LoRARequest, SamplingParams
 from minivllm.data_parallel.clients import AsyncDataParallelClient
 from minivllm.errors import ModelError, RequestError
 from minivllm.frontend.async_llm import AsyncLLM
+from tests.executor.small_engine import command_of
 from tests.lora.lora_adapters import random_adapter
 from tests.server.serving import ServedCore, serve_in_thread
 from tests.server.test_process import Command
@@ -255,7 +256,7 @@ def test_the_command_ends_with_all_its_engines(
     command = Command(tiny_model("llama"), tmp_path / "log", "--data-parallel-size", "2")
     try:
         children = psutil.Process(command.process.pid).children(recursive=True)
-        engines = [child for child in children if "minivllm.engine_process.process" in child.cmdline()]
+        engines = [child for child in children if "minivllm.engine_process.process" in command_of(child)]
         assert len(engines) == 2
         with command.client() as client:
             streams = [client.completions.create(prompt=[5 + number, 6], **ENDLESS) for number in range(2)]

@@ -23,7 +23,7 @@ from minivllm.engine.resolve import resolve
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.sampling_params import StructuredOutputs
-from tests.executor.small_engine import small_engine
+from tests.executor.small_engine import command_of, small_engine
 from tests.executor.test_divided_models import EXPERTS, WIDE
 from tests.lora.lora_adapters import random_adapter
 
@@ -168,7 +168,7 @@ def test_everybody_hears_of_a_kill_and_nothing_is_left(settings: dict[str, Any],
         async with AsyncLLM.from_args(EngineArgs(**settings, **SHARED, tensor_parallel_size=2)) as llm:
             family = psutil.Process().children(recursive=True)
             engine = psutil.Process(llm.client.pids[1])
-            workers = [one for one in engine.children() if "minivllm.executor.worker_process" in one.cmdline()]
+            workers = [one for one in engine.children() if "minivllm.executor.worker_process" in command_of(one)]
             assert len(workers) == 2
             endless = SamplingParams(max_tokens=100, ignore_eos=True)
             streams = [llm.generate({"prompt_token_ids": [7 + number]}, endless) for number in range(3)]

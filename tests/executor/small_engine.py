@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 
 def small_engine(model: Path, **more: Any) -> dict[str, Any]:
     """Engine arguments, in float32 on a CPU; ``more`` replace them. Prompts come in chunks of up to two blocks."""
@@ -18,3 +20,11 @@ def small_engine(model: Path, **more: Any) -> dict[str, Any]:
         "max_num_batched_tokens": 32,
         **more,
     }
+
+
+def command_of(process: psutil.Process) -> str:
+    """What a process runs; "" if it has ended. Other tests may leave children of theirs to be waited for."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""

@@ -33,6 +33,7 @@ from minivllm.executor.nodes.head import HeadNode
 from minivllm.executor.nodes.messages import FromWorker, Hello, settings_of, versions
 from minivllm.messages import SchedulerOutput, TokenMasks
 from tests.executor.node_program import SETTINGS, start
+from tests.executor.small_engine import command_of
 from tests.executor.test_multiproc import CONFIG, STEP, command, nothing_left, wait_until
 
 
@@ -144,7 +145,7 @@ def test_a_worker_killed_on_any_node_is_named_within_a_second(key_file: Path, ra
         [pid] = [
             child.pid
             for child in psutil.Process().children()
-            if (child.pid in nodes.executor.pids) == (rank == 0) and "tests.executor.mock_worker" in child.cmdline()
+            if (child.pid in nodes.executor.pids) == (rank == 0) and "tests.executor.mock_worker" in command_of(child)
         ]
         killed = time.monotonic()
         os.kill(pid, signal.SIGKILL)

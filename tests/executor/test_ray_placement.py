@@ -32,6 +32,7 @@ from minivllm.executor.nodes.agent import NodeAgent
 from minivllm.executor.wire.child_reports import ErrorInfo, Log
 from minivllm.executor.wire.records import Channel, Died
 from tests.executor.node_program import SETTINGS
+from tests.executor.small_engine import command_of
 from tests.executor.test_multiproc import CONFIG, STEP, command, nothing_left
 
 WORKERS = replace(CONFIG, tensor_parallel_size=2, executor="mp")
@@ -154,7 +155,7 @@ def test_nodes_that_ray_starts_serve_as_others_and_the_secret_stays_between_them
         executor = MultiprocExecutor(placement.config, facts, command("none"), placement.head())
         assert executor.collective("weight_checksums") == [[0.0], [1.0]]
         assert executor.execute_model(STEP).result().sampled_token_ids == {"a": [7]}
-        commands = "".join("".join(child.cmdline()) for child in psutil.Process().children(recursive=True))
+        commands = "".join(map(command_of, psutil.Process().children(recursive=True)))
         executor.shutdown()
         placement.close()
     place, start, status = heard

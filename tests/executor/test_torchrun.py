@@ -42,6 +42,36 @@ def test_every_rank_is_answered_as_one_engine_would(tiny_model: Callable[..., Pa
     assert first[:3] == expected and first[3] and "10" in first[4] and first[5] == expected[0]
 
 
+@pytest.mark.parametrize("is_ours", [True, False], ids=["alone", "beside the group of a script"])
+@pytest.mark.parametrize("ends", ["close()", "__del__", "exit"])
+def test_nothing_is_left_of_a_process_group_when_its_process_ends(tmp_path: Path, is_ours: bool, ends: str) -> None:
+    """gloo's threads live as long as somebody knows the group, and abort a process whose interpreter has ended."""
+    code = f"""
+import atexit, gc, os, weakref
+atexit.register(lambda: print("left" if group() is None else "still there"))  # the last one to be called
+import torch, torch.distributed as dist
+from minivllm.distributed.gloo import GlooCommunicator
+
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+store = dist.FileStore({str(tmp_path / "ranks")!r}, 1)
+if not {is_ours}:
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    atexit.register(dist.destroy_process_group)
+communicator = GlooCommunicator(0, 1)
+group = weakref.ref(communicator._group)
+assert group() is not None and communicator.all_reduce(torch.ones(3)).tolist() == [1, 1, 1]
+if {ends!r} == "close()":
+    communicator.close()
+    assert group() is None and dist.is_initialized() == (not {is_ours})
+elif {ends!r} == "__del__":
+    del communicator
+    gc.collect()
+    assert group() is None
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout == "left\n", done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_generate_prints_once(tiny_model: Callable[..., Path]) -> None:
     model = tiny_model("llama-biases", **UNEVEN)

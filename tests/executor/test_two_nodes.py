@@ -21,6 +21,7 @@ import pytest
 from minivllm import LLM, AsyncLLM, EngineArgs, SamplingParams
 from minivllm.cli.engine.options import engine_flags
 from minivllm.errors import ConfigError, EngineDeadError
+from tests.executor.small_engine import command_of
 from tests.executor.test_multiproc import wait_until
 from tests.executor.test_nodes import free_port, write_key
 from tests.executor.test_tensor_parallel import UNEVEN, answers, arguments, logprobs
@@ -49,7 +50,7 @@ def second_node(given: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
 
 def workers_of(pid: int) -> list[psutil.Process]:
     children = psutil.Process(pid).children(recursive=True)
-    return [one for one in children if "minivllm.executor.worker_process" in one.cmdline()]
+    return [one for one in children if "minivllm.executor.worker_process" in command_of(one)]
 
 
 def test_two_nodes_give_the_very_bits_of_one_process(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_streams_hear_of_an_end_on_any_node(tiny_model: Callable[..., Path], tmp
         killed, message = 0.0, ""
         async with AsyncLLM.from_args(EngineArgs(**given)) as llm:
             [engine] = [
-                one for one in psutil.Process().children() if "minivllm.engine_process.process" in one.cmdline()
+                one for one in psutil.Process().children() if "minivllm.engine_process.process" in command_of(one)
             ]
             pids = {"node": node.pid, "worker of the node": workers_of(node.pid)[0].pid, "engine": engine.pid}
             try:

@@ -16,7 +16,7 @@ import pytest
 from minivllm import LLM, AsyncLLM, EngineArgs, SamplingParams
 from minivllm.errors import ConfigError, EngineDeadError, RequestError
 from minivllm.sampling_params import StructuredOutputs
-from tests.executor.small_engine import small_engine
+from tests.executor.small_engine import command_of, small_engine
 
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8]}, {"prompt_token_ids": list(range(20, 70))}, "some words"]
 PARAMS = [
@@ -55,7 +55,7 @@ def test_answers_are_those_of_a_worker_in_this_process(tiny_model: Callable[...,
         call("sleep", 2)
         call("wake_up")
         assert answers(llm) == expected and call("num_recompilations") == 0
-        [pid] = (child.pid for child in psutil.Process().children() if "worker_process" in " ".join(child.cmdline()))
+        [pid] = (child.pid for child in psutil.Process().children() if "worker_process" in command_of(child))
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="worker of rank 0 was killed by SIGKILL"):
             answers(llm)
@@ -69,7 +69,7 @@ def test_streams_of_an_engine_process_hear_of_the_death_of_its_worker(tiny_model
     async def run() -> tuple[list[str], float, list[int]]:
         async with AsyncLLM.from_args(EngineArgs(**given)) as llm:
             family = [one for one in psutil.Process().children(recursive=True) if one.pid not in before]
-            [worker] = (one for one in family if "minivllm.executor.worker_process" in one.cmdline())
+            [worker] = (one for one in family if "minivllm.executor.worker_process" in command_of(one))
             killed = 0.0
             errors = []
             try:
@@ -96,7 +96,7 @@ def test_an_idle_engine_process_ends_with_its_worker(tiny_model: Callable[..., P
     async def run() -> str:
         async with AsyncLLM.from_args(EngineArgs(**given)) as llm:
             [worker] = (
-                one for one in psutil.Process().children(True) if "minivllm.executor.worker_process" in one.cmdline()
+                one for one in psutil.Process().children(True) if "minivllm.executor.worker_process" in command_of(one)
             )
             worker.kill()
             for _ in range(100):
