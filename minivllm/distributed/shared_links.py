@@ -10,10 +10,11 @@ from minivllm.distributed.segment import Segment, open_segment, segment_descript
 
 class SharedLinks:
     """A segment for the ranks of each stage, and for each of these ranks links to those that have the same part of
-    other stages. size: workers of a stage. meets: in a file where they find one another, in place of a segment.
+    other stages. size: workers of a stage. by_file: they find one another
+    in a file, in place of a segment.
     ranks: those of this host, if not all; stages and pairs of ranks that are not all here share nothing."""
 
-    def __init__(self, size: int, num_stages: int, meets: bool = False, ranks: range | None = None) -> None:
+    def __init__(self, size: int, num_stages: int, by_file: bool = False, ranks: range | None = None) -> None:
         self._size, self._last = size, size * (num_stages - 1)
         self._ranks = range(size * num_stages) if ranks is None else ranks
         stages = [
@@ -21,8 +22,8 @@ class SharedLinks:
             for stage in range(num_stages if size > 1 else 0)
             if size * stage in self._ranks and size * (stage + 1) - 1 in self._ranks
         ]
-        self._segments = {} if meets else {stage: open_segment(size) for stage in stages}
-        self._files = {stage: os.memfd_create("minivllm-ranks") for stage in stages} if meets else {}
+        self._segments = {} if by_file else {stage: open_segment(size) for stage in stages}
+        self._files = {stage: os.memfd_create("minivllm-ranks") for stage in stages} if by_file else {}
         # Both from a rank whose stage is not the last one: to the next stage, and from the last one.
         self._streams = {rank: open_link() for rank in self._ranks if rank + size in self._ranks}
         self._tokens = {

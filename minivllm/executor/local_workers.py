@@ -64,8 +64,8 @@ class LocalWorkers:
             place=place,
         )
         inherited = [] if place is None else place.descriptors
-        meets = config.device == "cuda" or not config.custom_all_reduce
-        shared = SharedLinks(config.tensor_parallel_size, config.pipeline_parallel_size, meets, self.ranks)
+        by_file = config.device == "cuda" or not config.custom_all_reduce
+        shared = SharedLinks(config.tensor_parallel_size, config.pipeline_parallel_size, by_file, self.ranks)
         try:
             for rank in self.ranks:
                 own = {

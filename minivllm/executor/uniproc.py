@@ -46,15 +46,17 @@ class UniProcExecutor:
             raise
 
     def _load(self, config: EngineConfig, facts: ModelFacts, place: EnginePlace | None) -> list[GroupSpec]:
-        others = NO_OTHERS
-        if place is not None:
-            others = OtherWorkers(group=ExpertGroup(SharedMemoryCommunicator(place.rank, *place.segment), 1))
-        self._worker = Worker(config, facts, self.transfers.put, others)
+        self._worker = Worker(config, facts, self.transfers.put, self._meet_others(place))
         self._worker.load_model()
         groups = self._worker.size_cache()
         self.block_bytes: Sequence[int] = [group.block_bytes for group in groups]
         self._worker.initialize(groups, self.block_bytes)
         return groups
+
+    def _meet_others(self, place: EnginePlace | None) -> OtherWorkers:
+        if place is None:
+            return NO_OTHERS
+        return OtherWorkers(group=ExpertGroup(SharedMemoryCommunicator(place.rank, *place.segment), 1))
 
     @property
     def worker(self) -> Worker:

@@ -93,7 +93,7 @@ class PackedLinear(LinearMethod):
         packed, *others = tensors
         words = others.pop(0) if self.has_words else None
         bias = others[0] if others else None
-        # A number that varies is none: to ask how large it is would fix it.
+        # A number of rows that varies is no int: to compare it would fix the code to one side.
         has_few = isinstance(x.shape[0], int) and x.shape[0] <= MAX_ROWS
         if words is not None and has_few and torch.compiler.is_compiling():
             return few_rows_linear(x, words, bias)

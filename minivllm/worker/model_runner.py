@@ -273,6 +273,6 @@ class ModelRunner:
         count, width = len(tokens), len(inputs.token_ids)
         least = width if width == self.model.few_rows else min(width, 2)
         if count < least:
-            tokens = np.pad(tokens, (0, least - count), mode="edge")
+            tokens = np.resize(tokens, least)
         rows = torch.from_numpy(tokens).to(self.decoder.device, non_blocking=True)
         return self.decoder.logits(hidden.hidden, rows, inputs.tokens)[:count]

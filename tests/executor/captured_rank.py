@@ -11,13 +11,11 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import kernels_triton_free.attention
 import minivllm.attention.tiles
 from minivllm import LLM, EngineArgs, SamplingParams
 from minivllm.attention import FlexAttention
-from minivllm.config import EngineConfig
 from minivllm.device.policy import DevicePolicy
 from minivllm.distributed.lockstep import EnginePlace
 from minivllm.distributed.nccl import NcclCommunicator
@@ -27,9 +25,6 @@ from minivllm.engine.resolve import resolve
 from minivllm.engine_process.client import InProcessClient
 from minivllm.executor.uniproc import UniProcExecutor
 from minivllm.frontend.llm_engine import LLMEngine, load_model_tokenizer
-from minivllm.kv_cache.specs import GroupSpec
-from minivllm.model_facts.facts import ModelFacts
-from minivllm.worker.worker import Worker
 from tests.attention.backends import CUDA_POLICY, listed_attention
 from tutorials.recorded_graphs import RecordedGraphs
 
@@ -55,13 +50,8 @@ class RankExecutor(UniProcExecutor):
 
     communicator: NcclCommunicator
 
-    def _load(self, config: EngineConfig, facts: ModelFacts, place: EnginePlace | None) -> list[GroupSpec]:
-        self._worker = Worker(config, facts, others=OtherWorkers(communicator=self.communicator))
-        self._worker.load_model()
-        groups = self._worker.size_cache()
-        self.block_bytes = [group.block_bytes for group in groups]
-        self._worker.initialize(groups, self.block_bytes)
-        return groups
+    def _meet_others(self, place: EnginePlace | None) -> OtherWorkers:
+        return OtherWorkers(communicator=self.communicator)
 
 
 def answers(llm: LLM) -> list[list[int]]:
@@ -88,7 +78,7 @@ def main() -> None:
         for choice, count in runner.graphs.num_replays.items():
             replays[choice.kind] = replays.get(choice.kind, 0) + count
         print(json.dumps({"tokens": found, "replays": replays}))
-    dist.destroy_process_group()
+    RankExecutor.communicator.close()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import torch
 from minivllm import LLM
 from minivllm.config import EngineArgs
 from minivllm.device.gpus import check_gpus, own_gpu, visible_gpus
-from minivllm.engine.resolve import check_workers
+from minivllm.engine.resolve import check_workers, resolve
 from minivllm.errors import ConfigError
 from minivllm.executor import local_workers
 from minivllm.executor.local_workers import LocalWorkers
+from minivllm.executor.wire.records import FromWorker
 from minivllm.model_facts.choose import read_model_facts
 from tests.executor.captured_rank import SETTINGS, answers
 
@@ -68,11 +70,6 @@ def test_workers_on_gpus_are_started_with_one_each_and_a_file_to_meet_in(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]
 ) -> None:
     """Up to what they are told; they end then, since there is no GPU here."""
-    from dataclasses import replace
-
-    from minivllm.engine.resolve import resolve
-    from minivllm.executor.wire.records import FromWorker
-
     config, _ = resolve(EngineArgs(model=str(tiny_model("llama")), tensor_parallel_size=2, device="cpu", **SETTINGS))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,4")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

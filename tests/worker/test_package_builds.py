@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from minivllm.compilation.package_builds import NICENESS, Child, PackageBuilds
@@ -148,6 +149,15 @@ def test_builds_that_are_left_are_finished_and_hold_nothing_open_of_a_process_th
     assert not (tmp_path / "d").exists()
     for name in "abcd":
         wait_until((tmp_path / name).exists, f"{name} was never built")
+
+
+@pytest.mark.parametrize("leave", [Child.close, Child.release])
+def test_nothing_is_left_of_a_child_that_is_not_asked_about_again(leave: Callable[[Child], None]) -> None:
+    child = Child(lambda: time.sleep(0.2))
+    assert child.is_running()
+    before = {process.pid for process in psutil.Process().children()}
+    leave(child)
+    wait_until(lambda: len({process.pid for process in psutil.Process().children()}) < len(before), "a zombie is left")
 
 
 def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class _Stack:
 
 
 def _room(count: int, tensor: Tensor) -> Tensor:
-    """For so many tensors like this one: on a CPU in huge pages at once, which later take seconds for a gigabyte."""
+    """For so many tensors like this one: on a CPU in huge pages at once; moving there later takes 2.5 s a gigabyte."""
     shape = count, *tensor.shape
     return lazily_zeroed(shape, tensor.dtype) if tensor.device.type == "cpu" else tensor.new_empty(shape)
 
