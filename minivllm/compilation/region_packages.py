@@ -7,11 +7,14 @@ code depends on; so is the hash of the file itself, which makes a damaged packag
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
 import os
 import platform
+import re
+import shutil
 import tempfile
 import time
 import warnings
@@ -40,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 PACKAGES_WITH_REGION_CODE = ("models", "linear")
 """Whose sources the code of regions is made from, besides kernels_triton_free."""
+PACKAGE_NAME = "region"
+"""What packages are called inside."""
 
 
 class PackagedRegionCompiler(RegionCompiler):
@@ -187,6 +192,7 @@ class _PackagedRegion:
             logger.warning("The package %s does not load and is built again: %s", package, error)
             package.unlink(missing_ok=True)
             return False
+        _delete_unpacked()
         run = loader.boxed_run
 
         def run_package(*args: Any) -> Any:
@@ -265,7 +271,7 @@ def build_package(program: torch.export.ExportedProgram, directory: Path, key: s
         # Whoever waited for the lock finds what the other process built meanwhile.
         if find_package(directory, key) is None:
             with tempfile.TemporaryDirectory(dir=directory) as scratch, _tracing():
-                path = Path(scratch) / "region.pt2"
+                path = Path(scratch) / f"{PACKAGE_NAME}.pt2"
                 aoti_compile_and_package(
                     program,
                     package_path=str(path),
@@ -297,6 +303,17 @@ def find_package(directory: Path, key: str) -> Path | None:
         except OSError as error:
             logger.warning("The package %s cannot be used: %s", path, error)
     return None
+
+
+def _delete_unpacked() -> None:
+    """Delete the files that PyTorch unpacked of packages that are loaded by now.
+
+    PyTorch deletes them when it drops a package, which no process comes to at its end: every start would leave
+    megabytes in the temporary directory. Code that is mapped stays without its file.
+    """
+    with contextlib.suppress(OSError):
+        for path in re.findall(rf"(/.*/aotinductor_[^/]*)/{PACKAGE_NAME}/", Path("/proc/self/maps").read_text()):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def package_key(region: Region) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -295,7 +296,9 @@ def generated_code_of_attention(tmp_path: Path) -> str:
     return "\n".join(codes)
 
 
-def test_a_start_that_finds_its_packages_imports_neither_dynamo_nor_inductor(built: Path) -> None:
+def test_a_start_that_finds_its_packages_imports_neither_dynamo_nor_inductor_and_leaves_no_file(
+    built: Path, tmp_path: Path
+) -> None:
     program = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
@@ -309,8 +312,12 @@ with torch.inference_mode():
 assert y.any()
 print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=environment
+    )
     assert result.stdout.strip() == "[]", result.stderr
+    assert sys.platform != "linux" or not list(tmp_path.iterdir()), "unpacked packages stay"
 
 
 @pytest.mark.parametrize("damage", ["truncated", "one bit", "empty"])
