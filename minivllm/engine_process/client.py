@@ -151,10 +151,6 @@ def load_core(args: EngineArgs, place: EnginePlace | None = None) -> tuple[Engin
     with without_collections():
         from minivllm.engine.core import EngineCore
         from minivllm.engine.resolve import resolve
-        from minivllm.engine_process.ray.executor import RayExecutor
-        from minivllm.executor.multiproc import MultiprocExecutor
-        from minivllm.executor.nodes.head import HeadNode
-        from minivllm.executor.nodes.messages import settings_of
         from minivllm.executor.uniproc import UniProcExecutor
 
     if args.node_rank > 0:
@@ -170,7 +166,20 @@ def load_core(args: EngineArgs, place: EnginePlace | None = None) -> tuple[Engin
     if args.executor == "uni":
         config, facts = resolve(args)
         return EngineCore(config, UniProcExecutor(config, facts, place), lockstep), facts
-    args = args.for_another_process()
+    return _load_with_other_processes(args.for_another_process(), place, lockstep)
+
+
+def _load_with_other_processes(
+    args: EngineArgs, place: EnginePlace | None, lockstep: Lockstep | None
+) -> tuple[EngineCore, ModelFacts]:
+    with without_collections():
+        from minivllm.engine.core import EngineCore
+        from minivllm.engine.resolve import resolve
+        from minivllm.engine_process.ray.executor import RayExecutor
+        from minivllm.executor.multiproc import MultiprocExecutor
+        from minivllm.executor.nodes.head import HeadNode
+        from minivllm.executor.nodes.messages import settings_of
+
     config, facts = resolve(args)
     if args.executor == "ray":
         executor = RayExecutor(args, config, facts)
