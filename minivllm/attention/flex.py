@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.backend import CAUSAL, AttentionBackend, AttentionContext, AttentionRule, StepRows
-from minivllm.attention.latents import GatheredLatents
+from minivllm.attention.gathered.chunks import ChunkProducts
+from minivllm.attention.gathered.latents import GatheredLatents
 from minivllm.attention.pairs import RowPairs
 from minivllm.attention.sdpa import SdpaAttention
 from minivllm.attention.tiles import GatheredTiles, QueryTiles
@@ -33,7 +34,7 @@ def rule_attention(context: AttentionContext, rule: AttentionRule = CAUSAL) -> A
 class TilePart(NamedTuple):
     """The step's tokens from ``begin`` up to ``end`` and their tiles."""
 
-    kind: QueryTiles | RowPairs
+    kind: QueryTiles | RowPairs | ChunkProducts
     begin: int
     end: int
     tiles: Any
@@ -52,7 +53,8 @@ class FlexAttention:
     tiles, one for each row, that read the cache in place as those of single tokens do.
 
     Where the cache is in strips, rows with a single token and drafts are left to ``RowPairs``, and FlexAttention
-    computes prompt chunks, which copy what they read in any case."""
+    computes prompt chunks, which copy what they read in any case. Where ``ChunkProducts`` serves, they are left to it.
+    """
 
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
         if context.tables.block_size < 2 and any(spec.has_sinks for spec in context.specs):
@@ -73,6 +75,10 @@ class FlexAttention:
         else:
             self._single = short("decode attention", 1, self.decode_batches)
             self._few = short("verify attention", context.verify_size) if context.verify_size > 1 else None
+        self._several: QueryTiles | ChunkProducts
+        if ChunkProducts.serves(context, rule):
+            self._several = ChunkProducts(context)
+            return
         size = policy.query_tile_size(context.query_group)
         capacity = max(policy.min_tiles, min(tokens, sequences + -(-tokens // size)) + 2)
         dtype = policy.prompt_attention_dtype(context.dtype)

@@ -27,12 +27,13 @@ class DevicePolicy:
     """The choices for one device.
 
     type: what messages call it. capability: of a CUDA device. multiplies_int4: a CPU's 4-bit operator can be used.
-    multiplies_bfloat16_tiles: a CPU has AMX.
+    multiplies_bfloat16: a CPU has products of bfloat16 (AVX512-BF16). multiplies_bfloat16_tiles: a CPU has AMX.
     """
 
     type: str
     capability: tuple[int, int] = (0, 0)
     multiplies_int4: bool = False
+    multiplies_bfloat16: bool = False
     multiplies_bfloat16_tiles: bool = False
 
     @classmethod
@@ -41,7 +42,12 @@ class DevicePolicy:
         if device.type == "cuda":
             return cls(type="cuda", capability=torch.cuda.get_device_capability(device))
         amx = torch.cpu._is_amx_tile_supported()
-        return cls(type="cpu", multiplies_int4=can_multiply_int4(), multiplies_bfloat16_tiles=amx)
+        return cls(
+            type="cpu",
+            multiplies_int4=can_multiply_int4(),
+            multiplies_bfloat16=torch.cpu._is_avx512_bf16_supported(),
+            multiplies_bfloat16_tiles=amx,
+        )
 
     @property
     def on_cpu(self) -> bool:
@@ -76,6 +82,12 @@ class DevicePolicy:
         """In which dtype prompt chunks attend. On a CPU without AMX float32 is faster than bfloat16: for 512 tokens 3.5
         instead of 5.6 ms a layer on one core."""
         return torch.float32 if self.on_cpu and not self.multiplies_bfloat16_tiles else dtype
+
+    @property
+    def multiplies_chunks(self) -> bool:
+        """Prompt chunks of bfloat16 attend by products of whole matrices (``kernels_triton_free.chunks``) in place of
+        FlexAttention, which multiplies bfloat16 no faster than float32 there. Not tried on a CPU with AMX."""
+        return self.on_cpu and self.multiplies_bfloat16 and not self.multiplies_bfloat16_tiles
 
     def query_tile_size(self, query_group: int) -> int:
         """Queries per tile of a prompt chunk. On CUDA 128, the kernel's own block; on a CPU enough for 64 rows, from
