@@ -51,9 +51,11 @@ def attend_by_products(
     rough = torch.where(seen, torch.bmm(rows, keys).view(shape).float(), UNSEEN)
     highest = rough.amax(3, keepdim=True).to(q.dtype).flatten(0, 1)
     scores = torch.baddbmm(-highest, rows, keys).view(shape).float() * scale
-    weights = torch.exp(torch.where(seen, scores, UNSEEN)).flatten(0, 1)
-    total = weights.sum(2, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    o = torch.bmm(weights.to(q.dtype), values).float() / total
+    weights = torch.exp(torch.where(seen, scores, UNSEEN)).flatten(0, 1).to(q.dtype)
+    mixed = torch.bmm(weights, values).float()
+    # Behind the product, which wants the weights in memory: else the compiler would take the exponentials twice.
+    total = weights.float().sum(2, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    o = mixed / total
     return o.to(q.dtype).view(tiles, kv_heads, queries, group, dim).transpose(1, 2).contiguous()
 
 
