@@ -19,7 +19,7 @@ import torch
 
 from kernels_triton_free.attention import gathered_sdpa_attention
 from kernels_triton_free.paged_cache import write_kv
-from minivllm.attention.tile_lists import blocks_read, new_lists, write_lists
+from minivllm.attention.lists.tile_lists import blocks_read, new_lists, write_lists
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import EngineRequest

@@ -1,5 +1,5 @@
 """Attention of prompt chunks by products of whole matrices: for CPUs.
 
-May import: torch, kernels_triton_free.strips.
+May import: kernels_triton_free.strips.
 Door: `attend_by_products` in attention.py.
 """

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.backend import CAUSAL, AttentionBackend, AttentionContext, AttentionRule, StepRows
-from minivllm.attention.gathered.chunks import ChunkProducts
-from minivllm.attention.gathered.latents import GatheredLatents
+from minivllm.attention.chunks import ChunkProducts
+from minivllm.attention.latents import GatheredLatents
 from minivllm.attention.pairs import RowPairs
 from minivllm.attention.sdpa import SdpaAttention
 from minivllm.attention.tiles import GatheredTiles, QueryTiles

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
 from minivllm.attention.backend import CAUSAL, AttentionContext, AttentionRule, StepRows
-from minivllm.attention.tile_lists import first_seen
+from minivllm.attention.lists.tile_lists import first_seen
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import LayerCache
 

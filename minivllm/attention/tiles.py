@@ -25,7 +25,7 @@ from kernels_triton_free.attention import (
     unpack_tiles,
 )
 from minivllm.attention.backend import AttentionContext, AttentionRule, StepRows
-from minivllm.attention.tile_lists import BlockLists, blocks_read, first_seen, new_lists, write_lists
+from minivllm.attention.lists.tile_lists import BlockLists, blocks_read, first_seen, new_lists, write_lists
 from minivllm.compilation.regions import Region, Size, TensorSpec
 from minivllm.device.buffers import StagingBuffer, rounded_capacity, to_device
 from minivllm.models.decoder_config import AttentionSpec, Reach

@@ -16,13 +16,15 @@ import minivllm.attention.tiles
 from kernels_triton_free.attention import gathered_sdpa_attention
 from kernels_triton_free.chunks.attention import attend_by_products
 from minivllm.attention import AttentionRule, FlexAttention
-from minivllm.attention.gathered import chunks as chunks_module
-from minivllm.attention.gathered.chunks import MAX_QUERIES, MAX_SCORES, MIN_QUERIES, ChunkProducts, Tile, cut_chunks
+from minivllm.attention.chunks import ChunkProducts
+from minivllm.attention.lists import chunk_tiles
+from minivllm.attention.lists.chunk_tiles import MAX_QUERIES, MAX_SCORES, MIN_QUERIES, Tile, cut_chunks
 from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.compilation.region_packages import PackagedRegionCompiler, export_region
 from minivllm.compilation.regions import Region
 from minivllm.device.policy import DevicePolicy
 from minivllm.models.decoder_config import AttentionSpec, Reach
+from minivllm.models.model import LayerCache
 from tests.attention.backends import laid_in_strips, listed_attention, new_context, specs_of
 from tests.attention.random_batches import CPU, BatchShape, new_batch
 from tests.attention.test_backends import SHAPE, VERIFY_SIZE, check_equal, random_step
@@ -55,7 +57,7 @@ def test_mixed_batches_give_what_gathering_gives(
 ) -> None:
     """In float32, where what products round does not count; not compiled."""
     monkeypatch.setattr(ChunkProducts, "serves", lambda context, rule: True)
-    monkeypatch.setattr(chunks_module, "MAX_QUERIES", max_queries)
+    monkeypatch.setattr(chunk_tiles, "MAX_QUERIES", max_queries)
     monkeypatch.setattr(minivllm.attention.tiles, "paged_flex_attention", listed_attention)
     batch = new_batch(SHAPE)
     context = new_context(batch.groups[0], SHAPE, SPECS, verify_size=VERIFY_SIZE, in_strips=in_strips)
@@ -90,7 +92,7 @@ def long_chunk(in_strips: bool) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
         for shape in ((count, kv_heads, group, dim), (40, 32, kv_heads, dim), (40, 32, kv_heads, dim))
     )
     q, blocks = q * 10, torch.randperm(39, generator=generator)[:8].to(torch.int32) + 1
-    cache = chunks_module.LayerCache(k, v)
+    cache = LayerCache(k, v)
     expected = gathered_sdpa_attention(q.double(), k.double(), v.double(), blocks, start, scale=dim**-0.5)
     cache = laid_in_strips(cache) if in_strips else cache
     positions = torch.arange(start, start + count, dtype=torch.int32)

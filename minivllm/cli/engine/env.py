@@ -114,6 +114,7 @@ def _defaults() -> dict[str, dict[str, str]]:
 
     from minivllm.compilation.compiler import cannot_compile_reason
     from minivllm.device.memory import MAX_CPU_CACHE_BYTES
+    from minivllm.device.policy import DevicePolicy
     from minivllm.engine.openmp import wait_policy
     from minivllm.engine.resolve import DEFAULT_BLOCK_SIZE, DEFAULTS, resolve_device, resolve_dtype
 
@@ -133,8 +134,10 @@ def _defaults() -> dict[str, dict[str, str]]:
         share = f"of the free memory, at most {format_bytes(MAX_CPU_CACHE_BYTES)}"
     reason = cannot_compile_reason(torch.device(device))
     if reason is None:
-        loops = ", and on a CPU loops over strips for single tokens" if device == "cpu" else ""
-        attention = {"value": f"compiled FlexAttention{loops}", "why": "torch.compile works here; latents are gathered"}
+        policy = DevicePolicy.of(torch.device(device))
+        chunks = "products of bfloat16" if policy.multiplies_chunks else "FlexAttention"
+        kernels = f"{chunks} for prompts, loops over strips for single tokens" if policy.on_cpu else "FlexAttention"
+        attention = {"value": f"compiled: {kernels}", "why": "torch.compile works here; latents are gathered"}
     else:
         attention = {"value": "gather and SDPA, uncompiled", "why": reason}
     return {
