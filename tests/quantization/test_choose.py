@@ -137,6 +137,7 @@ def test_this_cpu_is_described_by_what_its_operator_does() -> None:
     assert DevicePolicy.of(torch.device("cpu")) == DevicePolicy(
         type="cpu",
         multiplies_int4=can_multiply_int4(),
+        multiplies_bfloat16=torch.cpu._is_avx512_bf16_supported(),
         multiplies_bfloat16_tiles=torch.cpu._is_amx_tile_supported(),
     )
 
