@@ -7,6 +7,7 @@ does not take itself for a hung engine.
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -256,8 +257,11 @@ class AsyncProcessClient(_Client):
 
     async def _report_exit(self) -> None:
         status = await asyncio.to_thread(self._connection.exit_status)
-        if status == DIED_STATUS:
-            await asyncio.sleep(FINAL_MESSAGE_SECONDS)
+        deadline = time.monotonic() + FINAL_MESSAGE_SECONDS * (status == DIED_STATUS)
+        while self.dead_error is None and time.monotonic() < deadline:
+            await asyncio.sleep(FINAL_MESSAGE_SECONDS / 20)
+            self._take_frames()  # also if a change of ZeroMQ's descriptor went by unseen
+        await asyncio.sleep(0)
         self._die(self._connection.ended(status))
 
     async def _watch_heartbeat(self) -> None:

@@ -247,6 +247,17 @@ def test_deadline_ends_a_request_with_what_there_is_even_if_the_engine_hangs() -
     run(test)
 
 
+def test_why_an_engine_died_is_told_even_if_its_descriptor_said_nothing() -> None:
+    async def test() -> None:
+        async with running() as llm:
+            assert isinstance(llm.client, AsyncProcessClient)
+            asyncio.get_running_loop().remove_reader(llm.client._connection.pull.FD)
+            with pytest.raises(EngineDeadError, match="the model has a fever"):
+                await collect(llm.generate(ids(RAISE), params(5)))
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
 def test_paused_engine_takes_requests_and_runs_them_when_it_resumes() -> None:
     async def test() -> None:
         async with running() as llm:
