@@ -309,7 +309,7 @@ def _delete_unpacked() -> None:
     """Delete the files that PyTorch unpacked of packages that are loaded by now.
 
     PyTorch deletes them when it drops a package, which no process comes to at its end: every start would leave
-    megabytes in the temporary directory. Code that is mapped stays without its file.
+    megabytes in the temporary directory. A file whose code is mapped may be deleted: the code remains.
     """
     with contextlib.suppress(OSError):
         for path in re.findall(rf"(/.*/aotinductor_[^/]*)/{PACKAGE_NAME}/", Path("/proc/self/maps").read_text()):

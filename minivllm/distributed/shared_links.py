@@ -10,8 +10,7 @@ from minivllm.distributed.segment import Segment, open_segment, segment_descript
 
 class SharedLinks:
     """A segment for the ranks of each stage, and for each of these ranks links to those that have the same part of
-    other stages. size: workers of a stage. by_file: they find one another
-    in a file, in place of a segment.
+    other stages. size: workers of a stage. by_file: these find one another in a file, in place of a segment.
     ranks: those of this host, if not all; stages and pairs of ranks that are not all here share nothing."""
 
     def __init__(self, size: int, num_stages: int, by_file: bool = False, ranks: range | None = None) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MAX_QUERIES, GOOD_QUERIES = 128, 64
-"""Of a tile; and what it is not cut below to stay in the caches. On two CPU cores tiles of 16 and 32 took 1.1 to 2.3
-times as long as those of 64, and larger ones no less, but for a few heads and some thousand keys."""
+"""Of a tile; and what it is not cut below to stay in the caches. On two CPU cores tiles of 16 and 32 took 1.0 to 2.3
+times as long as those of 64, and larger ones 0.85 to 2 times, depending on heads and keys."""
 CACHED_SCORES, MAX_SCORES = 2**22, 2**26
-"""Of a call: 8 MB of bfloat16, which stay in the caches; and 128 MB, which are held a few times over."""
+"""Of a call: 8 MB of bfloat16, which a third-level cache can hold; and 128 MB, which are held a few times over. The
+first chose well between the sizes that were tried, the second is a bound only."""
 
 
 class Tile(NamedTuple):
