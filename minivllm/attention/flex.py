@@ -109,7 +109,7 @@ class FlexAttention:
         self, metadata: FlexMetadata, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         part = metadata.parts[0]
-        if len(metadata.parts) == 1 and part.kind is self._single and part.tiles.num_tiles >= len(q):
+        if len(metadata.parts) == 1 and part.kind is self._single and part.tiles.num_tiles >= q.shape[0]:
             return part.kind.attend(part.tiles, cache, spec, q, sinks)
         o = torch.empty_like(q)
         for kind, begin, end, tiles in metadata.parts:

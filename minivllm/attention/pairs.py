@@ -132,10 +132,12 @@ class RowPairs:
         self, tiles: PairMetadata, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """q [tokens of the step, kv_heads, G, D] -> o of those that are rows, [N, kv_heads, G, D]."""
-        num_rows = min(len(q), tiles.num_tiles)
-        own = q[:num_rows]
-        if num_rows < tiles.num_tiles:
-            own = F.pad(own, (0, 0, 0, 0, 0, 0, 0, tiles.num_tiles - num_rows))
+        num_tokens, num_rows = q.shape[0], tiles.num_tiles
+        own = q
+        if num_tokens > num_rows:
+            own = q[:num_rows]
+        elif num_tokens < num_rows:
+            own = F.pad(q, (0, 0, 0, 0, 0, 0, 0, num_rows - num_tokens))
         given = (sinks,) if spec.has_sinks else ()
         o: Tensor = self._kernels[spec](own, cache.k, cache.v, tiles.pairs[spec.reach], tiles.q_position, *given)
-        return o[:num_rows]
+        return o[:num_tokens] if num_tokens < num_rows else o

@@ -210,12 +210,12 @@ class PagedModel:
         def attend(layer: int, q: Tensor, given: Given = None) -> Tensor:
             index, cache, spec = backend_of[layer], caches[layer], layers[layer][1]
             metadata = inputs.attention[index]
-            if isinstance(spec, StateMixerSpec):
+            if index >= len(backends):
                 assert isinstance(given, tuple)
                 rows, prepared = metadata
                 with span("state"):
                     return self._updates[index - len(backends)](q, tuple(cache), rows, prepared, given)
-            assert isinstance(cache, LayerCache) and not isinstance(given, tuple)
+            assert isinstance(spec, AttentionSpec) and isinstance(cache, LayerCache) and not isinstance(given, tuple)
             with span("attention"):
                 if spec.has_sinks == (given is None):
                     raise TypeError(f"Layer {layer} must give its sinks if, and only if, its spec has them: {spec}.")

@@ -76,8 +76,12 @@ class PackagedRegionCompiler(RegionCompiler):
             rows = args[0].shape[0]
             if rows == 1:
                 return single.run(*args)
-            if rows == most and all(args[place].shape[0] == count for place, count in counts):
-                return few.run(*args)
+            if rows == most:
+                for place, count in counts:
+                    if args[place].shape[0] != count:
+                        break
+                else:
+                    return few.run(*args)
             return several.run(*args)
 
         return run

@@ -65,6 +65,7 @@ class DecoderLayer:
 
     def __init__(self, spec: LayerSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype) -> None:
         self.spec, self._dtype = spec, factory.dtype
+        self.keeps_state = isinstance(spec.mixer, StateMixerSpec)
         self.mixer = make_mixer(spec.mixer, hidden_size, factory, attention_dtype)
         self.mlp = make_feed_forward(spec.mlp, hidden_size, factory)
         self.vectors: dict[str, Tensor] = {}  # norms, sinks, and weights that belong to no linear layer
@@ -107,10 +108,6 @@ class DecoderLayer:
     @property
     def methods(self) -> LayerMethods:
         return LayerMethods(self.mixer.ahead_methods, self.mixer.behind_methods, self.mlp.methods)
-
-    @property
-    def keeps_state(self) -> bool:
-        return isinstance(self.spec.mixer, StateMixerSpec)
 
     def own_cache(self, cache: LayerCache) -> LayerCache | None:
         """The cache that the code in front of attention writes; None in a layer that keeps a state."""
