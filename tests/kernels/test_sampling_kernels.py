@@ -16,6 +16,8 @@ from transformers import (
 
 from kernels_triton_free.sampling import noise as sampling_noise
 from kernels_triton_free.sampling.draw import (
+    MAX_RUN,
+    MIN_RUN,
     apply_penalties,
     draw_from_candidates,
     draw_from_vocabulary,
@@ -420,3 +422,23 @@ def test_likeliest_is_argmax_with_the_smallest_id_among_equals(dtype: torch.dtyp
         logits = torch.randint(0, 5, (7, size), generator=generator).to(dtype)
         expected = [row.index(max(row)) for row in logits.tolist()]
         assert likeliest(logits).tolist() == expected
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, 5),
+    size=st.sampled_from([1, MIN_RUN - 1, MIN_RUN, 3 * MIN_RUN, MAX_RUN + 1, 3 * MAX_RUN]),
+    kinds=st.integers(1, 9),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_the_likeliest_is_the_first_of_the_greatest(
+    seed: int, rows: int, size: int, kinds: int, dtype: torch.dtype
+) -> None:
+    """Also where rows are parts of wider ones, and nothing is possible."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randint(-kinds, kinds + 1, (rows, size + 64), generator=generator).to(dtype)
+    wide[torch.rand(wide.shape, generator=generator) < 0.5] = -torch.inf
+    wide[0] = -torch.inf
+    logits = wide[:, :size]
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert likeliest(logits).tolist() == expected
