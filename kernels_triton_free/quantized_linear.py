@@ -45,7 +45,7 @@ _library.define("int4_linear(Tensor x, Tensor packed, Tensor scale_and_zero, Ten
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x [tokens, in] @ (weight int8 [out, in] * scale [out, 1])^T + bias [out]; all but weight in x's dtype."""
-    linear = _int8_linear if _is_at_most(x, INT8_MAX_ROWS) else torch.ops.kernels_triton_free.int8_linear.default
+    linear = _int8_linear if x.shape[0] == 1 else torch.ops.kernels_triton_free.int8_linear.default
     return linear(x, weight, scale, bias)
 
 
@@ -54,7 +54,7 @@ def int4_linear(x: Tensor, packed: Tensor, scale_and_zero: Tensor, bias: Tensor 
 
     scale_and_zero [in / group_size, out, 2] and bias [out] in x's dtype. group_size: one of INT4_GROUP_SIZES.
     """
-    linear = _int4_linear if _is_at_most(x, INT4_MAX_ROWS) else torch.ops.kernels_triton_free.int4_linear.default
+    linear = _int4_linear if x.shape[0] == 1 else torch.ops.kernels_triton_free.int4_linear.default
     return linear(x, packed, scale_and_zero, bias, group_size)
 
 
@@ -110,14 +110,6 @@ def restore_int4(packed: Tensor, scale_and_zero: Tensor, group_size: int) -> Ten
     grouped = weight.view(inputs // group_size, group_size, rows)
     scale, zero = scale_and_zero.permute(2, 0, 1).contiguous().unsqueeze(2).unbind(0)
     return torch.addcmul(zero, grouped, scale, value=1 / 16, out=grouped).view(inputs, rows)
-
-
-def _is_at_most(x: Tensor, rows: int) -> bool:
-    """Whether x is known to have no more rows. To compare a number that varies would fix compiled code to one side:
-    exported, it is no int. Dynamo shows every number as an int, but one that varies is never 1."""
-    if torch.compiler.is_dynamo_compiling():
-        return x.shape[0] == 1
-    return isinstance(x.shape[0], int) and x.shape[0] <= rows
 
 
 def _int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

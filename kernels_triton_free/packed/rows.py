@@ -60,19 +60,7 @@ def words_of(packed: Tensor) -> Tensor:
     The weight lives as long as what is returned."""
     words = memory_of(packed).view(words_shape(*packed.shape))
     words.is_packed_memory = True  # type: ignore[attr-defined]
-    return for_few_rows(words)
-
-
-def for_few_rows(weight: Tensor) -> Tensor:
-    """The same weight, marked as one that is faster in code for a fixed small number of rows. Regions have such code
-    only if one of their weights is marked."""
-    weight.is_for_few_rows = True  # type: ignore[attr-defined]
-    return weight
-
-
-def is_for_few_rows(tensor: Tensor) -> bool:
-    """True for what ``for_few_rows`` returned."""
-    return hasattr(tensor, "is_for_few_rows")
+    return words
 
 
 def owns_memory(tensor: Tensor) -> bool:

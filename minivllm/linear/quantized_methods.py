@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels_triton_free.packed.rows import for_few_rows
 from kernels_triton_free.quantized_linear import INT4_LANES, int4_linear, int4_rows, int8_linear, int8_rows, pack_int4
 from minivllm.linear.layer import LinearMethod, LinearTensors, largest_inputs
 from minivllm.linear.stored_weight import (
@@ -47,11 +46,9 @@ class Int8Linear(LinearMethod):
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         if isinstance(weight, RowScaledWeight):
-            values, scale = weight.values.contiguous(), weight.scale.to(self.dtype)
-        else:
-            assert isinstance(weight, Tensor), "a quantised weight is never rounded again"
-            values, scale = round_to_int8_rows(weight, self.dtype)
-        return _with_bias((for_few_rows(values), scale), bias)
+            return _with_bias((weight.values.contiguous(), weight.scale.to(self.dtype)), bias)
+        assert isinstance(weight, Tensor), "a quantised weight is never rounded again"
+        return _with_bias(round_to_int8_rows(weight, self.dtype), bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         return int8_linear(x, tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
@@ -134,8 +131,7 @@ class Int4Linear(LinearMethod):
             piece = pack_int4(F.pad(codes, (0, 0, 0, -codes.shape[0] % INT4_LANES)))
             packed[first : first + piece.shape[0]] = piece
         scale_and_zero = F.pad(torch.stack([scale.T, zero.T], dim=-1).to(self.dtype), (0, 0, 0, padding))
-        tensors = for_few_rows(packed), scale_and_zero.contiguous()
-        return _with_bias(tensors, None if bias is None else F.pad(bias, (0, padding)))
+        return _with_bias((packed, scale_and_zero.contiguous()), None if bias is None else F.pad(bias, (0, padding)))
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         planes = torch.cat([x, x], dim=1) if self.bits == 8 else x

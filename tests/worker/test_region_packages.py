@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -175,7 +175,7 @@ def test_a_few_rows_get_a_package_of_their_own_where_all_that_is_counted_fits(tm
         inputs = {
             "x": TensorSpec((Size("tokens", 5, single=1, few=4), 16), torch.float32, CPU),
             "picked": TensorSpec((Size("picked", 3, single=1, few=4),), torch.int64, CPU),
-            "words": TensorSpec((16,), torch.float32, CPU, for_few_rows=reads_words),
+            "words": TensorSpec((16,), torch.float32, CPU, is_words=reads_words),
         }
         return Region("which code", which_code, inputs, reads_words)
 
@@ -197,25 +197,24 @@ def test_a_few_rows_get_a_package_of_their_own_where_all_that_is_counted_fits(tm
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(not is_readable(64, 64), reason="oneDNN packs in another order on this CPU")
-@pytest.mark.parametrize(("count", "quantization"), [(2, None), (3, None), (4, None), (3, "int8"), (3, "int4")])
+@pytest.mark.parametrize("count", [2, 3, 4])
 def test_steps_of_a_few_rows_are_padded_and_give_what_uncompiled_code_gives(
-    tiny_model: Callable[..., Path], count: int, quantization: str | None
+    tiny_model: Callable[..., Path], count: int
 ) -> None:
     model = tiny_model("llama", hidden_size=64, intermediate_size=128, vocab_size=256, dtype="bfloat16")
     prompts = [{"prompt_token_ids": list(range(3 + index, 9 + 2 * index))} for index in range(count)]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
 
-    def entries(is_compiled: bool) -> list[list[dict[int, Logprob]]]:
-        # Scales of 4 bits are rounded to the dtype before codes are chosen: in float32 it would be another model.
-        dtype = "bfloat16" if is_compiled or quantization else "float32"
-        settings: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "enforce_eager": not is_compiled}
-        with LLM(str(model), **settings, max_num_seqs=8, max_model_len=64) as llm:
+    def entries(dtype: str) -> list[list[dict[int, Logprob]]]:
+        """Uncompiled in float32."""
+        is_exact = dtype == "float32"
+        with LLM(str(model), dtype=dtype, enforce_eager=is_exact, max_num_seqs=8, max_model_len=64) as llm:
             runner = llm.llm_engine.client.core.executor.worker.runner  # type: ignore[attr-defined]
-            assert runner.model.few_rows == (MAX_ROWS if is_compiled else 0)
+            assert runner.model.few_rows == (0 if is_exact else MAX_ROWS)
             outputs = llm.generate(prompts, params, use_tqdm=False)
             return [output.outputs[0].logprobs or [] for output in outputs]
 
-    for own, expected in zip(entries(True), entries(False), strict=True):
+    for own, expected in zip(entries("bfloat16"), entries("float32"), strict=True):
         for mine, theirs in zip(own, expected, strict=True):
             token = next(iter(mine))
             if token not in theirs:  # two were as likely, and what follows is another text
