@@ -76,12 +76,8 @@ class PackagedRegionCompiler(RegionCompiler):
             rows = args[0].shape[0]
             if rows == 1:
                 return single.run(*args)
-            if rows == most:
-                for place, count in counts:
-                    if args[place].shape[0] != count:
-                        break
-                else:
-                    return few.run(*args)
+            if rows == most and all(args[place].shape[0] == count for place, count in counts):
+                return few.run(*args)
             return several.run(*args)
 
         return run
@@ -313,7 +309,7 @@ def _delete_unpacked() -> None:
     """Delete the files that PyTorch unpacked of packages that are loaded by now.
 
     PyTorch deletes them when it drops a package, which no process comes to at its end: every start would leave
-    megabytes in the temporary directory. A file whose code is mapped may be deleted: the code remains.
+    20 megabytes behind. A file whose code is mapped may be deleted: the code remains.
     """
     with contextlib.suppress(OSError):
         for path in re.findall(rf"(/.*/aotinductor_[^/]*)/{PACKAGE_NAME}/", Path("/proc/self/maps").read_text()):
