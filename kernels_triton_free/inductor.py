@@ -17,6 +17,7 @@ import torch
 
 import kernels_triton_free.linear
 import kernels_triton_free.lora  # noqa: F401  (they define operators)
+from kernels_triton_free.packed.tiles import lower_tiled_linear
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,9 @@ def patch_inductor() -> None:
     """
     for patch in (
         _contract_products_and_sums,
+        _use_whole_vector_registers,
         _lower_packed_linear,
+        lower_tiled_linear,
         _lower_materialize,
         _allocate_only_what_is_repacked,
         _multiply_several_queries_at_once,
@@ -46,6 +49,24 @@ def _contract_products_and_sums() -> None:
 
     if config.cpp.enable_floating_point_contract_flag == "off":
         config.cpp.enable_floating_point_contract_flag = "fast"
+
+
+def _use_whole_vector_registers() -> None:
+    """GCC takes half of an AVX-512 register for what it vectorises itself, if it is told to generate code for an Intel.
+
+    Inductor turns integers into floats of the same bits through an array on the stack. Written in halves and read whole
+    it really goes through memory, and a product of one row over packed weights took three times as long.
+    """
+    from torch._inductor import cpp_builder
+
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return
+    flags_of = cpp_builder._get_cpu_arch_cflags
+
+    def with_whole_registers(*args: Any, **kwargs: Any) -> list[str]:
+        return [*flags_of(*args, **kwargs), "mprefer-vector-width=512"]
+
+    cpp_builder._get_cpu_arch_cflags = with_whole_registers
 
 
 def _lower_packed_linear() -> None:

@@ -6,11 +6,12 @@ take 11, and reads experts [1024, 1024] with 11 GB/s where the machine has 28. S
 of many rows, and read by both.
 
 On a CPU with AVX512-BF16 oneDNN packs a weight [out, in] of bfloat16 as [out / 64, in / 2, 64, 2]: of 64 outputs each,
-two inputs at a time. Read as int32, [out / 64, in / 2, 64], every element holds the weights of two neighbouring inputs.
-bfloat16 is the upper half of a float32, so a shift and a mask make floats of them, exactly. A row of 64 elements is
-four vector registers. The loops below are written out for each of the four and for each row of x: the compiler puts
-them into one loop, which loads every element once and goes through memory in order. ``is_readable`` packs a weight and
-looks where its elements have gone: on a CPU that packs otherwise nothing is read this way.
+two inputs at a time; with AMX of 32 outputs, two tiles. Read as int32, [out / 64, in / 2, 64], every element holds the
+weights of two neighbouring inputs. bfloat16 is the upper half of a float32, so a shift and a mask make floats of them,
+exactly. A row of 64 elements is four vector registers. The loops below are written out for each of the four and for
+each row of x: the compiler puts them into one loop, which loads every element once and goes through memory in order.
+``outputs_together`` packs a weight and looks where its elements have gone: on a CPU that packs otherwise nothing is
+read this way.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch import Tensor
 from kernels_triton_free.linear import can_pack, pack_weight
 from kernels_triton_free.packed.memory import memory_of
 
-OUTPUTS = 64
-"""Outputs that are packed side by side."""
+OUTPUTS = (64, 32)
+"""Outputs that may be packed side by side."""
 INPUTS = 32
 """oneDNN pads what is no multiple of it."""
 REGISTER = 16
@@ -35,29 +36,39 @@ UPPER_HALF = -(2**16)
 
 
 @lru_cache(maxsize=256)
-def is_readable(out_features: int, in_features: int) -> bool:
-    """Whether ``words_of`` can read a packed weight [out_features, in_features] of bfloat16."""
-    if out_features % OUTPUTS or in_features % INPUTS or not can_pack(torch.bfloat16):
-        return False
+def outputs_together(out_features: int, in_features: int) -> int:
+    """Outputs side by side in a packed weight [out_features, in_features]; 0: ``words_of`` cannot read it."""
+    if in_features % INPUTS or not can_pack(torch.bfloat16):
+        return 0
+    return next((n for n in OUTPUTS if out_features % n == 0 and _are_together(n, out_features, in_features)), 0)
+
+
+def _are_together(outputs: int, out_features: int, in_features: int) -> bool:
     weight = torch.zeros(out_features, in_features, dtype=torch.bfloat16)
-    bits = (torch.arange(OUTPUTS * in_features) % 0x3F7F).to(torch.int16).view(OUTPUTS, in_features)
-    weight[:OUTPUTS] = weight[-OUTPUTS:] = bits.view(torch.bfloat16)
+    bits = (torch.arange(outputs * in_features) % 0x3F7F).to(torch.int16).view(outputs, in_features)
+    weight[:outputs] = weight[-outputs:] = bits.view(torch.bfloat16)
     packed = pack_weight(weight)
     if torch.ops.mkldnn._nbytes(packed) != weight.nbytes:
         return False
-    expected = bits.view(OUTPUTS, in_features // 2, 2).transpose(0, 1).contiguous().view(torch.int32).squeeze(-1)
-    words = words_of(packed)
+    expected = bits.view(outputs, in_features // 2, 2).transpose(0, 1).contiguous().view(torch.int32).squeeze(-1)
+    words = memory_of(packed).view(-1, in_features // 2, outputs)
     return torch.equal(words[0], expected) and torch.equal(words[-1], expected)
+
+
+def is_readable(out_features: int, in_features: int) -> bool:
+    """Whether ``words_of`` can read a packed weight [out_features, in_features] of bfloat16."""
+    return outputs_together(out_features, in_features) > 0
 
 
 def words_shape(out_features: int, in_features: int) -> tuple[int, int, int]:
     """Of what ``words_of`` gives."""
-    return out_features // OUTPUTS, in_features // 2, OUTPUTS
+    outputs = outputs_together(out_features, in_features)
+    return out_features // outputs, in_features // 2, outputs
 
 
 def words_of(packed: Tensor) -> Tensor:
-    """The memory of a weight from ``pack_weight``, [out, in] of bfloat16, as int32 [out / 64, in / 2, 64]: no copy.
-    The weight lives as long as what is returned."""
+    """The memory of a weight from ``pack_weight``, [out, in] of bfloat16, as int32 [out / 64, in / 2, 64], or
+    [out / 32, in / 2, 32]: no copy. The weight lives as long as what is returned."""
     words = memory_of(packed).view(words_shape(*packed.shape))
     words.is_packed_memory = True  # type: ignore[attr-defined]
     return words
@@ -71,7 +82,7 @@ def owns_memory(tensor: Tensor) -> bool:
 def few_rows_linear(x: Tensor, words: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [rows, in] -> [rows, out] of the same dtype, with sums in float32. To be compiled, for a fixed number of rows.
 
-    words int32 [out / 64, in / 2, 64]: see ``words_of``. bias [out].
+    words int32 [out / 64, in / 2, 64] or [out / 32, in / 2, 32]: see ``words_of``. bias [out].
     """
     return few_rows_products(x.unsqueeze(1), words.unsqueeze(0), bias).squeeze(1)
 
@@ -79,14 +90,15 @@ def few_rows_linear(x: Tensor, words: Tensor, bias: Tensor | None = None) -> Ten
 def few_rows_products(x: Tensor, words: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``few_rows_linear``, n products at once: x [rows, n, in] -> [rows, n, out]. bias [n, out].
 
-    words int32 [n, out / 64, in / 2, 64]. Where they are picked from more by an index, compiled code reads them there.
+    words int32 [n, out / 64, in / 2, 64], or of 32. Where they are picked from more by an index, compiled code reads
+    them there.
     """
     rows, products, in_features = x.shape
     # Computed before, not again for every block of outputs.
     inputs = torch.ops.kernels_triton_free.materialize.default(x.float())
     inputs = inputs.view(rows, products, 1, in_features // 2, 2, 1)
     sums: list[list[Tensor]] = [[] for _ in range(rows)]
-    for first in range(0, OUTPUTS, REGISTER):
+    for first in range(0, words.shape[-1], REGISTER):
         pairs = words[..., first : first + REGISTER]
         even, odd = (pairs << 16).view(torch.float32), (pairs & UPPER_HALF).view(torch.float32)
         for row in range(rows):

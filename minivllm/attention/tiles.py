@@ -25,7 +25,7 @@ from kernels_triton_free.attention import (
     unpack_tiles,
 )
 from minivllm.attention.backend import AttentionContext, AttentionRule, StepRows
-from minivllm.attention.lists.tile_lists import BlockLists, blocks_read, first_seen, new_lists, write_lists
+from minivllm.attention.lists.tile_lists import BlockLists, blocks_read, dealt, first_seen, new_lists, write_lists
 from minivllm.compilation.regions import Region, Size, TensorSpec
 from minivllm.device.buffers import StagingBuffer, rounded_capacity, to_device
 from minivllm.models.decoder_config import AttentionSpec, Reach
@@ -156,6 +156,9 @@ class QueryTiles:
             count = max(len(row), least)
             done = (np.arange(len(row)) - (np.cumsum(per_row) - per_row)[row]) * size  # tokens of the row before a tile
             first = rows.starts[row] + done
+            # Tiles that read more blocks take longer, and each thread computes a run of neighbouring tiles.
+            order = dealt(first, torch.get_num_threads() if self._context.policy.on_cpu else 1)
+            row, done, first = row[order], done[order], first[order]
             last = np.minimum(first + size, (rows.starts + rows.counts)[row]) - 1
             token = first_token + (np.cumsum(rows.counts) - rows.counts)[row] + done
             query = np.arange(size)
@@ -165,6 +168,7 @@ class QueryTiles:
             tile_tokens[len(row) : count] = 0
             host["q_position"][: len(row)] = np.where(is_query, first[:, None] + query, -1)
             places = np.flatnonzero(is_query)
+            places = places[np.argsort(tile_tokens[: len(row)][is_query])]
             host["token_places"][: len(places)] = places
             packing = device["tile_tokens"][: count * size], device["token_places"][: len(places)]
         host["q_position"][len(row) : count] = -1

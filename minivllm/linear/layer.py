@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
 from kernels_triton_free.lora import RowAdapters, add_low_rank
 from kernels_triton_free.packed.rows import MAX_ROWS, few_rows_linear, is_readable, words_of
+from kernels_triton_free.packed.tiles import can_tile, tiled_linear, tiles_of
 from minivllm.distributed.shard import Rows, Shard, count_rows
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight, stack
 
@@ -77,33 +78,38 @@ class PlainLinear(LinearMethod):
 class PackedLinear(LinearMethod):
     """The weight packed for this CPU by oneDNN.
 
-    has_words: the second tensor is the memory of the first, which compiled code reads itself where rows are few.
+    read_as: how compiled code reads the memory of the packed weight, which is the second tensor then: as "words" where
+    rows are few, as "tiles" always, or None.
     """
 
     out_features: int
-    has_words: bool = False
+    read_as: Literal["words", "tiles"] | None = None
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         assert isinstance(weight, Tensor), "a quantised weight is restored before"
         packed = pack_weight(weight)
-        words = (words_of(packed),) if self.has_words else ()
-        return (packed, *words) if bias is None else (packed, *words, bias)
+        memory = () if self.read_as is None else (words_of(packed) if self.read_as == "words" else tiles_of(packed),)
+        return (packed, *memory) if bias is None else (packed, *memory, bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         packed, *others = tensors
-        words = others.pop(0) if self.has_words else None
+        memory = others.pop(0) if self.read_as else None
         bias = others[0] if others else None
-        # A number of rows that varies is no int: to compare it would fix the code to one side.
-        has_few = isinstance(x.shape[0], int) and x.shape[0] <= MAX_ROWS
-        if words is not None and has_few and torch.compiler.is_compiling():
-            return few_rows_linear(x, words, bias)
+        if memory is not None and torch.compiler.is_compiling():
+            if self.read_as == "tiles":
+                return tiled_linear(x, memory, bias)
+            # A number of rows that varies is no int: to compare it would fix the code to one side.
+            if isinstance(x.shape[0], int) and x.shape[0] <= MAX_ROWS:
+                return few_rows_linear(x, memory, bias)
         return packed_linear(x, packed, bias, self.out_features)
 
 
 def choose_linear_method(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> LinearMethod:
     """The fastest exact method for unquantised weights [out_features, in_features] on this device."""
     if device.type == "cpu" and can_pack(dtype):
-        return PackedLinear(out_features, is_readable(out_features, in_features))
+        if can_tile(out_features, in_features):
+            return PackedLinear(out_features, "tiles")
+        return PackedLinear(out_features, "words" if is_readable(out_features, in_features) else None)
     return PlainLinear()
 
 

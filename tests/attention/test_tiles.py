@@ -254,3 +254,14 @@ def test_made_up_requests_in_the_null_block_write_its_first_slot_only() -> None:
 def test_the_example_of_the_lists_is_what_they_are() -> None:
     assert doctest.testmod(tile_lists).attempted > 5 and doctest.testmod(tile_lists).failed == 0
     assert doctest.testmod(chunk_tiles).attempted == 2 and doctest.testmod(chunk_tiles).failed == 0
+
+
+@given(work=st.lists(st.integers(0, 99), max_size=60), hands=st.integers(1, 9))
+def test_dealt_work_is_spread_evenly(work: list[int], hands: int) -> None:
+    """Runs of equal length differ by no more than the greatest piece of work; each piece is there once."""
+    work = work[: len(work) // hands * hands]
+    order = tile_lists.dealt(np.array(work, dtype=np.int64), hands)
+    assert sorted(order) == list(range(len(work)))
+    if hands > 1 and work:
+        runs = np.array(work)[order].reshape(hands, -1).sum(1)
+        assert runs.max() - runs.min() <= max(work)

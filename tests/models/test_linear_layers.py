@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels_triton_free.linear import can_pack
 from kernels_triton_free.packed.rows import MAX_ROWS, is_readable, owns_memory
+from kernels_triton_free.packed.tiles import can_tile
 from minivllm.linear.layer import Linear, PackedLinear, PlainLinear, Shard, choose_linear_method
 
 CPU = torch.device("cpu")
@@ -126,14 +127,18 @@ def test_the_method_follows_dtype_and_device(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.skipif(not is_readable(64, 96), reason="oneDNN packs in another order on this CPU")
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_up_to_four_rows_of_compiled_code_read_the_words_and_nothing_else_does(
-    has_bias: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("read_as", ["words", "tiles"])
+def test_up_to_four_rows_of_compiled_code_read_the_words_all_rows_the_tiles_and_nothing_else_does(
+    has_bias: bool, read_as: Literal["words", "tiles"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The words of another weight tell who reads them. They are nobody's memory, and go where the weight goes."""
+    """The memory of another weight tells who reads it. It is nobody's own, and goes where the weight goes."""
+    if read_as == "tiles" and not can_tile(64, 96):
+        pytest.skip("this CPU has no AMX")
     weight, other = (torch.randn(64, 96, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(2))
     bias = torch.randn(64).bfloat16() if has_bias else None
     method = choose_linear_method(64, 96, torch.bfloat16, CPU)
-    assert method == PackedLinear(64, has_words=True)
+    assert method == PackedLinear(64, "tiles" if can_tile(64, 96) else "words")
+    method = PackedLinear(64, read_as)
     tensors, others = method.prepare(weight, bias), method.prepare(other, bias)
     assert [owns_memory(tensor) for tensor in tensors] == [True, False, True][: len(tensors)]
     mixed = (tensors[0], others[1], *tensors[2:])
@@ -145,7 +150,7 @@ def test_up_to_four_rows_of_compiled_code_read_the_words_and_nothing_else_does(
 
     assert near(method.apply(x[:1], mixed), x[:1], weight)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert near(method.apply(x, mixed), x, weight)
+    assert near(method.apply(x, mixed), x, other if read_as == "tiles" else weight)
     for rows in (1, 2, MAX_ROWS):
         assert near(method.apply(x[:rows], mixed), x[:rows], other)
         assert near(method.apply(x[:rows], tensors), x[:rows], weight)

@@ -136,3 +136,17 @@ def write_lists(lists: BlockLists, ranges: BlockRanges, table: np.ndarray, slots
 def _take(target: np.ndarray, table: np.ndarray, slots: np.ndarray, index: np.ndarray) -> None:
     """target[t, j] = table[slots[t], index[t, j]], for index int64 [tiles, n]; past the table's end its last entry."""
     target[:, : index.shape[1]] = table[slots[:, None], np.minimum(index, table.shape[1] - 1)]
+
+
+def dealt(work: np.ndarray, hands: int) -> np.ndarray:
+    """An order of what takes ``work`` [n], in which ``hands`` equal runs take about as much each: dealt like cards, the
+    greatest first, back and forth. In the order that it has for a single hand.
+
+    >>> dealt(np.array([1, 2, 3, 4, 5, 6]), hands=2).tolist()
+    [5, 2, 1, 4, 3, 0]
+    """
+    if hands == 1:
+        return np.arange(len(work))
+    turn = np.arange(len(work)) % (2 * hands)
+    hand = np.minimum(turn, 2 * hands - 1 - turn)
+    return np.argsort(-work, kind="stable")[np.argsort(hand, kind="stable")]

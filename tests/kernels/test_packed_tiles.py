@@ -1,0 +1,85 @@
+"""Products over tiles: the tiles are the memory of a packed weight, and compiled code gives its product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels_triton_free.inductor import patch_inductor
+from kernels_triton_free.linear import pack_weight
+from kernels_triton_free.packed.tiles import OUTPUTS, can_tile, tiled_linear, tiles_of
+from minivllm.compilation.compiler import cannot_compile_reason
+
+needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
+needs_amx = pytest.mark.skipif(not can_tile(64, 64), reason="this CPU has no AMX, or oneDNN packs in another order")
+
+
+def as_tiles(weight: Tensor) -> Tensor:
+    """weight [out, in] in the order that tiles.py describes."""
+    blocks = weight.view(-1, OUTPUTS, weight.shape[1] // 2, 2).transpose(1, 2)
+    return blocks.reshape(len(weight) // OUTPUTS, weight.shape[1], OUTPUTS)
+
+
+def check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert out.dtype == torch.bfloat16
+    # The product is rounded before the bias is added.
+    torch.testing.assert_close(out.double(), expected, rtol=1.6e-2, atol=2e-2)
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, 70),
+    blocks=st.integers(1, 4),
+    runs=st.integers(1, 5),
+    has_bias=st.booleans(),
+)
+def test_uncompiled_it_is_the_product(seed: int, rows: int, blocks: int, runs: int, has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(OUTPUTS * blocks, 32 * runs, generator=generator).bfloat16()
+    x = torch.randn(rows, 32 * runs, generator=generator).bfloat16()
+    bias = torch.randn(OUTPUTS * blocks, generator=generator).bfloat16() if has_bias else None
+    check(tiled_linear(x, as_tiles(weight), bias), x, weight, bias)
+
+
+@needs_amx
+@pytest.mark.parametrize("shape", [(32, 32), (64, 96), (1024, 160)])
+def test_a_packed_weight_lies_in_tiles(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape).bfloat16()
+    assert can_tile(*shape)
+    tiles = tiles_of(pack_weight(weight))
+    assert torch.equal(tiles, as_tiles(weight))
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (64, 48), (16, 64)])
+def test_what_is_padded_is_not_read(shape: tuple[int, int]) -> None:
+    assert not can_tile(*shape)
+
+
+@needs_amx
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(64, 32), (224, 160), (1536, 576)])
+def test_compiled_code_gives_the_product_of_any_number_of_rows(shape: tuple[int, int], has_bias: bool) -> None:
+    """Also where the rows are no whole tile, where outputs are not as many for each thread, and inside other code."""
+    patch_inductor()
+    weight = torch.randn(shape).bfloat16()
+    bias = torch.randn(shape[0]).bfloat16() if has_bias else None
+    tiles = tiles_of(pack_weight(weight))
+
+    def doubled(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
+        return tiled_linear(x * 2, tiles, bias) * 2
+
+    compiled, fixed = torch.compile(doubled), torch.compile(doubled, dynamic=False)
+    for rows in (47, 1, 2, 15, 16, 17, 32, 33, 65, 400):
+        x = torch.randn(rows, shape[1]).bfloat16()
+        if rows > 1:
+            torch._dynamo.mark_dynamic(x, 0)
+        check(compiled(x, tiles, bias) / 2, x * 2, weight, bias)
+    for rows in (1, 4):
+        x = torch.randn(rows, shape[1]).bfloat16()
+        check(fixed(x, tiles, bias) / 2, x * 2, weight, bias)
