@@ -10,6 +10,7 @@ added to once instead of twice, which is one instruction instead of two.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -17,30 +18,30 @@ import torch
 
 import kernels_triton_free.linear
 import kernels_triton_free.lora  # noqa: F401  (they define operators)
-from kernels_triton_free.packed.tiles import lower_tiled_linear
 
 logger = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=1)
 def patch_inductor() -> None:
-    """Change Inductor, once per process. To be called before anything is compiled.
-
-    PyTorch promises to keep none of these interfaces: where one has gone, code is as slow as it would be anyway.
-    """
+    """Change Inductor, once per process. To be called before anything is compiled."""
     for patch in (
         _contract_products_and_sums,
         _use_whole_vector_registers,
         _lower_packed_linear,
-        lower_tiled_linear,
         _lower_materialize,
         _allocate_only_what_is_repacked,
         _multiply_several_queries_at_once,
     ):
-        try:
-            patch()
-        except (ImportError, AttributeError) as error:
-            logger.warning("PyTorch %s cannot be changed by %s: %s.", torch.__version__, patch.__name__, error)
+        try_to_change(patch)
+
+
+def try_to_change(patch: Callable[[], None]) -> None:
+    """PyTorch promises to keep none of these interfaces: where one has gone, code is as slow as it would be anyway."""
+    try:
+        patch()
+    except (ImportError, AttributeError) as error:
+        logger.warning("PyTorch %s cannot be changed by %s: %s.", torch.__version__, patch.__name__, error)
 
 
 def _contract_products_and_sums() -> None:

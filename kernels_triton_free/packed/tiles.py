@@ -13,6 +13,7 @@ SmolLM2-135M's layers took, on two cores of a Xeon with AMX, oneDNN / template [
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels_triton_free.inductor import try_to_change
 from kernels_triton_free.packed.memory import memory_of
 from kernels_triton_free.packed.rows import outputs_together
 
@@ -68,8 +70,14 @@ _library.impl("tiled_linear", _tiled_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("kernels_triton_free::tiled_linear", _tiled_linear_shape, lib=_library)
 
 
-def lower_tiled_linear() -> None:
-    """Have Inductor generate ``tiled_linear`` from its template, which by itself serves constants of a graph only."""
+@lru_cache(maxsize=1)
+def generate_tiled_products() -> None:
+    """Have Inductor generate ``tiled_linear`` from its template, which by itself serves constants of a graph only. Once
+    per process, before anything is compiled."""
+    try_to_change(_lower_tiled_linear)
+
+
+def _lower_tiled_linear() -> None:
     from torch._inductor import ir
     from torch._inductor.codegen import cpp_gemm_template
     from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmAMX, GemmBlocking

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.inductor import patch_inductor
+from kernels_triton_free.packed.tiles import generate_tiled_products
 from minivllm.compilation.regions import MAX_SIZE, Region, flatten
 
 logger = logging.getLogger(__name__)
@@ -162,6 +163,7 @@ def prepare_inductor() -> None:
     from torch._inductor import config
 
     patch_inductor()
+    generate_tiled_products()
     compiler = find_cpp_compiler()
     if compiler is not None and compiler not in config.cpp.cxx:
         config.cpp.cxx = (compiler,)  # type: ignore[assignment]

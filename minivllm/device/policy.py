@@ -92,9 +92,10 @@ class DevicePolicy:
 
     def query_tile_size(self, query_group: int) -> int:
         """Queries per tile of a prompt chunk. On CUDA 128, the kernel's own block; on a CPU enough for 64 rows, from
-        where FlexAttention uses fast bfloat16 products, and no more, since short chunks pay for the padding."""
+        where FlexAttention uses fast bfloat16 products, and no more, since short chunks pay for the padding; with AMX
+        64, since every tile packs its keys again."""
         if self.on_cpu:
-            return 32 if query_group > 1 else 64
+            return 64 if query_group == 1 or self.multiplies_bfloat16_tiles else 32
         return 128
 
     @property

@@ -33,8 +33,8 @@ def test_decode_batches_of_a_gpu_hold_every_batch_and_waste_less_than_half(max_n
 
 
 def test_a_tile_of_a_prompt_has_the_rows_that_the_kernel_wants() -> None:
-    amx = DevicePolicy(type="cpu", multiplies_bfloat16_tiles=True)
-    assert [CPU_POLICY.query_tile_size(group) * group for group in (1, 2)] == [64, 64]
+    plain, amx = DevicePolicy(type="cpu"), DevicePolicy(type="cpu", multiplies_bfloat16_tiles=True)
+    assert [plain.query_tile_size(group) * group for group in (1, 2)] == [64, 64]
     assert [amx.query_tile_size(group) * group for group in (1, 2)] == [64, 128]
     assert CUDA_POLICY.query_tile_size(1) == CUDA_POLICY.query_tile_size(8) == 128
 

@@ -67,6 +67,7 @@ def test_what_is_padded_is_not_read(shape: tuple[int, int]) -> None:
 def test_compiled_code_gives_the_product_of_any_number_of_rows(shape: tuple[int, int], has_bias: bool) -> None:
     """Also where the rows are no whole tile, where outputs are not as many for each thread, and inside other code."""
     patch_inductor()
+    generate_tiled_products()
     weight = torch.randn(shape).bfloat16()
     bias = torch.randn(shape[0]).bfloat16() if has_bias else None
     tiles = tiles_of(pack_weight(weight))
