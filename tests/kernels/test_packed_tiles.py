@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels_triton_free.inductor import patch_inductor
 from kernels_triton_free.linear import pack_weight
-from kernels_triton_free.packed.tiles import OUTPUTS, can_tile, tiled_linear, tiles_of
+from kernels_triton_free.packed.tiles import OUTPUTS, can_tile, generate_tiled_products, tiled_linear, tiles_of
 from minivllm.compilation.compiler import cannot_compile_reason
 
 needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
