@@ -71,12 +71,22 @@ def words_of(packed: Tensor) -> Tensor:
     [out / 32, in / 2, 32]: no copy. The weight lives as long as what is returned."""
     words = memory_of(packed).view(words_shape(*packed.shape))
     words.is_packed_memory = True  # type: ignore[attr-defined]
-    return words
+    return for_few_rows(words)
 
 
 def owns_memory(tensor: Tensor) -> bool:
     """False for what ``words_of`` made."""
     return not hasattr(tensor, "is_packed_memory")
+
+
+def for_few_rows(tensor: Tensor) -> Tensor:
+    """Say of a tensor that code for a few rows reads it, which is then worth having."""
+    tensor.is_for_few_rows = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_for_few_rows(tensor: Tensor) -> bool:
+    return hasattr(tensor, "is_for_few_rows")
 
 
 def few_rows_linear(x: Tensor, words: Tensor, bias: Tensor | None = None) -> Tensor:

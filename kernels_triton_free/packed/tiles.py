@@ -13,15 +13,10 @@ SmolLM2-135M's layers took, on two cores of a Xeon with AMX, oneDNN / template [
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-from unittest.mock import patch
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels_triton_free.inductor import try_to_change
 from kernels_triton_free.packed.memory import memory_of
 from kernels_triton_free.packed.rows import outputs_together
 
@@ -51,7 +46,7 @@ def tiles_of(packed: Tensor) -> Tensor:
 def tiled_linear(x: Tensor, tiles: Tensor, bias: Tensor | None = None) -> Tensor:
     """x bfloat16 [rows, in] -> [rows, out], summed up in float32. tiles: see ``tiles_of``. bias [out].
 
-    To be compiled: by itself it puts the weight together first.
+    To be compiled (see ``template``): by itself it puts the weight together first.
     """
     return torch.ops.kernels_triton_free.tiled_linear.default(x, tiles, bias)
 
@@ -68,42 +63,3 @@ def _tiled_linear_shape(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor
 
 _library.impl("tiled_linear", _tiled_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("kernels_triton_free::tiled_linear", _tiled_linear_shape, lib=_library)
-
-
-@lru_cache(maxsize=1)
-def generate_tiled_products() -> None:
-    """Have Inductor generate ``tiled_linear`` from its template, which by itself serves constants of a graph only. Once
-    per process, before anything is compiled."""
-    try_to_change(_lower_tiled_linear)
-
-
-def _lower_tiled_linear() -> None:
-    from torch._inductor import ir
-    from torch._inductor.codegen import cpp_gemm_template
-    from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmAMX, GemmBlocking
-    from torch._inductor.lowering import lowerings, register_lowering
-
-    rows, inputs = 32, 32
-    blocking = GemmBlocking(rows, OUTPUTS, inputs)
-
-    def innermost_loops(name: str, *_: Any, **__: Any) -> Any:
-        """Of 2 by 2 tiles: other ones want another order of the weight."""
-        dtypes = torch.bfloat16, torch.bfloat16, torch.float32, torch.float32
-        return CppMicroGemmAMX(name, *dtypes, blocking)
-
-    class TiledProduct(cpp_gemm_template.CppGemmTemplate):
-        def get_options(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            with patch.object(cpp_gemm_template, "create_micro_gemm", innermost_loops):
-                options: dict[str, Any] = super().get_options(*args, **kwargs)
-            return options
-
-    @register_lowering(torch.ops.kernels_triton_free.tiled_linear.default, type_promotion_kind=None)
-    def tiled_linear(x: Any, tiles: Any, bias: Any) -> Any:
-        x = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
-        tiles = ir.ExternKernel.realize_input(tiles)
-        shape = [x.get_size()[0], tiles.get_size()[0] * OUTPUTS]
-        layout = ir.FixedLayout(x.get_device(), x.get_dtype(), shape)
-        threads = cpp_gemm_template.parallel_num_threads()
-        template = TiledProduct([x, tiles], layout, threads, blocking, name="tiled_linear")
-        out = template.generate().output_node()
-        return out if bias is None else lowerings[torch.ops.aten.add.Tensor](out, bias)

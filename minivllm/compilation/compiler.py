@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.inductor import patch_inductor
-from kernels_triton_free.packed.tiles import generate_tiled_products
+from kernels_triton_free.packed.template import generate_tiled_products
 from minivllm.compilation.regions import MAX_SIZE, Region, flatten
 
 logger = logging.getLogger(__name__)

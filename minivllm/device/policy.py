@@ -41,7 +41,7 @@ class DevicePolicy:
         """That of a device which is there."""
         if device.type == "cuda":
             return cls(type="cuda", capability=torch.cuda.get_device_capability(device))
-        amx = torch.cpu._is_amx_tile_supported()
+        amx = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()  # which asks the operating system for it
         return cls(
             type="cpu",
             multiplies_int4=can_multiply_int4(),

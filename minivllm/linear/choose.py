@@ -8,7 +8,8 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from kernels_triton_free.quantized_linear import INT4_GROUP_SIZES
+from kernels_triton_free.packed.int4_tiles import can_tile_int4
+from kernels_triton_free.quantized_linear import INT4_GROUP_SIZES, INT4_LANES
 from minivllm.device.policy import FLOAT8_CAPABILITY, DevicePolicy
 from minivllm.errors import ConfigError
 from minivllm.linear.layer import LinearMethod
@@ -21,6 +22,7 @@ from minivllm.linear.quantized_methods import (
     OrderedInputs,
     RoundedInputs,
     SpreadGroups,
+    TiledInt4Linear,
 )
 from minivllm.linear.stored_weight import GroupedWeight, RowScaledWeight, StoredWeight
 
@@ -104,8 +106,13 @@ class MethodChooser:
                 f"quantization 'int4' needs a multiple of {ROUNDING_GROUP} inputs, but {name} has {inputs}: use int8."
             )
         if on_cpu:
-            return Int4Linear(rows, ROUNDING_GROUP, 4, self.dtype), why
+            return self._int4(rows, inputs, ROUNDING_GROUP, 4), why
         return DequantizedGroupLinear(ROUNDING_GROUP, 4, self.dtype), why
+
+    def _int4(self, rows: int, inputs: int, group_size: int, bits: int) -> LinearMethod:
+        fits = rows % INT4_LANES == 0 and can_tile_int4(rows, inputs, self.dtype)
+        method = TiledInt4Linear if fits and self.policy.multiplies_bfloat16_tiles else Int4Linear
+        return method(rows, group_size, bits, self.dtype)
 
     def _multiply_groups(self, weight: GroupedWeight) -> tuple[LinearMethod | None, str]:
         """A weight in groups is multiplied as it is."""
@@ -118,7 +125,7 @@ class MethodChooser:
             smallest = min(INT4_GROUP_SIZES)
             size = next((size for size in INT4_GROUP_SIZES if group % size == 0), None)
             if size is not None:
-                method = Int4Linear(weight.shape[0], size, bits, self.dtype)
+                method = self._int4(*weight.shape, size, bits)
             elif bits == 4 and 2 * group == smallest:  # any wider and the values themselves would take less memory
                 method = SpreadGroups(Int4Linear(weight.shape[0], smallest, bits, self.dtype), group, smallest)
         if method is None:

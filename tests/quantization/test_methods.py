@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels_triton_free.packed.rows import MAX_ROWS
 from kernels_triton_free.quantized_linear import INT4_MAX_ROWS, can_multiply_int4
 from minivllm.errors import ModelError
 from minivllm.linear.layer import Linear, LinearMethod, PackedLinear, Shard, largest_inputs
@@ -20,6 +21,7 @@ from minivllm.linear.quantized_methods import (
     OrderedInputs,
     RoundedInputs,
     SpreadGroups,
+    TiledInt4Linear,
 )
 from minivllm.linear.stored_weight import (
     GroupedWeight,
@@ -82,6 +84,24 @@ def test_the_4_bit_operator_multiplies_groups_of_4_and_8_bits(
 ) -> None:
     weight = grouped(bits, stored_group)
     check(Int4Linear(OUT, group, bits, torch.float32), weight, values_of(weight), has_bias, rows)
+
+
+@BIASES
+@pytest.mark.parametrize(("rows", "reads_tiles"), [(1, False), (MAX_ROWS, False), (MAX_ROWS + 1, True)])
+@pytest.mark.parametrize("bits", [4, 8])
+@needs_int4
+def test_compiled_code_for_many_rows_reads_tiles_of_the_same_values_and_nothing_else_does(
+    rows: int, reads_tiles: bool, bits: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, method = grouped(bits, 32, rows=128), TiledInt4Linear(128, 32, bits, torch.float32)
+    check(method, weight, values_of(weight), has_bias, rows)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    check(method, weight, values_of(weight), has_bias, rows)
+    packed, scales, tiles, *bias = method.prepare(weight, random(128, seed=3) if has_bias else None)
+    x = random(rows, IN, seed=4)
+    out = method.apply(x, (packed, scales, tiles, *bias))
+    assert torch.equal(out, method.apply(x, (packed, scales, torch.zeros_like(tiles), *bias))) != reads_tiles
+    assert method.without_tiles() == Int4Linear(128, 32, bits, torch.float32)
 
 
 @BIASES

@@ -33,6 +33,7 @@ from minivllm.linear.layer import (
     PlainLinear,
     never_quantized,
 )
+from minivllm.linear.quantized_methods import TiledInt4Linear
 from minivllm.linear.stored_weight import StoredWeight
 
 GROUPED_MULTIPLE = 8
@@ -111,7 +112,7 @@ class Experts:
                 shard=shard,
                 dtype=dtype,
                 device=device,
-                choose=choose if device.type == "cpu" else partial(_choose_restorable, choose),
+                choose=partial(_choose_looped if device.type == "cpu" else _choose_restorable, choose),
                 own=dict.fromkeys(parts, own),
             )
             if isinstance(linear.method, PackedLinear):
@@ -151,6 +152,12 @@ class Experts:
         method = self.method
         if isinstance(method, LoopedExperts):
             method.compile_few_rows(compile_region, self.hidden_size, self.inner)
+
+
+def _choose_looped(choose: ChooseMethod, name: str, weight: StoredWeight) -> LinearMethod | None:
+    """As ``choose``, without tiles: the loop over experts is not compiled."""
+    method = choose(name, weight)
+    return method.without_tiles() if isinstance(method, TiledInt4Linear) else method
 
 
 def _choose_restorable(choose: ChooseMethod, name: str, weight: StoredWeight) -> LinearMethod | None:
