@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-OUTPUTS = 32
+from kernels_triton_free.packed.tiles import OUTPUTS
+
 INPUTS = 32
-"""What the template takes at a time."""
+"""The template takes so many at a time."""
 
 _library = torch.library.Library("kernels_triton_free", "FRAGMENT")
 _library.define(
