@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from kernels_triton_free.packed.rows import owns_memory
+from kernels_triton_free.packed.rows import is_for_few_rows, owns_memory
 from minivllm.batch.layer_caches import block_bytes
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
@@ -92,8 +92,10 @@ def tensor_bytes(tensors: Any) -> int:
 
 
 def weight_bytes(decoder: Decoder) -> int:
-    """What every step reads of the weights [bytes]: all of them but the embedding, of which a few rows are read."""
-    return tensor_bytes([decoder._weights, decoder.final_norm, decoder.head.tensors])
+    """What every step reads of the weights [bytes]: all of them but the embedding, of which a few rows are read, and
+    one copy of what code for a few rows has a copy of its own of."""
+    weights = tree_iter([decoder._weights, decoder.final_norm, decoder.head.tensors])
+    return tensor_bytes([one for one in weights if isinstance(one, torch.Tensor) and not is_for_few_rows(one)])
 
 
 def kv_bytes_per_token(decoder: Decoder) -> int:
