@@ -4,7 +4,7 @@ An operator that is implemented in Python costs compiled code several microsecon
 where Inductor has a node for what the operator does, that node stands in for it. Two things in FlexAttention's
 template are changed: it allocates memory to repack all keys and values even where it repacks none, and without
 AMX it multiplies queries with keys one query at a time. And the C++ compiler may round a product and the sum it is
-added to once instead of twice, which is one instruction instead of two.
+added to once instead of twice, which is one instruction instead of two, and uses whole registers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _use_whole_vector_registers() -> None:
     """GCC takes half of an AVX-512 register for what it vectorises itself, if it is told to generate code for an Intel.
 
     Inductor turns integers into floats of the same bits through an array on the stack. Written in halves and read whole
-    it really goes through memory, and a product of one row over packed weights took three times as long.
+    it really goes through memory: one row times packed weights in tiles of 32 outputs took 33 ms instead of 15.
     """
     from torch._inductor import cpp_builder
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels_triton_free.linear import can_pack, pack_weight
 from kernels_triton_free.packed.memory import memory_of
 
-OUTPUTS = (64, 32)
+SIDE_BY_SIDE = (64, 32)
 """Outputs that may be packed side by side."""
 INPUTS = 32
 """oneDNN pads what is no multiple of it."""
@@ -38,21 +38,26 @@ UPPER_HALF = -(2**16)
 @lru_cache(maxsize=256)
 def outputs_together(out_features: int, in_features: int) -> int:
     """Outputs side by side in a packed weight [out_features, in_features]; 0: ``words_of`` cannot read it."""
-    if in_features % INPUTS or not can_pack(torch.bfloat16):
+    fitting = [count for count in SIDE_BY_SIDE if out_features % count == 0]
+    if not fitting or in_features % INPUTS or not can_pack(torch.bfloat16):
         return 0
-    return next((n for n in OUTPUTS if out_features % n == 0 and _are_together(n, out_features, in_features)), 0)
-
-
-def _are_together(outputs: int, out_features: int, in_features: int) -> bool:
     weight = torch.zeros(out_features, in_features, dtype=torch.bfloat16)
-    bits = (torch.arange(outputs * in_features) % 0x3F7F).to(torch.int16).view(outputs, in_features)
-    weight[:outputs] = weight[-outputs:] = bits.view(torch.bfloat16)
+    bits = (torch.arange(fitting[0] * in_features) % 0x3F7F).to(torch.int16).view(fitting[0], in_features)
+    weight[: len(bits)] = weight[-len(bits) :] = bits.view(torch.bfloat16)
     packed = pack_weight(weight)
     if torch.ops.mkldnn._nbytes(packed) != weight.nbytes:
-        return False
-    expected = bits.view(outputs, in_features // 2, 2).transpose(0, 1).contiguous().view(torch.int32).squeeze(-1)
-    words = memory_of(packed).view(-1, in_features // 2, outputs)
-    return torch.equal(words[0], expected) and torch.equal(words[-1], expected)
+        return 0
+    for count in fitting:
+        words = memory_of(packed).view(-1, in_features // 2, count)
+        ends = (words[0], bits[:count]), (words[-1], bits[-count:])
+        if all(torch.equal(found, _as_words(rows)) for found, rows in ends):
+            return count
+    return 0
+
+
+def _as_words(bits: Tensor) -> Tensor:
+    """bits int16 [outputs, in] -> int32 [in / 2, outputs]."""
+    return bits.view(len(bits), -1, 2).transpose(0, 1).contiguous().view(torch.int32).squeeze(-1)
 
 
 def is_readable(out_features: int, in_features: int) -> bool:
@@ -75,7 +80,7 @@ def words_of(packed: Tensor) -> Tensor:
 
 
 def owns_memory(tensor: Tensor) -> bool:
-    """False for what ``words_of`` made."""
+    """False for what ``words_of`` and ``tiles_of`` made."""
     return not hasattr(tensor, "is_packed_memory")
 
 
@@ -87,6 +92,12 @@ def for_few_rows(tensor: Tensor) -> Tensor:
 
 def is_for_few_rows(tensor: Tensor) -> bool:
     return hasattr(tensor, "is_for_few_rows")
+
+
+def has_few_rows(x: Tensor) -> bool:
+    """Whether code is compiled for the rows of x, and they are few. A number that varies is no int: to compare it would
+    fix the code to one side."""
+    return isinstance(x.shape[0], int) and x.shape[0] <= MAX_ROWS
 
 
 def few_rows_linear(x: Tensor, words: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -19,7 +18,7 @@ from kernels_triton_free.inductor import try_to_change
 from kernels_triton_free.packed.tiles import OUTPUTS
 
 ROWS, INPUTS = 32, 32
-"""Two tiles of AMX by one: with two tiles of OUTPUTS, all eight of its registers are in use."""
+"""Two tiles of AMX: with two of OUTPUTS and the four of their products, all eight of its registers are in use."""
 
 
 @lru_cache(maxsize=1)
@@ -56,6 +55,8 @@ def _lower_int4_tiled_linear() -> None:
 
 def _product(base: Any, loops: Callable, x: Any, weight: Any, *others: Any) -> Any:
     """Inductor's node for x [rows, in] times weight, whose first dimension is the outputs, or blocks of OUTPUTS."""
+    from unittest.mock import patch
+
     from torch._inductor import ir
     from torch._inductor.codegen import cpp_gemm_template
     from torch._inductor.codegen.cpp_micro_gemm import GemmBlocking

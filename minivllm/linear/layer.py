@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
 from kernels_triton_free.lora import RowAdapters, add_low_rank
-from kernels_triton_free.packed.rows import MAX_ROWS, few_rows_linear, is_readable, words_of
+from kernels_triton_free.packed.rows import few_rows_linear, has_few_rows, is_readable, words_of
 from kernels_triton_free.packed.tiles import can_tile, tiled_linear, tiles_of
 from minivllm.distributed.shard import Rows, Shard, count_rows
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight, stack
@@ -98,8 +98,7 @@ class PackedLinear(LinearMethod):
         if memory is not None and torch.compiler.is_compiling():
             if self.read_as == "tiles":
                 return tiled_linear(x, memory, bias)
-            # A number of rows that varies is no int: to compare it would fix the code to one side.
-            if isinstance(x.shape[0], int) and x.shape[0] <= MAX_ROWS:
+            if has_few_rows(x):
                 return few_rows_linear(x, memory, bias)
         return packed_linear(x, packed, bias, self.out_features)
 

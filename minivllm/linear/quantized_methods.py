@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_triton_free.packed.int4_tiles import int4_tiled_linear, tile_int4
-from kernels_triton_free.packed.rows import MAX_ROWS, for_few_rows
+from kernels_triton_free.packed.rows import for_few_rows, has_few_rows
 from kernels_triton_free.quantized_linear import INT4_LANES, int4_linear, int4_rows, int8_linear, int8_rows, pack_int4
 from minivllm.linear.layer import LinearMethod, LinearTensors, largest_inputs
 from minivllm.linear.stored_weight import (
@@ -128,16 +128,16 @@ class Int4Linear(LinearMethod):
         packed = torch.empty(rows + padding, scale.shape[1] * self.group_size // 2, dtype=torch.uint8)
         step = max(INT4_LANES, PREPARED_ELEMENTS // inputs // INT4_LANES * INT4_LANES)
         for first in range(0, rows, step):
-            codes = grouped.codes[first : first + step]
-            codes = torch.cat([codes >> 4, codes & 15], dim=1) if self.bits == 8 else codes
+            codes = self._in_planes(grouped.codes[first : first + step])
             piece = pack_int4(F.pad(codes, (0, 0, 0, -codes.shape[0] % INT4_LANES)))
             packed[first : first + piece.shape[0]] = piece
         scale_and_zero = F.pad(torch.stack([scale.T, zero.T], dim=-1).to(self.dtype), (0, 0, 0, padding))
         return _with_bias((packed, scale_and_zero.contiguous()), None if bias is None else F.pad(bias, (0, padding)))
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
-        planes = torch.cat([x, x], dim=1) if self.bits == 8 else x
-        out = int4_linear(planes, tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None, self.group_size)
+        out = int4_linear(
+            self._for_planes(x), tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None, self.group_size
+        )
         return out if self.out_features % INT4_LANES == 0 else out[:, : self.out_features]
 
     def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
@@ -146,6 +146,14 @@ class Int4Linear(LinearMethod):
             upper, lower = rows.chunk(2, dim=1)
             rows = upper + lower
         return rows.to(self.dtype)
+
+    def _in_planes(self, codes: Tensor) -> Tensor:
+        """Codes of 4 bits: [out, in], or the upper and the lower ones of 8 bits, [out, 2 * in]."""
+        return torch.cat([codes >> 4, codes & 15], dim=1) if self.bits == 8 else codes
+
+    def _for_planes(self, x: Tensor) -> Tensor:
+        """The inputs that they meet."""
+        return torch.cat([x, x], dim=1) if self.bits == 8 else x
 
 
 class TiledInt4Linear(Int4Linear):
@@ -165,18 +173,14 @@ class TiledInt4Linear(Int4Linear):
         tiles = torch.empty_like(packed)
         for first in range(0, len(tiles), INT4_LANES):
             codes = grouped.codes[first : first + INT4_LANES]
-            codes = torch.cat([codes >> 4, codes & 15], dim=1) if self.bits == 8 else codes
-            tiles[first : first + INT4_LANES] = tile_int4(codes)
+            tiles[first : first + INT4_LANES] = tile_int4(self._in_planes(codes))
         return (for_few_rows(packed), scale_and_zero, tiles, *own_bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         packed, scale_and_zero, tiles, *bias = tensors
-        # A number of rows that varies is no int: to compare it would fix the code to one side.
-        has_few = isinstance(x.shape[0], int) and x.shape[0] <= MAX_ROWS
-        if has_few or not torch.compiler.is_compiling():
+        if has_few_rows(x) or not torch.compiler.is_compiling():
             return super().apply(x, (packed, scale_and_zero, *bias))
-        planes = torch.cat([x, x], dim=1) if self.bits == 8 else x
-        return int4_tiled_linear(planes, tiles, scale_and_zero, bias[0] if bias else None, self.group_size)
+        return int4_tiled_linear(self._for_planes(x), tiles, scale_and_zero, bias[0] if bias else None, self.group_size)
 
 
 @dataclass(frozen=True)
