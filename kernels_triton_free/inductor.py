@@ -3,7 +3,8 @@
 An operator that is implemented in Python costs compiled code several microseconds a call, hundreds of times a step:
 where Inductor has a node for what the operator does, that node stands in for it. Two things in FlexAttention's
 template are changed: it allocates memory to repack all keys and values even where it repacks none, and without
-AMX it multiplies queries with keys one query at a time. And the C++ compiler may round a product and the sum it is
+AMX it multiplies queries with keys one query at a time. A sum over a dynamic size stays one loop, so that its size
+needs no guard. And the C++ compiler may round a product and the sum it is
 added to once instead of twice, which is one instruction instead of two, and uses whole registers.
 """
 
@@ -28,6 +29,7 @@ def patch_inductor() -> None:
     for patch in (
         _contract_products_and_sums,
         _use_whole_vector_registers,
+        _sum_symbolic_sizes_in_one_piece,
         _lower_packed_linear,
         _lower_materialize,
         _allocate_only_what_is_repacked,
@@ -68,6 +70,26 @@ def _use_whole_vector_registers() -> None:
         return [*flags_of(*args, **kwargs), "mprefer-vector-width=512"]
 
     cpp_builder._get_cpu_arch_cflags = with_whole_registers
+
+
+def _sum_symbolic_sizes_in_one_piece() -> None:
+    """Inductor asks whether a sum has more than 4,096 terms, and for a dynamic size it makes the answer a guard.
+
+    A size that was marked as dynamic may have no such guard: compilation failed for context lengths up to 65,536.
+    Without an answer the sum is one loop, as it is where Inductor knows that there are fewer terms.
+    """
+    from torch._inductor.codegen.cpp import CppKernel
+
+    asks = CppKernel.need_use_acc_helper
+
+    def need_use_acc_helper(self: Any, reduction_type: str, dtype: torch.dtype, use_scalar: bool) -> bool:
+        sizes = (self.call_ranges or ())[self.reduction_depth :]
+        if reduction_type == "sum" and any(getattr(size, "free_symbols", None) for size in sizes):
+            return False
+        answer: bool = asks(self, reduction_type, dtype, use_scalar)
+        return answer
+
+    CppKernel.need_use_acc_helper = need_use_acc_helper  # type: ignore[method-assign]
 
 
 def _lower_packed_linear() -> None:
