@@ -249,3 +249,12 @@ def test_peak_memory_counts_the_processes_that_an_engine_has_started() -> None:
         assert process.stdout.read(1) == b"!"
         assert peak_memory_bytes() - before > 60 * 2**20  # a child of a child
         process.stdin.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak of a process is asked from /proc")
+def test_peak_of_a_process_is_not_that_of_its_parent() -> None:
+    child = "from minivllm.bench.sides.side_process import peak_memory_bytes; print(peak_memory_bytes())"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    parent = f"held = bytearray(b'x') * (500 * 2**20); {start}"
+    ran = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True)
+    assert 0 < int(ran.stdout) < 400 * 2**20

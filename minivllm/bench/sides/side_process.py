@@ -49,10 +49,14 @@ def peak_memory_bytes() -> int:
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.max_memory_reserved() > 0:
         return int(torch.cuda.max_memory_reserved())
-    # Linux counts in KiB, macOS in bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    own = _peak_of(os.getpid()) or _peak_since_fork()
     return own + sum(map(_peak_of, _descendants(os.getpid())))
+
+
+def _peak_since_fork() -> int:
+    """Where there is no /proc. It is never less than what the process held that forked this one."""
+    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB, macOS in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _descendants(process: int) -> list[int]:
