@@ -2,5 +2,5 @@
 
 Usable without minivllm.
 
-May import: kernels_triton_free.strips.
+May import: kernels_triton_free.compiler, kernels_triton_free.strips.
 """

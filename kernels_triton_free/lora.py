@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels_triton_free.compiler.materialize import materialize
+
 CHUNK = 16
 """Columns that a tile multiplies, and what the first column of every adapter is a multiple of."""
 
@@ -47,7 +49,6 @@ _library = torch.library.Library("kernels_triton_free", "FRAGMENT")
 _library.define(
     "add_low_rank(Tensor out, Tensor x, Tensor a, Tensor b, Tensor columns, Tensor slots, int[] sizes) -> Tensor"
 )
-_library.define("materialize(Tensor x) -> Tensor")
 
 
 class AdapterTiles(NamedTuple):
@@ -144,7 +145,6 @@ def _add_tiled(
     loop; what that loop leaves is ordered so that no index but the outputs' is contiguous, because Inductor vectorises
     along the index that most operands have contiguous.
     """
-    materialize = torch.ops.kernels_triton_free.materialize.default
     count, lanes = tiles.rows.shape
     parts = len(sizes)
     first, end = columns[tiles.adapters.long()].unbind(1)
@@ -263,12 +263,5 @@ def _low_rank_shape(
     return torch.empty_like(out)
 
 
-def _copy(x: Tensor) -> Tensor:
-    """A value that compiled code works out once and keeps: see kernels_triton_free.inductor."""
-    return x.clone()
-
-
-_library.impl("materialize", _copy, "CompositeExplicitAutograd")
-torch.library.register_fake("kernels_triton_free::materialize", torch.empty_like, lib=_library)
 _library.impl("add_low_rank", _add_low_rank_on_cpu, "CPU")
 torch.library.register_fake("kernels_triton_free::add_low_rank", _low_rank_shape, lib=_library)

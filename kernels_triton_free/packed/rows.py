@@ -21,6 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kernels_triton_free.compiler.materialize import materialize
 from kernels_triton_free.linear import can_pack, pack_weight
 from kernels_triton_free.packed.memory import memory_of
 
@@ -116,7 +117,7 @@ def few_rows_products(x: Tensor, words: Tensor, bias: Tensor | None = None) -> T
     """
     rows, products, in_features = x.shape
     # Computed before, not again for every block of outputs.
-    inputs = torch.ops.kernels_triton_free.materialize.default(x.float())
+    inputs = materialize(x.float())
     inputs = inputs.view(rows, products, 1, in_features // 2, 2, 1)
     sums: list[list[Tensor]] = [[] for _ in range(rows)]
     for first in range(0, words.shape[-1], REGISTER):

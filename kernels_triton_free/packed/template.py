@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import kernels_triton_free.packed.int4_tiles  # noqa: F401  (defines an operator)
-from kernels_triton_free.inductor import try_to_change
+from kernels_triton_free.inductor.patches import try_to_change
 from kernels_triton_free.packed.tiles import OUTPUTS
 
 ROWS, INPUTS = 32, 32

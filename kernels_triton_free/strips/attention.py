@@ -5,8 +5,10 @@ their maximum m, the weights exp(score - m), their sum, and the values mixed by 
 together as if their softmax had been one (Dao et al. 2023, "Flash-Decoding"). So a step costs what its blocks cost,
 however they are spread over the rows, and all cores have work where a single row has a long context.
 
-Query heads that share a KV head are written one after the other. The compiler puts them into one loop, in which every
-key and value is loaded once.
+What a loop computes from one line of keys or values is written out: a sum for every query head that shares them, of
+two rows of strips. The compiler puts these sums into one loop, in which every key and value is loaded once, and
+``torch.cat`` only says where each of them is stored. Everything else is done for all heads together: a step of few rows
+spends its time on loops that start, not on what they do.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels_triton_free.compiler.materialize import materialize
 from kernels_triton_free.strips.visibility import ScoreChange, Visibility, sees
 
 FAR = 2**30
 """A position behind every query."""
 UNSEEN = -1e30
 """The score of what is not seen: finite, so that a pair in which nothing is seen counts nothing without a NaN."""
+MOST_HEADS_OF_TWO_STREAMS = 4 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1
+"""Query heads of a KV head. With AVX-512 a line of bfloat16 is two registers, and two lines for four heads are 16 sums,
+in half of the registers. AVX2 has half as many, of half the size."""
 
 
 class Pairs(NamedTuple):
@@ -60,35 +66,53 @@ def attend_to_strips(
     ``kernels_triton_free.attention.paged_flex_attention``.
     """
     _, kv_heads, runs, _, strip = k_cache.shape
-    group = q.shape[2]
-    places = torch.arange(runs * strip, dtype=torch.int32, device=q.device).view(runs, strip)
-    key = pairs.first[:, None, None, None] + places
-    query = q_position[pairs.row][:, None, None, None]
-    seen = sees(query, key, window, chunk, visibility)
-    k, v = k_cache[pairs.blocks].float(), v_cache[pairs.blocks].float()
-    own = (q.float() * scale)[pairs.row]
-    out = []
-    for head in range(group):
-        scores = (own[:, :, head, None, :, None] * k).sum(3)  # [pairs, kv_heads, runs, strip]
-        if soft_cap is not None:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
-        if score_change is not None:
-            heads = torch.arange(kv_heads, dtype=torch.int32, device=q.device) * group + head
-            scores = score_change(scores, heads[:, None, None], query, key)
-        scores = torch.where(seen, scores, UNSEEN)
-        top = scores.amax((2, 3))
-        weights = torch.exp(scores - top[:, :, None, None])
-        total = weights.sum((2, 3))
-        mixed = (weights.flatten(2)[:, :, None, :, None] * v).sum(3).flatten(2)  # [pairs, kv_heads, D]
-        # Pairs of one row, put together: [rows, width, kv_heads]
-        tops = top[pairs.of_row]
-        highest = tops.amax(1)
-        if sinks is not None:
-            sink = sinks.view(kv_heads, group)[:, head]
-            highest = torch.maximum(highest, sink)
-        shares = torch.exp(tops - highest[:, None])
-        divisor = (shares * total[pairs.of_row]).sum(1)
-        if sinks is not None:
-            divisor = divisor + torch.exp(sink - highest)
-        out.append((shares[..., None] * mixed[pairs.of_row]).sum(1) / divisor[..., None])
-    return torch.stack(out, 2).to(q.dtype)
+    group, parts = q.shape[2], v_cache.shape[2]
+    run_streams, part_streams = _streams(runs, group), _streams(parts, group)
+    tokens, dims = run_streams * strip, part_streams * strip  # that the loops over K and over V take at once
+    k = k_cache[pairs.blocks].float().unflatten(2, (-1, run_streams))
+    v = v_cache[pairs.blocks].float().unflatten(2, (-1, part_streams)).unflatten(4, (-1, tokens))
+    own = materialize(q.float() * scale)[pairs.row]  # else every line of K would convert and scale it again
+
+    sums = [
+        (own[:, :, head, None, :, None] * k[:, :, :, stream]).sum(3)
+        for head in range(group)
+        for stream in range(run_streams)
+    ]
+    scores = torch.cat(sums, 3).unflatten(3, (group, tokens))  # [pairs, kv_heads, runs / streams, G, tokens]
+    place = torch.arange(runs * strip, dtype=torch.int32, device=q.device).view(-1, 1, tokens)
+    key = pairs.first[:, None, None, None, None] + place
+    query = q_position[pairs.row][:, None, None, None, None]
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if score_change is not None:
+        heads = torch.arange(kv_heads * group, dtype=torch.int32, device=q.device).view(kv_heads, 1, group, 1)
+        scores = score_change(scores, heads, query, key)
+    scores = torch.where(sees(query, key, window, chunk, visibility), scores, UNSEEN)
+    top = scores.amax((2, 4))  # [pairs, kv_heads, G]
+    weights = torch.exp(scores - top[:, :, None, :, None])
+    total = weights.sum((2, 4))
+    sums = [
+        (weights[:, :, None, :, head, :, None] * v[:, :, :, stream]).sum((3, 4))
+        for head in range(group)
+        for stream in range(part_streams)
+    ]
+    mixed = torch.cat(sums, 3).unflatten(3, (group, dims))  # [pairs, kv_heads, parts / streams, G, dims]
+
+    # Pairs of one row, put together: [rows, width, kv_heads, G]
+    tops = materialize(top[pairs.of_row])
+    highest = tops.amax(1)
+    if sinks is not None:
+        sink = sinks.view(kv_heads, group)
+        highest = torch.maximum(highest, sink)
+    shares = torch.exp(tops - highest[:, None])
+    divisor = (shares * total[pairs.of_row]).sum(1)
+    if sinks is not None:
+        divisor = divisor + torch.exp(sink - highest)
+    o = (shares[:, :, :, None, :, None] * mixed[pairs.of_row]).sum(1) / divisor[:, :, None, :, None]
+    return o.transpose(2, 3).flatten(3).to(q.dtype)
+
+
+def _streams(strips: int, group: int) -> int:
+    """How many rows of strips a loop reads side by side, from several pages of memory: two arrive faster than one after
+    the other, and their sums for a few query heads still fit in registers."""
+    return 2 if strips % 2 == 0 and group <= MOST_HEADS_OF_TWO_STREAMS else 1

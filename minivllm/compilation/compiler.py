@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels_triton_free.inductor import patch_inductor
+from kernels_triton_free.inductor.patches import patch_inductor
 from kernels_triton_free.packed.template import generate_tiled_products
 from minivllm.compilation.regions import MAX_SIZE, Region, flatten
 

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kernels_triton_free.lora  # noqa: F401  (defines materialize)
 from kernels_triton_free.linear import can_pack, pack_weight, packed_linear
 from kernels_triton_free.packed.memory import can_restore, memory_of, packed_in
 from kernels_triton_free.packed.rows import (

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels_triton_free.inductor import patch_inductor
+from kernels_triton_free.inductor.patches import patch_inductor
 from kernels_triton_free.linear import pack_weight
 from kernels_triton_free.packed.template import generate_tiled_products
 from kernels_triton_free.packed.tiles import OUTPUTS, can_tile, tiled_linear, tiles_of

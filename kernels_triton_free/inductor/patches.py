@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-import kernels_triton_free.linear
-import kernels_triton_free.lora  # noqa: F401  (they define operators)
+import kernels_triton_free.compiler.materialize
+import kernels_triton_free.linear  # noqa: F401  (they define operators)
 
 logger = logging.getLogger(__name__)
 
