@@ -4,8 +4,8 @@ An operator that is implemented in Python costs compiled code several microsecon
 where Inductor has a node for what the operator does, that node stands in for it. Two things in FlexAttention's
 template are changed: it allocates memory to repack all keys and values even where it repacks none, and without
 AMX it multiplies queries with keys one query at a time. A sum over a dynamic size stays one loop, so that its size
-needs no guard. And the C++ compiler may round a product and the sum it is
-added to once instead of twice, which is one instruction instead of two, and uses whole registers.
+needs no guard. And the C++ compiler may round a product and the sum it is added to once instead of twice, which is one
+instruction instead of two, and uses whole registers.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ def _use_whole_vector_registers() -> None:
 def _sum_symbolic_sizes_in_one_piece() -> None:
     """Inductor asks whether a sum has more than 4,096 terms, and for a dynamic size it makes the answer a guard.
 
-    A size that was marked as dynamic may have no such guard: compilation failed for context lengths up to 65,536.
-    Without an answer the sum is one loop, as it is where Inductor knows that there are fewer terms.
+    A size that was marked as dynamic may have no such guard: attention over strips, which sums over the blocks of a
+    row, did not compile where a row may read more of them. Without an answer the sum is one loop, as it is where
+    Inductor knows that there are fewer terms.
     """
     from torch._inductor.codegen.cpp import CppKernel
 

@@ -99,7 +99,7 @@ def attend_to_strips(
     mixed = torch.cat(sums, 3).unflatten(3, (group, dims))  # [pairs, kv_heads, parts / streams, G, dims]
 
     # Pairs of one row, put together: [rows, width, kv_heads, G]
-    tops = materialize(top[pairs.of_row])
+    tops = materialize(top[pairs.of_row])  # else the maximum is taken along of_row, gathering one number at a time
     highest = tops.amax(1)
     if sinks is not None:
         sink = sinks.view(kv_heads, group)
@@ -113,6 +113,9 @@ def attend_to_strips(
 
 
 def _streams(strips: int, group: int) -> int:
-    """How many rows of strips a loop reads side by side, from several pages of memory: two arrive faster than one after
-    the other, and their sums for a few query heads still fit in registers."""
+    """How many rows of strips a loop reads side by side.
+
+    Two pages of memory arrive faster together than one after the other: K of 32 rows x 288 tokens was read in 0.9 of
+    the time, V in 0.85 (two cores with AVX-512). The sums of two strips for a few query heads still fit in registers.
+    """
     return 2 if strips % 2 == 0 and group <= MOST_HEADS_OF_TWO_STREAMS else 1
