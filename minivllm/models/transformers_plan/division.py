@@ -143,7 +143,7 @@ class Division:
             if value is None or value is model.get_parameter(name):
                 self._refuse(f"its plan divides {name} ({style!r}), which the engine cannot")
         if len(self._divided) == 2:
-            self._refuse("no layer of it is in its plan")
+            self._refuse("transformers' plan for dividing it names no layer")
         for name, value in divided.items():
             module, _, own = name.rpartition(".")
             model.get_submodule(module)._parameters[own] = nn.Parameter(value, requires_grad=False)
