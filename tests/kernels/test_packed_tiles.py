@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels_triton_free.activation import gated_product
 from kernels_triton_free.inductor.patches import patch_inductor
 from kernels_triton_free.linear import pack_weight
 from kernels_triton_free.packed.template import generate_tiled_products
-from kernels_triton_free.packed.tiles import OUTPUTS, can_tile, tiled_linear, tiles_of
+from kernels_triton_free.packed.tiles import OUTPUTS, can_halve, can_tile, tiled_linear, tiled_linear_halves, tiles_of
 from minivllm.compilation.compiler import cannot_compile_reason, only_marked_sizes_are_dynamic
 
 needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
@@ -88,3 +90,34 @@ def test_compiled_code_gives_the_product_of_any_number_of_rows(shape: tuple[int,
         x = torch.randn(rows, shape[1]).bfloat16()
         with only_marked_sizes_are_dynamic():
             check(fixed(x, tiles, bias) / 2, x * 2, weight, bias)
+
+
+@needs_amx
+@needs_compiler
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_halves_are_those_of_the_product_and_what_follows_of_both_is_computed_with_them(has_bias: bool) -> None:
+    """For any number of rows; as a sum in float32, which is not rounded between."""
+    patch_inductor()
+    generate_tiled_products()
+    torch._dynamo.reset()
+    weight = torch.randn(192, 96).bfloat16()
+    bias = torch.randn(192).bfloat16() if has_bias else None
+    tiles = tiles_of(pack_weight(weight))
+    assert can_halve(tiles) and not can_halve(tiles[:3])
+
+    def gated(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
+        return gated_product(*tiled_linear_halves(x * 2, tiles, bias), "silu")
+
+    compiled, fixed = torch.compile(gated), torch.compile(gated, dynamic=False)
+    for function, counts in ((compiled, (47, 2, 16, 33, 400)), (fixed, (1, 4))):
+        for rows in counts:
+            x = torch.randn(rows, 96).bfloat16()
+            if function is compiled:
+                torch._dynamo.mark_dynamic(x, 0)
+            with only_marked_sizes_are_dynamic():
+                got = function(x, tiles, bias)
+            exact = F.linear(x.double() * 2, weight.double(), None if bias is None else bias.double())
+            expected = gated_product(*exact.chunk(2, dim=-1), "silu")
+            torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-3)
+            halves = torch.cat(tiled_linear_halves(x * 2, tiles, bias), dim=-1)
+            check(halves, x * 2, weight, bias)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels_triton_free.activation import gated_activation
+from kernels_triton_free.activation import gated_product
 from kernels_triton_free.lora import RowAdapters
 from minivllm.linear.layer import Linear, LinearTensors
 from minivllm.linear.stored_weight import StoredWeight
@@ -72,7 +72,7 @@ class GatedMlp:
 
     def inner(self, x: Tensor, weights: tuple[LinearTensors, ...], adapters: RowAdapters | None) -> Tensor:
         """x [tokens, hidden] -> [tokens, own values between the products]."""
-        return gated_activation(self._gate_up.apply(x, weights[0], adapters), self._activation)
+        return gated_product(*self._gate_up.apply_halves(x, weights[0], adapters), self._activation)
 
     def down(
         self, x: Tensor, largest: Tensor | None, weights: tuple[LinearTensors, ...], adapters: RowAdapters | None
