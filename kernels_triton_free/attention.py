@@ -62,7 +62,9 @@ def paged_flex_attention(
     q [tiles, kv_heads, QT * G, D], a real buffer with row (i, g) = query i, head g of the group.
     k_cache, v_cache [blocks, block_size, kv_heads, D] in q's dtype.
     q_position int32 [capacity, QT]: position of each query in its sequence, -1 for padding; capacity >= tiles is fixed.
-    kv_position int32 [>= blocks * block_size]: position in its sequence of what each cache slot holds.
+    kv_position int32 [>= blocks * block_size]: position in its sequence of what each cache slot holds. Or
+    [capacity, 1], where the partial blocks of a tile lie in order: the position of a key there less its slot. To read a
+    table for every score is what a mask takes longest for on a CPU.
     sinks: float32 [kv_heads * G], a logit of each head that joins the softmax's denominator and has no value (Xiao et
     al. 2024; learned in gpt-oss). The last slot of block 0 stands for it: block 0 is listed as partial in every tile,
     nothing else of it is visible, and V is zero there.
@@ -76,8 +78,13 @@ def paged_flex_attention(
     rows = q.shape[2]
     group = rows // q_position.shape[1]
 
+    shift = kv_position.view(-1)
+
+    def position(tile: Tensor, slot: Tensor) -> Tensor:
+        return kv_position[slot] if kv_position.dim() == 1 else slot + shift[tile]
+
     def visible(tile: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
-        seen = sees(q_position[tile, row // group], kv_position[slot], window, chunk, visibility)
+        seen = sees(q_position[tile, row // group], position(tile, slot), window, chunk, visibility)
         return seen if sinks is None else (seen & (slot >= block_size)) | (slot == block_size - 1)
 
     def changed(score: Tensor, tile: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
@@ -85,7 +92,7 @@ def paged_flex_attention(
         if soft_cap is not None:
             score = soft_cap * torch.tanh(score / soft_cap)
         if score_change is not None:
-            score = score_change(score, query_head, q_position[tile, row // group], kv_position[slot])
+            score = score_change(score, query_head, q_position[tile, row // group], position(tile, slot))
         return score if sinks is None else torch.where(slot == block_size - 1, sinks[query_head], score)
 
     block_mask = BlockMask(
@@ -134,18 +141,48 @@ def gathered_flex_attention(
 ) -> Tensor:
     """As paged_flex_attention over a copy, in q's dtype, of only the blocks this step reads.
 
-    k_cache, v_cache: plain, or in strips. step_blocks int32 [n]: physical blocks, beginning with block 0 where there
-    are sinks; ``lists`` and kv_position count in places of step_blocks.
+    k_cache, v_cache: plain, or in strips. step_blocks int32 [n, group]: physical blocks, of which each group makes one
+    larger block of the copy, the first of only block 0 where there are sinks; ``lists`` and kv_position count in them.
     On a CPU FlexAttention repacks all of K and V for bfloat16 tiles of 64 rows and more: repacking a few blocks instead
     of the cache makes the fast bfloat16 products pay for prefill.
     """
+    count, together = step_blocks.shape
+    blocks = step_blocks.flatten()
     if has_strips(k_cache):
-        parts = step_blocks.shape[0], v_cache.shape[3]
-        k, v = gather_keys(k_cache, step_blocks).to(q.dtype), gather_values(v_cache, step_blocks).to(q.dtype)
+        parts = count, together * v_cache.shape[3]
+        k, v = gather_keys(k_cache, blocks).to(q.dtype), gather_values(v_cache, blocks).to(q.dtype)
         k, v = (copy.unflatten(1, parts).permute(1, 2, 0, 3) for copy in (k, v))
     else:
-        k, v = k_cache[step_blocks].to(q.dtype), v_cache[step_blocks].to(q.dtype)
+        k, v = (cache[blocks].to(q.dtype).unflatten(0, (count, together)).flatten(1, 2) for cache in (k_cache, v_cache))
     return paged_flex_attention(q, k, v, lists, q_position, kv_position, sinks, **options)
+
+
+def attend_to_copies(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step_blocks: Tensor,
+    lists: TileLists,
+    q_position: Tensor,
+    kv_position: Tensor,
+    to_tiles: Tensor,
+    to_tokens: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    **options: Unpack[FlexOptions],
+) -> Tensor:
+    """``gathered_flex_attention`` of tokens, which are packed into tiles before it and unpacked behind it.
+
+    q [tokens, kv_heads, G, D]. to_tiles int32 [tiles, kv_heads * QT]: from ``chunks_of_tiles``. to_tokens int32 [n,
+    kv_heads]: from ``chunks_of_tokens``, of n tokens.
+    dtype: in which it is computed, if not in that of q. Returns [n, kv_heads, G, D] in q's dtype.
+    """
+    size = q_position.shape[1]
+    tiles = pack_tiles(q.to(dtype or q.dtype), to_tiles, size, to_tiles.flatten())
+    where = lists, q_position, kv_position
+    out = gathered_flex_attention(tiles, k_cache, v_cache, step_blocks, *where, sinks, **options)
+    return unpack_tiles(out, to_tokens, size, to_tokens.flatten()).to(q.dtype)
 
 
 def gathered_sdpa_attention(

@@ -8,47 +8,19 @@ the runner nor the step builder changes.
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels_triton_free.strips.visibility import ScoreChange, Visibility
 from minivllm.compilation.regions import CompileRegion
 from minivllm.device.buffers import MirroredTable
 from minivllm.device.policy import DevicePolicy
 from minivllm.models.decoder_config import AttentionSpec, Reach
 from minivllm.models.model import CacheSpec, LayerCache
-
-
-class Countable(Protocol):
-    """A row of a step, of which only the number of tokens matters here."""
-
-    @property
-    def count(self) -> int: ...
-
-
-AnyRow = TypeVar("AnyRow", bound=Countable)
-
-
-def in_step_order(rows: Sequence[AnyRow], verify_size: int) -> tuple[list[AnyRow], int, int]:
-    """The order of rows in every step: those with a single token, those with few, those with several (prompt chunks).
-
-    Few are 2 to ``verify_size`` tokens, where drafts are verified (0: there are no such rows). Returns (rows, how many
-    have a single token, how many have few).
-    """
-    single = [row for row in rows if row.count == 1]
-    if len(single) == len(rows):
-        return single, len(single), 0
-    few = [row for row in rows if 1 < row.count <= verify_size]
-    several = [row for row in rows if row.count > max(1, verify_size)]
-    return single + few + several, len(single), len(few)
 
 
 class StepRows(NamedTuple):
@@ -153,44 +125,3 @@ class AttentionBackend(Protocol):
         metadata: of this step. cache: of one layer, and the keys and values of this step are in it already. sinks:
         float32 [query heads], if spec.has_sinks. Rows of o behind the step's tokens must be finite.
         """
-
-
-@dataclass(frozen=True)
-class AttentionRule:
-    """How an attention variant differs from what the specs of the layers say.
-
-    visibility: which keys a query sees, in place of all those up to its own position within window and chunk; no key
-    behind the query may be among them. score_change: a change of the scores before the softmax. Both are functions of
-    int32 scalars of a kernel, which PyTorch compiles.
-    """
-
-    visibility: Visibility | None = None
-    score_change: ScoreChange | None = None
-
-    def options(self, spec: AttentionSpec) -> dict[str, Any]:
-        """Keyword arguments that all kernels take, for layers of this spec."""
-        return {
-            "scale": spec.scale,
-            "window": spec.window,
-            "chunk": spec.chunk,
-            "soft_cap": spec.soft_cap,
-            "visibility": self.visibility,
-            "score_change": self.score_change,
-        }
-
-    @property
-    def fingerprint(self) -> str:
-        """What compiled code depends on besides its tensors: the modules of the functions, and the values they use."""
-        parts: list[object] = []
-        for function in (self.visibility, self.score_change):
-            if function is not None:
-                used = inspect.getclosurevars(function)
-                values = sorted({**used.globals, **used.nonlocals}.items())
-                code = function.__code__
-                source = Path(code.co_filename)
-                parts += source.read_bytes() if source.is_file() else code.co_code, code.co_name
-                parts += [item for item in values if isinstance(item[1], (int, float, str, tuple, Tensor))]
-        return hashlib.sha256(repr(parts).encode()).hexdigest() if parts else ""
-
-
-CAUSAL = AttentionRule()

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.chunks.attention import attend_by_products
-from minivllm.attention.backend import CAUSAL, AttentionContext, AttentionRule, StepRows
+from minivllm.attention.backend import AttentionContext, StepRows
 from minivllm.attention.lists.chunk_tiles import Tile, cut_chunks
 from minivllm.attention.lists.tile_lists import first_seen
+from minivllm.attention.rules.rule import CAUSAL, AttentionRule
 from minivllm.compilation.regions import Region, Size, TensorSpec
 from minivllm.device.buffers import to_device
 from minivllm.models.decoder_config import AttentionSpec, Reach

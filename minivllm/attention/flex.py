@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import CAUSAL, AttentionBackend, AttentionContext, AttentionRule, StepRows
+from minivllm.attention.backend import AttentionBackend, AttentionContext, StepRows
 from minivllm.attention.chunks import ChunkProducts
+from minivllm.attention.gathered import GatheredTiles
 from minivllm.attention.latents import GatheredLatents
 from minivllm.attention.pairs import RowPairs
+from minivllm.attention.rules.rule import CAUSAL, AttentionRule
 from minivllm.attention.sdpa import SdpaAttention
-from minivllm.attention.tiles import GatheredTiles, QueryTiles
+from minivllm.attention.tiles import QueryTiles
 from minivllm.errors import ConfigError
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import LayerCache
@@ -111,6 +113,8 @@ class FlexAttention:
         part = metadata.parts[0]
         if len(metadata.parts) == 1 and part.kind is self._single and part.tiles.num_tiles >= q.shape[0]:
             return part.kind.attend(part.tiles, cache, spec, q, sinks)
+        if part.end == q.shape[0]:
+            return part.kind.attend(part.tiles, cache, spec, q, sinks)[: part.end]
         o = torch.empty_like(q)
         for kind, begin, end, tiles in metadata.parts:
             o[begin:end] = kind.attend(tiles, cache, spec, q, sinks)[: end - begin]

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_triton_free.strips.attention import FAR, Pairs, attend_to_strips
-from minivllm.attention.backend import AttentionContext, AttentionRule, StepRows
+from minivllm.attention.backend import AttentionContext, StepRows
 from minivllm.attention.lists.tile_lists import blocks_read
+from minivllm.attention.rules.rule import AttentionRule
 from minivllm.compilation.regions import Region, Size, TensorSpec
 from minivllm.device.buffers import to_device
 from minivllm.models.decoder_config import AttentionSpec, Reach

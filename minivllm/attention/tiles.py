@@ -19,13 +19,13 @@ from kernels_triton_free.attention import (
     TileLists,
     chunks_of_tiles,
     chunks_of_tokens,
-    gathered_flex_attention,
     pack_tiles,
     paged_flex_attention,
     unpack_tiles,
 )
-from minivllm.attention.backend import AttentionContext, AttentionRule, StepRows
-from minivllm.attention.lists.tile_lists import BlockLists, blocks_read, dealt, first_seen, new_lists, write_lists
+from minivllm.attention.backend import AttentionContext, StepRows
+from minivllm.attention.lists.tile_lists import BlockLists, blocks_read, cut_tiles, new_lists, write_lists
+from minivllm.attention.rules.rule import AttentionRule
 from minivllm.compilation.regions import Region, Size, TensorSpec
 from minivllm.device.buffers import StagingBuffer, rounded_capacity, to_device
 from minivllm.models.decoder_config import AttentionSpec, Reach
@@ -36,11 +36,12 @@ class Tiles(NamedTuple):
     """T tiles of QT queries on the device, padding included, for N tokens of the step.
 
     lists: reach of layers -> blocks of the T tiles. q_position int32 [capacity, QT]: position of each query, -1 for
-    padding. kv_position int32 [>= blocks * block_size]: position of what each cache slot holds. tile_tokens int32
-    [T * QT]: token of the step behind each query; token_places int32 [N]: tile * QT + query of each token; to_tiles int
-    [T * kv_heads * QT], to_tokens int [N * kv_heads]: the same in chunks, see ``chunks_of_tiles``. All four are None
-    where token t is tile t. step_blocks int32 [n]: blocks that are copied side by side before they are read, in whose
-    places lists and kv_position then count; None where the cache is read in place.
+    padding. kv_position int32 [>= blocks * block_size]: position of what each cache slot holds, or [capacity, 1]: see
+    ``paged_flex_attention``. tile_tokens int32 [T * QT]: token of the step behind each query; token_places int32 [N]:
+    tile * QT + query of each token; to_tiles int [T * kv_heads * QT], to_tokens int [N * kv_heads]: the same in chunks,
+    see ``chunks_of_tiles``. All four are None where token t is tile t. step_blocks int32 [n, group]: blocks that are
+    copied side by side before they are read, each group as one block, in which lists and kv_position then count; None
+    where the cache is read in place.
     """
 
     num_tiles: int
@@ -102,13 +103,17 @@ class QueryTiles:
     def _compile(self, spec: AttentionSpec, batch: int | None) -> Callable:
         policy, rule = self._context.policy, self._rule
         own: Any = policy.kernel_options or None
-        function = partial(self._kernel(), **rule.options(spec), kernel_options=own)
+        function = partial(self._kernel(), **rule.options(spec), **self._options(), kernel_options=own)
         name = self._kind if batch is None else f"{self._kind} of {batch}"
-        constants = (spec, rule.fingerprint, own)
+        constants = (spec, rule.fingerprint, self._options(), own)
         return self._context.compile_region(Region(name, function, self._inputs(spec, batch), constants))
 
     def _kernel(self) -> Callable:
         return paged_flex_attention
+
+    def _options(self) -> dict[str, Any]:
+        """What the kernel is told beside the rule."""
+        return {}
 
     def _inputs(self, spec: AttentionSpec, batch: int | None) -> dict[str, Any]:
         """What the kernel of a spec takes, for ``batch`` tiles or any number of them."""
@@ -151,20 +156,13 @@ class QueryTiles:
             count = max(len(row), least)
             host["q_position"][: len(row), 0] = first
         else:
-            per_row = -(-rows.counts // size)
-            row = np.repeat(np.arange(len(per_row)), per_row)
-            count = max(len(row), least)
-            done = (np.arange(len(row)) - (np.cumsum(per_row) - per_row)[row]) * size  # tokens of the row before a tile
-            first = rows.starts[row] + done
             # Tiles that read more blocks take longer, and each thread computes a run of neighbouring tiles.
-            order = dealt(first, torch.get_num_threads() if self._context.policy.on_cpu else 1)
-            row, done, first = row[order], done[order], first[order]
-            last = np.minimum(first + size, (rows.starts + rows.counts)[row]) - 1
-            token = first_token + (np.cumsum(rows.counts) - rows.counts)[row] + done
+            hands = torch.get_num_threads() if self._context.policy.on_cpu else 1
+            row, first, last, is_query, token = cut_tiles(rows.starts, rows.counts, size, hands)
+            count = max(len(row), least)
             query = np.arange(size)
-            is_query = query <= (last - first)[:, None]
             tile_tokens = host["tile_tokens"].reshape(-1, size)
-            tile_tokens[: len(row)] = np.where(is_query, token[:, None] + query, 0)
+            tile_tokens[: len(row)] = np.where(is_query, first_token + token[:, None] + query, 0)
             tile_tokens[len(row) : count] = 0
             host["q_position"][: len(row)] = np.where(is_query, first[:, None] + query, -1)
             places = np.flatnonzero(is_query)
@@ -185,11 +183,19 @@ class QueryTiles:
         """lists, kv_position and step_blocks of tiles that belong to ``row`` int64 [T], with queries at the positions
         ``first`` to ``last`` int64 [T]."""
         tables = self._context.tables
-        lists = self._lists(tables.block_table.host, rows.slots[row], first, last, count, self._width)
+        slots, size = rows.slots[row], tables.block_size
+        lists = self._lists(tables.block_table.host, slots, first, last, count, self._width, size)
         return lists, tables.kv_position.device.view(-1), None
 
     def _lists(
-        self, table: np.ndarray, slots: np.ndarray, first: np.ndarray, last: np.ndarray, count: int, width: int
+        self,
+        table: np.ndarray,
+        slots: np.ndarray,
+        first: np.ndarray,
+        last: np.ndarray,
+        count: int,
+        width: int,
+        block_size: int,
     ) -> dict[Reach, TileLists]:
         """Blocks of the tiles, by reach; in lists of this width unless they have a fixed place."""
         lists: dict[Reach, TileLists] = {}
@@ -203,7 +209,7 @@ class QueryTiles:
                 first,
                 last,
                 self._read_reach(reach),
-                self._context.tables.block_size,
+                block_size,
                 tells_full=self._tells_full and self._rule.visibility is None,
             )
             write_lists(host, read, table, slots)
@@ -225,9 +231,8 @@ class QueryTiles:
         """q [tokens of the step, kv_heads, G, D] -> o of the tokens of these tiles, [N, kv_heads, G, D]; where token t
         is tile t, of all tokens that there are tiles for."""
         kernel, reach = self._kernels[spec, tiles.num_tiles if self._has_batches else None]
-        blocks = () if tiles.step_blocks is None else (tiles.step_blocks,)
         own_sinks = (sinks,) if spec.has_sinks else ()
-        arguments = (cache.k, cache.v, *blocks, tiles.lists[reach], tiles.q_position, tiles.kv_position, *own_sinks)
+        arguments = (cache.k, cache.v, tiles.lists[reach], tiles.q_position, tiles.kv_position, *own_sinks)
         if tiles.tile_tokens is None or tiles.token_places is None:
             num_rows = min(len(q), tiles.num_tiles)
             padding = (0, 0, 0, 0, 0, 0, 0, tiles.num_tiles - num_rows)
@@ -236,41 +241,3 @@ class QueryTiles:
             return o[:num_rows]
         packed = pack_tiles(q.to(self._compute_dtype or q.dtype), tiles.tile_tokens, self.size, tiles.to_tiles)
         return unpack_tiles(kernel(packed, *arguments), tiles.token_places, self.size, tiles.to_tokens)
-
-
-class GatheredTiles(QueryTiles):
-    """Tiles that read a copy, in the dtype of the queries, of only the blocks that the step reads."""
-
-    def __init__(self, context: AttentionContext, *args: Any, **kwargs: Any) -> None:
-        super().__init__(context, *args, **kwargs)
-        self._place = np.zeros(context.num_blocks, dtype=np.int32)
-        self._kv_position = np.zeros_like(context.tables.kv_position.host)
-
-    def _kernel(self) -> Callable:
-        return gathered_flex_attention
-
-    def _inputs(self, spec: AttentionSpec, batch: int | None) -> dict[str, Any]:
-        q, k, v, *others = super()._inputs(spec, batch).items()
-        count = Size("step blocks", min(64, self._context.num_blocks))
-        step_blocks = TensorSpec((count,), torch.int32, self._context.device)
-        return dict([q, k, v, ("step_blocks", step_blocks), *others])
-
-    def _list_blocks(
-        self, rows: StepRows, row: np.ndarray, first: np.ndarray, last: np.ndarray, count: int
-    ) -> tuple[dict[Reach, TileLists], Tensor, Tensor | None]:
-        tables, device = self._context.tables, self._context.device
-        num_read = (rows.starts + rows.counts - 1) // tables.block_size + 1
-        reaches = [self._read_reach(reach) for reach in self._context.reaches]
-        begin = np.min([first_seen(rows.starts, reach) // tables.block_size for reach in reaches], axis=0)
-        table = tables.block_table.host[rows.slots, : int(num_read.max())]
-        place = np.arange(table.shape[1])
-        needed = np.unique(table[(place >= begin[:, None]) & (place < num_read[:, None])])
-        if needed[0] != 0 and any(reach.has_sinks for reach in reaches):
-            needed = np.insert(needed, 0, 0)
-        if len(needed) < 2:
-            needed = np.append(needed, 0).astype(np.int32)  # compiled code wants two
-        self._place.fill(0)
-        self._place[needed] = np.arange(len(needed), dtype=np.int32)
-        self._kv_position[: len(needed)] = tables.kv_position.host[needed]
-        lists = self._lists(self._place[table], row, first, last, count, len(needed))
-        return lists, to_device(self._kv_position, device).view(-1), to_device(needed, device)

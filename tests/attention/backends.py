@@ -107,7 +107,8 @@ def listed_attention(
     blocks, block_size = k_cache.shape[:2]
     group = rows // q_position.shape[1]
     query = q_position[:tiles].repeat_interleave(group, 1)[:, :, None]
-    key = kv_position[: blocks * block_size]
+    slots = torch.arange(blocks * block_size)
+    key = kv_position[slots] if kv_position.dim() == 1 else (slots + kv_position[:tiles])[:, None]
     if visibility is not None:
         shown = visibility(query, key)
     else:
@@ -136,9 +137,9 @@ def listed_attention(
         scores = (scores / soft_cap).tanh() * soft_cap
     head = torch.arange(heads)[:, None] * group + torch.arange(rows) % group
     if score_change is not None:
-        scores = score_change(scores, head[:, :, None], query[:, None], key)
+        scores = score_change(scores, head[:, :, None], query[:, None], key if key.dim() == 1 else key[:, None])
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[head].expand(tiles, -1, -1)[..., None]], dim=-1)
-    weights = torch.nan_to_num(scores.softmax(-1))[..., : len(key)]
+    weights = torch.nan_to_num(scores.softmax(-1))[..., : key.shape[-1]]
     return weights @ torch.nan_to_num(v)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import random
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_triton_free.attention import TileLists, pack_tiles, unpack_tiles
-from minivllm.attention import FlexAttention
+from minivllm.attention import FlexAttention, gathered
 from minivllm.attention.flex import FlexMetadata
-from minivllm.attention.lists import chunk_tiles, tile_lists
+from minivllm.attention.lists import chunk_tiles, key_groups, tile_lists
 from minivllm.attention.tiles import Tiles
 from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
@@ -82,10 +83,12 @@ def check_tile(
     physical_blocks: list[int],
     kv_position: np.ndarray,
     block_size: int,
+    together: int,
 ) -> None:
     """The mask over the listed blocks must leave each query exactly the positions it may see, each of them once.
 
-    table: blocks of the request. partial, full: listed places; physical_blocks: the block behind each place.
+    table: blocks of the request. partial, full: listed places, of ``together`` blocks each, physical_blocks the blocks
+    there.
     """
 
     def visible(query: int) -> range:
@@ -93,10 +96,17 @@ def check_tile(
         return range(begin if reach.chunk is None else max(begin, query // reach.chunk * reach.chunk), query + 1)
 
     assert (0 in partial) == reach.has_sinks and 0 not in full, "the null block stands for sinks"
-    partial = [place for place in partial if physical_blocks[place] != 0]
+
+    def blocks_of(places: list[int]) -> list[int]:
+        every = [place * together + number for place in places for number in range(together)]
+        return [place for place in every if physical_blocks[place] != 0]
+
+    partial, full = blocks_of(partial), blocks_of(full)
     listed = [physical_blocks[place] for place in partial + full]
-    needed = {table[position // block_size] for query in queries for position in visible(query)}
-    assert len(listed) == len(set(listed)) and set(listed) == needed, "exactly the blocks that some query sees"
+    groups = {position // (block_size * together) for query in queries for position in visible(query)}
+    needed = {block for group in groups for block in table[group * together : (group + 1) * together]}
+    assert len(listed) == len(set(listed)), "each block once"
+    assert needed >= set(listed) if together > 1 else needed == set(listed), "the blocks that some query sees"
     for query in queries:
         seen = []
         for place in full:
@@ -149,10 +159,17 @@ def check_part(tiles: Tiles, size: int, rows: list[Row], shape: BatchShape, batc
         for row in rows
         for start in range(row.start, row.start + row.count, size)
     ]
-    physical = list(range(shape.num_blocks)) if tiles.step_blocks is None else tiles.step_blocks.tolist()
+    together = 1 if tiles.step_blocks is None else tiles.step_blocks.shape[1]
+    physical = list(range(shape.num_blocks)) if tiles.step_blocks is None else tiles.step_blocks.flatten().tolist()
+    slots = np.arange(len(physical) * shape.block_size)
     assert tiles.num_tiles >= max(2, len(spans))
     for tile, (_, queries) in enumerate(spans):
         assert tiles.q_position[tile].tolist() == queries + [-1] * (size - len(queries))
+
+    def kv_position(tile: int) -> np.ndarray:
+        known = tiles.kv_position.numpy()
+        return known if known.ndim == 1 else slots + known[tile]
+
     for reach in REACHES:
         for tile, (row, queries) in enumerate(spans):
             lists = listed(tiles.lists[reach], tile)
@@ -162,8 +179,9 @@ def check_part(tiles: Tiles, size: int, rows: list[Row], shape: BatchShape, batc
                 reach,
                 *lists,
                 physical,
-                tiles.kv_position.numpy(),
+                kv_position(tile),
                 shape.block_size,
+                together,
             )
         for tile in range(len(spans), tiles.num_tiles):
             assert listed(tiles.lists[reach], tile) == ([], []) and set(tiles.q_position[tile].tolist()) == {-1}
@@ -186,10 +204,17 @@ def check_packing(inputs: StepInputs) -> None:
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 2**32), tile_size=st.sampled_from([2, 4, 7, 32]))
-def test_step_inputs_equal_a_walk_over_every_token_and_block(seed: int, tile_size: int, device_type: str) -> None:
+@given(seed=st.integers(0, 2**32), tile_size=st.sampled_from([2, 4, 7, 32]), together=st.integers(1, 3))
+def test_step_inputs_equal_a_walk_over_every_token_and_block(
+    seed: int, tile_size: int, together: int, device_type: str
+) -> None:
     rng = random.Random(seed)
     shape = BatchShape(block_size=rng.choice([2, 8, 16]), num_blocks=rng.choice([33, 60]))
+    with patch.object(gathered, "KEYS_TOGETHER", together * shape.block_size):
+        check_step(rng, shape, tile_size, device_type)
+
+
+def check_step(rng: random.Random, shape: BatchShape, tile_size: int, device_type: str) -> None:
     batch = new_batch(shape)
     rows = random_rows(rng, shape, batch)
     if not rows:
@@ -253,6 +278,7 @@ def test_made_up_requests_in_the_null_block_write_its_first_slot_only() -> None:
 
 def test_the_example_of_the_lists_is_what_they_are() -> None:
     assert doctest.testmod(tile_lists).attempted > 5 and doctest.testmod(tile_lists).failed == 0
+    assert doctest.testmod(key_groups).attempted == 5 and doctest.testmod(key_groups).failed == 0
     assert doctest.testmod(chunk_tiles).attempted == 2 and doctest.testmod(chunk_tiles).failed == 0
 
 

@@ -64,7 +64,7 @@ def gather_arguments(case: AttentionCase, shape: TileShape, num_step_pages: int)
     cut = [place[pages.long()][..., :num_step_pages] for pages in listed if pages is not None]
     lists = TileLists(case.lists.partial_count, cut[0], case.lists.full_count, cut[1])
     pages = torch.tensor(step_pages, dtype=torch.int32)
-    return case.q, case.k_cache, case.v_cache, pages, lists, case.q_position, kv_position, *case.sinks
+    return case.q, case.k_cache, case.v_cache, pages[:, None], lists, case.q_position, kv_position, *case.sinks
 
 
 def check_gathered(shape: TileShape, seeds: range, dtype: torch.dtype, tolerance: float) -> None:

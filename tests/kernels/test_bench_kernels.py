@@ -183,7 +183,7 @@ def test_bench_prefill_attention(benchmark: Callable, dtype: torch.dtype) -> Non
     lists = page_lists([(start, start + TILE_SIZE - 1, 0) for start in starts], PAGES_PER_REQUEST)
     q_position = torch.arange(PROMPT, dtype=torch.int32).view(-1, TILE_SIZE)
     q = random(len(starts), KV_HEADS, TILE_SIZE * GROUP, HEAD_DIM, dtype=dtype)
-    step_pages = torch.arange(1, 1 + PAGES_PER_REQUEST, dtype=torch.int32)
+    step_pages = torch.arange(1, 1 + PAGES_PER_REQUEST, dtype=torch.int32)[:, None]
     attend = compiled(bound(gathered_flex_attention))
     measure_and_check(
         benchmark, attend, q, k_cache, v_cache, step_pages, lists, q_position, kv_position[PAGE_SIZE:].clone()

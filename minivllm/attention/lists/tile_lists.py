@@ -138,6 +138,30 @@ def _take(target: np.ndarray, table: np.ndarray, slots: np.ndarray, index: np.nd
     target[:, : index.shape[1]] = table[slots[:, None], np.minimum(index, table.shape[1] - 1)]
 
 
+class QueryRuns(NamedTuple):
+    """Tiles of queries, int64 [tiles]: the row that each belongs to, its first and last position; is_query bool [tiles,
+    size]; and which of the rows' tokens its first query is."""
+
+    row: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    is_query: np.ndarray
+    token: np.ndarray
+
+
+def cut_tiles(starts: np.ndarray, counts: np.ndarray, size: int, hands: int) -> QueryRuns:
+    """Rows that compute ``counts`` positions from ``starts`` on, int64 [rows], in tiles of ``size``, ``dealt``."""
+    per_row = -(-counts // size)
+    row = np.repeat(np.arange(len(per_row)), per_row)
+    done = (np.arange(len(row)) - (np.cumsum(per_row) - per_row)[row]) * size  # tokens of the row before a tile
+    order = dealt(starts[row] + done, hands)
+    row, done = row[order], done[order]
+    first = starts[row] + done
+    last = np.minimum(first + size, (starts + counts)[row]) - 1
+    is_query = np.arange(size) <= (last - first)[:, None]
+    return QueryRuns(row, first, last, is_query, (np.cumsum(counts) - counts)[row] + done)
+
+
 def dealt(work: np.ndarray, hands: int) -> np.ndarray:
     """An order of what takes ``work`` [n], in which ``hands`` equal runs take about as much each: dealt like cards, the
     greatest first, back and forth. In the order that it has for a single hand.
