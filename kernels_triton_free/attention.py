@@ -75,6 +75,45 @@ def paged_flex_attention(
     Returns a tensor like q; padding rows hold arbitrary finite values.
     """
     blocks, block_size, kv_heads, head_dim = k_cache.shape
+    k, v = (cache.view(1, blocks * block_size, kv_heads, head_dim).transpose(1, 2) for cache in (k_cache, v_cache))
+    return attend_to_blocks(
+        q,
+        k,
+        v,
+        lists,
+        q_position,
+        kv_position,
+        sinks,
+        block_size=block_size,
+        scale=scale,
+        window=window,
+        chunk=chunk,
+        soft_cap=soft_cap,
+        visibility=visibility,
+        score_change=score_change,
+        kernel_options=kernel_options,
+    )
+
+
+def attend_to_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: TileLists,
+    q_position: Tensor,
+    kv_position: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    block_size: int,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+    visibility: Visibility | None = None,
+    score_change: ScoreChange | None = None,
+    kernel_options: FlexKernelOptions | None = None,
+) -> Tensor:
+    """``paged_flex_attention`` over k, v [1, kv_heads, blocks * block_size, D]."""
     rows = q.shape[2]
     group = rows // q_position.shape[1]
 
@@ -96,7 +135,7 @@ def paged_flex_attention(
         return score if sinks is None else torch.where(slot == block_size - 1, sinks[query_head], score)
 
     block_mask = BlockMask(
-        seq_lengths=(rows, blocks * block_size),
+        seq_lengths=(rows, k.shape[2]),
         kv_num_blocks=lists.partial_count,
         kv_indices=lists.partial_blocks,
         full_kv_num_blocks=lists.full_count,
@@ -108,8 +147,6 @@ def paged_flex_attention(
         BLOCK_SIZE=(-(-rows // 128) * 128 if q.is_cuda else rows, block_size),
         mask_mod=visible,
     )
-    k = k_cache.view(1, blocks * block_size, kv_heads, head_dim).transpose(1, 2)
-    v = v_cache.view(1, blocks * block_size, kv_heads, head_dim).transpose(1, 2)
     score_mod = None if score_change is None and soft_cap is None and sinks is None else changed
     return flex_attention(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, kernel_options=kernel_options
@@ -146,15 +183,10 @@ def gathered_flex_attention(
     On a CPU FlexAttention repacks all of K and V for bfloat16 tiles of 64 rows and more: repacking a few blocks instead
     of the cache makes the fast bfloat16 products pay for prefill.
     """
-    count, together = step_blocks.shape
-    blocks = step_blocks.flatten()
-    if has_strips(k_cache):
-        parts = count, together * v_cache.shape[3]
-        k, v = gather_keys(k_cache, blocks).to(q.dtype), gather_values(v_cache, blocks).to(q.dtype)
-        k, v = (copy.unflatten(1, parts).permute(1, 2, 0, 3) for copy in (k, v))
-    else:
-        k, v = (cache[blocks].to(q.dtype).unflatten(0, (count, together)).flatten(1, 2) for cache in (k_cache, v_cache))
-    return paged_flex_attention(q, k, v, lists, q_position, kv_position, sinks, **options)
+    blocks, size = step_blocks.flatten(), v_cache.shape[3] if has_strips(v_cache) else v_cache.shape[1]
+    k, v = (gather(cache, blocks)[None] for gather, cache in ((gather_keys, k_cache), (gather_values, v_cache)))
+    where = lists, q_position, kv_position, sinks
+    return attend_to_blocks(q, k.to(q.dtype), v.to(q.dtype), *where, block_size=step_blocks.shape[1] * size, **options)
 
 
 def attend_to_copies(
@@ -174,15 +206,17 @@ def attend_to_copies(
 ) -> Tensor:
     """``gathered_flex_attention`` of tokens, which are packed into tiles before it and unpacked behind it.
 
-    q [tokens, kv_heads, G, D]. to_tiles int32 [tiles, kv_heads * QT]: from ``chunks_of_tiles``. to_tokens int32 [n,
+    q [tokens, kv_heads, G, D]. to_tiles int32 [tiles, kv_heads, QT]: from ``chunks_of_tiles``. to_tokens int32 [n,
     kv_heads]: from ``chunks_of_tokens``, of n tokens.
     dtype: in which it is computed, if not in that of q. Returns [n, kv_heads, G, D] in q's dtype.
     """
-    size = q_position.shape[1]
-    tiles = pack_tiles(q.to(dtype or q.dtype), to_tiles, size, to_tiles.flatten())
+    group = q.shape[2]
+    # Looked up in four dimensions, which is the real buffer that FlexAttention wants.
+    rows = (to_tiles[..., None] * group + torch.arange(group, dtype=to_tiles.dtype, device=q.device)).flatten(2)
+    tiles = q.to(dtype or q.dtype).flatten(0, 2)[rows]
     where = lists, q_position, kv_position
     out = gathered_flex_attention(tiles, k_cache, v_cache, step_blocks, *where, sinks, **options)
-    return unpack_tiles(out, to_tokens, size, to_tokens.flatten()).to(q.dtype)
+    return out.unflatten(2, (-1, group)).flatten(0, 2)[to_tokens].to(q.dtype)
 
 
 def gathered_sdpa_attention(

@@ -18,9 +18,6 @@ from minivllm.device.buffers import to_device
 from minivllm.models.decoder_config import AttentionSpec, Reach
 from minivllm.models.model import LayerCache
 
-KEYS_TOGETHER = 128
-"""Keys that are copied side by side and read as one block, of which more is masked the larger it is."""
-
 
 class GatheredTiles(QueryTiles):
     """Tiles that read a copy, in the dtype of the queries, of only the blocks that the step reads. The kernel takes the
@@ -28,7 +25,7 @@ class GatheredTiles(QueryTiles):
 
     @property
     def _blocks_together(self) -> int:
-        return max(1, KEYS_TOGETHER // self._context.tables.block_size)
+        return max(1, self._context.policy.keys_together // self._context.tables.block_size)
 
     def _kernel(self) -> Callable:
         return attend_to_copies
@@ -51,7 +48,7 @@ class GatheredTiles(QueryTiles):
             "lists": inputs.pop("lists"),
             "q_position": inputs.pop("q_position"),
             "kv_position": numbers(capacity, 1),
-            "to_tiles": numbers(Size("tiles", 5), context.kv_heads * self.size),
+            "to_tiles": numbers(Size("tiles", 5), context.kv_heads, self.size),
             "to_tokens": numbers(Size("tokens in tiles", 9), context.kv_heads),
             **{name: inputs[name] for name in ("sinks",) if name in inputs},
         }
@@ -82,7 +79,8 @@ class GatheredTiles(QueryTiles):
     ) -> Tensor:
         kernel, reach = self._kernels[spec, None]
         assert tiles.to_tiles is not None and tiles.to_tokens is not None
-        chunks = tiles.to_tiles.view(tiles.num_tiles, -1), tiles.to_tokens.view(-1, self._context.kv_heads)
+        heads = self._context.kv_heads
+        chunks = tiles.to_tiles.view(-1, heads, self.size), tiles.to_tokens.view(-1, heads)
         read = cache.k, cache.v, tiles.step_blocks, tiles.lists[reach], tiles.q_position, tiles.kv_position
         o: Tensor = kernel(q, *read, *chunks, *((sinks,) if spec.has_sinks else ()))
         return o

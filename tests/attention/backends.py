@@ -24,9 +24,14 @@ CPU_POLICY, CUDA_POLICY = DevicePolicy(type="cpu"), DevicePolicy(type="cuda", ca
 
 @dataclass(frozen=True, kw_only=True)
 class SmallTiles(DevicePolicy):
-    """Choices of a device whose prompt chunks are cut into small tiles."""
+    """Choices of a device whose prompt chunks are cut into small tiles, and read so many keys as one block."""
 
     tile_size: int
+    together: int = 1
+
+    @property
+    def keys_together(self) -> int:
+        return self.together
 
     def query_tile_size(self, query_group: int) -> int:
         return self.tile_size
@@ -143,3 +148,9 @@ def listed_attention(
         scores = torch.cat([scores, sinks[head].expand(tiles, -1, -1)[..., None]], dim=-1)
     weights = torch.nan_to_num(scores.softmax(-1))[..., : key.shape[-1]]
     return weights @ torch.nan_to_num(v)
+
+
+def attend_to_listed_blocks(q: Tensor, k: Tensor, v: Tensor, *args: Any, block_size: int, **options: Any) -> Tensor:
+    """``listed_attention`` over k, v [1, kv_heads, blocks * block_size, D]."""
+    caches = (copy[0].transpose(0, 1).unflatten(0, (-1, block_size)) for copy in (k, v))
+    return listed_attention(q, *caches, *args, **options)

@@ -26,7 +26,7 @@ from minivllm.device.buffers import MirroredTable, rounded_capacity
 from minivllm.errors import ConfigError
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import LayerCache
-from tests.attention.backends import SmallTiles, listed_attention, new_context, uncompiled
+from tests.attention.backends import SmallTiles, attend_to_listed_blocks, listed_attention, new_context, uncompiled
 from tests.attention.random_batches import CPU, BatchShape
 
 MAX_LENGTH, MAX_SEQS, VERIFY_SIZE = 40, 4, 3
@@ -98,7 +98,7 @@ class Case:
             "kv_heads": self.kv_heads,
             "query_group": self.spec.query_group,
             "head_dim": self.head_dim,
-            "policy": SmallTiles(type=device_type, capability=(9, 0), tile_size=self.tile_size),
+            "policy": SmallTiles(type=device_type, capability=(9, 0), tile_size=self.tile_size, together=24),
             "verify_size": VERIFY_SIZE,
         }
         return make(new_context(self.tables, self.shape, [self.spec], **changes))
@@ -165,7 +165,7 @@ def cases(draw: st.DrawFn) -> Case:
 def _on_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels read the lists in plain operations in place of compiled ones."""
     monkeypatch.setattr(minivllm.attention.tiles, "paged_flex_attention", listed_attention)
-    monkeypatch.setattr(kernels_triton_free.attention, "paged_flex_attention", listed_attention)
+    monkeypatch.setattr(kernels_triton_free.attention, "attend_to_blocks", attend_to_listed_blocks)
 
 
 @settings(max_examples=80, deadline=None)

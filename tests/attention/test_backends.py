@@ -37,6 +37,7 @@ from tests.attention.backends import (
     HEAD_DIM,
     KV_HEADS,
     SmallTiles,
+    attend_to_listed_blocks,
     laid_in_strips,
     listed_attention,
     new_context,
@@ -143,9 +144,10 @@ def test_listed_blocks_give_what_gathering_gives_with_the_choices_of_each_device
 ) -> None:
     """Lists, padding and packing, without compiling: the kernel is replaced by plain operations on the same lists."""
     monkeypatch.setattr(minivllm.attention.tiles, "paged_flex_attention", listed_attention)
-    monkeypatch.setattr(kernels_triton_free.attention, "paged_flex_attention", listed_attention)
+    monkeypatch.setattr(kernels_triton_free.attention, "attend_to_blocks", attend_to_listed_blocks)
     batch = new_batch(SHAPE)
-    small = SmallTiles(type=policy.type, capability=policy.capability, tile_size=4)
+    together = 2 * SHAPE.block_size
+    small = SmallTiles(type=policy.type, capability=policy.capability, tile_size=4, together=together)
     context = new_context(batch.groups[0], SHAPE, specs, policy=small, verify_size=VERIFY_SIZE, in_strips=in_strips)
     backend = FlexAttention(context, rule)
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
@@ -187,7 +189,7 @@ def test_compiled_attention_equals_gathering_on_random_mixed_batches_without_rec
     torch._dynamo.reset()
     batch = new_batch(SHAPE)
     compiler = RegionCompiler(enabled=True)
-    small = SmallTiles(type="cpu", tile_size=4)
+    small = SmallTiles(type="cpu", tile_size=4, together=2 * SHAPE.block_size)
     context = new_context(
         batch.groups[0],
         SHAPE,
@@ -255,7 +257,7 @@ class GroupedAttention:
 def test_kv_groups_with_tables_and_windows_of_their_own_are_one_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second group has freed the blocks in front of its window: nothing may read the null block in their place."""
     monkeypatch.setattr(minivllm.attention.tiles, "paged_flex_attention", listed_attention)
-    monkeypatch.setattr(kernels_triton_free.attention, "paged_flex_attention", listed_attention)
+    monkeypatch.setattr(kernels_triton_free.attention, "attend_to_blocks", attend_to_listed_blocks)
     batch = new_batch(SHAPE)
     contexts: list[AttentionContext] = []
     for spec in SPECS:

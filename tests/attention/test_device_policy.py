@@ -37,6 +37,7 @@ def test_a_tile_of_a_prompt_has_the_rows_that_the_kernel_wants() -> None:
     assert [plain.query_tile_size(group) * group for group in (1, 2)] == [64, 64]
     assert [amx.query_tile_size(group) * group for group in (1, 2)] == [64, 128]
     assert CUDA_POLICY.query_tile_size(1) == CUDA_POLICY.query_tile_size(8) == 128
+    assert [policy.keys_together for policy in (plain, amx, CUDA_POLICY)] == [1, 128, 1]
 
 
 def test_the_policy_of_this_machine_is_that_of_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

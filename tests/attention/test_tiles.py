@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import random
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_triton_free.attention import TileLists, pack_tiles, unpack_tiles
-from minivllm.attention import FlexAttention, gathered
+from minivllm.attention import FlexAttention
 from minivllm.attention.flex import FlexMetadata
 from minivllm.attention.lists import chunk_tiles, key_groups, tile_lists
 from minivllm.attention.tiles import Tiles
@@ -45,10 +44,12 @@ VERIFY_SIZE = 4
 class Steps:
     """A step builder and the backend that lists blocks for it, with the choices for a CPU or for a GPU."""
 
-    def __init__(self, batch: PersistentBatch, shape: BatchShape, tile_size: int, device_type: str) -> None:
+    def __init__(
+        self, batch: PersistentBatch, shape: BatchShape, tile_size: int, device_type: str, keys_together: int = 1
+    ) -> None:
         tokens = shape.max_num_batched_tokens
         self._builder = StepInputBuilder(batch, max_num_batched_tokens=tokens, verify_size=VERIFY_SIZE, device=CPU)
-        policy = SmallTiles(type=device_type, tile_size=tile_size)
+        policy = SmallTiles(type=device_type, tile_size=tile_size, together=keys_together)
         context = new_context(batch.groups[0], shape, specs_of(REACHES), policy=policy, verify_size=VERIFY_SIZE)
         self.backend = FlexAttention(context)
 
@@ -210,16 +211,11 @@ def test_step_inputs_equal_a_walk_over_every_token_and_block(
 ) -> None:
     rng = random.Random(seed)
     shape = BatchShape(block_size=rng.choice([2, 8, 16]), num_blocks=rng.choice([33, 60]))
-    with patch.object(gathered, "KEYS_TOGETHER", together * shape.block_size):
-        check_step(rng, shape, tile_size, device_type)
-
-
-def check_step(rng: random.Random, shape: BatchShape, tile_size: int, device_type: str) -> None:
     batch = new_batch(shape)
     rows = random_rows(rng, shape, batch)
     if not rows:
         return
-    steps = Steps(batch, shape, tile_size, device_type)
+    steps = Steps(batch, shape, tile_size, device_type, together * shape.block_size)
     inputs = steps.build(rows)
     check_tokens(inputs, inputs.rows, batch)
     check_tiles(steps, inputs, rows, shape, batch)

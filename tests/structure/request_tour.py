@@ -161,7 +161,7 @@ class WatchedAttention:
                     for count, blocks in (lists[:2], lists[2:])
                 )
                 if copied is not None:
-                    full, partial = copied[full].tolist(), copied[partial].tolist()
+                    full, partial = copied[full].flatten().tolist(), copied[partial].flatten().tolist()
                 size = "1 query   " if part.kind.size == 1 else f"{part.kind.size} queries"
                 described.append(
                     f"tile of {size}  positions {span(positions):7} wholly visible {full!s:7} partial {partial}"
