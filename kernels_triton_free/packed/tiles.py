@@ -57,18 +57,15 @@ def can_halve(tiles: Tensor) -> bool:
     return tiles.shape[0] % 2 == 0
 
 
-def tiled_linear_halves(x: Tensor, tiles: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def tiled_linear_halves(x: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
     """``tiled_linear``, the first half of the outputs and the second by themselves, for tiles that ``can_halve``.
 
     A gated MLP multiplies the two value by value. Inductor computes a block of each half, then what follows of them
     while they are in the CPU's cache, and writes half as much: with silu, 512 rows of SmolLM2-135M's gate and up took
-    1.04 ms in place of 1.2.
+    1.18 ms in place of 1.25.
     """
     halves: tuple[Tensor, Tensor] = torch.ops.kernels_triton_free.tiled_linear_halves.default(x, tiles)
-    if bias is None:
-        return halves
-    first, second = bias.chunk(2)
-    return halves[0] + first, halves[1] + second
+    return halves
 
 
 def _tiled_linear(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:

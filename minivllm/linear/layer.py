@@ -108,8 +108,9 @@ class PackedLinear(LinearMethod):
         return packed_linear(x, packed, bias, self.out_features)
 
     def apply_halves(self, x: Tensor, tensors: LinearTensors) -> tuple[Tensor, Tensor]:
-        if self.read_as == "tiles" and torch.compiler.is_compiling() and can_halve(tensors[1]):
-            return tiled_linear_halves(x, *tensors[1:])
+        _, *memory = tensors
+        if self.read_as == "tiles" and torch.compiler.is_compiling() and len(memory) == 1 and can_halve(memory[0]):
+            return tiled_linear_halves(x, memory[0])
         return super().apply_halves(x, tensors)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kernels_triton_free.activation import gated_activation
+from kernels_triton_free.activation import gated_activation, quick_silu
 from kernels_triton_free.norm import add_rms_norm, rms_norm
 from kernels_triton_free.rotary import (
     apply_rotary,
@@ -208,3 +208,10 @@ def test_products_of_rotated_vectors_depend_on_the_distance_of_their_positions_o
 
     for distance in (0, 1, 17, 400):
         torch.testing.assert_close(product(distance, 0), product(distance + 600, 600), rtol=1e-4, atol=1e-4)
+
+
+def test_quick_silu_is_silu_to_far_less_than_bfloat16_shows() -> None:
+    x = torch.cat([torch.linspace(-30, 30, 600_001), torch.tensor([-3e38, -1e4, -200.0, 200.0, 1e4, 3e38, -0.0, 0.0])])
+    expected = torch.nn.functional.silu(x.double())
+    torch.testing.assert_close(quick_silu(x).double(), expected, atol=1e-5, rtol=1e-6)
+    assert quick_silu(torch.tensor([torch.nan])).isnan().all()

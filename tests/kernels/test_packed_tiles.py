@@ -94,19 +94,18 @@ def test_compiled_code_gives_the_product_of_any_number_of_rows(shape: tuple[int,
 
 @needs_amx
 @needs_compiler
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_halves_are_those_of_the_product_and_what_follows_of_both_is_computed_with_them(has_bias: bool) -> None:
-    """For any number of rows; as a sum in float32, which is not rounded between."""
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
+def test_halves_are_those_of_the_product_and_what_follows_of_both_is_computed_with_them(activation: str) -> None:
+    """For any number of rows; of sums in float32, which are not rounded between."""
     patch_inductor()
     generate_tiled_products()
     torch._dynamo.reset()
     weight = torch.randn(192, 96).bfloat16()
-    bias = torch.randn(192).bfloat16() if has_bias else None
     tiles = tiles_of(pack_weight(weight))
     assert can_halve(tiles) and not can_halve(tiles[:3])
 
-    def gated(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
-        return gated_product(*tiled_linear_halves(x * 2, tiles, bias), "silu")
+    def gated(x: Tensor, tiles: Tensor) -> Tensor:
+        return gated_product(*tiled_linear_halves(x * 2, tiles), activation)
 
     compiled, fixed = torch.compile(gated), torch.compile(gated, dynamic=False)
     for function, counts in ((compiled, (47, 2, 16, 33, 400)), (fixed, (1, 4))):
@@ -115,9 +114,8 @@ def test_halves_are_those_of_the_product_and_what_follows_of_both_is_computed_wi
             if function is compiled:
                 torch._dynamo.mark_dynamic(x, 0)
             with only_marked_sizes_are_dynamic():
-                got = function(x, tiles, bias)
-            exact = F.linear(x.double() * 2, weight.double(), None if bias is None else bias.double())
-            expected = gated_product(*exact.chunk(2, dim=-1), "silu")
+                got = function(x, tiles)
+            exact = F.linear(x.double() * 2, weight.double())
+            expected = gated_product(*exact.chunk(2, dim=-1), activation)
             torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-3)
-            halves = torch.cat(tiled_linear_halves(x * 2, tiles, bias), dim=-1)
-            check(halves, x * 2, weight, bias)
+            check(torch.cat(tiled_linear_halves(x * 2, tiles), dim=-1), x * 2, weight, None)
