@@ -63,8 +63,8 @@ def paged_flex_attention(
     k_cache, v_cache [blocks, block_size, kv_heads, D] in q's dtype.
     q_position int32 [capacity, QT]: position of each query in its sequence, -1 for padding; capacity >= tiles is fixed.
     kv_position int32 [>= blocks * block_size]: position in its sequence of what each cache slot holds. Or
-    [capacity, 1], where the partial blocks of a tile lie in order: the position of a key there less its slot. To read a
-    table for every score is what a mask takes longest for on a CPU.
+    [capacity, 1], where the partial blocks of a tile lie in order (all of them, if there is a score_change): the
+    position of a key there less its slot. To read a table for every score is what a mask takes longest for on a CPU.
     sinks: float32 [kv_heads * G], a logit of each head that joins the softmax's denominator and has no value (Xiao et
     al. 2024; learned in gpt-oss). The last slot of block 0 stands for it: block 0 is listed as partial in every tile,
     nothing else of it is visible, and V is zero there.

@@ -67,7 +67,7 @@ class GatheredTiles(QueryTiles):
             [self._read_reach(reach) for reach in self._context.reaches],
             size,
             tables.block_size,
-            tells_full=self._tells_full and self._rule.visibility is None,
+            by_place=self._rule.visibility is not None or self._rule.score_change is not None,
         )
         shift = np.zeros((self._buffer.host["q_position"].shape[0], 1), dtype=np.int32)
         shift[: len(row), 0] = groups.shift[row]

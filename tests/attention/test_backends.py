@@ -128,10 +128,14 @@ def every_other(query: Tensor, key: Tensor) -> Tensor:
     return (key <= query) & ((query - key) % 2 == 0)
 
 
-RULES = {"causal": AttentionRule(), "other rule": AttentionRule(every_other, fading)}
+RULES = {
+    "causal": AttentionRule(),
+    "other rule": AttentionRule(every_other, fading),
+    "other scores": AttentionRule(score_change=fading),
+}
 
 
-@pytest.mark.parametrize("specs", [SPECS, VARIANTS], ids=["windows", "all that specs say"])
+@pytest.mark.parametrize("specs", [SPECS, SPECS[:1], VARIANTS], ids=["windows", "no windows", "all that specs say"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize(
     ("policy", "in_strips"),

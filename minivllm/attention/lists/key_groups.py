@@ -85,12 +85,13 @@ def groups_of_step(
     size: int,
     block_size: int,
     *,
-    tells_full: bool,
+    by_place: bool,
 ) -> KeyGroups:
-    """``group_keys`` for rows of which some layers see so far. tells_full: what they see whole is not masked."""
+    """``group_keys`` for rows of which some layers see so far. by_place: positions of keys matter even where they are
+    seen whole, so all of a row lies in order."""
     keys = size * block_size
     first = np.min([first_seen(starts, reach) // keys for reach in reaches], axis=0)
-    shares = tells_full and all(reach.window is None and reach.chunk is None for reach in reaches)
+    shares = not by_place and all(reach.window is None and reach.chunk is None for reach in reaches)
     has_null = any(reach.has_sinks for reach in reaches)
     own = starts // keys if shares else first
     groups = group_keys(table, starts, ends, first, own, size, block_size, has_null=has_null)
