@@ -435,6 +435,14 @@ def test_offline_a_death_fails_its_own_prompts_and_only_the_last_one_is_the_end(
         client._client._may_restart = False
         for pid in client.pids:
             os.kill(pid, signal.SIGKILL)
-        # The reason may come a moment after the pipes are broken.
-        with pytest.raises(EngineDeadError, match=r"SIGKILL|All engines have died"):
-            llm.generate([ids(5), ids(6)], greedy, use_tqdm=False)
+
+        def has_ended() -> bool:
+            try:
+                outputs = llm.generate([ids(5), ids(6)], greedy, use_tqdm=False)
+            except EngineDeadError as error:
+                return re.search("SIGKILL|All engines have died", str(error)) is not None
+            assert any(one.error is not None for one in outputs)
+            return False
+
+        # One death may be noticed a moment before the other, and its prompts then fail by themselves.
+        assert wait_until(has_ended)
