@@ -40,6 +40,18 @@ class TileLists(NamedTuple):
     full_blocks: Tensor | None
 
 
+class FlexOptions(TypedDict, total=False):
+    """What ``paged_flex_attention`` is told beside its tensors."""
+
+    scale: Required[float]
+    window: int | None
+    chunk: int | None
+    soft_cap: float | None
+    visibility: Visibility | None
+    score_change: ScoreChange | None
+    kernel_options: FlexKernelOptions | None
+
+
 def paged_flex_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -48,14 +60,7 @@ def paged_flex_attention(
     q_position: Tensor,
     kv_position: Tensor,
     sinks: Tensor | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    soft_cap: float | None = None,
-    visibility: Visibility | None = None,
-    score_change: ScoreChange | None = None,
-    kernel_options: FlexKernelOptions | None = None,
+    **options: Unpack[FlexOptions],
 ) -> Tensor:
     """Attention of query tiles over blocks. To be compiled: uncompiled FlexAttention computes the whole square.
 
@@ -76,23 +81,8 @@ def paged_flex_attention(
     """
     blocks, block_size, kv_heads, head_dim = k_cache.shape
     k, v = (cache.view(1, blocks * block_size, kv_heads, head_dim).transpose(1, 2) for cache in (k_cache, v_cache))
-    return attend_to_blocks(
-        q,
-        k,
-        v,
-        lists,
-        q_position,
-        kv_position,
-        sinks,
-        block_size=block_size,
-        scale=scale,
-        window=window,
-        chunk=chunk,
-        soft_cap=soft_cap,
-        visibility=visibility,
-        score_change=score_change,
-        kernel_options=kernel_options,
-    )
+    where = lists, q_position, kv_position, sinks
+    return attend_to_blocks(q, k, v, *where, block_size=block_size, **options)
 
 
 def attend_to_blocks(
@@ -116,7 +106,6 @@ def attend_to_blocks(
     """``paged_flex_attention`` over k, v [1, kv_heads, blocks * block_size, D]."""
     rows = q.shape[2]
     group = rows // q_position.shape[1]
-
     shift = kv_position.view(-1)
 
     def position(tile: Tensor, slot: Tensor) -> Tensor:
@@ -151,18 +140,6 @@ def attend_to_blocks(
     return flex_attention(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, kernel_options=kernel_options
     )
-
-
-class FlexOptions(TypedDict, total=False):
-    """The keyword arguments of paged_flex_attention."""
-
-    scale: Required[float]
-    window: int | None
-    chunk: int | None
-    soft_cap: float | None
-    visibility: Visibility | None
-    score_change: ScoreChange | None
-    kernel_options: FlexKernelOptions | None
 
 
 def gathered_flex_attention(

@@ -93,7 +93,7 @@ class DevicePolicy:
     def query_tile_size(self, query_group: int) -> int:
         """Queries per tile of a prompt chunk. On CUDA 128, the kernel's own block; on a CPU enough for 64 rows, from
         where FlexAttention uses fast bfloat16 products, and no more, since short chunks pay for the padding; with AMX
-        64, since every tile packs its keys again."""
+        64: with 32, 512 tokens of SmolLM2-135M took 6 % longer, with 128 as long."""
         if self.on_cpu:
             return 64 if query_group == 1 or self.multiplies_bfloat16_tiles else 32
         return 128
