@@ -1,12 +1,12 @@
 """Single tokens over a cache in strips: which blocks each of them reads, and the compiled loops that attend.
 
 Three rows at the positions 9, 4 and 6, of which the last two verify drafts of one request, are these pairs where
-blocks hold 4 tokens. In the last one nothing is seen:
+blocks hold 4 tokens. In the last one nothing is seen, whichever block it reads: rows of fewer blocks need it.
 
 >>> table = np.array([[5, 2, 7], [5, 1, 0]], dtype=np.int32)
 >>> pairs = list_pairs(table, np.array([0, 1, 1]), np.array([9, 4, 6]), Reach(), block_size=4, num_rows=3)
 >>> pairs.blocks.tolist(), pairs.row.tolist(), pairs.first[:-1].tolist()
-([5, 2, 7, 5, 1, 5, 1, 0], [0, 0, 0, 1, 1, 2, 2, 0], [0, 4, 8, 0, 4, 0, 4])
+([5, 2, 7, 5, 1, 5, 1, 5], [0, 0, 0, 1, 1, 2, 2, 0], [0, 4, 8, 0, 4, 0, 4])
 >>> pairs.of_row.tolist()
 [[0, 1, 2], [3, 4, 7], [5, 6, 7]]
 """
@@ -31,8 +31,8 @@ from minivllm.device.buffers import to_device
 from minivllm.models.decoder_config import AttentionSpec, Reach
 from minivllm.models.model import LayerCache
 
-MIN_ROWS = 2
-"""Compiled code wants two of everything that varies."""
+MIN_BLOCKS = 2
+"""Of a row: compiled code wants two of everything that varies."""
 
 
 class HostPairs(NamedTuple):
@@ -50,20 +50,21 @@ def list_pairs(
     """The pairs of queries at ``positions`` int64 [n], each in the batch slot ``slots`` int64 [n], and of as much
     padding as makes ``num_rows``. table int32 [batch slots, max blocks of a request]: physical blocks."""
     begin, _, _, end, _ = blocks_read(positions, positions, reach, block_size, tells_full=False)
-    counts = end - begin
+    counts = np.zeros(num_rows, dtype=np.int64)
+    counts[: len(positions)] = end - begin
     starts = np.cumsum(counts) - counts
-    row = np.repeat(np.arange(len(positions)), counts)
+    row = np.repeat(np.arange(num_rows), counts)
     unseen = len(row)
     index = begin[row] + np.arange(unseen) - starts[row]
-    place = np.arange(max(MIN_ROWS, int(counts.max(initial=0))))
-    of_row = np.full((num_rows, len(place)), unseen, dtype=np.int32)
-    of_row[: len(counts)] = np.where(place < counts[:, None], starts[:, None] + place, unseen)
-
-    def listed(values: np.ndarray, last: int) -> np.ndarray:
-        return np.append(values, last).astype(np.int32)
-
-    blocks = listed(table[slots[row], index], 0)
-    return HostPairs(blocks, listed(row, 0), listed(index * block_size, FAR), of_row)
+    blocks = table[slots[row], index]
+    place = np.arange(max(MIN_BLOCKS, int(counts.max(initial=0))))
+    of_row = np.where(place < counts[:, None], starts[:, None] + place, unseen)
+    columns = [blocks, row, index * block_size]
+    if (counts < len(place)).any():
+        # The block of another pair need not be fetched once more.
+        last = blocks[0] if unseen else 0, 0, FAR
+        columns = [np.append(values, value) for values, value in zip(columns, last)]
+    return HostPairs(*(values.astype(np.int32) for values in (*columns, of_row)))
 
 
 class PairMetadata(NamedTuple):
@@ -91,7 +92,7 @@ class RowPairs:
         return self._context.compile_region(region)
 
     def _inputs(self, spec: AttentionSpec) -> dict[str, Any]:
-        context, rows, pairs = self._context, Size("rows", 5), Size("pairs", 11)
+        context, rows, pairs = self._context, Size("rows", 5, single=1), Size("pairs", 11)
         example = Size("blocks", min(64, context.num_blocks))
 
         def numbers(*shape: int | Size) -> Any:
@@ -117,7 +118,7 @@ class RowPairs:
         request = np.repeat(np.arange(len(rows.counts)), rows.counts)
         done = np.arange(len(request)) - (np.cumsum(rows.counts) - rows.counts)[request]
         positions = rows.starts[request] + done
-        num_rows = max(len(request), least, MIN_ROWS)
+        num_rows = max(len(request), least, context.min_rows)
         q_position = np.full(num_rows, -1, dtype=np.int32)
         q_position[: len(request)] = positions
         pairs: dict[Reach, Pairs] = {}

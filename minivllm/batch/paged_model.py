@@ -176,6 +176,7 @@ class PagedModel:
                 verify_size=limits.verify_size,
                 compile_region=compiler,
                 compiles=compiler.enabled,
+                min_rows=compiler.min_rows,
                 policy=self._policy,
                 device=model.device,
                 in_strips=cache.in_strips,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,10 +24,11 @@ from minivllm.attention import (
     SdpaAttention,
     StepRows,
 )
+from minivllm.attention.pairs import RowPairs
 from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
-from minivllm.compilation.region_packages import export_region
+from minivllm.compilation.region_packages import PackagedRegionCompiler, export_region
 from minivllm.compilation.regions import Region
 from minivllm.device.buffers import MirroredTable
 from minivllm.models.decoder_config import AttentionSpec, Reach
@@ -176,6 +179,34 @@ def test_packages_of_attention_serve_every_size(in_strips: bool) -> None:
     assert [region.name for region in regions][-1] == "prompt attention" and len(regions) == 2
     for region in regions:
         export_region(region, {})
+        if region.has_code_for("single"):
+            export_region(region.fixed("single"), {})
+    assert regions[0].has_code_for("single")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cannot_compile_reason(CPU) is not None, reason="there is no C++ compiler for packages here")
+@torch.inference_mode()
+def test_a_single_row_attends_by_code_of_its_own_and_is_not_padded(tmp_path: Path) -> None:
+    """The first call builds the package that it needs, and no other."""
+    compiler = PackagedRegionCompiler(tmp_path / "regions")
+    batch, generator, rng = new_batch(SHAPE), torch.Generator().manual_seed(0), random.Random(0)
+    context = new_context(
+        batch.groups[0], SHAPE, VARIANTS[:1], compile_region=compiler, min_rows=compiler.min_rows, in_strips=True
+    )
+    compiled, reference, compared = RowPairs(context, AttentionRule()), SdpaAttention(context), 0
+    while compared < 20:
+        rows, cache, q = random_step(rng, generator, batch)
+        cache = laid_in_strips(cache)
+        for row in (row for row in rows if row.count == 1):
+            one = np.ones(1, dtype=np.int64)
+            step = StepRows(one * row.request.slot, one * row.start, one, num_single=1, num_few=0, num_padded=1)
+            out = compiled.attend(compiled.prepare(step, 0, 1), cache, VARIANTS[0], q[:1], SINKS)
+            expected = reference.attend(reference.prepare(step), cache, VARIANTS[0], q[:1], SINKS)
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+            compared += 1
+    built = [packaged.region.name for packaged in compiler._regions.values() if packaged.is_ready]
+    assert built == ["decode attention over strips of one row"]
 
 
 @pytest.mark.slow
