@@ -130,15 +130,20 @@ def draw_from_candidates(
     return torch.where(candidates[:, 0] == -torch.inf, 0, token_ids), exact
 
 
+def has_runs(vocab_size: int) -> bool:
+    """Whether ``likeliest`` divides so many logits."""
+    return gcd(vocab_size, MAX_RUN) >= MIN_RUN
+
+
 def likeliest(logits: Tensor) -> Tensor:
     """Id of the greatest of logits [R, V] in each row, the smallest id among equals; int64 [R].
 
     max keeps the index as it goes: on a CPU it is five times as fast as argmax over bfloat16. amax, which keeps none,
     is faster still: it finds the run that the greatest lies in, and max looks into that one only.
     """
-    run = gcd(logits.shape[-1], MAX_RUN)
-    if logits.device.type != "cpu" or run < MIN_RUN:
+    if logits.device.type != "cpu" or not has_runs(logits.shape[-1]):
         return logits.max(-1).indices
+    run = gcd(logits.shape[-1], MAX_RUN)
     runs = logits.unflatten(-1, (-1, run))
     best = runs.amax(-1).max(-1).indices
     return best * run + runs[torch.arange(logits.shape[0]), best].max(-1).indices

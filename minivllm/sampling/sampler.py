@@ -11,7 +11,7 @@ rows that need nothing cost an argmax.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,11 +21,14 @@ from torch import Tensor
 from kernels_triton_free.sampling.draw import (
     draw_from_candidates,
     draw_from_vocabulary,
+    has_runs,
     likeliest,
     scale_by_temperature,
     token_logprobs,
     top_candidates,
 )
+from minivllm.compilation.compiler import RegionCompiler
+from minivllm.compilation.regions import Region, Size, TensorSpec
 from minivllm.messages import PositionLogprobs
 from minivllm.sampling.sampling_state import SamplingState
 from minivllm.sampling.token_masks import TokenMaskStage
@@ -51,6 +54,26 @@ class Sampler:
         """masks: come before all other stages."""
         self._state = state
         self._masks = tuple(masks)
+        self._likeliest: Callable[[Tensor], Tensor] = likeliest
+
+    def use_regions(self, compiler: RegionCompiler, logits: torch.dtype) -> None:
+        """On a CPU, find the likeliest tokens by compiled code from now on, where logits are of this dtype.
+
+        That takes six operators, and after a model's weights have gone through the CPU's cache each takes as long as if
+        it were called for the first time: 0.2 ms of a step of 13 for one row, 0.6 for 32 (SmolLM2-135M, two cores).
+        """
+        vocab_size, device = self._state.vocab_size, self._state.temperature.device.device
+        if device.type != "cpu" or not has_runs(vocab_size):
+            return
+        spec = TensorSpec((Size("rows", 5, single=1), vocab_size), logits, device)
+        compiled = compiler(Region("likeliest tokens", likeliest, {"logits": spec}))
+
+        def find(given: Tensor) -> Tensor:
+            is_declared = given.dtype == logits and given.is_contiguous() and len(given) >= compiler.min_rows
+            found: Tensor = compiled(given) if is_declared else likeliest(given)
+            return found
+
+        self._likeliest = find
 
     def __call__(self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray) -> SampledTokens:
         """logits [R, V] any float dtype, left as they are; slots [R] int: the slot of each row, several rows may share
@@ -74,7 +97,7 @@ class Sampler:
         if needs_work.all():
             token_ids = self._process(logits.to(dtype, copy=True), slots, positions, is_random)
         else:
-            token_ids = likeliest(logits)
+            token_ids = self._likeliest(logits)
             if needs_work.any():
                 rows = _to_device(np.flatnonzero(needs_work), logits.device)
                 token_ids[rows] = self._process(
@@ -114,7 +137,7 @@ class Sampler:
             logits = torch.where(logits.amax(-1, keepdim=True) == -torch.inf, masked, logits)
         if is_random.all():
             return self._draw(logits, slots, positions)
-        token_ids = likeliest(logits)
+        token_ids = self._likeliest(logits)
         if is_random.any():
             rows = _to_device(np.flatnonzero(is_random), logits.device)
             token_ids[rows] = self._draw(logits[rows], slots[is_random], _select(positions, is_random))

@@ -97,6 +97,7 @@ class ModelRunner:
         self.model.use_regions(compiler)
         for model in self.guessing_models:
             model.use_regions(compiler)
+        self.sampler.use_regions(compiler, self.decoder.dtype)
 
     @property
     def guessing_models(self) -> Sequence[GuessingModel]:
@@ -180,13 +181,12 @@ class ModelRunner:
 
     def capture_graphs(self, mode: CudaGraphMode, backend: GraphBackend) -> None:
         """Capture the steps of all buckets. Everything must be compiled, and the cache's null block free to write."""
-        limits = self.limits
         graphs = StepGraphs(
             mode,
             self.model,
             backend,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_seqs=self.limits.max_num_seqs,
+            max_num_batched_tokens=self.limits.max_num_batched_tokens,
         )
         graphs.capture(lambda num_tokens: self.model.build([], num_tokens))
         self.graphs = graphs

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from transformers import (
 )
 
 from kernels_triton_free.sampling.noise import gumbel_noise
+from minivllm.compilation.compiler import cannot_compile_reason
+from minivllm.compilation.region_packages import PackagedRegionCompiler
 from minivllm.messages import EngineRequest, PositionLogprobs
 from minivllm.sampling.sampler import Sampler, prompt_logprobs
 from minivllm.sampling.sampling_state import SamplingState
@@ -106,6 +109,28 @@ def test_slots_are_interchangeable_and_positions_may_be_a_tensor():
 
 
 GREEDY_REQUEST = make_request(**GREEDY)
+
+
+@pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
+def test_compiled_code_finds_the_first_of_the_greatest_logits(tmp_path: Path) -> None:
+    vocab_size, rows = 3 * 512, 5
+    bench = Bench(vocab_size, *[GREEDY_REQUEST] * rows)
+    compiler = PackagedRegionCompiler(tmp_path / "regions")
+    bench.sampler.use_regions(compiler, torch.bfloat16)
+    compiler.build()
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for count in [1, 2, 3, 5] * 5:
+            logits = torch.randint(-9, 9, (count, vocab_size), generator=generator).bfloat16()
+            logits[:, torch.randperm(vocab_size, generator=generator)[:1000]] = -torch.inf
+            wide = torch.cat([logits, logits], 1)
+            expected = [row.index(max(row)) for row in logits.tolist()]
+            for given_logits in (logits, logits.float(), wide[:, :vocab_size]):  # only the first are what was declared
+                assert bench.sample(given_logits) == expected
+        for unusable in (-torch.inf, torch.nan):
+            logits[0] = unusable
+            first, *others = bench.sample(logits)
+            assert 0 <= first < vocab_size and others == expected[1:]
 
 
 def test_the_same_seed_repeats_and_another_seed_or_position_does_not():
