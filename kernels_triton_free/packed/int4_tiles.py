@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels_triton_free.packed.tiles import OUTPUTS
+from kernels_triton_free.packed.tiles import AMX_OUTPUTS
 
 INPUTS = 32
 """The template takes so many at a time."""
@@ -24,12 +24,12 @@ _library.define(
 
 def can_tile_int4(out_features: int, in_features: int, dtype: torch.dtype) -> bool:
     """Whether ``int4_tiled_linear`` takes weights of this shape and activations of this dtype, where there is AMX."""
-    return out_features % OUTPUTS == in_features % INPUTS == 0 and dtype == torch.bfloat16
+    return out_features % AMX_OUTPUTS == in_features % INPUTS == 0 and dtype == torch.bfloat16
 
 
 def tile_int4(codes: Tensor) -> Tensor:
-    """codes uint8 [out, in], 0 to 15 -> the same in tiles, as [out, in / 2]. out a multiple of OUTPUTS."""
-    low, high = codes.view(-1, 2, OUTPUTS // 2, codes.shape[1]).unbind(1)
+    """codes uint8 [out, in], 0 to 15 -> the same in tiles, as [out, in / 2]. out a multiple of AMX_OUTPUTS."""
+    low, high = codes.view(-1, 2, AMX_OUTPUTS // 2, codes.shape[1]).unbind(1)
     return (high << 4 | low).transpose(1, 2).reshape(codes.shape[0], -1)
 
 
@@ -45,7 +45,7 @@ def int4_tiled_linear(x: Tensor, tiles: Tensor, scale_and_zero: Tensor, bias: Te
 def _int4_tiled_linear(
     x: Tensor, tiles: Tensor, scale_and_zero: Tensor, bias: Tensor | None, group_size: int
 ) -> Tensor:
-    blocks = tiles.view(-1, x.shape[1], OUTPUTS // 2)
+    blocks = tiles.view(-1, x.shape[1], AMX_OUTPUTS // 2)
     codes = (
         torch.cat([blocks & 15, blocks >> 4], dim=2).transpose(1, 2).reshape(-1, x.shape[1] // group_size, group_size)
     )

@@ -2,7 +2,9 @@
 
 By itself Inductor only takes it for weights that are constants of a graph, which it packs while compiling: that would
 be a graph for each layer. Here they have been packed before, in the order in which the template's innermost loops read
-them, which fixes how many rows, outputs and inputs those take at a time.
+them, which fixes how many rows, outputs and inputs those take at a time. With AMX the innermost loops are generated;
+without it they are a call of oneDNN's kernel for a block, by the function of PyTorch that Inductor uses where CPUs
+multiply float16.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ import torch
 
 import kernels_triton_free.packed.int4_tiles  # noqa: F401  (defines an operator)
 from kernels_triton_free.inductor.patches import try_to_change
-from kernels_triton_free.packed.tiles import OUTPUTS
+from kernels_triton_free.packed.tiles import AMX_OUTPUTS, outputs_of_tiles
 
 ROWS, INPUTS = 32, 32
-"""Two tiles of AMX: with two of OUTPUTS and the four of their products, all eight of its registers are in use."""
+"""Two tiles of AMX: with two of AMX_OUTPUTS and the four of their products, all eight of its registers are in use."""
 
 
 @lru_cache(maxsize=1)
@@ -32,13 +34,14 @@ def generate_tiled_products() -> None:
 def _lower_tiled_linear() -> None:
     from torch._inductor.codegen import cpp_gemm_template
     from torch._inductor.codegen.cpp_gemm_template import CppGemmTemplate
-    from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmAMX
     from torch._inductor.lowering import lowerings, register_lowering
+
+    outputs, loops = _bfloat16_loops()
 
     @register_lowering(torch.ops.kernels_triton_free.tiled_linear.default, type_promotion_kind=None)
     def lower(x: Any, tiles: Any, bias: Any) -> Any:
-        product = _with_loops(CppGemmTemplate, cpp_gemm_template, CppMicroGemmAMX, tiles.get_dtype())
-        out = _generate(product, [x, tiles], tiles.get_size()[0] * OUTPUTS).output_node()
+        product = _with_loops(CppGemmTemplate, cpp_gemm_template, loops)
+        out = _generate(product, [x, tiles], tiles.get_size()[0] * outputs, outputs).output_node()
         return out if bias is None else lowerings[torch.ops.aten.add.Tensor](out, bias)
 
 
@@ -47,17 +50,18 @@ def _lower_tiled_linear_halves() -> None:
     from torch._inductor import ir
     from torch._inductor.codegen import cpp_grouped_gemm_template
     from torch._inductor.codegen.cpp_grouped_gemm_template import CppGroupedGemmTemplate
-    from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmAMX
     from torch._inductor.lowering import lowerings, register_lowering
+
+    outputs, loops = _bfloat16_loops()
 
     @register_lowering(torch.ops.kernels_triton_free.tiled_linear_halves.default, type_promotion_kind=None)
     def lower(x: Any, tiles: Any) -> Any:
-        product = _with_loops(CppGroupedGemmTemplate, cpp_grouped_gemm_template, CppMicroGemmAMX, tiles.get_dtype())
+        product = _with_loops(CppGroupedGemmTemplate, cpp_grouped_gemm_template, loops)
         blocks, part = tiles.get_size()[0] // 2, lowerings[torch.ops.aten.slice.Tensor]
         x = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
         group = {"has_bias": (False, False), "act_mapping": {0: x, 1: x}, "gemm_grouped_num": 2}
         halves = [part(tiles, 0, first, first + blocks) for first in (0, blocks)]
-        caller = _generate(product, [x, *halves], blocks * OUTPUTS, **group)
+        caller = _generate(product, [x, *halves], blocks * outputs, outputs, **group)
         both = caller.output_node().data.data
         both.outputs = [ir.MultiOutput(both.layout, both, [(list, place)]) for place in (0, 1)]
         both.layout = ir.MultiOutputLayout(device=x.get_device())
@@ -74,19 +78,38 @@ def _lower_int4_tiled_linear() -> None:
     @register_lowering(torch.ops.kernels_triton_free.int4_tiled_linear.default, type_promotion_kind=None)
     def lower(x: Any, tiles: Any, scale_and_zero: Any, bias: Any, group_size: int) -> Any:
         template: Any = CppWoqInt4GemmTemplate[group_size]
-        product = _with_loops(template, cpp_gemm_template, CppMicroGemmWoQInt4Amx, tiles.get_dtype())
+        loops = _loops(CppMicroGemmWoQInt4Amx, tiles.get_dtype(), AMX_OUTPUTS)
+        product = _with_loops(template, cpp_gemm_template, loops)
         size = V.graph.add_tensor_constant(torch.tensor(group_size))
-        out = _generate(product, [x, tiles, size, scale_and_zero], tiles.get_size()[0]).output_node()
+        out = _generate(product, [x, tiles, size, scale_and_zero], tiles.get_size()[0], AMX_OUTPUTS).output_node()
         return out if bias is None else lowerings[torch.ops.aten.add.Tensor](out, bias)
 
 
-def _with_loops(template: Any, module: Any, loops: Callable, dtype: torch.dtype) -> Any:
-    """A template of ``module`` with these innermost loops over weights of this dtype, not those that Inductor would
-    choose: they want another order of the weight."""
-    from unittest.mock import patch
+def _bfloat16_loops() -> tuple[int, Callable]:
+    """Outputs of the tiles that this CPU multiplies, and the innermost loops over them."""
+    from torch._inductor.codegen.cpp_micro_gemm import CppMicroBrgemm, CppMicroGemmAMX, LayoutType
+
+    class BlockOfOneDnn(CppMicroBrgemm):
+        def get_b_layout(self) -> Any:
+            return LayoutType.VNNI2  # two inputs at a time
+
+    outputs = outputs_of_tiles()
+    return outputs, _loops(CppMicroGemmAMX if outputs == AMX_OUTPUTS else BlockOfOneDnn, torch.bfloat16, outputs)
+
+
+def _loops(kind: Any, dtype: torch.dtype, outputs: int) -> Callable:
+    """What a template asks for its innermost loops, over weights of this dtype."""
 
     def innermost_loops(name: str, *_: Any, **__: Any) -> Any:
-        return loops(name, torch.bfloat16, dtype, torch.float32, torch.float32, _blocking())
+        return kind(name, torch.bfloat16, dtype, torch.float32, torch.float32, _blocking(outputs))
+
+    return innermost_loops
+
+
+def _with_loops(template: Any, module: Any, innermost_loops: Callable) -> Any:
+    """A template of ``module`` with these innermost loops, not those that Inductor would choose: they want another
+    order of the weight."""
+    from unittest.mock import patch
 
     class Product(template):
         def render(self, *args: Any, **kwargs: Any) -> str:
@@ -97,14 +120,14 @@ def _with_loops(template: Any, module: Any, loops: Callable, dtype: torch.dtype)
     return Product
 
 
-def _blocking() -> Any:
+def _blocking(outputs: int) -> Any:
     from torch._inductor.codegen.cpp_utils import GemmBlocking
 
-    return GemmBlocking(ROWS, OUTPUTS, INPUTS)
+    return GemmBlocking(ROWS, outputs, INPUTS)
 
 
-def _generate(product: Any, inputs: list[Any], out_features: int, **group: Any) -> Any:
-    """Inductor's caller of the product of inputs[0] [rows, in], giving [rows, out_features]."""
+def _generate(product: Any, inputs: list[Any], out_features: int, outputs: int, **group: Any) -> Any:
+    """Inductor's caller of the product of inputs[0] [rows, in], giving [rows, out_features]. outputs: of a tile."""
     from torch._inductor import ir
     from torch._inductor.utils import parallel_num_threads
 
@@ -112,4 +135,4 @@ def _generate(product: Any, inputs: list[Any], out_features: int, **group: Any) 
     x = ir.ExternKernel.require_contiguous(x)  # itself, if it is
     device = torch.device("cpu")
     layout = ir.FixedLayout(device, x.get_dtype(), [x.get_size()[0], out_features])
-    return product([x, *others], layout, parallel_num_threads(), _blocking(), **group).generate()
+    return product([x, *others], layout, parallel_num_threads(), _blocking(outputs), **group).generate()

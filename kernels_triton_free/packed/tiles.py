@@ -1,17 +1,22 @@
-"""Products over the tiles of AMX, by the matrix template of Inductor, over weights that oneDNN has packed.
+"""Products of bfloat16 by the matrix template of Inductor, over weights that oneDNN has packed.
 
-AMX multiplies a tile of 16 rows by 32 inputs with one of 32 inputs by 16 outputs. oneDNN packs a weight [out, in] of
-bfloat16 for it as [out / 32, in / 2, 32, 2]: of 32 outputs each, two inputs at a time. Inductor has a template of
-matrix products, of which it generates C++ with the same tiles, and which reads the same layout. So one packed weight
-serves both, and nothing is copied.
+AMX multiplies a tile of 16 rows by 32 inputs with one of 32 inputs by 16 outputs; AVX512-BF16 multiplies two inputs of
+16 outputs at a time. For both oneDNN packs a weight [out, in] two inputs at a time: as [out / 32, in / 2, 32, 2] for
+tiles of AMX, else as [out / 64, in / 2, 64, 2]. Inductor has a template of matrix products, which deals blocks of rows
+and outputs to threads, computes what follows of a block while that is in the cache, and reads the same layout. So one
+packed weight serves both, and nothing is copied. Its innermost loops over AMX are C++ that Inductor generates; without
+AMX it calls oneDNN's kernel of one block.
 
 oneDNN divides a product among threads by its shape, and unevenly for many: on two cores of a Xeon with AMX the products
 of SmolLM2-135M's layers took 111 ms for 384 rows and 60 for 512. The template divides evenly. Compiled, with room made
 for what they give, they took, oneDNN / template [ms]: 1 row 15.3 / 11.3, 16 rows 15.6 / 11.9, 64 rows 25.7 / 21.8,
-512 rows 91 / 69.
+512 rows 91 / 69. On two cores of Zen 5, without room: 1 row 6.7 / 5.6, 4 rows 7.8 / 7.4, 16 rows 10.1 / 9.2, 64 rows
+22.3 / 21.5; a step of four requests took 9.0 ms in place of 11.7.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -20,26 +25,33 @@ from torch import Tensor
 from kernels_triton_free.packed.memory import memory_of
 from kernels_triton_free.packed.rows import outputs_together
 
-OUTPUTS = 32
-"""Outputs side by side: two tiles."""
+AMX_OUTPUTS, OUTPUTS = 32, 64
+"""Outputs side by side, with AMX (two tiles) and without (four registers)."""
 
 _library = torch.library.Library("kernels_triton_free", "FRAGMENT")
 _library.define("tiled_linear(Tensor x, Tensor tiles, Tensor? bias) -> Tensor")
 _library.define("tiled_linear_halves(Tensor x, Tensor tiles) -> (Tensor, Tensor)")
 
 
+@lru_cache(maxsize=1)
+def outputs_of_tiles() -> int:
+    """Outputs side by side of the tiles that this CPU multiplies, for which it asks the operating system; 0: none."""
+    if torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
+        return AMX_OUTPUTS
+    return OUTPUTS if torch.cpu._is_avx512_bf16_supported() else 0
+
+
 def can_tile(out_features: int, in_features: int) -> bool:
-    """Whether ``tiles_of`` can read a packed weight [out_features, in_features] of bfloat16, and AMX is there, which a
-    process asks the operating system for."""
-    has_tiles = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
-    return has_tiles and outputs_together(out_features, in_features) == OUTPUTS
+    """Whether ``tiles_of`` can read a packed weight [out_features, in_features] of bfloat16, and the CPU multiplies
+    such tiles."""
+    return outputs_together(out_features, in_features) == outputs_of_tiles() > 0
 
 
 def tiles_of(packed: Tensor) -> Tensor:
-    """The memory of a weight from ``pack_weight``, [out, in] of bfloat16, as bfloat16 [out / 32, in, 32]: no copy. The
-    weight lives as long as what is returned."""
-    out_features, in_features = packed.shape
-    tiles = memory_of(packed).view(torch.bfloat16).view(out_features // OUTPUTS, in_features, OUTPUTS)
+    """The memory of a weight from ``pack_weight``, [out, in] of bfloat16, as bfloat16 [out / 32, in, 32], or
+    [out / 64, in, 64]: no copy. The weight lives as long as what is returned."""
+    (out_features, in_features), outputs = packed.shape, outputs_of_tiles()
+    tiles = memory_of(packed).view(torch.bfloat16).view(out_features // outputs, in_features, outputs)
     tiles.is_packed_memory = True  # type: ignore[attr-defined]
     return tiles
 
@@ -69,13 +81,13 @@ def tiled_linear_halves(x: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tiled_linear(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
-    blocks, in_features, _ = tiles.shape
-    weight = tiles.view(blocks, in_features // 2, OUTPUTS, 2).transpose(1, 2).reshape(-1, in_features)
+    blocks, in_features, outputs = tiles.shape
+    weight = tiles.view(blocks, in_features // 2, outputs, 2).transpose(1, 2).reshape(-1, in_features)
     return F.linear(x, weight, bias)
 
 
 def _tiled_linear_shape(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], tiles.shape[0] * OUTPUTS)
+    return x.new_empty(x.shape[0], tiles.shape[0] * tiles.shape[2])
 
 
 def _tiled_linear_halves(x: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Attention over the blocks of the KV cache: backends that prepare their own metadata, chosen by name.
 
-May import: attention.lists, attention.rules, compilation, device, kernels_triton_free, kernels_triton_free.chunks,
-    kernels_triton_free.strips, models.
+May import: attention.lists, attention.rules, compilation, device, kernels_triton_free, kernels_triton_free.strips,
+    models.
 Door: `AttentionBackend` in backend.py.
 """
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionContext, StepRows
-from minivllm.attention.chunks import ChunkProducts
 from minivllm.attention.gathered import GatheredTiles
 from minivllm.attention.latents import GatheredLatents
 from minivllm.attention.pairs import RowPairs
@@ -36,7 +35,7 @@ def rule_attention(context: AttentionContext, rule: AttentionRule = CAUSAL) -> A
 class TilePart(NamedTuple):
     """The step's tokens from ``begin`` up to ``end`` and their tiles."""
 
-    kind: QueryTiles | RowPairs | ChunkProducts
+    kind: QueryTiles | RowPairs
     begin: int
     end: int
     tiles: Any
@@ -55,7 +54,7 @@ class FlexAttention:
     tiles, one for each row, that read the cache in place as those of single tokens do.
 
     Where the cache is in strips, rows with a single token and drafts are left to ``RowPairs``, and FlexAttention
-    computes prompt chunks, which copy what they read in any case. Where ``ChunkProducts`` serves, they are left to it.
+    computes prompt chunks, which copy what they read in any case.
     """
 
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
@@ -77,15 +76,11 @@ class FlexAttention:
         else:
             self._single = short("decode attention", 1, self.decode_batches)
             self._few = short("verify attention", context.verify_size) if context.verify_size > 1 else None
-        self._several: QueryTiles | ChunkProducts
-        if ChunkProducts.serves(context, rule):
-            self._several = ChunkProducts(context)
-            return
         size = policy.query_tile_size(context.query_group)
         capacity = max(policy.min_tiles, min(tokens, sequences + -(-tokens // size)) + 2)
         dtype = policy.prompt_attention_dtype(context.dtype)
         make = GatheredTiles if policy.gathers_blocks else QueryTiles
-        self._several = make(context, rule, "prompt attention", size, capacity, compute_dtype=dtype)
+        self._several: QueryTiles = make(context, rule, "prompt attention", size, capacity, compute_dtype=dtype)
 
     def prepare(self, rows: StepRows) -> FlexMetadata:
         """Tiles of single tokens first, then those of drafts, then those of prompt chunks."""

@@ -79,23 +79,16 @@ class DevicePolicy:
         return cache_dtype if self.on_cpu else dtype
 
     def prompt_attention_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which dtype prompt chunks attend. On a CPU without AMX float32 is faster than bfloat16: for 512 tokens 3.5
-        instead of 5.6 ms a layer on one core."""
-        return torch.float32 if self.on_cpu and not self.multiplies_bfloat16_tiles else dtype
-
-    @property
-    def multiplies_chunks(self) -> bool:
-        """Prompt chunks of bfloat16 attend by products of whole matrices (``kernels_triton_free.chunks``) in place of
-        FlexAttention, which multiplies bfloat16 no faster than float32 there. With AMX it does: on two cores 512 tokens
-        took 1.4 ms a layer, by products 2.2 (SmolLM2-135M)."""
-        return self.on_cpu and self.multiplies_bfloat16 and not self.multiplies_bfloat16_tiles
+        """In which dtype prompt chunks attend. On a CPU without products of bfloat16 float32 is faster: for 512 tokens
+        3.5 instead of 5.6 ms a layer on one core."""
+        return torch.float32 if self.on_cpu and not self.multiplies_bfloat16 else dtype
 
     def query_tile_size(self, query_group: int) -> int:
         """Queries per tile of a prompt chunk. On CUDA 128, the kernel's own block; on a CPU enough for 64 rows, from
         where FlexAttention uses fast bfloat16 products, and no more, since short chunks pay for the padding; with AMX
         64: with 32, 512 tokens of SmolLM2-135M took 6 % longer, with 128 as long."""
         if self.on_cpu:
-            return 64 if query_group == 1 or self.multiplies_bfloat16_tiles else 32
+            return 64 if query_group == 1 or self.multiplies_bfloat16 else 32
         return 128
 
     @property
@@ -103,8 +96,8 @@ class DevicePolicy:
         """Keys that a prompt chunk reads as one block, if those of the cache are smaller. Larger blocks mean fewer
         passes over what is computed of a query, and more keys that are masked. On two cores with AMX 512 tokens of
         SmolLM2-135M took 1.61 ms a layer in blocks of 64, 1.37 of 128 and 1.41 of 256, and 2,000 tokens 20.8, 16.8 and
-        15.3; without its products, in float32, 512 took 3.4, 3.7 and 4.2."""
-        return 128 if self.on_cpu and self.multiplies_bfloat16_tiles else 1
+        15.3; in float32, without products of bfloat16, 512 took 3.4, 3.7 and 4.2."""
+        return 128 if self.on_cpu and self.multiplies_bfloat16 else 1
 
     @property
     def min_tiles(self) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernels_triton_free.attention import TileLists, pack_tiles, unpack_tiles
 from minivllm.attention import FlexAttention
 from minivllm.attention.flex import FlexMetadata
-from minivllm.attention.lists import chunk_tiles, key_groups, tile_lists
+from minivllm.attention.lists import key_groups, tile_lists
 from minivllm.attention.tiles import Tiles
 from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
@@ -275,7 +275,6 @@ def test_made_up_requests_in_the_null_block_write_its_first_slot_only() -> None:
 def test_the_example_of_the_lists_is_what_they_are() -> None:
     assert doctest.testmod(tile_lists).attempted > 5 and doctest.testmod(tile_lists).failed == 0
     assert doctest.testmod(key_groups).attempted == 5 and doctest.testmod(key_groups).failed == 0
-    assert doctest.testmod(chunk_tiles).attempted == 2 and doctest.testmod(chunk_tiles).failed == 0
 
 
 @given(work=st.lists(st.integers(0, 99), max_size=60), hands=st.integers(1, 9))

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels_triton_free.inductor.patches import patch_inductor
 from kernels_triton_free.packed.int4_tiles import can_tile_int4, int4_tiled_linear, tile_int4
 from kernels_triton_free.packed.template import generate_tiled_products
-from kernels_triton_free.packed.tiles import OUTPUTS
+from kernels_triton_free.packed.tiles import AMX_OUTPUTS
 from minivllm.compilation.compiler import cannot_compile_reason, only_marked_sizes_are_dynamic
 
 needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
@@ -45,7 +45,7 @@ def check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def test_uncompiled_it_is_the_product(
     seed: int, rows: int, blocks: int, groups: int, group_size: int, has_bias: bool
 ) -> None:
-    codes, both, weight = new_weight(OUTPUTS * blocks, groups * group_size, group_size, seed)
+    codes, both, weight = new_weight(AMX_OUTPUTS * blocks, groups * group_size, group_size, seed)
     x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(seed)).bfloat16()
     bias = torch.randn(len(weight)).bfloat16() if has_bias else None
     check(int4_tiled_linear(x, tile_int4(codes), both, bias, group_size), x, weight, bias)

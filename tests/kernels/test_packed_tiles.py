@@ -13,17 +13,27 @@ from kernels_triton_free.activation import gated_product
 from kernels_triton_free.inductor.patches import patch_inductor
 from kernels_triton_free.linear import pack_weight
 from kernels_triton_free.packed.template import generate_tiled_products
-from kernels_triton_free.packed.tiles import OUTPUTS, can_halve, can_tile, tiled_linear, tiled_linear_halves, tiles_of
+from kernels_triton_free.packed.tiles import (
+    AMX_OUTPUTS,
+    OUTPUTS,
+    can_halve,
+    can_tile,
+    outputs_of_tiles,
+    tiled_linear,
+    tiled_linear_halves,
+    tiles_of,
+)
 from minivllm.compilation.compiler import cannot_compile_reason, only_marked_sizes_are_dynamic
 
 needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
-needs_amx = pytest.mark.skipif(not can_tile(64, 64), reason="this CPU has no AMX, or oneDNN packs in another order")
+needs_tiles = pytest.mark.skipif(not can_tile(64, 64), reason="this CPU multiplies no tiles as oneDNN packs them")
+OWN = outputs_of_tiles()
 
 
-def as_tiles(weight: Tensor) -> Tensor:
+def as_tiles(weight: Tensor, outputs: int) -> Tensor:
     """weight [out, in] in the order that tiles.py describes."""
-    blocks = weight.view(-1, OUTPUTS, weight.shape[1] // 2, 2).transpose(1, 2)
-    return blocks.reshape(len(weight) // OUTPUTS, weight.shape[1], OUTPUTS)
+    blocks = weight.view(-1, outputs, weight.shape[1] // 2, 2).transpose(1, 2)
+    return blocks.reshape(len(weight) // outputs, weight.shape[1], outputs)
 
 
 def check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -36,25 +46,28 @@ def check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 70),
+    outputs=st.sampled_from([AMX_OUTPUTS, OUTPUTS]),
     blocks=st.integers(1, 4),
     runs=st.integers(1, 5),
     has_bias=st.booleans(),
 )
-def test_uncompiled_it_is_the_product(seed: int, rows: int, blocks: int, runs: int, has_bias: bool) -> None:
+def test_uncompiled_it_is_the_product(
+    seed: int, rows: int, outputs: int, blocks: int, runs: int, has_bias: bool
+) -> None:
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(OUTPUTS * blocks, 32 * runs, generator=generator).bfloat16()
+    weight = torch.randn(outputs * blocks, 32 * runs, generator=generator).bfloat16()
     x = torch.randn(rows, 32 * runs, generator=generator).bfloat16()
-    bias = torch.randn(OUTPUTS * blocks, generator=generator).bfloat16() if has_bias else None
-    check(tiled_linear(x, as_tiles(weight), bias), x, weight, bias)
+    bias = torch.randn(outputs * blocks, generator=generator).bfloat16() if has_bias else None
+    check(tiled_linear(x, as_tiles(weight, outputs), bias), x, weight, bias)
 
 
-@needs_amx
-@pytest.mark.parametrize("shape", [(32, 32), (64, 96), (1024, 160)])
+@needs_tiles
+@pytest.mark.parametrize("shape", [(OWN, 32), (OWN * 3, 96), (1024, 160)])
 def test_a_packed_weight_lies_in_tiles(shape: tuple[int, int]) -> None:
     weight = torch.randn(shape).bfloat16()
     assert can_tile(*shape)
     tiles = tiles_of(pack_weight(weight))
-    assert torch.equal(tiles, as_tiles(weight))
+    assert torch.equal(tiles, as_tiles(weight, OWN))
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (64, 48), (16, 64)])
@@ -62,11 +75,11 @@ def test_what_is_padded_is_not_read(shape: tuple[int, int]) -> None:
     assert not can_tile(*shape)
 
 
-@needs_amx
+@needs_tiles
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", [(64, 32), (224, 160), (1536, 576)])
+@pytest.mark.parametrize("shape", [(OWN * 2, 32), (OWN * 7, 160), (1536, 576)])
 def test_compiled_code_gives_the_product_of_any_number_of_rows(shape: tuple[int, int], has_bias: bool) -> None:
     """Also where the rows are no whole tile, where outputs are not as many for each thread, and inside other code."""
     patch_inductor()
@@ -92,7 +105,7 @@ def test_compiled_code_gives_the_product_of_any_number_of_rows(shape: tuple[int,
             check(fixed(x, tiles, bias) / 2, x * 2, weight, bias)
 
 
-@needs_amx
+@needs_tiles
 @needs_compiler
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
 def test_halves_are_those_of_the_product_and_what_follows_of_both_is_computed_with_them(activation: str) -> None:
@@ -100,7 +113,7 @@ def test_halves_are_those_of_the_product_and_what_follows_of_both_is_computed_wi
     patch_inductor()
     generate_tiled_products()
     torch._dynamo.reset()
-    weight = torch.randn(192, 96).bfloat16()
+    weight = torch.randn(OWN * 6, 96).bfloat16()
     tiles = tiles_of(pack_weight(weight))
     assert can_halve(tiles) and not can_halve(tiles[:3])
 

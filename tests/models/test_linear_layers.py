@@ -133,7 +133,7 @@ def test_up_to_four_rows_of_compiled_code_read_the_words_all_rows_the_tiles_and_
 ) -> None:
     """The memory of another weight tells who reads it. It is nobody's own, and goes where the weight goes."""
     if read_as == "tiles" and not can_tile(64, 96):
-        pytest.skip("this CPU has no AMX")
+        pytest.skip("this CPU multiplies no tiles")
     weight, other = (torch.randn(64, 96, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(2))
     bias = torch.randn(64).bfloat16() if has_bias else None
     method = choose_linear_method(64, 96, torch.bfloat16, CPU)

@@ -192,8 +192,8 @@ def follow() -> Record:
             async_scheduling=False,
             **SETTINGS,
         )
-        # What stands in the text is what a CPU without AMX does, whose query tiles are smaller.
-        watching.enter_context(patch("torch.cpu._is_amx_tile_supported", lambda: False))
+        # What stands in the text is what a CPU without products of bfloat16 does, whose query tiles are smaller.
+        watching.enter_context(patch("torch.cpu._is_avx512_bf16_supported", lambda: False))
         engine = watching.enter_context(LLMEngine.from_args(args))
         watch(engine, record, watching)
         params = SamplingParams(temperature=0.0, max_tokens=16, seed=0, stop=["in vain"])

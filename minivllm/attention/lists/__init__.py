@@ -1,6 +1,6 @@
 """What queries are cut into, and which blocks each part reads: numbers on the host.
 
 May import: models.
-Doors: `blocks_read` and `cut_tiles` in tile_lists.py, `groups_of_step` in key_groups.py, `cut_chunks` in
-    chunk_tiles.py, `in_step_order` in step_order.py.
+Doors: `blocks_read` and `cut_tiles` in tile_lists.py, `groups_of_step` in key_groups.py, `in_step_order` in
+    step_order.py.
 """

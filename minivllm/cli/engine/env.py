@@ -135,8 +135,7 @@ def _defaults() -> dict[str, dict[str, str]]:
     reason = cannot_compile_reason(torch.device(device))
     if reason is None:
         policy = DevicePolicy.of(torch.device(device))
-        chunks = "products of bfloat16" if policy.multiplies_chunks else "FlexAttention"
-        kernels = f"{chunks} for prompts, loops over strips for single tokens" if policy.on_cpu else "FlexAttention"
+        kernels = "FlexAttention for prompts, loops over strips for single tokens" if policy.on_cpu else "FlexAttention"
         attention = {"value": f"compiled: {kernels}", "why": "torch.compile works here; latents are gathered"}
     else:
         attention = {"value": "gather and SDPA, uncompiled", "why": reason}
