@@ -16,8 +16,6 @@ for what they give, they took, oneDNN / template [ms]: 1 row 15.3 / 11.3, 16 row
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,7 +31,6 @@ _library.define("tiled_linear(Tensor x, Tensor tiles, Tensor? bias) -> Tensor")
 _library.define("tiled_linear_halves(Tensor x, Tensor tiles) -> (Tensor, Tensor)")
 
 
-@lru_cache(maxsize=1)
 def outputs_of_tiles() -> int:
     """Outputs side by side of the tiles that this CPU multiplies, for which it asks the operating system; 0: none."""
     if torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
