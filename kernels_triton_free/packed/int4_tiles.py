@@ -1,8 +1,9 @@
-"""Products over weights of 4 bits with AMX, by the matrix template of Inductor.
+"""Products over weights of 4 bits, by the matrix template of Inductor, on CPUs that multiply bfloat16.
 
 PyTorch's own operator over 4 bits multiplies few rows at a time, so what it takes grows with the rows. The template
-restores a block of 32 outputs to bfloat16 in the first-level cache, in the order of AMX's tiles, and multiplies it with
-all rows. It wants two outputs in a byte, which lie 16 apart: codes [out, in] as bytes [out / 32, in, 16].
+restores a block of 32 outputs to bfloat16 in the first-level cache, in the order that products of bfloat16 want, and
+multiplies it with all rows. It wants two outputs in a byte, which lie 16 apart: codes [out, in] as bytes
+[out / 32, in, 16].
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _library.define(
 
 
 def can_tile_int4(out_features: int, in_features: int, dtype: torch.dtype) -> bool:
-    """Whether ``int4_tiled_linear`` takes weights of this shape and activations of this dtype, where there is AMX."""
+    """Whether ``int4_tiled_linear`` takes weights of this shape and activations of this dtype."""
     return out_features % AMX_OUTPUTS == in_features % INPUTS == 0 and dtype == torch.bfloat16
 
 

@@ -22,6 +22,18 @@ from kernels_triton_free.packed.tiles import AMX_OUTPUTS, outputs_of_tiles
 ROWS, INPUTS = 32, 32
 """Two tiles of AMX: with two of AMX_OUTPUTS and the four of their products, all eight of its registers are in use."""
 
+BLOCK_IN_PLACE_OF_TILES = r"""
+#include <ATen/native/CPUBlas.h>
+template <bool accum, bool prefetch = false>
+inline void {{kernel_name}}_amx_kernel_{{num_rows}}_{{num_columns}}(
+    AMXState&, const {{input_t}}* A, const {{input_t}}* B, {{output_t}}* C,
+    int64_t K, int64_t lda, int64_t ldb, int64_t ldc, int64_t last_rows) {
+    const int64_t rows = {{num_rows}} - 16 + last_rows;
+    at::native::cpublas::brgemm(rows, {{num_columns}} * 16, K, lda, ldb, ldc, accum, A, B, C);
+}
+"""
+"""The call of oneDNN's kernel that stands where Inductor's loops over weights of 4 bits multiply tiles of AMX."""
+
 
 @lru_cache(maxsize=1)
 def generate_tiled_products() -> None:
@@ -71,14 +83,13 @@ def _lower_tiled_linear_halves() -> None:
 def _lower_int4_tiled_linear() -> None:
     from torch._inductor.codegen import cpp_gemm_template
     from torch._inductor.codegen.cpp_gemm_template import CppWoqInt4GemmTemplate
-    from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmWoQInt4Amx
     from torch._inductor.lowering import lowerings, register_lowering
     from torch._inductor.virtualized import V
 
     @register_lowering(torch.ops.kernels_triton_free.int4_tiled_linear.default, type_promotion_kind=None)
     def lower(x: Any, tiles: Any, scale_and_zero: Any, bias: Any, group_size: int) -> Any:
         template: Any = CppWoqInt4GemmTemplate[group_size]
-        loops = _loops(CppMicroGemmWoQInt4Amx, tiles.get_dtype(), AMX_OUTPUTS)
+        loops = _loops(_int4_kind(), tiles.get_dtype(), AMX_OUTPUTS)
         product = _with_loops(template, cpp_gemm_template, loops)
         size = V.graph.add_tensor_constant(torch.tensor(group_size))
         out = _generate(product, [x, tiles, size, scale_and_zero], tiles.get_size()[0], AMX_OUTPUTS).output_node()
@@ -95,6 +106,19 @@ def _bfloat16_loops() -> tuple[int, Callable]:
 
     outputs = outputs_of_tiles()
     return outputs, _loops(CppMicroGemmAMX if outputs == AMX_OUTPUTS else BlockOfOneDnn, torch.bfloat16, outputs)
+
+
+def _int4_kind() -> Any:
+    """Innermost loops that restore a block of a weight of 4 bits, and multiply it with AMX or by oneDNN's kernel."""
+    from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmWoQInt4Amx
+
+    class RestoredBlockOfOneDnn(CppMicroGemmWoQInt4Amx):
+        TEMPLATE_KERNEL = BLOCK_IN_PLACE_OF_TILES
+
+        def codegen_finalize(self, kernel: Any) -> str:
+            return "at::native::cpublas::brgemm_release();"
+
+    return CppMicroGemmWoQInt4Amx if outputs_of_tiles() == AMX_OUTPUTS else RestoredBlockOfOneDnn
 
 
 def _loops(kind: Any, dtype: torch.dtype, outputs: int) -> Callable:

@@ -27,26 +27,23 @@ class DevicePolicy:
     """The choices for one device.
 
     type: what messages call it. capability: of a CUDA device. multiplies_int4: a CPU's 4-bit operator can be used.
-    multiplies_bfloat16: a CPU has products of bfloat16 (AVX512-BF16). multiplies_bfloat16_tiles: a CPU has AMX.
+    multiplies_bfloat16: a CPU has products of bfloat16 (AVX512-BF16, or AMX).
     """
 
     type: str
     capability: tuple[int, int] = (0, 0)
     multiplies_int4: bool = False
     multiplies_bfloat16: bool = False
-    multiplies_bfloat16_tiles: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> DevicePolicy:
         """That of a device which is there."""
         if device.type == "cuda":
             return cls(type="cuda", capability=torch.cuda.get_device_capability(device))
-        amx = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()  # which asks the operating system for it
         return cls(
             type="cpu",
             multiplies_int4=can_multiply_int4(),
             multiplies_bfloat16=torch.cpu._is_avx512_bf16_supported(),
-            multiplies_bfloat16_tiles=amx,
         )
 
     @property

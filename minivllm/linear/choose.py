@@ -111,7 +111,7 @@ class MethodChooser:
 
     def _int4(self, rows: int, inputs: int, group_size: int, bits: int) -> LinearMethod:
         fits = rows % INT4_LANES == 0 and can_tile_int4(rows, inputs, self.dtype)
-        method = TiledInt4Linear if fits and self.policy.multiplies_bfloat16_tiles else Int4Linear
+        method = TiledInt4Linear if fits and self.policy.multiplies_bfloat16 else Int4Linear
         return method(rows, group_size, bits, self.dtype)
 
     def _multiply_groups(self, weight: GroupedWeight) -> tuple[LinearMethod | None, str]:

@@ -41,7 +41,7 @@ def test_a_tile_of_a_prompt_has_the_rows_that_the_kernel_wants() -> None:
 
 
 def test_the_policy_of_this_machine_is_that_of_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: True)
-    policy = DevicePolicy.of(torch.device("cpu"))
-    assert policy.on_cpu and policy.multiplies_bfloat16_tiles
+    for is_there in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda is_there=is_there: is_there)
+        policy = DevicePolicy.of(torch.device("cpu"))
+        assert policy.on_cpu and policy.multiplies_bfloat16 == is_there

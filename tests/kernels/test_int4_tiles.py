@@ -11,11 +11,11 @@ from torch import Tensor
 from kernels_triton_free.inductor.patches import patch_inductor
 from kernels_triton_free.packed.int4_tiles import can_tile_int4, int4_tiled_linear, tile_int4
 from kernels_triton_free.packed.template import generate_tiled_products
-from kernels_triton_free.packed.tiles import AMX_OUTPUTS
+from kernels_triton_free.packed.tiles import AMX_OUTPUTS, outputs_of_tiles
 from minivllm.compilation.compiler import cannot_compile_reason, only_marked_sizes_are_dynamic
 
 needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
-needs_amx = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX")
+needs_tiles = pytest.mark.skipif(not outputs_of_tiles(), reason="this CPU has no products of bfloat16")
 
 
 def new_weight(outputs: int, inputs: int, group_size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +58,7 @@ def test_what_does_not_fit_has_no_tiles(shape: tuple[int, int], dtype: torch.dty
     assert not can_tile_int4(*shape, dtype)
 
 
-@needs_amx
+@needs_tiles
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -27,7 +27,7 @@ from minivllm.linear.stored_weight import GroupedWeight, RestoredWeight, RowScal
 
 BF16 = torch.bfloat16
 CPU = DevicePolicy(type="cpu", multiplies_int4=True)
-AMX = replace(CPU, multiplies_bfloat16_tiles=True)
+FAST_CPU = replace(CPU, multiplies_bfloat16=True)
 OLD_CPU = DevicePolicy(type="cpu")
 AMPERE = DevicePolicy(type="cuda", capability=(8, 0))
 ADA, HOPPER = DevicePolicy(type="cuda", capability=(8, 9)), DevicePolicy(type="cuda", capability=(9, 0))
@@ -53,7 +53,7 @@ def chosen(quantization: str | None, policy: DevicePolicy, name: str, weight: ob
         ("int8", OLD_CPU, "o_proj", Int8Linear(BF16)),
         ("int8", AMPERE, "o_proj", DequantizedInt8Linear(BF16)),
         ("int4", CPU, "o_proj", Int4Linear(64, 32, 4, BF16)),
-        ("int4", AMX, "o_proj", TiledInt4Linear(64, 32, 4, BF16)),
+        ("int4", FAST_CPU, "o_proj", TiledInt4Linear(64, 32, 4, BF16)),
         ("int4", CPU, "lm_head", Int8Linear(BF16)),
         ("int4", HOPPER, "o_proj", DequantizedGroupLinear(32, 4, BF16)),
         ("int4", HOPPER, "lm_head", DequantizedInt8Linear(BF16)),
@@ -73,8 +73,8 @@ def test_a_plain_weight_is_rounded_as_asked_for(
     [
         (CPU, grouped(32), Int4Linear(64, 32, 4, BF16)),
         (CPU, grouped(32, bits=8), Int4Linear(64, 32, 8, BF16)),
-        (AMX, grouped(32, bits=8), TiledInt4Linear(64, 32, 8, BF16)),
-        (AMX, grouped(16), SpreadGroups(Int4Linear(64, 32, 4, BF16), 16, 32)),
+        (FAST_CPU, grouped(32, bits=8), TiledInt4Linear(64, 32, 8, BF16)),
+        (FAST_CPU, grouped(16), SpreadGroups(Int4Linear(64, 32, 4, BF16), 16, 32)),
         (CPU, grouped(96), Int4Linear(64, 32, 4, BF16)),  # one group per row becomes three with the same scale
         (CPU, grouped(128, inputs=256), Int4Linear(64, 128, 4, BF16)),
         (CPU, grouped(512, inputs=512), Int4Linear(64, 256, 4, BF16)),
@@ -143,7 +143,6 @@ def test_this_cpu_is_described_by_what_its_operator_does() -> None:
         type="cpu",
         multiplies_int4=can_multiply_int4(),
         multiplies_bfloat16=torch.cpu._is_avx512_bf16_supported(),
-        multiplies_bfloat16_tiles=torch.cpu._is_amx_tile_supported(),
     )
 
 
