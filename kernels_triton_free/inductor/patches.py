@@ -5,8 +5,9 @@ where Inductor has a node for what the operator does, that node stands in for it
 template are changed: it allocates memory to repack all keys and values even where it repacks none, without AMX it
 multiplies bfloat16 no faster than float32, in float32 it multiplies queries with keys one query at a time, it goes
 through scores that nothing changes twice, and its softmax takes longer steps than it needs. A sum over a dynamic size
-stays one loop, so that its size needs no guard. And the C++ compiler may round a product and the sum it is added to
-once instead of twice, which is one instruction instead of two, and uses whole registers.
+stays one loop, so that its size needs no guard, and a sum over what an index points to fetches ahead. And the C++
+compiler may round a product and the sum it is added to once instead of twice, which is one instruction instead of two,
+and uses whole registers.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def patch_inductor() -> None:
         _contract_products_and_sums,
         _use_whole_vector_registers,
         _sum_symbolic_sizes_in_one_piece,
+        _fetch_ahead_what_is_gathered,
         _lower_packed_linear,
         _lower_materialize,
         _allocate_only_what_is_repacked,
@@ -95,6 +97,32 @@ def _sum_symbolic_sizes_in_one_piece() -> None:
         return answer
 
     CppKernel.need_use_acc_helper = need_use_acc_helper  # type: ignore[method-assign]
+
+
+def _fetch_ahead_what_is_gathered() -> None:
+    """Attention over strips reads the blocks of a request, which lie anywhere: 4 KB in one piece, then 4 KB elsewhere.
+    What a CPU guesses of the next addresses starts anew with each piece, so every core waits for memory most of the
+    time. Where a loop sums up what an index points to, compiled code therefore also asks for what the next round of the
+    loop around it will read, and goes on without waiting. Decode attention of 32 requests took 8 ms a step in place of
+    13, and of 16 requests 3.2 in place of 4.4 (two cores of Zen 5, SmolLM2-135M)."""
+    from torch._inductor.codegen.cpp import CppVecKernel
+    from torch._inductor.codegen.cpp_utils import cexpr_index
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    load_line = CppVecKernel._get_vec_load_line
+
+    def with_fetch(self: Any, var: str, index: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> str:
+        line: str = load_line(self, var, index, dtype, *args, **kwargs)
+        symbols = getattr(index, "free_symbols", ())  # of an index that is no plain number
+        gathered = [symbol for symbol in symbols if symbol_is_type(symbol, SymT.TMP)]
+        if not gathered or self.reduction_depth is None or not dtype.is_floating_point:
+            return line
+        around = self.itervars[: self.reduction_depth]
+        steps = [index.coeff(loop) for loop in around] + [index.coeff(symbol) for symbol in gathered]
+        step = next((step for step in steps if step.is_Integer and step > self.tiling_factor), None)
+        return line if step is None else f"(__builtin_prefetch({var} + {cexpr_index(index + step)}), {line})"
+
+    CppVecKernel._get_vec_load_line = with_fetch  # type: ignore[method-assign]
 
 
 def _lower_packed_linear() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 from kernels_triton_free.attention import gathered_sdpa_attention
+from kernels_triton_free.inductor.patches import patch_inductor
 from kernels_triton_free.paged_cache import gather_keys, gather_values, write_kv
 from kernels_triton_free.strips.attention import Pairs, attend_to_strips
 from kernels_triton_free.strips.layout import can_have_strips, strip_shapes
 from minivllm.attention.pairs import list_pairs
+from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.models.decoder_config import Reach
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -124,3 +129,27 @@ def test_sums_are_in_float32_whatever_the_cache_holds(dtype: torch.dtype) -> Non
     wide, expected = attend((k.float(), v.float()), table, positions, q.float(), 0)
     assert (out.float() - expected[0]).abs().max() <= 0.51 * torch.finfo(dtype).eps * expected[0].abs().max()
     torch.testing.assert_close(wide[0], expected[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="there is no C++ compiler here")
+@pytest.mark.parametrize(("kv_heads", "step"), [(2, 64 * 64), (1, 64 * 64)], ids=["next head", "next block"])
+def test_compiled_loops_over_a_cache_ask_for_what_comes_next_and_others_do_not(kv_heads: int, step: int) -> None:
+    """K and V each once, a head further, or, where there is one head, a block."""
+    patch_inductor()
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    k, v = (cache.normal_(generator=generator) for cache in new_cache(21, 64, kv_heads, 64, torch.bfloat16))
+    table = 1 + torch.randperm(20, generator=generator).int().numpy().reshape(2, 10)
+    pairs = Pairs(*map(torch.from_numpy, list_pairs(table, np.arange(2), np.array([600, 300]), Reach(), 64, 2)))
+    q = torch.randn(2, kv_heads, 3, 64, generator=generator).bfloat16()
+    position = torch.tensor([600, 300], dtype=torch.int32)
+    compiled = torch.compile(partial(attend_to_strips, scale=0.125), fullgraph=True)
+    out, [code] = run_and_get_code(compiled, q, k, v, pairs, position)
+    torch.testing.assert_close(out, attend_to_strips(q, k, v, pairs, position, scale=0.125), rtol=1e-2, atol=1e-2)
+    found = [int(place) for place in re.findall(r"__builtin_prefetch\(in_ptr\d+ \+ static_cast<int64_t>\((\d+)L", code)]
+    assert sorted(place for place in found if place >= 2048) == 2 * [step] + 2 * [step + 2048], (
+        "both streams of K and V"
+    )
+    _, [other] = run_and_get_code(torch.compile(lambda x: x.float().sum(1)), torch.randn(40, 640).bfloat16())
+    assert "__builtin_prefetch" not in other
