@@ -2,9 +2,10 @@
 
 Reading the weights is the work of a product with few rows, so there the operators that read 8 or 4 bits win. With many
 rows arithmetic is the work, and the dense product over a weight restored for this call wins. Which one runs is decided
-inside one operator, so that a dynamic number of rows neither compiles anything again nor adds a guard. No restored copy
-is kept: restoring costs 0.2 (8 bits) or 0.7 ms (4 bits) per 1.8 million weights, 5 to 15 % of a product with 512 rows,
-and a resident copy would take more memory than the quantised weights themselves.
+inside one operator, so that a dynamic number of rows neither compiles anything again nor adds a guard; code for a few
+rows calls PyTorch's operator itself. No restored copy is kept: restoring costs 0.2 (8 bits) or 0.7 ms (4 bits) per
+1.8 million weights, 5 to 15 % of a product with 512 rows, and a resident copy would take more memory than the quantised
+weights themselves.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _library.define("int4_linear(Tensor x, Tensor packed, Tensor scale_and_zero, Ten
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x [tokens, in] @ (weight int8 [out, in] * scale [out, 1])^T + bias [out]; all but weight in x's dtype."""
-    linear = _int8_linear if x.shape[0] == 1 else torch.ops.kernels_triton_free.int8_linear.default
+    linear = _int8_linear if _are_few(x, INT8_MAX_ROWS) else torch.ops.kernels_triton_free.int8_linear.default
     return linear(x, weight, scale, bias)
 
 
@@ -54,8 +55,14 @@ def int4_linear(x: Tensor, packed: Tensor, scale_and_zero: Tensor, bias: Tensor 
 
     scale_and_zero [in / group_size, out, 2] and bias [out] in x's dtype. group_size: one of INT4_GROUP_SIZES.
     """
-    linear = _int4_linear if x.shape[0] == 1 else torch.ops.kernels_triton_free.int4_linear.default
+    linear = _int4_linear if _are_few(x, INT4_MAX_ROWS) else torch.ops.kernels_triton_free.int4_linear.default
     return linear(x, packed, scale_and_zero, bias, group_size)
+
+
+def _are_few(x: Tensor, most: int) -> bool:
+    """Whether there is one row, or code is exported for a fixed number of rows, at most ``most``. While torch.compile
+    traces, a number that varies looks like an int, and to compare it would fix the code to one side."""
+    return x.shape[0] == 1 or (torch.compiler.is_exporting() and isinstance(x.shape[0], int) and x.shape[0] <= most)
 
 
 def can_multiply_int4() -> bool:
