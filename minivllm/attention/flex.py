@@ -76,9 +76,9 @@ class FlexAttention:
         else:
             self._single = short("decode attention", 1, self.decode_batches)
             self._few = short("verify attention", context.verify_size) if context.verify_size > 1 else None
-        size = policy.query_tile_size(context.query_group)
-        capacity = max(policy.min_tiles, min(tokens, sequences + -(-tokens // size)) + 2)
         dtype = policy.prompt_attention_dtype(context.dtype)
+        size = policy.query_tile_size(context.query_group, dtype)
+        capacity = max(policy.min_tiles, min(tokens, sequences + -(-tokens // size)) + 2)
         make = GatheredTiles if policy.gathers_blocks else QueryTiles
         self._several: QueryTiles = make(context, rule, "prompt attention", size, capacity, compute_dtype=dtype)
 

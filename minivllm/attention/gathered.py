@@ -25,7 +25,8 @@ class GatheredTiles(QueryTiles):
 
     @property
     def _blocks_together(self) -> int:
-        return max(1, self._context.policy.keys_together // self._context.tables.block_size)
+        dtype = self._compute_dtype or self._context.query_dtype
+        return max(1, self._context.policy.keys_together(dtype) // self._context.tables.block_size)
 
     def _kernel(self) -> Callable:
         return attend_to_copies

@@ -78,23 +78,26 @@ class DevicePolicy:
     def prompt_attention_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype prompt chunks attend. On a CPU without products of bfloat16 float32 is faster: for 512 tokens
         3.5 instead of 5.6 ms a layer on one core."""
-        return torch.float32 if self.on_cpu and not self.multiplies_bfloat16 else dtype
+        return dtype if self._attends_fast(dtype) or not self.on_cpu else torch.float32
 
-    def query_tile_size(self, query_group: int) -> int:
-        """Queries per tile of a prompt chunk. On CUDA 128, the kernel's own block; on a CPU enough for 64 rows, from
-        where FlexAttention uses fast bfloat16 products, and no more, since short chunks pay for the padding; with AMX
-        64: with 32, 512 tokens of SmolLM2-135M took 6 % longer, with 128 as long."""
+    def _attends_fast(self, dtype: torch.dtype) -> bool:
+        """Whether this CPU multiplies the blocks of a prompt in bfloat16."""
+        return self.on_cpu and self.multiplies_bfloat16 and dtype == torch.bfloat16
+
+    def query_tile_size(self, query_group: int, dtype: torch.dtype) -> int:
+        """Queries per tile of a prompt chunk that attends in this dtype. On CUDA 128, the kernel's own block; on a CPU
+        enough for 64 rows, and no more, since short chunks pay for the padding; where it multiplies bfloat16, 64: with
+        32, 512 tokens of SmolLM2-135M took 6 % longer with AMX, with 128 as long."""
         if self.on_cpu:
-            return 64 if query_group == 1 or self.multiplies_bfloat16 else 32
+            return 64 if query_group == 1 or self._attends_fast(dtype) else 32
         return 128
 
-    @property
-    def keys_together(self) -> int:
-        """Keys that a prompt chunk reads as one block, if those of the cache are smaller. Larger blocks mean fewer
-        passes over what is computed of a query, and more keys that are masked. On two cores with AMX 512 tokens of
-        SmolLM2-135M took 1.61 ms a layer in blocks of 64, 1.37 of 128 and 1.41 of 256, and 2,000 tokens 20.8, 16.8 and
-        15.3; in float32, without products of bfloat16, 512 took 3.4, 3.7 and 4.2."""
-        return 128 if self.on_cpu and self.multiplies_bfloat16 else 1
+    def keys_together(self, dtype: torch.dtype) -> int:
+        """Keys that a prompt chunk, attending in this dtype, reads as one block, if those of the cache are smaller.
+        Larger blocks mean fewer passes over what is computed of a query, and more keys that are masked. On two cores
+        with AMX 512 tokens of SmolLM2-135M took 1.61 ms a layer in blocks of 64, 1.37 of 128 and 1.41 of 256, and 2,000
+        tokens 20.8, 16.8 and 15.3; in float32, without AMX, 512 took 3.4, 3.7 and 4.2."""
+        return 128 if self._attends_fast(dtype) else 1
 
     @property
     def min_tiles(self) -> int:

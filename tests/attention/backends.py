@@ -29,11 +29,10 @@ class SmallTiles(DevicePolicy):
     tile_size: int
     together: int = 1
 
-    @property
-    def keys_together(self) -> int:
+    def keys_together(self, dtype: torch.dtype) -> int:
         return self.together
 
-    def query_tile_size(self, query_group: int) -> int:
+    def query_tile_size(self, query_group: int, dtype: torch.dtype) -> int:
         return self.tile_size
 
 

@@ -21,6 +21,7 @@ def test_a_cpu_attends_in_the_dtype_of_its_cache_and_a_gpu_in_that_of_the_weight
 def test_only_a_cpu_with_products_of_bfloat16_computes_prompts_in_it() -> None:
     policies = DevicePolicy(type="cpu"), DevicePolicy(type="cpu", multiplies_bfloat16=True), CUDA_POLICY
     assert [policy.prompt_attention_dtype(BF16) for policy in policies] == [FP32, BF16, BF16]
+    assert [policy.prompt_attention_dtype(torch.float16) for policy in policies] == [FP32, FP32, torch.float16]
 
 
 @given(st.integers(1, 600))
@@ -34,10 +35,12 @@ def test_decode_batches_of_a_gpu_hold_every_batch_and_waste_less_than_half(max_n
 
 def test_a_tile_of_a_prompt_has_the_rows_that_the_kernel_wants() -> None:
     plain, fast = DevicePolicy(type="cpu"), DevicePolicy(type="cpu", multiplies_bfloat16=True)
-    assert [plain.query_tile_size(group) * group for group in (1, 2)] == [64, 64]
-    assert [fast.query_tile_size(group) * group for group in (1, 2)] == [64, 128]
-    assert CUDA_POLICY.query_tile_size(1) == CUDA_POLICY.query_tile_size(8) == 128
-    assert [policy.keys_together for policy in (plain, fast, CUDA_POLICY)] == [1, 128, 1]
+    for policy, dtype in ((plain, FP32), (fast, FP32)):
+        assert [policy.query_tile_size(group, dtype) * group for group in (1, 2)] == [64, 64]
+    assert [fast.query_tile_size(group, BF16) * group for group in (1, 2)] == [64, 128]
+    assert CUDA_POLICY.query_tile_size(1, BF16) == CUDA_POLICY.query_tile_size(8, BF16) == 128
+    assert [policy.keys_together(BF16) for policy in (plain, fast, CUDA_POLICY)] == [1, 128, 1]
+    assert fast.keys_together(FP32) == 1
 
 
 def test_the_policy_of_this_machine_is_that_of_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
