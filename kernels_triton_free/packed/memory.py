@@ -8,6 +8,7 @@ packed weights that they contain.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,16 @@ def packed_in(memory: Tensor, out_features: int, in_features: int) -> Tensor:
     if create(*place, dtype, *cpu, ctypes.byref(handle), layout, about.data_ptr(), about.numel()):
         raise RuntimeError(f"PyTorch {torch.__version__} restores no packed weight [{out_features}, {in_features}].")
     weight: Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(_capsule(handle))
+    return weight
+
+
+def moved(packed: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+    """The same weight of bfloat16 over a copy of its bytes, if it can be restored; else itself."""
+    if not can_restore():
+        return packed
+    memory = copy(memory_of(packed))
+    weight = packed_in(memory, *packed.shape)
+    weight.memory = memory  # type: ignore[attr-defined]
     return weight
 
 

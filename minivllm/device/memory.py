@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take."""
+"""Memory for the KV cache and for weights: how much there is, and the pages it lies in."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import ctypes
 import math
 import mmap
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,11 +15,9 @@ from torch import Tensor
 
 MAX_CPU_CACHE_BYTES = 4 * 2**30
 """Most memory the cache takes on a CPU unless the user sizes it: other programs live there too."""
-MADV_COLLAPSE = 25
-"""Linux 6.1; Python's mmap has no name for it. Older kernels refuse it."""
 HUGE_PAGE_BYTES = 2 * 2**20
-MIN_BYTES_FOR_HUGE_PAGES = 32 * 2**20
-"""Fewer bytes of weights stay in the processor's caches, or nearly."""
+CHUNK_BYTES, LINE_BYTES = 64 * 2**20, 64
+"""Memory for weights is taken in such chunks, in which each tensor begins with a line of the processor's caches."""
 
 
 def cache_memory(device: torch.device, utilization: float, profile_step: Callable[[], None]) -> int:
@@ -75,13 +72,48 @@ def lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     In huge pages where there are any, which made decode attention of 16 requests a tenth faster. They take private
     memory, which only POSIX systems have.
     """
-    size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+    return _new_memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def _new_memory(num_bytes: int) -> Tensor:
+    """uint8 [num_bytes], zero, in huge pages."""
     private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-    memory = mmap.mmap(-1, size, flags=private) if private else mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, num_bytes, flags=private) if private else mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class WeightMemory:
+    """Copies of weights, one behind the other in huge pages.
+
+    A decode step reads every weight once, and with pages of 4 KiB the processor looks up where the next one lies all
+    the time: in huge pages bfloat16 decode is 6 % faster. To copy a weight there while it is loaded costs nothing, as
+    the pages of the original serve the next one; to move it afterwards takes seconds of a core. A chunk is given back
+    when no tensor lies in it any more.
+    """
+
+    def __init__(self) -> None:
+        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The same values and Python attributes, contiguous. Of a tensor on another device, or a small one, a clone."""
+        if tensor.device.type == "cpu" and tensor.nbytes >= mmap.PAGESIZE:
+            copied = self._room(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        else:
+            copied = tensor.clone(memory_format=torch.contiguous_format)
+        copied.__dict__.update(tensor.__dict__)
+        return copied
+
+    def _room(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes]"""
+        if self._used + num_bytes > len(self._chunk):
+            chunk = _new_memory(max(CHUNK_BYTES, num_bytes) + HUGE_PAGE_BYTES)
+            self._chunk, self._used = chunk[-chunk.data_ptr() % HUGE_PAGE_BYTES :], 0
+        first = self._used
+        self._used = -(-(first + num_bytes) // LINE_BYTES) * LINE_BYTES
+        return self._chunk[first : first + num_bytes]
 
 
 def touched_bytes(tensor: Tensor) -> int:
@@ -98,40 +130,3 @@ def touched_bytes(tensor: Tensor) -> int:
         if look(ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t(len(pages) * mmap.PAGESIZE), pages) == 0:
             return min(sum(page & 1 for page in pages) * mmap.PAGESIZE, tensor.nbytes)
     return tensor.nbytes
-
-
-def collapse_into_huge_pages(share: float = 1.0, maps: Path = Path("/proc/self/smaps")) -> int:
-    """Put what this process holds in memory into huge pages, and return how many bytes lie there now.
-
-    A decode step reads every weight once, and with pages of 4 KiB the processor looks up where the next one lies all
-    the time: bfloat16 decode became 6 % faster. Moved are large private mappings that belong to no file and are in use
-    for the most part, which on a CPU after loading are the weights. Nothing happens where the system has no such thing.
-    share: of its time that this works; it sleeps for the rest, because a process whose pages are being moved waits
-    when it asks for new ones. Alone, 600 MB took 1.5 s.
-    """
-    if not hasattr(mmap, "MADV_HUGEPAGE") or not maps.is_file():
-        return 0
-    advise = ctypes.CDLL(None).madvise
-    num_bytes = 0
-    for first, end in _large_mappings(maps.read_text()):
-        for start in range(first, end, HUGE_PAGE_BYTES):
-            started = time.perf_counter()
-            address, size = ctypes.c_void_p(start), ctypes.c_size_t(HUGE_PAGE_BYTES)
-            if advise(address, size, mmap.MADV_HUGEPAGE) == 0 and advise(address, size, MADV_COLLAPSE) == 0:
-                num_bytes += HUGE_PAGE_BYTES
-            time.sleep((time.perf_counter() - started) * (1 / share - 1))
-    return num_bytes
-
-
-def _large_mappings(smaps: str) -> Iterator[tuple[int, int]]:
-    """Whole huge pages of the mappings worth it, as first and last address. smaps: as in proc(5), which counts KiB."""
-    start = end = size = 0
-    for line in smaps.splitlines():
-        fields = line.split()
-        if not fields[0].endswith(":"):
-            anonymous = fields[1] == "rw-p" and (len(fields) == 5 or fields[5] == "[heap]")
-            start, end = (int(part, 16) for part in fields[0].split("-")) if anonymous else (0, 0)
-        elif fields[0] == "Size:":
-            size = int(fields[1])
-        elif fields[0] == "Rss:" and end - start >= 2 * HUGE_PAGE_BYTES and int(fields[1]) * 2 >= size:
-            yield -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

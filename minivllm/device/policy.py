@@ -60,11 +60,6 @@ class DevicePolicy:
         return self.on_cpu
 
     @property
-    def wants_huge_pages(self) -> bool:
-        """Weights are moved into the operating system's huge pages."""
-        return self.on_cpu
-
-    @property
     def has_own_memory(self) -> bool:
         """Weights can leave the device for host memory, and adapters there are pinned."""
         return not self.on_cpu

@@ -12,13 +12,17 @@ from torch import Tensor
 
 from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
 from kernels_triton_free.lora import RowAdapters, add_low_rank
+from kernels_triton_free.packed.memory import moved
 from kernels_triton_free.packed.rows import few_rows_linear, has_few_rows, is_readable, words_of
 from kernels_triton_free.packed.tiles import can_halve, can_tile, tiled_linear, tiled_linear_halves, tiles_of
+from minivllm.device.memory import WeightMemory
 from minivllm.distributed.shard import Rows, Shard, count_rows
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight, stack
 
 LinearTensors = tuple[Tensor, ...]
 """What a linear layer passes to its method: the prepared weight and whatever else the method needs."""
+
+_weights = WeightMemory()
 
 
 class LinearMethod(ABC):
@@ -35,6 +39,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         """Turn weight [out, in] and bias [out] into what apply needs; the originals are dropped."""
+
+    def kept(self, tensors: LinearTensors) -> LinearTensors:
+        """What ``prepare`` gave, in memory for as long as a model lives; see ``WeightMemory``."""
+        return tuple(_weights.copy(tensor) if tensor.device.type == "cpu" else tensor for tensor in tensors)
 
     @abstractmethod
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
@@ -69,8 +77,10 @@ class PlainLinear(LinearMethod):
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         assert isinstance(weight, Tensor), "a quantised weight is restored before"
-        own = weight.clone()  # what a checkpoint hands out may lie in its mapped file
-        return (own,) if bias is None else (own, bias)
+        return (weight,) if bias is None else (weight, bias)
+
+    def kept(self, tensors: LinearTensors) -> LinearTensors:
+        return tuple(map(_weights.copy, tensors))  # what a checkpoint hands out may lie in its mapped file
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         return linear(x, *tensors)
@@ -93,8 +103,13 @@ class PackedLinear(LinearMethod):
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         assert isinstance(weight, Tensor), "a quantised weight is restored before"
         packed = pack_weight(weight)
+        return (packed,) if bias is None else (packed, bias)
+
+    def kept(self, tensors: LinearTensors) -> LinearTensors:
+        packed, *bias = tensors
+        packed = moved(packed, _weights.copy)
         memory = () if self.read_as is None else (words_of(packed) if self.read_as == "words" else tiles_of(packed),)
-        return (packed, *memory) if bias is None else (packed, *memory, bias)
+        return packed, *memory, *bias
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         packed, *others = tensors
@@ -139,6 +154,7 @@ class Linear:
     among the shards, "row" divides the inputs (the sum over shards is the product). own: this shard's range of the
     outputs of each part, or their indices; of the inputs under the name of the only part. Left out, they are even.
     choose: picks the method once the whole weight is there; until then ``method`` is that of unquantised weights.
+    is_stacked: somebody else keeps the tensors, in a stack.
     """
 
     def __init__(
@@ -153,6 +169,7 @@ class Linear:
         device: torch.device,
         choose: ChooseMethod = never_quantized,
         own: Mapping[str, Rows] | None = None,
+        is_stacked: bool = False,
     ) -> None:
         self.split, self.shard, self.device = split, shard, device
         counts = {name: in_features if split == "row" else size for name, size in parts.items()}
@@ -167,7 +184,7 @@ class Linear:
         self.tensors: LinearTensors = ()
         self.adapters: LinearTensors = ()
         self._whole, self._whole_inputs = parts, in_features
-        self._dtype, self._has_bias, self._choose = dtype, bias, choose
+        self._dtype, self._has_bias, self._choose, self._is_stacked = dtype, bias, choose, is_stacked
         self._weights: dict[str, StoredWeight] = {}
         self._biases: dict[str, Tensor] = {}
 
@@ -238,7 +255,8 @@ class Linear:
         else:
             self.method = method
         bias = None if bias is None else bias.to(self.device, self._dtype)
-        self.tensors = tuple(tensor.to(self.device) for tensor in self.method.prepare(weight, bias))
+        prepared = tuple(tensor.to(self.device) for tensor in self.method.prepare(weight, bias))
+        self.tensors = prepared if self._is_stacked else self.method.kept(prepared)
 
 
 def largest_inputs(x: Tensor) -> Tensor:

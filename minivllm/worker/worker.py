@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
@@ -24,9 +23,7 @@ from minivllm.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from minivllm.device.buffers import rounded_capacity
 from minivllm.device.freed_memory import return_freed_memory
 from minivllm.device.memory import (
-    MIN_BYTES_FOR_HUGE_PAGES,
     cache_memory,
-    collapse_into_huge_pages,
     touched_bytes,
 )
 from minivllm.device.policy import DevicePolicy
@@ -117,9 +114,6 @@ class Worker:
             self._adapters = AdapterManager(self._decoder, self.config.lora, self.facts)
         gc.collect()
         return_freed_memory()
-        num_bytes = sum(tensor.nbytes for tensor in self._weights())
-        if self.policy.wants_huge_pages and num_bytes >= MIN_BYTES_FOR_HUGE_PAGES:
-            threading.Thread(target=collapse_into_huge_pages, args=(0.1,), name="huge-pages", daemon=True).start()
         log_choices()
         logger.info("Loaded %s in %.1f s.", self.config.model, time.perf_counter() - started)
 

@@ -139,7 +139,7 @@ def test_up_to_four_rows_of_compiled_code_read_the_words_all_rows_the_tiles_and_
     method = choose_linear_method(64, 96, torch.bfloat16, CPU)
     assert method == PackedLinear(64, "tiles" if can_tile(64, 96) else "words")
     method = PackedLinear(64, read_as)
-    tensors, others = method.prepare(weight, bias), method.prepare(other, bias)
+    tensors, others = (method.kept(method.prepare(w, bias)) for w in (weight, other))
     assert [owns_memory(tensor) for tensor in tensors] == [True, False, True][: len(tensors)]
     mixed = (tensors[0], others[1], *tensors[2:])
     x = torch.randn(MAX_ROWS + 1, 96).bfloat16()

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from minivllm.device import buffers, memory
 from minivllm.device.buffers import MirroredTable, StagingBuffer
+from minivllm.device.freed_memory import resident_bytes
 from minivllm.device.memory import (
     HUGE_PAGE_BYTES,
-    MADV_COLLAPSE,
+    LINE_BYTES,
     MAX_CPU_CACHE_BYTES,
+    WeightMemory,
     cache_memory,
-    collapse_into_huge_pages,
     free_cpu_memory,
     lazily_zeroed,
     touched_bytes,
@@ -200,56 +204,44 @@ def huge_bytes_at(address: int) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="only Linux tells how memory is mapped")
-def test_what_is_in_use_moves_into_huge_pages_and_keeps_its_values() -> None:
-    num_bytes = 16 * HUGE_PAGE_BYTES
-    values = torch.arange(num_bytes // 8)
-    moved = collapse_into_huge_pages()
-    if moved == 0:
+def test_weights_lie_in_huge_pages() -> None:
+    weights = WeightMemory()
+    copies = [weights.copy(torch.arange(3 * HUGE_PAGE_BYTES // 8) + i) for i in range(4)]
+    written = lazily_zeroed((8 * HUGE_PAGE_BYTES,), torch.uint8).fill_(1)
+    if huge_bytes_at(written.data_ptr() + 4 * HUGE_PAGE_BYTES) == 0:
         pytest.skip("this system has no huge pages to give")
-    assert huge_bytes_at(values.data_ptr() + num_bytes // 2) >= num_bytes // 2
-    torch.testing.assert_close(values, torch.arange(num_bytes // 8), rtol=0, atol=0)
+    assert huge_bytes_at(copies[0].data_ptr()) >= 11 * HUGE_PAGE_BYTES
+    for i, copy in enumerate(copies):
+        torch.testing.assert_close(copy, torch.arange(3 * HUGE_PAGE_BYTES // 8) + i, rtol=0, atol=0)
 
 
-SMAPS = """\
-{start:x}-{end:x} {flags} 00000000 00:00 {inode}{name}
-Size:           {size_kib} kB
-KernelPageSize:        4 kB
-Rss:            {rss_kib} kB
-VmFlags: rd wr mr mw me ac sd
-"""
+SHAPES = st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=3), min_size=1, max_size=12)
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({}, 4),
-        ({"name": "   [heap]"}, 4),
-        ({"rss_kib": 2048}, 0),  # a KV cache that has not been used yet
-        ({"flags": "rw-s"}, 0),
-        ({"flags": "r--p"}, 0),
-        ({"inode": 77, "name": "   /models/model.safetensors"}, 0),
-        ({"end": HUGE_PAGE_BYTES * 11}, 0),
-        # Only whole huge pages inside of the mapping are anybody's to move.
-        ({"start": HUGE_PAGE_BYTES * 10 + 4096, "end": HUGE_PAGE_BYTES * 15 - 4096}, 3),
-    ],
-)
-def test_only_large_private_memory_in_use_is_moved(
-    change: dict[str, Any], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int, int]] = []
+@given(SHAPES, st.sampled_from([torch.int8, torch.bfloat16, torch.float64]), st.booleans())
+def test_copies_of_weights_are_theirs_alone(shapes: list[list[int]], dtype: torch.dtype, is_transposed: bool) -> None:
+    weights, generator = WeightMemory(), torch.Generator().manual_seed(0)
+    with mock.patch.object(memory, "CHUNK_BYTES", 2**20):
+        originals, copies = [], []
+        for shape in shapes:
+            original = torch.randint(-99, 99, shape, generator=generator).to(dtype)
+            original = original.mT if is_transposed and len(shape) > 1 else original
+            original.mark = len(originals)  # type: ignore[attr-defined]
+            originals.append(original)
+            copies.append(weights.copy(original))
+    for place, (original, copy) in enumerate(zip(originals, copies)):
+        assert torch.equal(original, copy) and copy.is_contiguous() and copy.mark == place  # type: ignore[attr-defined]
+        assert copy.data_ptr() % LINE_BYTES == 0 or copy.nbytes < mmap.PAGESIZE
+        copy.fill_(7)
+    assert all(bool((copy == 7).all()) for copy in copies)
 
-    class Library:
-        def madvise(self, address: Any, size: Any, advice: int) -> int:
-            if advice == MADV_COLLAPSE:
-                asked.append((address.value, size.value))
-            return 0
 
-    mapping: dict[str, Any] = {"start": HUGE_PAGE_BYTES * 10, "end": HUGE_PAGE_BYTES * 14, "flags": "rw-p"}
-    mapping |= {"inode": 0, "name": "", "rss_kib": 6000} | change
-    mapping["size_kib"] = 8192
-    (tmp_path / "smaps").write_text(SMAPS.format(**mapping))
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: Library())
-    assert collapse_into_huge_pages(maps=tmp_path / "smaps") == expected * HUGE_PAGE_BYTES
-    assert [size for _, size in asked] == [HUGE_PAGE_BYTES] * expected
-    assert all(address % HUGE_PAGE_BYTES == 0 for address, _ in asked)
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is known to tell")
+def test_memory_goes_with_the_last_weight_in_it() -> None:
+    weights = WeightMemory()
+    copies = [weights.copy(torch.ones(20 * 2**20, dtype=torch.uint8)) for _ in range(6)]
+    process = resident_bytes(os.getpid())
+    last = copies[-1]
+    del copies  # two chunks of three
+    assert process - resident_bytes(os.getpid()) >= 55 * 2**20
+    assert bool((last == 1).all())

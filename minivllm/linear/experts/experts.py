@@ -69,7 +69,7 @@ class _Stack:
 
 
 def _room(count: int, tensor: Tensor) -> Tensor:
-    """For so many tensors like this one: on a CPU in huge pages at once; moving there later takes 2.5 s a gigabyte."""
+    """For so many tensors like this one, on a CPU in huge pages."""
     shape = count, *tensor.shape
     return lazily_zeroed(shape, tensor.dtype) if tensor.device.type == "cpu" else tensor.new_empty(shape)
 
@@ -114,6 +114,7 @@ class Experts:
                 device=device,
                 choose=partial(_choose_looped if device.type == "cpu" else _choose_restorable, choose),
                 own=dict.fromkeys(parts, own),
+                is_stacked=True,
             )
             if isinstance(linear.method, PackedLinear):
                 stacked = StackedPackedLinear(linear.out_features, linear.in_features)
