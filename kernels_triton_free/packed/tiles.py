@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels_triton_free.linear import pack_weight
 from kernels_triton_free.packed.memory import memory_of
 from kernels_triton_free.packed.rows import outputs_together
 
@@ -47,10 +48,18 @@ def can_tile(out_features: int, in_features: int) -> bool:
 def tiles_of(packed: Tensor) -> Tensor:
     """The memory of a weight from ``pack_weight``, [out, in] of bfloat16, as bfloat16 [out / 32, in, 32], or
     [out / 64, in, 64]: no copy. The weight lives as long as what is returned."""
-    (out_features, in_features), outputs = packed.shape, outputs_of_tiles()
-    tiles = memory_of(packed).view(torch.bfloat16).view(out_features // outputs, in_features, outputs)
+    tiles = _in_tiles(packed)
     tiles.is_packed_memory = True  # type: ignore[attr-defined]
     return tiles
+
+
+def tile_weight(weight: Tensor) -> Tensor:
+    """weight bfloat16 [out, in] that ``can_tile`` -> its tiles, and nothing else of it."""
+    return _in_tiles(pack_weight(weight))
+
+
+def _in_tiles(packed: Tensor) -> Tensor:
+    return memory_of(packed).view(torch.bfloat16).view(-1, packed.shape[1], outputs_of_tiles())
 
 
 def tiled_linear(x: Tensor, tiles: Tensor, bias: Tensor | None = None) -> Tensor:

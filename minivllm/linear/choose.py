@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.packed.int4_tiles import can_tile_int4
+from kernels_triton_free.packed.tiles import can_tile
 from kernels_triton_free.quantized_linear import INT4_GROUP_SIZES, INT4_LANES
 from minivllm.device.policy import FLOAT8_CAPABILITY, DevicePolicy
 from minivllm.errors import ConfigError
@@ -20,6 +21,7 @@ from minivllm.linear.quantized_methods import (
     Int4Linear,
     Int8Linear,
     OrderedInputs,
+    RestoredInt4Linear,
     RoundedInputs,
     SpreadGroups,
     TiledInt4Linear,
@@ -80,7 +82,7 @@ class MethodChooser:
         if isinstance(weight, Tensor):
             return self._round(name, weight) if self.quantization else (None, _UNQUANTIZED)
         if isinstance(weight, GroupedWeight):
-            return self._multiply_groups(weight)
+            return self._multiply_groups(name, weight)
         if isinstance(weight, RowScaledWeight):
             return self._multiply_rows(weight)
         return None, "stored in a format that nothing here multiplies, dequantised"
@@ -106,15 +108,17 @@ class MethodChooser:
                 f"quantization 'int4' needs a multiple of {ROUNDING_GROUP} inputs, but {name} has {inputs}: use int8."
             )
         if on_cpu:
-            return self._int4(rows, inputs, ROUNDING_GROUP, 4), why
+            return self._int4(name, rows, inputs, ROUNDING_GROUP, 4), why
         return DequantizedGroupLinear(ROUNDING_GROUP, 4, self.dtype), why
 
-    def _int4(self, rows: int, inputs: int, group_size: int, bits: int) -> LinearMethod:
-        fits = rows % INT4_LANES == 0 and can_tile_int4(rows, inputs, self.dtype)
-        method = TiledInt4Linear if fits and self.policy.multiplies_bfloat16 else Int4Linear
+    def _int4(self, name: str, rows: int, inputs: int, group_size: int, bits: int) -> LinearMethod:
+        method = Int4Linear
+        if rows % INT4_LANES == 0 and can_tile_int4(rows, inputs, self.dtype) and self.policy.multiplies_bfloat16:
+            is_restored = bits == 8 and name == "lm_head" and can_tile(rows, inputs)
+            method = RestoredInt4Linear if is_restored else TiledInt4Linear
         return method(rows, group_size, bits, self.dtype)
 
-    def _multiply_groups(self, weight: GroupedWeight) -> tuple[LinearMethod | None, str]:
+    def _multiply_groups(self, name: str, weight: GroupedWeight) -> tuple[LinearMethod | None, str]:
         """A weight in groups is multiplied as it is."""
         bits, group = weight.bits, weight.group_size
         method: LinearMethod | None = None
@@ -125,7 +129,7 @@ class MethodChooser:
             smallest = min(INT4_GROUP_SIZES)
             size = next((size for size in INT4_GROUP_SIZES if group % size == 0), None)
             if size is not None:
-                method = self._int4(*weight.shape, size, bits)
+                method = self._int4(name, *weight.shape, size, bits)
             elif bits == 4 and 2 * group == smallest:  # any wider and the values themselves would take less memory
                 method = SpreadGroups(Int4Linear(weight.shape[0], smallest, bits, self.dtype), group, smallest)
         if method is None:

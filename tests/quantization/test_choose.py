@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels_triton_free.packed.tiles import can_tile
 from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm.device.policy import DevicePolicy
 from minivllm.errors import ConfigError
@@ -19,6 +20,7 @@ from minivllm.linear.quantized_methods import (
     Int4Linear,
     Int8Linear,
     OrderedInputs,
+    RestoredInt4Linear,
     RoundedInputs,
     SpreadGroups,
     TiledInt4Linear,
@@ -104,6 +106,14 @@ def test_a_quantised_weight_is_multiplied_as_it_is_or_restored_but_never_rounded
 ) -> None:
     if not (quantization == "int4" and policy == OLD_CPU):
         assert chosen(quantization, policy, "o_proj", weight) == expected
+
+
+def test_a_head_of_8_bits_is_restored_where_the_cpu_multiplies_tiles() -> None:
+    weight = grouped(32, bits=8)
+    kind = RestoredInt4Linear if can_tile(64, 96) else TiledInt4Linear
+    assert chosen("int4", FAST_CPU, "lm_head", weight) == kind(64, 32, 8, BF16)
+    assert chosen("int4", FAST_CPU, "lm_head", grouped(32)) == TiledInt4Linear(64, 32, 4, BF16)
+    assert chosen("int4", CPU, "lm_head", weight) == Int4Linear(64, 32, 8, BF16)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels_triton_free.packed.rows import MAX_ROWS
+from kernels_triton_free.packed.rows import MAX_ROWS, is_for_few_rows, owns_memory
+from kernels_triton_free.packed.tiles import can_tile
 from kernels_triton_free.quantized_linear import INT4_MAX_ROWS, can_multiply_int4
 from minivllm.errors import ModelError
 from minivllm.linear.layer import Linear, LinearMethod, PackedLinear, Shard, largest_inputs
@@ -19,6 +20,7 @@ from minivllm.linear.quantized_methods import (
     Int4Linear,
     Int8Linear,
     OrderedInputs,
+    RestoredInt4Linear,
     RoundedInputs,
     SpreadGroups,
     TiledInt4Linear,
@@ -102,6 +104,25 @@ def test_compiled_code_for_many_rows_reads_tiles_of_the_same_values_and_nothing_
     out = method.apply(x, (packed, scales, tiles, *bias))
     assert torch.equal(out, method.apply(x, (packed, scales, torch.zeros_like(tiles), *bias))) != reads_tiles
     assert method.without_tiles() == Int4Linear(128, 32, bits, torch.float32)
+
+
+@BIASES
+@pytest.mark.parametrize(("rows", "reads_tiles"), [(MAX_ROWS, False), (MAX_ROWS + 1, True)])
+@pytest.mark.skipif(not can_tile(128, IN), reason="this CPU multiplies no tiles of bfloat16")
+def test_a_head_is_restored_for_many_rows(
+    rows: int, reads_tiles: bool, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, method = grouped(8, 32, rows=128), RestoredInt4Linear(128, 32, 8, torch.bfloat16)
+    bias = random(128, seed=3).bfloat16() if has_bias else None
+    tensors = method.kept(method.prepare(weight, bias))
+    x = random(rows, IN, seed=4).bfloat16()
+    assert is_for_few_rows(tensors[0]) and owns_memory(tensors[2])
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    out = method.apply(x, tensors).double()
+    exact = x.double() @ values_of(weight).T + (0 if bias is None else bias.double())
+    assert (out - exact).norm() / exact.norm() < 4e-3
+    others = tensors[0], tensors[1], torch.zeros_like(tensors[2]), *tensors[3:]
+    assert torch.equal(out, method.apply(x, others).double()) != reads_tiles
 
 
 @BIASES
