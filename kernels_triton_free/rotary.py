@@ -71,7 +71,8 @@ def apply_rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
     shape = (cos_sin.shape[0],) + (1,) * (x.dim() - 2) + (half,)
     cos, sin = cos_sin[:, :half].reshape(shape), cos_sin[:, half:].reshape(shape)
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-    if 2 * half == x.shape[-1]:
-        return rotated
-    return torch.cat([rotated, x[..., 2 * half :]], dim=-1)
+    # Each half is rounded by itself: compiled code would write down what ``cat`` gives in float32, and round that.
+    parts = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
+    if 2 * half < x.shape[-1]:
+        parts.append(x[..., 2 * half :])
+    return torch.cat(parts, dim=-1)

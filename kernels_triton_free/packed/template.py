@@ -23,8 +23,8 @@ AMX_ROWS, INPUTS = 32, 32
 """Two tiles of AMX: with two of AMX_OUTPUTS and the four of their products, all eight of its registers are in use."""
 ROWS = 96
 """oneDNN's kernel for a block of 64 outputs takes six rows at a time: a block of 32 rows leaves two, for which it loads
-as much of the weight as for six. The products of 512 rows of SmolLM2-135M took 115 ms in place of 143 on two cores of
-Zen 5; 48 rows 122, 192 rows 119."""
+as much of the weight as for six. The products of 512 rows of SmolLM2-135M took 120 ms in place of 127 on two cores of
+Zen 5, medians of three pairs; 48 rows at a time gained less, more than 96 no more."""
 
 BLOCK_IN_PLACE_OF_TILES = r"""
 #include <ATen/native/CPUBlas.h>

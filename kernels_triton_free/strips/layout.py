@@ -48,9 +48,17 @@ def write_strips(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: 
     offset."""
     tokens, kv_heads, dim = k.shape
     size, strip = v_cache.shape[3:]
-    block, place = slots // size, slots % size
-    k_cache[block, :, place // strip, :, place % strip] = k
+    block, place = _divided(slots, size)
+    run, lane = _divided(place, strip)
+    k_cache[block, :, run, :, lane] = k
     v_cache[block, :, :, place] = v.reshape(tokens, kv_heads, dim // strip, strip)
+
+
+def _divided(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Quotient and remainder of numbers that are not negative; compiled code divides for each value that it stores."""
+    if size & (size - 1):
+        return numbers // size, numbers % size
+    return numbers >> (size.bit_length() - 1), numbers & (size - 1)
 
 
 def keys_of(strips: Tensor) -> Tensor:
