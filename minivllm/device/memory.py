@@ -7,6 +7,7 @@ import ctypes
 import math
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,6 +97,7 @@ class WeightMemory:
 
     def __init__(self) -> None:
         self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._lock = threading.Lock()  # models may be loaded by several threads
 
     def copy(self, tensor: Tensor) -> Tensor:
         """The same values and Python attributes, contiguous. Of a tensor on another device, or a small one, a clone."""
@@ -108,12 +110,13 @@ class WeightMemory:
 
     def _room(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes]"""
-        if self._used + num_bytes > len(self._chunk):
-            chunk = _new_memory(max(CHUNK_BYTES, num_bytes) + HUGE_PAGE_BYTES)
-            self._chunk, self._used = chunk[-chunk.data_ptr() % HUGE_PAGE_BYTES :], 0
-        first = self._used
-        self._used = -(-(first + num_bytes) // LINE_BYTES) * LINE_BYTES
-        return self._chunk[first : first + num_bytes]
+        with self._lock:
+            if self._used + num_bytes > len(self._chunk):
+                chunk = _new_memory(max(CHUNK_BYTES, num_bytes) + HUGE_PAGE_BYTES)
+                self._chunk, self._used = chunk[-chunk.data_ptr() % HUGE_PAGE_BYTES :], 0
+            first = self._used
+            self._used = -(-(first + num_bytes) // LINE_BYTES) * LINE_BYTES
+            return self._chunk[first : first + num_bytes]
 
 
 def touched_bytes(tensor: Tensor) -> int:

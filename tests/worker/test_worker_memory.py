@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -234,6 +235,17 @@ def test_copies_of_weights_are_theirs_alone(shapes: list[list[int]], dtype: torc
         assert copy.data_ptr() % LINE_BYTES == 0 or copy.nbytes < mmap.PAGESIZE
         copy.fill_(7)
     assert all(bool((copy == 7).all()) for copy in copies)
+
+
+def test_threads_that_load_at_once_share_no_memory() -> None:
+    weights = WeightMemory()
+
+    def copies(number: int) -> list[torch.Tensor]:
+        return [weights.copy(torch.full((5000,), number)) for _ in range(200)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for number, found in enumerate(pool.map(copies, range(4))):
+            assert all(bool((copy == number).all()) for copy in found)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux is known to tell")
