@@ -8,6 +8,7 @@ import math
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,17 +74,18 @@ def lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     In huge pages where there are any, which made decode attention of 16 requests a tenth faster. They take private
     memory, which only POSIX systems have.
     """
-    return _new_memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    memory = _new_memory(math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
-def _new_memory(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes], zero, in huge pages."""
+def _new_memory(num_bytes: int) -> mmap.mmap:
+    """Zero, in huge pages, and there for as long as a tensor lies in it."""
     private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
     memory = mmap.mmap(-1, num_bytes, flags=private) if private else mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return memory
 
 
 class WeightMemory:
@@ -96,7 +98,9 @@ class WeightMemory:
     """
 
     def __init__(self) -> None:
-        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._used = 0
+        # Weak: once a model has gone, nothing may hold its last chunk.
+        self._chunk: Callable[[], mmap.mmap | None] = lambda: None
         self._lock = threading.Lock()  # models may be loaded by several threads
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -111,12 +115,14 @@ class WeightMemory:
     def _room(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes]"""
         with self._lock:
-            if self._used + num_bytes > len(self._chunk):
+            chunk = self._chunk()
+            if chunk is None or self._used + num_bytes > len(chunk):
                 chunk = _new_memory(max(CHUNK_BYTES, num_bytes) + HUGE_PAGE_BYTES)
-                self._chunk, self._used = chunk[-chunk.data_ptr() % HUGE_PAGE_BYTES :], 0
+                self._chunk = weakref.ref(chunk)
+                self._used = -torch.frombuffer(chunk, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
             first = self._used
             self._used = -(-(first + num_bytes) // LINE_BYTES) * LINE_BYTES
-            return self._chunk[first : first + num_bytes]
+            return torch.frombuffer(chunk, dtype=torch.uint8, count=num_bytes, offset=first)
 
 
 def touched_bytes(tensor: Tensor) -> int:

@@ -257,3 +257,5 @@ def test_memory_goes_with_the_last_weight_in_it() -> None:
     del copies  # two chunks of three
     assert process - resident_bytes(os.getpid()) >= 55 * 2**20
     assert bool((last == 1).all())
+    del last
+    assert process - resident_bytes(os.getpid()) >= 115 * 2**20
