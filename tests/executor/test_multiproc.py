@@ -50,11 +50,16 @@ def start(fault: str = "none", size: int = 2, heartbeat_timeout: float = 300.0) 
 @contextmanager
 def nothing_left() -> Iterator[list[int]]:
     """Neither a process, nor a thread, nor a descriptor: shared memory has no other name. Yields further processes."""
-    before = descriptors(), threading.active_count(), children()
+    files, threads, processes = descriptors(), set(threading.enumerate()), children()
     pids: list[int] = []
     yield pids
-    wait_until(lambda: (descriptors(), threading.active_count(), children()) == before)
-    assert (descriptors(), threading.active_count(), children()) == before
+
+    def left() -> tuple[int, set[threading.Thread], set[int]]:
+        # Threads of tests that came before may end meanwhile.
+        return descriptors() - files, set(threading.enumerate()) - threads, children() - processes
+
+    wait_until(lambda: left() == (0, set(), set()))
+    assert left() == (0, set(), set())
     assert wait_until(lambda: not any(map(psutil.pid_exists, pids)))
 
 
