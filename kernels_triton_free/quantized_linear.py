@@ -3,7 +3,7 @@
 Reading the weights is the work of a product with few rows, so there the operators that read 8 or 4 bits win. With many
 rows arithmetic is the work, and the dense product over a weight restored for this call wins. Which one runs is decided
 inside one operator, so that a dynamic number of rows neither compiles anything again nor adds a guard; code for a few
-rows calls PyTorch's operator itself. No restored copy is kept: restoring costs 0.2 (8 bits) or 0.7 ms (4 bits) per
+rows calls PyTorch's operator itself. No restored copy is kept here: restoring costs 0.2 (8 bits) or 0.7 ms (4 bits) per
 1.8 million weights, 5 to 15 % of a product with 512 rows, and a resident copy would take more memory than the quantised
 weights themselves.
 """

@@ -22,10 +22,7 @@ from minivllm.compilation.region_packages import PackagedRegionCompiler
 from minivllm.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from minivllm.device.buffers import rounded_capacity
 from minivllm.device.freed_memory import return_freed_memory
-from minivllm.device.memory import (
-    cache_memory,
-    touched_bytes,
-)
+from minivllm.device.memory import cache_memory, touched_bytes
 from minivllm.device.policy import DevicePolicy
 from minivllm.distributed.other_workers import NO_OTHERS, OtherWorkers
 from minivllm.distributed.stage import Stage
