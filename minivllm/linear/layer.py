@@ -38,7 +38,7 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
-        """Turn weight [out, in] and bias [out] into what ``kept`` makes ready for ``apply``; the originals are dropped."""
+        """Turn weight [out, in] and bias [out] into what ``kept`` readies for ``apply``; the originals are dropped."""
 
     def kept(self, tensors: LinearTensors) -> LinearTensors:
         """What ``prepare`` gave, in memory for as long as a model lives; see ``WeightMemory``."""
