@@ -95,6 +95,11 @@ def is_for_few_rows(tensor: Tensor) -> bool:
     return hasattr(tensor, "is_for_few_rows")
 
 
+def has_single_row(x: Tensor) -> bool:
+    """Whether code is compiled for one row."""
+    return isinstance(x.shape[0], int) and x.shape[0] == 1
+
+
 def has_few_rows(x: Tensor) -> bool:
     """Whether code is compiled for the rows of x, and they are few. A number that varies is no int: to compare it would
     fix the code to one side."""

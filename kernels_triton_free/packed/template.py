@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
-import kernels_triton_free.packed.int4_tiles  # noqa: F401  (defines an operator)
+import kernels_triton_free.packed.int4_tiles
+import kernels_triton_free.packed.int8_tiles  # noqa: F401  (they define operators)
 from kernels_triton_free.inductor.patches import try_to_change
-from kernels_triton_free.packed.tiles import AMX_OUTPUTS, outputs_of_tiles
+from kernels_triton_free.packed.int8_tiles import TOGETHER
+from kernels_triton_free.packed.tiles import AMX_OUTPUTS, OUTPUTS, outputs_of_tiles
 
 AMX_ROWS, INPUTS = 32, 32
 """Two tiles of AMX: with two of AMX_OUTPUTS and the four of their products, all eight of its registers are in use."""
@@ -25,6 +27,9 @@ ROWS = 96
 """oneDNN's kernel for a block of 64 outputs takes six rows at a time: a block of 32 rows leaves two, for which it loads
 as much of the weight as for six. The products of 512 rows of SmolLM2-135M took 120 ms in place of 127 on two cores of
 Zen 5, medians of three pairs; of 48, 128 and 192 rows, tried once each, none was better."""
+
+VNNI_ROWS = 6
+"""With four registers of outputs, 24 of 32 registers hold sums."""
 
 BLOCK_IN_PLACE_OF_TILES = r"""
 #include <ATen/native/CPUBlas.h>
@@ -45,6 +50,7 @@ def generate_tiled_products() -> None:
     try_to_change(_lower_tiled_linear)
     try_to_change(_lower_tiled_linear_halves)
     try_to_change(_lower_int4_tiled_linear)
+    try_to_change(_lower_int8_tiled_product)
 
 
 def _lower_tiled_linear() -> None:
@@ -57,7 +63,7 @@ def _lower_tiled_linear() -> None:
     @register_lowering(torch.ops.kernels_triton_free.tiled_linear.default, type_promotion_kind=None)
     def lower(x: Any, tiles: Any, bias: Any) -> Any:
         product = _with_loops(CppGemmTemplate, cpp_gemm_template, loops)
-        out = _generate(product, [x, tiles], tiles.get_size()[0] * outputs, outputs).output_node()
+        out = _generate(product, [x, tiles], tiles.get_size()[0] * outputs, _blocking(outputs)).output_node()
         return out if bias is None else lowerings[torch.ops.aten.add.Tensor](out, bias)
 
 
@@ -77,7 +83,7 @@ def _lower_tiled_linear_halves() -> None:
         x = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
         group = {"has_bias": (False, False), "act_mapping": {0: x, 1: x}, "gemm_grouped_num": 2}
         halves = [part(tiles, 0, first, first + blocks) for first in (0, blocks)]
-        caller = _generate(product, [x, *halves], blocks * outputs, outputs, **group)
+        caller = _generate(product, [x, *halves], blocks * outputs, _blocking(outputs), **group)
         both = caller.output_node().data.data
         both.outputs = [ir.MultiOutput(both.layout, both, [(list, place)]) for place in (0, 1)]
         both.layout = ir.MultiOutputLayout(device=x.get_device())
@@ -96,8 +102,31 @@ def _lower_int4_tiled_linear() -> None:
         loops = _loops(_int4_kind(), tiles.get_dtype(), AMX_OUTPUTS)
         product = _with_loops(template, cpp_gemm_template, loops)
         size = V.graph.add_tensor_constant(torch.tensor(group_size))
-        out = _generate(product, [x, tiles, size, scale_and_zero], tiles.get_size()[0], AMX_OUTPUTS).output_node()
+        inputs, blocking = [x, tiles, size, scale_and_zero], _blocking(AMX_OUTPUTS)
+        out = _generate(product, inputs, tiles.get_size()[0], blocking).output_node()
         return out if bias is None else lowerings[torch.ops.aten.add.Tensor](out, bias)
+
+
+def _lower_int8_tiled_product() -> None:
+    from torch._inductor.codegen import cpp_gemm_template
+    from torch._inductor.codegen.cpp_gemm_template import CppGemmTemplate
+    from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmAVX512VNNI
+    from torch._inductor.codegen.cpp_utils import GemmBlocking
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
+
+    blocking = GemmBlocking(VNNI_ROWS, OUTPUTS, TOGETHER)
+
+    def innermost_loops(name: str, *_: Any, **__: Any) -> Any:
+        return CppMicroGemmAVX512VNNI(name, torch.uint8, torch.int8, torch.int32, torch.int32, blocking)
+
+    @register_lowering(torch.ops.kernels_triton_free.int8_tiled_product.default, type_promotion_kind=None)
+    def lower(numbers: Any, tiles: Any) -> Any:
+        product = _with_loops(CppGemmTemplate, cpp_gemm_template, innermost_loops)
+        # The template asks for scales and zeros of both, and leaves them to what follows the product.
+        unused = [V.graph.add_tensor_constant(torch.zeros(1)) for _ in range(4)]
+        out_features = tiles.get_size()[0] * OUTPUTS
+        return _generate(product, [numbers, tiles, *unused], out_features, blocking, torch.float32).output_node()
 
 
 def _bfloat16_loops() -> tuple[int, Callable]:
@@ -154,13 +183,15 @@ def _blocking(outputs: int) -> Any:
     return GemmBlocking(AMX_ROWS if outputs == AMX_OUTPUTS else ROWS, outputs, INPUTS)
 
 
-def _generate(product: Any, inputs: list[Any], out_features: int, outputs: int, **group: Any) -> Any:
-    """Inductor's caller of the product of inputs[0] [rows, in], giving [rows, out_features]. outputs: of a tile."""
+def _generate(
+    product: Any, inputs: list[Any], out_features: int, blocking: Any, dtype: torch.dtype = torch.bfloat16, **group: Any
+) -> Any:
+    """Inductor's caller of the product of inputs[0] [rows, in], giving [rows, out_features] of this dtype."""
     from torch._inductor import ir
     from torch._inductor.utils import parallel_num_threads
 
     x, *others = (ir.ExternKernel.realize_input(argument) for argument in inputs)
     x = ir.ExternKernel.require_contiguous(x)  # itself, if it is
     device = torch.device("cpu")
-    layout = ir.FixedLayout(device, x.get_dtype(), [x.get_size()[0], out_features])
-    return product([x, *others], layout, parallel_num_threads(), _blocking(outputs), **group).generate()
+    layout = ir.FixedLayout(device, dtype, [x.get_size()[0], out_features])
+    return product([x, *others], layout, parallel_num_threads(), blocking, **group).generate()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.packed.int4_tiles import can_tile_int4
+from kernels_triton_free.packed.int8_tiles import can_tile_int8
 from kernels_triton_free.packed.tiles import can_tile
 from kernels_triton_free.quantized_linear import INT4_GROUP_SIZES, INT4_LANES
 from minivllm.device.policy import FLOAT8_CAPABILITY, DevicePolicy
@@ -23,6 +24,7 @@ from minivllm.linear.quantized_methods import (
     OrderedInputs,
     RestoredInt4Linear,
     RoundedInputs,
+    RoundedInt4Linear,
     SpreadGroups,
     TiledInt4Linear,
 )
@@ -33,6 +35,14 @@ logger = logging.getLogger(__name__)
 ROUNDING_GROUP = 32
 """Inputs that share a scale where weights are rounded to 4 bits here: the finest the operators know."""
 FLOAT8_MULTIPLE = 16
+BEAR_ROUNDING = {"o_proj": 1, "gate_proj+up_proj": 1, "down_proj": 4}
+"""Layers of 4 bits that multiply 8 bits where rows are several, and the parts of their inputs with scales of their own.
+
+Over four texts of 200 to 1,000 tokens, against SmolLM2-135M's Q4_1 weights in float32, the mean KL divergence [nats per
+token] was 0.0004 with the first rounded, 0.0038 with the second, 0.0027 with the third (0.0067 in one part), 0.0065
+with q, k and v and 0.0047 with lm_head; 0.0032 with all inputs in groups of 32 as llama.cpp rounds them. Perplexity
+moved by less than 0.3 %. A prompt of 512 tokens took 265 ms in place of 348 on two cores of Zen 4, a step of 16 rows
+20 in place of 25."""
 
 
 class MethodChooser:
@@ -114,8 +124,12 @@ class MethodChooser:
     def _int4(self, name: str, rows: int, inputs: int, group_size: int, bits: int) -> LinearMethod:
         method = Int4Linear
         if rows % INT4_LANES == 0 and can_tile_int4(rows, inputs, self.dtype) and self.policy.multiplies_bfloat16:
-            is_restored = bits == 8 and name == "lm_head" and can_tile(rows, inputs)
-            method = RestoredInt4Linear if is_restored else TiledInt4Linear
+            method = TiledInt4Linear
+            if bits == 8 and name == "lm_head" and can_tile(rows, inputs):
+                method = RestoredInt4Linear
+            parts = BEAR_ROUNDING.get(name, 0) if bits == 4 else 0
+            if parts and can_tile_int8(rows, inputs, parts):
+                return RoundedInt4Linear(rows, group_size, bits, self.dtype, parts)
         return method(rows, group_size, bits, self.dtype)
 
     def _multiply_groups(self, name: str, weight: GroupedWeight) -> tuple[LinearMethod | None, str]:

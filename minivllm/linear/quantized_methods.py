@@ -1,6 +1,6 @@
 """Linear methods over fewer bits: PyTorch's CPU operators, products for GPUs that Inductor fuses, and float8.
 
-None of them rounds a weight that is quantised already. Tensors of a method: its weight and scales, then the bias, if
+None but ``RoundedInt4Linear`` rounds a weight that is quantised already. Tensors of a method: its weight and scales, then the bias, if
 there is one.
 """
 
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_triton_free.packed.int4_tiles import int4_tiled_linear, tile_int4
-from kernels_triton_free.packed.rows import for_few_rows, has_few_rows
+from kernels_triton_free.packed.int8_tiles import Int8Tiles, int8_tiled_linear, tile_int8
+from kernels_triton_free.packed.rows import for_few_rows, has_few_rows, has_single_row
 from kernels_triton_free.packed.tiles import tile_weight, tiled_linear
 from kernels_triton_free.quantized_linear import INT4_LANES, int4_linear, int4_rows, int8_linear, int8_rows, pack_int4
 from minivllm.linear.layer import LinearMethod, LinearTensors, largest_inputs
@@ -148,6 +149,10 @@ class Int4Linear(LinearMethod):
             rows = upper + lower
         return rows.to(self.dtype)
 
+    def without_tiles(self) -> Int4Linear:
+        """This, as code that is not compiled computes it."""
+        return Int4Linear(self.out_features, self.group_size, self.bits, self.dtype)
+
     def _in_planes(self, codes: Tensor) -> Tensor:
         """Codes of 4 bits: [out, in], or the upper and the lower ones of 8 bits, [out, 2 * in]."""
         return torch.cat([codes >> 4, codes & 15], dim=1) if self.bits == 8 else codes
@@ -165,9 +170,6 @@ class TiledInt4Linear(Int4Linear):
     4 rows 7.6 / 9.6, 16 rows 23 / 10.6, 32 rows 45 / 13, 512 rows 163 / 65 (above 60 rows the operator restores). A
     step of 16 rows took 19.8 ms in place of 29 on two cores of Zen 5, without AMX.
     """
-
-    def without_tiles(self) -> Int4Linear:
-        return Int4Linear(self.out_features, self.group_size, self.bits, self.dtype)
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = _in_groups(weight, self.group_size, self.dtype)
@@ -190,7 +192,7 @@ class TiledInt4Linear(Int4Linear):
 
 
 class RestoredInt4Linear(TiledInt4Linear):
-    """The same, with tiles of bfloat16 (see ``kernels_triton_free.packed.tiles``). For a head of 8 bits, whose planes
+    """The same, with tiles of bfloat16 (see ``kernels_triton_free.packed.tiles``) for more than one row. For a head of 8 bits, whose planes
     are restored twice: the bytes of its tiles double, and 16 rows took 1.6 ms in place of 3.6 (two cores of Zen 5,
     [49152, 576])."""
 
@@ -199,8 +201,35 @@ class RestoredInt4Linear(TiledInt4Linear):
         packed, scale_and_zero, *own_bias = Int4Linear.prepare(self, grouped, bias)
         return (for_few_rows(packed), scale_and_zero, tile_weight(grouped.restore(self.dtype)), *own_bias)
 
-    def _multiply_tiles(self, x: Tensor, tensors: LinearTensors) -> Tensor:
-        return tiled_linear(x, tensors[2], *tensors[3:])
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        packed, scale_and_zero, tiles, *bias = tensors
+        if has_single_row(x) or not torch.compiler.is_compiling():
+            return Int4Linear.apply(self, x, (packed, scale_and_zero, *bias))
+        return tiled_linear(x, tiles, *bias)
+
+
+@dataclass(frozen=True)
+class RoundedInt4Linear(Int4Linear):
+    """4 bits for a single row. Compiled code for more rounds the weight once more, to 8 bits, and its inputs (see
+    ``kernels_triton_free.packed.int8_tiles``). Tensors: packed, scales, those of Int8Tiles, bias.
+
+    parts: of the inputs, which have scales of their own.
+    """
+
+    parts: int = 1
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        grouped = _in_groups(weight, self.group_size, self.dtype)
+        packed, scale_and_zero, *own_bias = super().prepare(grouped, bias)
+        values = grouped.restore(torch.float32).chunk(self.parts, dim=1)
+        tiles = tile_int8([round_to_int8_rows(part, torch.float32) for part in values])
+        return (packed, scale_and_zero, *tiles, *own_bias)
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        packed, scale_and_zero, tiles, scale, sums, *bias = tensors
+        if has_single_row(x) or not torch.compiler.is_compiling():
+            return super().apply(x, (packed, scale_and_zero, *bias))
+        return int8_tiled_linear(x, Int8Tiles(tiles, scale, sums), *bias)
 
 
 @dataclass(frozen=True)

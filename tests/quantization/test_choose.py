@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels_triton_free.packed.int8_tiles import can_tile_int8
 from kernels_triton_free.packed.tiles import can_tile
 from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm.device.policy import DevicePolicy
@@ -22,6 +23,7 @@ from minivllm.linear.quantized_methods import (
     OrderedInputs,
     RestoredInt4Linear,
     RoundedInputs,
+    RoundedInt4Linear,
     SpreadGroups,
     TiledInt4Linear,
 )
@@ -55,7 +57,7 @@ def chosen(quantization: str | None, policy: DevicePolicy, name: str, weight: ob
         ("int8", OLD_CPU, "o_proj", Int8Linear(BF16)),
         ("int8", AMPERE, "o_proj", DequantizedInt8Linear(BF16)),
         ("int4", CPU, "o_proj", Int4Linear(64, 32, 4, BF16)),
-        ("int4", FAST_CPU, "o_proj", TiledInt4Linear(64, 32, 4, BF16)),
+        ("int4", FAST_CPU, "q_proj+k_proj+v_proj", TiledInt4Linear(64, 32, 4, BF16)),
         ("int4", CPU, "lm_head", Int8Linear(BF16)),
         ("int4", HOPPER, "o_proj", DequantizedGroupLinear(32, 4, BF16)),
         ("int4", HOPPER, "lm_head", DequantizedInt8Linear(BF16)),
@@ -106,6 +108,15 @@ def test_a_quantised_weight_is_multiplied_as_it_is_or_restored_but_never_rounded
 ) -> None:
     if not (quantization == "int4" and policy == OLD_CPU):
         assert chosen(quantization, policy, "o_proj", weight) == expected
+
+
+def test_layers_that_bear_it_are_rounded_to_8_bits_where_the_cpu_gains_by_it() -> None:
+    gains = can_tile_int8(64, 96)
+    for name, parts in (("o_proj", 1), ("gate_proj+up_proj", 1), ("down_proj", 4)):
+        expected = RoundedInt4Linear(64, 32, 4, BF16, parts) if gains else TiledInt4Linear(64, 32, 4, BF16)
+        assert chosen("int4", FAST_CPU, name, PLAIN) == chosen(None, FAST_CPU, name, grouped(32)) == expected
+        assert chosen("int4", CPU, name, grouped(32)) == Int4Linear(64, 32, 4, BF16)
+        assert isinstance(chosen("int4", FAST_CPU, name, grouped(32, bits=8)), TiledInt4Linear)
 
 
 def test_a_head_of_8_bits_is_restored_where_the_cpu_multiplies_tiles() -> None:

@@ -22,6 +22,7 @@ from minivllm.linear.quantized_methods import (
     OrderedInputs,
     RestoredInt4Linear,
     RoundedInputs,
+    RoundedInt4Linear,
     SpreadGroups,
     TiledInt4Linear,
 )
@@ -107,9 +108,9 @@ def test_compiled_code_for_many_rows_reads_tiles_of_the_same_values_and_nothing_
 
 
 @BIASES
-@pytest.mark.parametrize(("rows", "reads_tiles"), [(MAX_ROWS, False), (MAX_ROWS + 1, True)])
+@pytest.mark.parametrize(("rows", "reads_tiles"), [(1, False), (2, True), (MAX_ROWS + 1, True)])
 @pytest.mark.skipif(not can_tile(128, IN), reason="this CPU multiplies no tiles of bfloat16")
-def test_a_head_is_restored_for_many_rows(
+def test_a_head_is_restored_for_several_rows(
     rows: int, reads_tiles: bool, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, method = grouped(8, 32, rows=128), RestoredInt4Linear(128, 32, 8, torch.bfloat16)
@@ -123,6 +124,24 @@ def test_a_head_is_restored_for_many_rows(
     assert (out - exact).norm() / exact.norm() < 4e-3
     others = tensors[0], tensors[1], torch.zeros_like(tensors[2]), *tensors[3:]
     assert torch.equal(out, method.apply(x, others).double()) != reads_tiles
+
+
+@BIASES
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize(("rows", "rounds"), [(1, False), (2, True), (20, True)])
+@needs_int4
+def test_compiled_code_for_several_rows_rounds_to_8_bits(
+    rows: int, rounds: bool, parts: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, method = grouped(4, 32, rows=128), RoundedInt4Linear(128, 32, 4, torch.float32, parts)
+    bias = random(128, seed=3) if has_bias else None
+    tensors, x = method.prepare(weight, bias), random(rows, IN, seed=4)
+    exact = x.double() @ values_of(weight).T + (0 if bias is None else bias.double())
+    assert (method.apply(x, tensors).double() - exact).norm() < 1e-5 * exact.norm()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    off = (method.apply(x, tensors).double() - exact).norm() / exact.norm()
+    assert 1e-3 < off < 2e-2 if rounds else off < 1e-5
+    assert method.without_tiles() == Int4Linear(128, 32, 4, torch.float32)
 
 
 @BIASES

@@ -33,7 +33,7 @@ from minivllm.linear.layer import (
     PlainLinear,
     never_quantized,
 )
-from minivllm.linear.quantized_methods import TiledInt4Linear
+from minivllm.linear.quantized_methods import Int4Linear
 from minivllm.linear.stored_weight import StoredWeight
 
 GROUPED_MULTIPLE = 8
@@ -158,7 +158,7 @@ class Experts:
 def _choose_looped(choose: ChooseMethod, name: str, weight: StoredWeight) -> LinearMethod | None:
     """As ``choose``, without tiles: the loop over experts is not compiled."""
     method = choose(name, weight)
-    return method.without_tiles() if isinstance(method, TiledInt4Linear) else method
+    return method.without_tiles() if isinstance(method, Int4Linear) else method
 
 
 def _choose_restorable(choose: ChooseMethod, name: str, weight: StoredWeight) -> LinearMethod | None:
