@@ -192,9 +192,9 @@ class TiledInt4Linear(Int4Linear):
 
 
 class RestoredInt4Linear(TiledInt4Linear):
-    """The same, with tiles of bfloat16 (see ``kernels_triton_free.packed.tiles``) for more than one row. For a head of 8 bits, whose planes
-    are restored twice: the bytes of its tiles double, and 16 rows took 1.6 ms in place of 3.6 (two cores of Zen 5,
-    [49152, 576])."""
+    """The same, with tiles of bfloat16 (see ``kernels_triton_free.packed.tiles``) for more than one row. For a head of
+    8 bits, whose planes are restored twice: the bytes of its tiles double, and 16 rows took 1.6 ms in place of 3.6 (two
+    cores of Zen 5, [49152, 576])."""
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = _in_groups(weight, self.group_size, self.dtype)
