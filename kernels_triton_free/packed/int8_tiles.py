@@ -67,7 +67,7 @@ def tile_int8(parts: Sequence[tuple[Tensor, Tensor]]) -> Int8Tiles:
     """parts: int8 [out, in / parts] and scale [out, 1] of each."""
     tiles = []
     for values, _ in parts:
-        out_features, in_features = values.shape
+        in_features = values.shape[1]
         blocks = values.view(-1, OUTPUTS, in_features // TOGETHER, TOGETHER).transpose(1, 2)
         tiles.append(blocks.reshape(-1, in_features, OUTPUTS))
     scale = torch.stack([scale.float().flatten() for _, scale in parts])

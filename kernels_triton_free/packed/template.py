@@ -81,7 +81,7 @@ def _lower_tiled_linear_halves() -> None:
         product = _with_loops(CppGroupedGemmTemplate, cpp_grouped_gemm_template, loops)
         blocks, part = tiles.get_size()[0] // 2, lowerings[torch.ops.aten.slice.Tensor]
         x = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
-        group = {"has_bias": (False, False), "act_mapping": {0: x, 1: x}, "gemm_grouped_num": 2}
+        group: dict[str, Any] = {"has_bias": (False, False), "act_mapping": {0: x, 1: x}, "gemm_grouped_num": 2}
         halves = [part(tiles, 0, first, first + blocks) for first in (0, blocks)]
         caller = _generate(product, [x, *halves], blocks * outputs, _blocking(outputs), **group)
         both = caller.output_node().data.data

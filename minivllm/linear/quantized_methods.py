@@ -1,7 +1,7 @@
 """Linear methods over fewer bits: PyTorch's CPU operators, products for GPUs that Inductor fuses, and float8.
 
-None but ``RoundedInt4Linear`` rounds a weight that is quantised already. Tensors of a method: its weight and scales, then the bias, if
-there is one.
+None but ``RoundedInt4Linear`` rounds a weight that is quantised already. Tensors of a method: its weight and scales,
+then the bias, if there is one.
 """
 
 from __future__ import annotations
