@@ -216,7 +216,9 @@ def test_projections_are_quantised_and_what_is_absorbed_is_not(tiny_model: TinyM
         decoder = runner_of(llm).model.model
         assert isinstance(decoder, Decoder)
         layer = decoder.layers[1]
-        names = {type(linear.method).__name__.removeprefix("Tiled") for linear in layer.mixer.linears}
+        names = {
+            type(linear.method).__name__.removeprefix("Tiled").removeprefix("Rounded") for linear in layer.mixer.linears
+        }
         assert names == {"Int8Linear" if quantization == "int8" else "Int4Linear"}
         assert layer.vectors["kv_b_proj"].dtype == torch.bfloat16
         completion, logits = engine_logits(llm, prompt, max_tokens=2)
