@@ -5,12 +5,13 @@ many as AVX512-BF16 does in the same time, and a weight of 8 bits is half as lon
 innermost loops. They take inputs without a sign, 0 to 255, and weights with one.
 
 A weight has one scale per output. Inputs are rounded as they come, each token by its own range: the number n stands
-for (n - zero) * scale. So a product is scale * (sum of n * weight - zero * sum of weight), and the second sum is known
+for (n - zero) * scale. Both may be cut into parts along the inputs, each with scales of its own. So a product is scale * (sum of n * weight - zero * sum of weight), and the second sum is known
 beforehand. The integers are exact; what is lost is lost in rounding, which is why ``minivllm.linear.choose`` says which
 layers bear it. (Scale and zero per token: Yao et al., "ZeroQuant", 2022.)
 
 The products of all layers of SmolLM2-135M took, 8 bits / bfloat16 / 4 bits restored to bfloat16 [ms], on two cores of
-Zen 4: 4 rows 3.7 / 8.7 / 8.7, 16 rows 7.1 / 14.6 / 14.4, 512 rows 163 / 285 / 275, rounding of the inputs included.
+Zen 4: 4 rows 3.7 / 8.7 / 8.7, 16 rows 7.1 / 14.6 / 14.4, 512 rows 163 / 285 / 275, in one part,
+rounding of the inputs included.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Int8Tiles(NamedTuple):
 
 
 def can_tile_int8(out_features: int, in_features: int, parts: int = 1) -> bool:
-    """Whether ``tile_int8`` takes a weight of this shape, and this CPU gains by it. One with AMX multiplies bfloat16
-    faster than VNNI multiplies 8 bits."""
+    """Whether ``tile_int8`` takes a weight of this shape, and this CPU has VNNI and no AMX: there tiles of bfloat16
+    are multiplied by AMX."""
     return (
         outputs_of_tiles() == OUTPUTS
         and torch.cpu._is_vnni_supported()

@@ -68,7 +68,6 @@ def check(path: Path, max_kl: float, max_difference: float, **settings: Any) -> 
     logits = logits[: len(ids)]
     kl, difference = divergence(expected, logits), log_perplexity(logits, ids) - log_perplexity(expected, ids)
     assert math.exp(log_perplexity(expected, ids)) < 30, "a text that the model can read"
-    print(f"KL {kl:.5f}, of the logarithm of perplexity {difference:+.5f}")
     assert kl <= max_kl and abs(difference) <= max_difference, (kl, difference)
 
 
