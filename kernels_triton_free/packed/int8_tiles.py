@@ -5,9 +5,10 @@ many as AVX512-BF16 does in the same time, and a weight of 8 bits is half as lon
 innermost loops. They take inputs without a sign, 0 to 255, and weights with one.
 
 A weight has one scale per output. Inputs are rounded as they come, each token by its own range: the number n stands
-for (n - zero) * scale. Both may be cut into parts along the inputs, each with scales of its own. So a product is scale * (sum of n * weight - zero * sum of weight), and the second sum is known
-beforehand. The integers are exact; what is lost is lost in rounding, which is why ``minivllm.linear.choose`` says which
-layers bear it. (Scale and zero per token: Yao et al., "ZeroQuant", 2022.)
+for (n - zero) * scale. Both may be cut into parts along the inputs, each with scales of its own. So a product is
+scale * (sum of n * weight - zero * sum of weight), and the second sum is known beforehand. The integers are exact; what
+is lost is lost in rounding, which is why ``minivllm.linear.choose`` says which layers bear it. (Scale and zero per
+token: Yao et al., "ZeroQuant", 2022.)
 
 The products of all layers of SmolLM2-135M took, 8 bits / bfloat16 / 4 bits restored to bfloat16 [ms], on two cores of
 Zen 4: 4 rows 3.7 / 8.7 / 8.7, 16 rows 7.1 / 14.6 / 14.4, 512 rows 163 / 285 / 275, in one part,

@@ -40,9 +40,9 @@ BEAR_ROUNDING = {"o_proj": 1, "gate_proj+up_proj": 1, "down_proj": 4}
 
 Over four texts of 200 to 1,000 tokens, against SmolLM2-135M's Q4_1 weights in float32, the mean KL divergence [nats per
 token] was 0.0004 with the first rounded, 0.0038 with the second, 0.0027 with the third (0.0067 in one part), 0.0065
-with q, k and v and 0.0047 with lm_head; 0.0032 with all inputs in groups of 32 as llama.cpp rounds them. With
-the three of them compiled it was 0.0075 on the text of ``test_accuracy``, and perplexity moved by 0.1 %. A prompt of 512 tokens took 265 ms in place of 348 on two cores of Zen 4, a step of 16 rows
-20 in place of 25."""
+with q, k and v and 0.0047 with lm_head; 0.0032 with all inputs in groups of 32 as llama.cpp rounds them. With the three
+compiled it was 0.0075 on the text of ``test_accuracy``, and perplexity moved by 0.1 %. On two cores of Zen 4 a prompt
+of 512 tokens took 265 ms in place of 348, a step of 16 rows 20 in place of 25."""
 
 
 class MethodChooser:
