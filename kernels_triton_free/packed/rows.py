@@ -77,7 +77,7 @@ def words_of(packed: Tensor) -> Tensor:
     [out / 32, in / 2, 32]: no copy. The weight lives as long as what is returned."""
     words = memory_of(packed).view(words_shape(*packed.shape))
     words.is_packed_memory = True  # type: ignore[attr-defined]
-    return for_few_rows(words)
+    return for_rows(words, 1, MAX_ROWS)
 
 
 def owns_memory(tensor: Tensor) -> bool:
@@ -85,14 +85,21 @@ def owns_memory(tensor: Tensor) -> bool:
     return not hasattr(tensor, "is_packed_memory")
 
 
-def for_few_rows(tensor: Tensor) -> Tensor:
-    """Say of a tensor that code for a few rows reads it, which is then worth having."""
-    tensor.is_for_few_rows = True  # type: ignore[attr-defined]
+def for_rows(tensor: Tensor, least: int, most: int | None = None) -> Tensor:
+    """Say of a tensor that only code for so many rows reads it."""
+    tensor.for_rows = least, most  # type: ignore[attr-defined]
     return tensor
 
 
 def is_for_few_rows(tensor: Tensor) -> bool:
-    return hasattr(tensor, "is_for_few_rows")
+    """Whether code for a few rows reads it, which is then worth having, and code for more does not."""
+    return getattr(tensor, "for_rows", None) == (1, MAX_ROWS)
+
+
+def is_read(tensor: Tensor, rows: int) -> bool:
+    """Whether code for so many rows reads it."""
+    least, most = getattr(tensor, "for_rows", (1, None))
+    return least <= rows and (most is None or rows <= most)
 
 
 def has_single_row(x: Tensor) -> bool:

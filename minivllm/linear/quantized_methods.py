@@ -6,19 +6,21 @@ then the bias, if there is one.
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from kernels_triton_free.packed.code_words import code_words_linear, codes_in, put_in_words, rows_of_words
 from kernels_triton_free.packed.int4_tiles import int4_tiled_linear, tile_int4
 from kernels_triton_free.packed.int8_tiles import Int8Tiles, int8_tiled_linear, tile_int8
-from kernels_triton_free.packed.rows import for_few_rows, has_few_rows, has_single_row
-from kernels_triton_free.packed.tiles import tile_weight, tiled_linear
+from kernels_triton_free.packed.rows import MAX_ROWS, for_rows, has_few_rows, has_single_row
 from kernels_triton_free.quantized_linear import INT4_LANES, int4_linear, int4_rows, int8_linear, int8_rows, pack_int4
-from minivllm.linear.layer import LinearMethod, LinearTensors, largest_inputs
+from minivllm.linear.layer import LinearMethod, LinearTensors, PackedLinear, largest_inputs
 from minivllm.linear.stored_weight import (
     FLOAT8_MAX,
     GroupedWeight,
@@ -121,20 +123,9 @@ class Int4Linear(LinearMethod):
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = _in_groups(weight, self.group_size, self.dtype)
-        scale, zero = grouped.scale, grouped.offset + 8 * grouped.scale
-        if self.bits == 8:
-            # The same rounded scale for both planes: 16 times as much is exact, so values stay multiples of it.
-            scale, zero = torch.cat([16 * scale, scale], 1), torch.cat([grouped.offset + 128 * scale, 8 * scale], 1)
-        rows, inputs = grouped.codes.shape
-        padding = -rows % INT4_LANES
-        packed = torch.empty(rows + padding, scale.shape[1] * self.group_size // 2, dtype=torch.uint8)
-        step = max(INT4_LANES, PREPARED_ELEMENTS // inputs // INT4_LANES * INT4_LANES)
-        for first in range(0, rows, step):
-            codes = self._in_planes(grouped.codes[first : first + step])
-            piece = pack_int4(F.pad(codes, (0, 0, 0, -codes.shape[0] % INT4_LANES)))
-            packed[first : first + piece.shape[0]] = piece
-        scale_and_zero = F.pad(torch.stack([scale.T, zero.T], dim=-1).to(self.dtype), (0, 0, 0, padding))
-        return _with_bias((packed, scale_and_zero.contiguous()), None if bias is None else F.pad(bias, (0, padding)))
+        packed, scale_and_zero = self._for_operator(grouped.codes, self._scales(grouped))
+        padding = packed.shape[0] - self.out_features
+        return _with_bias((packed, scale_and_zero), None if bias is None else F.pad(bias, (0, padding)))
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         out = int4_linear(
@@ -153,65 +144,122 @@ class Int4Linear(LinearMethod):
         """This, as code that is not compiled computes it."""
         return Int4Linear(self.out_features, self.group_size, self.bits, self.dtype)
 
+    def _scales(self, grouped: GroupedWeight) -> Tensor:
+        """[groups, out, 2]: scale, and the value of the code in the middle."""
+        zero = grouped.offset + 2 ** (self.bits - 1) * grouped.scale
+        return torch.stack([grouped.scale.T, zero.T], dim=-1).to(self.dtype)
+
+    def _for_operator(self, codes: Tensor, scale_and_zero: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes [out, in] and their scales in the order that the operator wants."""
+        rows, inputs = codes.shape
+        scale_and_zero = self._scales_of_planes(scale_and_zero)
+        padding = -rows % INT4_LANES
+        packed = torch.empty(rows + padding, scale_and_zero.shape[0] * self.group_size // 2, dtype=torch.uint8)
+        step = max(INT4_LANES, PREPARED_ELEMENTS // inputs // INT4_LANES * INT4_LANES)
+        for first in range(0, rows, step):
+            planes = self._in_planes(codes[first : first + step])
+            piece = pack_int4(F.pad(planes, (0, 0, 0, -planes.shape[0] % INT4_LANES)))
+            packed[first : first + piece.shape[0]] = piece
+        return packed, F.pad(scale_and_zero, (0, 0, 0, padding)).contiguous()
+
     def _in_planes(self, codes: Tensor) -> Tensor:
         """Codes of 4 bits: [out, in], or the upper and the lower ones of 8 bits, [out, 2 * in]."""
         return torch.cat([codes >> 4, codes & 15], dim=1) if self.bits == 8 else codes
+
+    def _scales_of_planes(self, scale_and_zero: Tensor) -> Tensor:
+        """Their scales: 16 times as much is exact, so what two planes add up to is the code times its scale."""
+        if self.bits == 4:
+            return scale_and_zero
+        scale, zero = scale_and_zero.unbind(-1)
+        return torch.cat([torch.stack([16 * scale, zero], -1), torch.stack([scale, 8 * scale], -1)])
 
     def _for_planes(self, x: Tensor) -> Tensor:
         """The inputs that they meet."""
         return torch.cat([x, x], dim=1) if self.bits == 8 else x
 
 
-class TiledInt4Linear(Int4Linear):
-    """The same where a CPU multiplies bfloat16: few rows by the operator, and more, in compiled code, by tiles, which
-    are a copy of the codes (see ``kernels_triton_free.packed.int4_tiles``). Tensors: packed, scales, tiles, bias.
+_operator_copies: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
 
-    Two cores with AMX took for the products of SmolLM2-135M, operator / tiles [ms]: 1 row 4.6 / 9.0, 2 rows 5.8 / 9.5,
-    4 rows 7.6 / 9.6, 16 rows 23 / 10.6, 32 rows 45 / 13, 512 rows 163 / 65 (above 60 rows the operator restores). A
-    step of 16 rows took 19.8 ms in place of 29 on two cores of Zen 5, without AMX.
+
+def forget_operator_copies() -> None:
+    """Drop what code that is not compiled has packed for itself: compiled code takes over."""
+    _operator_copies.clear()
+
+
+class WordsInt4Linear(Int4Linear):
+    """The same where compiled code for one row, or for a few, reads codes in words (see
+    ``kernels_triton_free.packed.code_words``), and other code something else. Tensors: the words come first.
+
+    Code that is not compiled, for as long as that takes, and to compute what is asked for once, calls the operator
+    over a copy that is packed when it is needed first.
+    """
+
+    def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
+        return rows_of_words(tensors[0], indices, self.bits).to(self.dtype)
+
+    def _words(self, grouped: GroupedWeight, most: int) -> Tensor:
+        """The codes in words, which code for so many rows reads at most."""
+        return for_rows(put_in_words(grouped.codes, self._scales(grouped), self.bits), 1, most)
+
+    def _apply_operator(self, x: Tensor, words: Tensor, bias: Sequence[Tensor]) -> Tensor:
+        if words not in _operator_copies:
+            _operator_copies[words] = self._for_operator(*codes_in(words, self.bits))
+        return Int4Linear.apply(self, x, (*_operator_copies[words], *bias))
+
+
+class TiledInt4Linear(WordsInt4Linear):
+    """The same where a CPU multiplies bfloat16: more rows by tiles, another copy of the codes (see
+    ``kernels_triton_free.packed.int4_tiles``). Tensors: words, tiles, their scales, bias.
+
+    Two cores with AMX took for the products of SmolLM2-135M, the operator / tiles [ms]: 4 rows 7.6 / 9.6, 16 rows
+    23 / 10.6, 32 rows 45 / 13, 512 rows 163 / 65 (above 60 rows the operator restores). A step of 16 rows took 19.8 ms
+    in place of 29 on two cores of Zen 5, without AMX.
     """
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = _in_groups(weight, self.group_size, self.dtype)
-        packed, scale_and_zero, *own_bias = super().prepare(grouped, bias)
-        tiles = torch.empty_like(packed)
-        for first in range(0, len(tiles), INT4_LANES):
-            codes = grouped.codes[first : first + INT4_LANES]
-            tiles[first : first + INT4_LANES] = tile_int4(self._in_planes(codes))
-        return (for_few_rows(packed), scale_and_zero, tiles, *own_bias)
+        tiles = torch.cat([tile_int4(self._in_planes(codes)) for codes in grouped.codes.split(INT4_LANES)])
+        scale_and_zero = self._scales_of_planes(self._scales(grouped))
+        own = (for_rows(tensor, MAX_ROWS + 1) for tensor in (tiles, scale_and_zero))
+        return _with_bias((self._words(grouped, MAX_ROWS), *own), bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
-        packed, scale_and_zero, _, *bias = tensors
-        if has_few_rows(x) or not torch.compiler.is_compiling():
-            return super().apply(x, (packed, scale_and_zero, *bias))
-        return self._multiply_tiles(x, tensors)
-
-    def _multiply_tiles(self, x: Tensor, tensors: LinearTensors) -> Tensor:
-        _, scale_and_zero, tiles, *bias = tensors
+        words, tiles, scale_and_zero, *bias = tensors
+        if not torch.compiler.is_compiling():
+            return self._apply_operator(x, words, bias)
+        if has_few_rows(x):
+            return code_words_linear(x, words, self.bits, *bias)
         return int4_tiled_linear(self._for_planes(x), tiles, scale_and_zero, bias[0] if bias else None, self.group_size)
 
 
-class RestoredInt4Linear(TiledInt4Linear):
-    """The same, with tiles of bfloat16 (see ``kernels_triton_free.packed.tiles``) for more than one row. For a head of
-    8 bits, whose planes are restored twice: the bytes of its tiles double, and 16 rows took 1.6 ms in place of 3.6 (two
-    cores of Zen 5, [49152, 576])."""
+class RestoredInt4Linear(WordsInt4Linear):
+    """The same, restored to bfloat16 for more than one row. For a head of 8 bits, whose planes tiles would restore
+    twice: 16 rows took 1.6 ms in place of 3.6 (two cores of Zen 5, [49152, 576]), 4 rows 2.2 in place of 3.2 (of Zen
+    4), where words take 2.2 too and one row 0.95. Tensors: words, those of PackedLinear."""
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = _in_groups(weight, self.group_size, self.dtype)
-        packed, scale_and_zero, *own_bias = Int4Linear.prepare(self, grouped, bias)
-        return (for_few_rows(packed), scale_and_zero, tile_weight(grouped.restore(self.dtype)), *own_bias)
+        return (self._words(grouped, 1), *self._restored.prepare(grouped.restore(self.dtype), bias))
+
+    def kept(self, tensors: LinearTensors) -> LinearTensors:
+        packed, *others = self._restored.kept(tensors[1:])
+        return (*super().kept(tensors[:1]), for_rows(packed, 2), *others)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
-        packed, scale_and_zero, tiles, *bias = tensors
-        if has_single_row(x) or not torch.compiler.is_compiling():
-            return Int4Linear.apply(self, x, (packed, scale_and_zero, *bias))
-        return tiled_linear(x, tiles, *bias)
+        words, *restored = tensors
+        if has_single_row(x) and torch.compiler.is_compiling():
+            return code_words_linear(x, words, self.bits, *restored[2:])
+        return self._restored.apply(x, tuple(restored))
+
+    @property
+    def _restored(self) -> PackedLinear:
+        return PackedLinear(self.out_features, "tiles")
 
 
 @dataclass(frozen=True)
-class RoundedInt4Linear(Int4Linear):
+class RoundedInt4Linear(WordsInt4Linear):
     """4 bits for a single row. Compiled code for more rounds the weight once more, to 8 bits, and its inputs (see
-    ``kernels_triton_free.packed.int8_tiles``). Tensors: packed, scales, those of Int8Tiles, bias.
+    ``kernels_triton_free.packed.int8_tiles``). Tensors: words, those of Int8Tiles, bias.
 
     parts: of the inputs, which have scales of their own.
     """
@@ -220,15 +268,16 @@ class RoundedInt4Linear(Int4Linear):
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = _in_groups(weight, self.group_size, self.dtype)
-        packed, scale_and_zero, *own_bias = super().prepare(grouped, bias)
         values = grouped.restore(torch.float32).chunk(self.parts, dim=1)
         tiles = tile_int8([round_to_int8_rows(part, torch.float32) for part in values])
-        return (packed, scale_and_zero, *tiles, *own_bias)
+        return _with_bias((self._words(grouped, 1), *(for_rows(tensor, 2) for tensor in tiles)), bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
-        packed, scale_and_zero, tiles, scale, sums, *bias = tensors
-        if has_single_row(x) or not torch.compiler.is_compiling():
-            return super().apply(x, (packed, scale_and_zero, *bias))
+        words, tiles, scale, sums, *bias = tensors
+        if not torch.compiler.is_compiling():
+            return self._apply_operator(x, words, bias)
+        if has_single_row(x):
+            return code_words_linear(x, words, self.bits, *bias)
         return int8_tiled_linear(x, Int8Tiles(tiles, scale, sums), *bias)
 
 

@@ -229,7 +229,7 @@ def decode_figures(engine: Any, batch: int, context: int, steps: int, copied: fl
 
     decoder = engine.client.core.executor.worker.runner.decoder
     step = statistics.median(decode_steps(engine, batch, context, steps))
-    read = bounds.weight_bytes(decoder) + batch * context * bounds.kv_bytes_per_token(decoder)
+    read = bounds.weight_bytes(decoder, batch) + batch * context * bounds.kv_bytes_per_token(decoder)
     figures = {
         "step_milliseconds": step * 1e3,
         "tokens_per_second": batch / step,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from kernels_triton_free.packed.rows import is_for_few_rows, owns_memory
+from kernels_triton_free.packed.rows import is_read, owns_memory
 from minivllm.batch.layer_caches import block_bytes
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
@@ -91,11 +91,11 @@ def tensor_bytes(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in unique.values() if owns_memory(tensor))
 
 
-def weight_bytes(decoder: Decoder) -> int:
-    """What every step reads of the weights [bytes]: all of them but the embedding, of which a few rows are read, and
-    one copy of what code for a few rows has a copy of its own of."""
+def weight_bytes(decoder: Decoder, rows: int = 1) -> int:
+    """What a step of so many rows reads of the weights [bytes]: all of them but the embedding, of which a few rows are
+    read, and of what is kept in several forms the one that its code reads."""
     weights = tree_iter([decoder._weights, decoder.final_norm, decoder.head.tensors])
-    return tensor_bytes([one for one in weights if isinstance(one, torch.Tensor) and not is_for_few_rows(one)])
+    return tensor_bytes([one for one in weights if isinstance(one, torch.Tensor) and is_read(one, rows)])
 
 
 def kv_bytes_per_token(decoder: Decoder) -> int:

@@ -171,7 +171,7 @@ def roofline(
         length = (before + mean_context(started)) / 2
         kernel_times = time_kernels(started, steps) if kernels else None
         decoder = runner.decoder
-        weights = bounds.weight_bytes(decoder)
+        weights = bounds.weight_bytes(decoder, batch)
         kv = int(batch * bounds.kv_tokens_read(decoder.config, length) * bounds.kv_bytes_per_token(decoder))
         flops = bounds.prefill_flops(decoder.config, prefill)
         decode_flops = batch * bounds.prefill_flops(decoder.config, 1)
