@@ -77,7 +77,7 @@ def words_of(packed: Tensor) -> Tensor:
     [out / 32, in / 2, 32]: no copy. The weight lives as long as what is returned."""
     words = memory_of(packed).view(words_shape(*packed.shape))
     words.is_packed_memory = True  # type: ignore[attr-defined]
-    return for_rows(words, 1, MAX_ROWS)
+    return for_few_rows(for_rows(words, 1, MAX_ROWS))
 
 
 def owns_memory(tensor: Tensor) -> bool:
@@ -91,9 +91,14 @@ def for_rows(tensor: Tensor, least: int, most: int | None = None) -> Tensor:
     return tensor
 
 
+def for_few_rows(tensor: Tensor) -> Tensor:
+    """Say of a tensor that code for a few rows reads it in a way of its own, so that it is worth having."""
+    tensor.is_for_few_rows = True  # type: ignore[attr-defined]
+    return tensor
+
+
 def is_for_few_rows(tensor: Tensor) -> bool:
-    """Whether code for a few rows reads it, which is then worth having, and code for more does not."""
-    return getattr(tensor, "for_rows", None) == (1, MAX_ROWS)
+    return hasattr(tensor, "is_for_few_rows")
 
 
 def is_read(tensor: Tensor, rows: int) -> bool:
@@ -104,13 +109,13 @@ def is_read(tensor: Tensor, rows: int) -> bool:
 
 def has_single_row(x: Tensor) -> bool:
     """Whether code is compiled for one row."""
-    return isinstance(x.shape[0], int) and x.shape[0] == 1
+    return has_few_rows(x, 1)
 
 
-def has_few_rows(x: Tensor) -> bool:
-    """Whether code is compiled for the rows of x, and they are few. A number that varies is no int: to compare it would
-    fix the code to one side."""
-    return isinstance(x.shape[0], int) and x.shape[0] <= MAX_ROWS
+def has_few_rows(x: Tensor, most: int = MAX_ROWS) -> bool:
+    """Whether code is compiled for the rows of x, and they are so few. A number that varies is no int: to compare it
+    would fix the code to one side."""
+    return isinstance(x.shape[0], int) and x.shape[0] <= most
 
 
 def few_rows_linear(x: Tensor, words: Tensor, bias: Tensor | None = None) -> Tensor:

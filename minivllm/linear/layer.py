@@ -13,8 +13,16 @@ from torch import Tensor
 from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
 from kernels_triton_free.lora import RowAdapters, add_low_rank
 from kernels_triton_free.packed.memory import moved
-from kernels_triton_free.packed.rows import few_rows_linear, has_few_rows, is_readable, words_of
-from kernels_triton_free.packed.tiles import can_halve, can_tile, tiled_linear, tiled_linear_halves, tiles_of
+from kernels_triton_free.packed.rows import MAX_ROWS, few_rows_linear, has_few_rows, is_readable, words_of
+from kernels_triton_free.packed.tiles import (
+    can_halve,
+    can_tile,
+    most_rows_by_words,
+    tiled_linear,
+    tiled_linear_halves,
+    tiles_of,
+    words_in,
+)
 from minivllm.device.memory import WeightMemory
 from minivllm.distributed.shard import Rows, Shard, count_rows
 from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight, stack
@@ -94,7 +102,7 @@ class PackedLinear(LinearMethod):
     """The weight packed for this CPU by oneDNN.
 
     read_as: how compiled code reads the memory of the packed weight, which is the second tensor then: as "words" where
-    rows are few, as "tiles" always, or None.
+    rows are few, as "tiles" where they are more too, or None.
     """
 
     out_features: int
@@ -116,17 +124,22 @@ class PackedLinear(LinearMethod):
         memory = others.pop(0) if self.read_as else None
         bias = others[0] if others else None
         if memory is not None and torch.compiler.is_compiling():
+            if self._reads_words(x):
+                return few_rows_linear(x, words_in(memory) if self.read_as == "tiles" else memory, bias)
             if self.read_as == "tiles":
                 return tiled_linear(x, memory, bias)
-            if has_few_rows(x):
-                return few_rows_linear(x, memory, bias)
         return packed_linear(x, packed, bias, self.out_features)
 
     def apply_halves(self, x: Tensor, tensors: LinearTensors) -> tuple[Tensor, Tensor]:
         _, *memory = tensors
-        if self.read_as == "tiles" and torch.compiler.is_compiling() and len(memory) == 1 and can_halve(memory[0]):
+        reads_tiles = self.read_as == "tiles" and torch.compiler.is_compiling() and not self._reads_words(x)
+        if reads_tiles and len(memory) == 1 and can_halve(memory[0]):
             return tiled_linear_halves(x, memory[0])
         return super().apply_halves(x, tensors)
+
+    def _reads_words(self, x: Tensor) -> bool:
+        """Whether compiled code multiplies the rows of x so."""
+        return has_few_rows(x, MAX_ROWS if self.read_as == "words" else most_rows_by_words())
 
 
 def choose_linear_method(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> LinearMethod:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kernels_triton_free.packed.code_words import code_words_linear, codes_in, put_in_words, rows_of_words
 from kernels_triton_free.packed.int4_tiles import int4_tiled_linear, tile_int4
 from kernels_triton_free.packed.int8_tiles import Int8Tiles, int8_tiled_linear, tile_int8
-from kernels_triton_free.packed.rows import MAX_ROWS, for_rows, has_few_rows, has_single_row
+from kernels_triton_free.packed.rows import MAX_ROWS, for_few_rows, for_rows, has_few_rows, has_single_row
 from kernels_triton_free.quantized_linear import INT4_LANES, int4_linear, int4_rows, int8_linear, int8_rows, pack_int4
 from minivllm.linear.layer import LinearMethod, LinearTensors, PackedLinear, largest_inputs
 from minivllm.linear.stored_weight import (
@@ -221,7 +221,7 @@ class TiledInt4Linear(WordsInt4Linear):
         tiles = torch.cat([tile_int4(self._in_planes(codes)) for codes in grouped.codes.split(INT4_LANES)])
         scale_and_zero = self._scales_of_planes(self._scales(grouped))
         own = (for_rows(tensor, MAX_ROWS + 1) for tensor in (tiles, scale_and_zero))
-        return _with_bias((self._words(grouped, MAX_ROWS), *own), bias)
+        return _with_bias((for_few_rows(self._words(grouped, MAX_ROWS)), *own), bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         words, tiles, scale_and_zero, *bias = tensors
