@@ -36,13 +36,9 @@ _library = torch.library.Library("kernels_triton_free", "FRAGMENT")
 _library.define("code_words_row(Tensor x, Tensor added, Tensor sums, Tensor words, int bits) -> Tensor")
 
 
-def can_have_words(out_features: int, group_size: int, dtype: torch.dtype) -> bool:
-    """Whether ``put_in_words`` takes a weight of so many outputs, in such groups of inputs, and scales of this dtype."""
-    return out_features % REGISTER == group_size % STEP == 0 and dtype == torch.bfloat16
-
-
 def put_in_words(codes: Tensor, scale_and_zero: Tensor, bits: int) -> Tensor:
-    """codes uint8 [out, in], below 2^bits, and bfloat16 [groups, out, 2] -> int32, in the order described above."""
+    """codes uint8 [out, in], below 2^bits, and bfloat16 [groups, out, 2] -> int32, in the order described above. out a
+    multiple of REGISTER, groups of a multiple of STEP inputs."""
     groups = scale_and_zero.shape[0]
     in_bytes = codes if bits == 8 else codes[:, 1::2] << 4 | codes[:, ::2]
     words = in_bytes.contiguous().view(torch.int32).view(-1, REGISTER, groups, codes.shape[1] // groups * bits // 32)
@@ -70,8 +66,8 @@ def rows_of_words(words: Tensor, indices: Tensor, bits: int) -> Tensor:
 
 
 def code_words_linear(x: Tensor, words: Tensor, bits: int, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in] -> [rows, out] of the same dtype, summed up in float32: (code - 2^(bits - 1)) * scale + zero, group by
-    group. bias [out]. To be compiled, for a fixed number of rows, which are written out (see ``template``)."""
+    """x [rows, in] -> [rows, out] of the same dtype, over weights (code - 2^(bits - 1)) * scale + zero, summed up in
+    float32. bias [out]. To be compiled, for a fixed number of rows, which are written out (see ``template``)."""
     x32 = materialize(x.float())
     steps = x32.view(len(x), -1, STEP)
     even, odd = steps[:, :, ::2].sum(-1), steps[:, :, 1::2].sum(-1)

@@ -104,13 +104,14 @@ class Region:
 
     inputs: argument -> TensorSpec, or nested tuples of them as the function takes them, None where there is nothing.
     constants: everything besides its tensors that the function depends on, with a repr that tells it apart: compiled
-    code that is kept on disk is found by it.
+    code that is kept on disk is found by it. rows: those it is compiled for; None: any number.
     """
 
     name: str
     function: Callable
     inputs: Mapping[str, Any]
     constants: object = ()
+    rows: RowCount | None = None
 
     def has_code_for(self, rows: RowCount) -> bool:
         """Whether calls with so many rows have code of their own: where the first dimension of the first input declares
@@ -121,7 +122,8 @@ class Region:
     def fixed(self, rows: RowCount) -> Region:
         """The same for calls with so many rows: without loops over rows, and without threads for what is too small."""
         inputs = {name: _changed(spec, lambda spec: spec.fixed(rows)) for name, spec in self.inputs.items()}
-        return replace(self, name=f"{self.name} of {'one row' if rows == 'single' else 'a few rows'}", inputs=inputs)
+        name = f"{self.name} of {'one row' if rows == 'single' else 'a few rows'}"
+        return replace(self, name=name, inputs=inputs, rows=rows)
 
     def counts(self, rows: RowCount) -> dict[int, int]:
         """Place of an argument -> its first dimension in calls of that code."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -116,9 +116,9 @@ def test_a_person_is_told_once_that_and_how_much_is_compiled(
 def test_in_the_background_a_child_builds_what_is_missing(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def put(program: object, directory: Path, key: str) -> None:
+    def put(program: object, directory: Path, packaged: Any) -> None:
         directory.mkdir(exist_ok=True)
-        shutil.copy(next(built.glob(f"{key}-*")), directory)
+        shutil.copy(next(built.glob(f"{packaged.key}-*")), directory)
 
     monkeypatch.setattr(region_packages, "build_package", put)
     compiler = PackagedRegionCompiler(tmp_path / "regions")

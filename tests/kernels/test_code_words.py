@@ -1,0 +1,89 @@
+"""Products over codes in words: by themselves and compiled, against the weight that the codes stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels_triton_free.inductor.patches import patch_inductor
+from kernels_triton_free.packed.code_words import code_words_linear, codes_in, put_in_words, rows_of_words
+from kernels_triton_free.packed.rows import MAX_ROWS, REGISTER
+from kernels_triton_free.packed.template import generate_tiled_products
+from minivllm.compilation.compiler import cannot_compile_reason
+
+needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
+
+
+def new_weight(shape: tuple[int, int], group_size: int, bits: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [outputs, inputs], scale_and_zero, and what both stand for, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**bits, shape, generator=generator, dtype=torch.uint8)
+    both = torch.randn(shape[1] // group_size, shape[0], 2, generator=generator).bfloat16()
+    scale, zero = (part.T.repeat_interleave(group_size, 1).double() for part in both.unbind(2))
+    return codes, both, (codes.double() - 2 ** (bits - 1)) * scale + zero
+
+
+def check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, allowed: float) -> None:
+    """allowed: part of the sum of all terms' magnitudes, for each output by itself."""
+    expected = x.double() @ weight.T + (0 if bias is None else bias.double())
+    terms = x.double().abs() @ weight.abs().T + (0 if bias is None else bias.double().abs())
+    assert out.shape == expected.shape and out.dtype == x.dtype
+    assert (
+        (out.double() - expected).abs() <= allowed * terms + 2**-8 * expected.abs() * (x.dtype != torch.float32)
+    ).all()
+
+
+WEIGHTS = {
+    "seed": st.integers(0, 2**31),
+    "bits": st.sampled_from([4, 8]),
+    "blocks": st.integers(1, 3),
+    "groups": st.integers(1, 3),
+    "group_size": st.sampled_from([32, 64, 128]),
+}
+
+
+@given(**WEIGHTS)
+def test_words_hold_codes_and_scales(seed: int, bits: int, blocks: int, groups: int, group_size: int) -> None:
+    codes, both, weight = new_weight((REGISTER * blocks, groups * group_size), group_size, bits, seed)
+    words = put_in_words(codes, both, bits)
+    found, scales = codes_in(words, bits)
+    assert torch.equal(found, codes) and torch.equal(scales, both)
+    assert words.nbytes == codes.numel() * bits // 8 + both.nbytes
+    indices = torch.randint(0, len(codes), (5,), generator=torch.Generator().manual_seed(seed))
+    rows = rows_of_words(words, indices, bits)
+    assert rows.dtype == torch.float32
+    assert (rows.double() - weight[indices]).abs().max() <= 1e-6 * weight.abs().max()
+
+
+@given(**WEIGHTS, rows=st.integers(1, MAX_ROWS), has_bias=st.booleans())
+def test_uncompiled_it_is_the_product(
+    seed: int, bits: int, blocks: int, groups: int, group_size: int, rows: int, has_bias: bool
+) -> None:
+    codes, both, weight = new_weight((REGISTER * blocks, groups * group_size), group_size, bits, seed)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, weight.shape[1], generator=generator)
+    bias = torch.randn(len(weight), generator=generator) if has_bias else None
+    check(code_words_linear(x, put_in_words(codes, both, bits), bits, bias), x, weight, bias, 1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "group_size", "rows"), [(4, 32, 1), (4, 64, 3), (8, 32, 1), (8, 96, 2)])
+def test_compiled_code_multiplies_the_bits_of_floats(bits: int, group_size: int, rows: int, dtype: torch.dtype) -> None:
+    """With inputs of one sign what is added to the codes is most of each sum, and nothing of it must remain."""
+    patch_inductor()
+    generate_tiled_products()
+    torch._dynamo.reset()
+    codes, both, weight = new_weight((3 * REGISTER, 2 * group_size), group_size, bits)
+    words, bias = put_in_words(codes, both, bits), torch.randn(len(weight)).to(dtype)
+
+    def doubled(x: Tensor, words: Tensor, bias: Tensor) -> Tensor:
+        return code_words_linear(x * 2, words, bits, bias)
+
+    compiled = torch.compile(doubled, dynamic=False)
+    for shift in (0.0, 5.0, -5.0):
+        x = (torch.randn(rows, weight.shape[1]) + shift).to(dtype)
+        check(compiled(x, words, bias), 2 * x, weight, bias, 3e-5)
