@@ -11,7 +11,7 @@ weights of two neighbouring inputs. bfloat16 is the upper half of a float32, so 
 exactly. A row of 64 elements is four vector registers. The loops below are written out for each of the four and for
 each row of x: the compiler puts them into one loop, which loads every element once and goes through memory in order.
 ``outputs_together`` packs a weight and looks where its elements have gone: on a CPU that packs otherwise nothing is
-read this way. Where a CPU multiplies tiles (see ``tiles``), only experts of few rows are.
+read this way. Tiles (see ``tiles``) are the same memory.
 """
 
 from __future__ import annotations
