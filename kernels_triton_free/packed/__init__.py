@@ -1,5 +1,6 @@
-"""Weights in the order in which compiled code reads them, packed by oneDNN or codes of 4 and 8 bits: in tiles for many
-rows, in words for few rows and loops of our own. For CPUs.
+"""Weights in the order in which compiled code reads them: tiles for many rows, words for few, on CPUs.
+
+Packed by oneDNN, or codes of 4 and 8 bits.
 
 May import: kernels_triton_free, kernels_triton_free.compiler, kernels_triton_free.inductor.
 Door: `few_rows_linear` and `few_rows_products` in rows.py, `code_words_linear` in code_words.py, `tiled_linear` in
