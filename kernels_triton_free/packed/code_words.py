@@ -1,8 +1,8 @@
 """A few rows times a weight of 4 or 8 bits, in compiled loops that read its codes in words.
 
-A product of few rows should run at the speed of memory, but what it does with each code is in its way: PyTorch's
-operator over 4 bits takes as long with the weight in the first-level cache as with one that comes from memory, 3.4 ms a
-step for the layers of SmolLM2-135M and one row (two cores of Zen 4). So these loops do as little as they can.
+A product of few rows should run at the speed of memory, but what it does with each code is in its way: for one row and
+the products of SmolLM2-135M's layers PyTorch's operator over 4 bits took 3.4 ms with the weights of one layer again and
+again, and 3.5 to 3.8 with all of them from memory (two cores of Zen 4). So these loops do as little as they can.
 
 Each int32 holds codes of neighbouring inputs of one output, 8 of 4 bits or 4 of 8. Sixteen outputs lie side by side,
 one vector register, and the words of a group of inputs are followed by one word with its scale and zero (bfloat16
@@ -15,7 +15,7 @@ both codes of 4 bits come from one shift. What was added to the codes is taken o
 sums of the inputs are known: sum(x * (256 + c)) - 256 * sum(x). That costs 8 of float32's 24 bits; a result has 8.
 
 Two cores of Zen 4 took for the layers, operator / these loops [ms]: 1 row 3.7 / 2.7, 2 rows 4.6 / 4.2, 4 rows 5.9 /
-6.3, without what calling the operator costs, 2 µs for each of 120 products.
+6.3, without what calling the operator costs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.compiler.materialize import materialize
-from kernels_triton_free.packed.rows import REGISTER
+from kernels_triton_free.packed.rows import REGISTER, UPPER_HALF
 
 STEP = 32
 """Inputs that are written out; a group has one such step or several."""
@@ -58,7 +58,7 @@ def codes_in(words: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def rows_of_words(words: Tensor, indices: Tensor, bits: int) -> Tensor:
     """Rows of the weight, as an embedding looks them up: int [n] -> float32 [n, in]."""
     own = words[indices // REGISTER, :, :, indices % REGISTER]  # [n, groups, words + 1]
-    scale, zero = own[..., -1:] << 16, own[..., -1:] & -(2**16)
+    scale, zero = own[..., -1:] << 16, own[..., -1:] & UPPER_HALF
     places = torch.arange(0, 32, bits, dtype=torch.int32, device=own.device)
     codes = (own[..., :-1, None] >> places) & (2**bits - 1)
     values = (codes.flatten(2) - 2 ** (bits - 1)) * scale.view(torch.float32) + zero.view(torch.float32)

@@ -11,8 +11,8 @@ is lost is lost in rounding, which is why ``minivllm.linear.choose`` says which 
 token: Yao et al., "ZeroQuant", 2022.)
 
 The products of all layers of SmolLM2-135M took, 8 bits / bfloat16 / 4 bits restored to bfloat16 [ms], on two cores of
-Zen 4: 4 rows 3.7 / 8.7 / 8.7, 16 rows 7.1 / 14.6 / 14.4, 512 rows 163 / 285 / 275, in one part,
-rounding of the inputs included.
+Zen 4: 4 rows 3.7 / 8.7 / 8.7, 16 rows 7.1 / 14.6 / 14.4, 512 rows 163 / 285 / 275, in one part, rounding of the inputs
+included.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ be a graph for each layer. Here they have been packed before, in the order in wh
 them, which fixes how many rows, outputs and inputs those take at a time. With AMX the innermost loops are generated;
 without it they are a call of oneDNN's kernel for a block, by the function of PyTorch that Inductor uses where CPUs
 multiply float16.
+
+Products over codes in words (see ``code_words``) need no template: their loop is put together from Inductor's own
+operations.
 """
 
 from __future__ import annotations
@@ -167,7 +170,8 @@ def _lower_code_words_row() -> None:
         def of_step(index: Any, reduced: Any) -> Any:
             (block, output), (group, step) = index, reduced
             place = group * steps + step
-            chains: list[Any] = [None, None]  # a sum waits for the one before: two halve the time
+            # A sum waits for the one before: with a single chain one row took 3.7 ms in place of 2.7.
+            chains: list[Any] = [None, None]
             for word in range(bits):
                 for code, value in enumerate(codes_of(words([block, group, step * bits + word, output]))):
                     term = ops.mul(x([place * STEP + word * 32 // bits + code]), value)

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels_triton_free.linear import pack_weight
 from kernels_triton_free.packed.memory import memory_of
 from kernels_triton_free.packed.rows import MAX_ROWS, for_few_rows, outputs_together
 
@@ -48,24 +47,15 @@ def can_tile(out_features: int, in_features: int) -> bool:
 def tiles_of(packed: Tensor) -> Tensor:
     """The memory of a weight from ``pack_weight``, [out, in] of bfloat16, as bfloat16 [out / 32, in, 32], or
     [out / 64, in, 64]: no copy. The weight lives as long as what is returned."""
-    tiles = _in_tiles(packed)
+    tiles = memory_of(packed).view(torch.bfloat16).view(-1, packed.shape[1], outputs_of_tiles())
     tiles.is_packed_memory = True  # type: ignore[attr-defined]
     return for_few_rows(tiles) if most_rows_by_words() > 1 else tiles
 
 
-def tile_weight(weight: Tensor) -> Tensor:
-    """weight bfloat16 [out, in] that ``can_tile`` -> its tiles, and nothing else of it."""
-    return _in_tiles(pack_weight(weight))
-
-
-def _in_tiles(packed: Tensor) -> Tensor:
-    return memory_of(packed).view(torch.bfloat16).view(-1, packed.shape[1], outputs_of_tiles())
-
-
 def most_rows_by_words() -> int:
     """So many rows are multiplied faster by the loops over words (see ``rows``), which wait for nothing but memory: on
-    two cores of Zen 4 a step of one row took 10.3 ms in place of 13.4, of four rows 12 in place of 13.6. AMX multiplies
-    a tile of 16 rows in no more time than one."""
+    two cores of Zen 4 a step of one row took 10.3 ms in place of 13.4, of four rows 12 in place of 13.6. With AMX,
+    which multiplies a tile of 16 rows in no more time than one, it is one row, which nobody has measured."""
     return 1 if outputs_of_tiles() == AMX_OUTPUTS else MAX_ROWS
 
 

@@ -234,8 +234,8 @@ class TiledInt4Linear(WordsInt4Linear):
 
 class RestoredInt4Linear(WordsInt4Linear):
     """The same, restored to bfloat16 for more than one row. For a head of 8 bits, whose planes tiles would restore
-    twice: 16 rows took 1.6 ms in place of 3.6 (two cores of Zen 5, [49152, 576]), 4 rows 2.2 in place of 3.2 (of Zen
-    4), where words take 2.2 too and one row 0.95. Tensors: words, those of PackedLinear."""
+    twice: 16 rows took 1.6 ms in place of 3.6 (two cores of Zen 5, [49152, 576]), 4 rows 1.3, by codes in words 2.2
+    (of Zen 4), where those take 0.95 for one row. Tensors: words, those of PackedLinear."""
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = _in_groups(weight, self.group_size, self.dtype)
