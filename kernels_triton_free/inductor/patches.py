@@ -5,9 +5,9 @@ where Inductor has a node for what the operator does, that node stands in for it
 template are changed: it allocates memory to repack all keys and values even where it repacks none, without AMX it
 multiplies bfloat16 no faster than float32, in float32 it multiplies queries with keys one query at a time, it goes
 through scores that nothing changes twice, and its softmax takes longer steps than it needs. A sum over a dynamic size
-stays one loop, so that its size needs no guard, and a sum over what an index points to fetches ahead. And the C++
-compiler may round a product and the sum it is added to once instead of twice, which is one instruction instead of two,
-and uses whole registers.
+stays one loop, so that its size needs no guard, a sum over what an index points to fetches ahead, and AVX2 reads a
+register of integers at once. And the C++ compiler may round a product and the sum it is added to once instead of twice,
+which is one instruction instead of two, and uses whole registers.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def patch_inductor() -> None:
         _contract_products_and_sums,
         _use_whole_vector_registers,
         _sum_symbolic_sizes_in_one_piece,
+        _load_integers_at_once,
         _fetch_ahead_what_is_gathered,
         _lower_packed_linear,
         _lower_materialize,
@@ -97,6 +98,26 @@ def _sum_symbolic_sizes_in_one_piece() -> None:
         return answer
 
     CppKernel.need_use_acc_helper = need_use_acc_helper  # type: ignore[method-assign]
+
+
+def _load_integers_at_once() -> None:
+    """Inductor says how many integers a vector load is to take, even where that is all of them. For AVX2, which has no
+    registers of masks, PyTorch then copies them to the stack first, in two halves that the CPU cannot hand on to a load
+    of the whole: it waits. Loops over codes of 4 bits took twice as long (two cores of Zen 3)."""
+    from torch._inductor.codegen.cpp import CppVecKernel
+    from torch._inductor.codegen.cpp_utils import cexpr_index
+
+    if torch.backends.cpu.get_cpu_capability() != "AVX2":
+        return
+    load_line = CppVecKernel._get_vec_load_line
+
+    def at_once(self: Any, var: str, index: Any, dtype: torch.dtype, load_mask: Any = None) -> str:
+        line: str = load_line(self, var, index, dtype, load_mask)
+        is_whole = dtype == torch.int32 and self.num_elems == self.tiling_factor and self._get_num_vectors(dtype) == 1
+        count = f", {cexpr_index(self.num_elems)})"
+        return line.removesuffix(count) + ")" if is_whole and line.endswith(count) else line
+
+    CppVecKernel._get_vec_load_line = at_once  # type: ignore[method-assign]
 
 
 def _fetch_ahead_what_is_gathered() -> None:

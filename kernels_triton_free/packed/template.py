@@ -5,9 +5,6 @@ be a graph for each layer. Here they have been packed before, in the order in wh
 them, which fixes how many rows, outputs and inputs those take at a time. With AMX the innermost loops are generated;
 without it they are a call of oneDNN's kernel for a block, by the function of PyTorch that Inductor uses where CPUs
 multiply float16.
-
-Products over codes in words (see ``code_words``) need no template: their loop is put together from Inductor's own
-operations.
 """
 
 from __future__ import annotations
@@ -18,14 +15,12 @@ from typing import Any
 
 import torch
 
-import kernels_triton_free.packed.code_words
 import kernels_triton_free.packed.int4_tiles
 import kernels_triton_free.packed.int8_tiles  # noqa: F401  (they define operators)
 from kernels_triton_free.inductor.patches import try_to_change
-from kernels_triton_free.packed.code_words import AT_16, AT_256, BITS_OF_16, BITS_OF_256, STEP
 from kernels_triton_free.packed.int8_tiles import TOGETHER
-from kernels_triton_free.packed.rows import UPPER_HALF
 from kernels_triton_free.packed.tiles import AMX_OUTPUTS, OUTPUTS, outputs_of_tiles
+from kernels_triton_free.packed.word_loops import lower_code_words_row, lower_code_words_rows
 
 AMX_ROWS, INPUTS = 32, 32
 """Two tiles of AMX: with two of AMX_OUTPUTS and the four of their products, all eight of its registers are in use."""
@@ -57,7 +52,8 @@ def generate_tiled_products() -> None:
     try_to_change(_lower_tiled_linear_halves)
     try_to_change(_lower_int4_tiled_linear)
     try_to_change(_lower_int8_tiled_product)
-    try_to_change(_lower_code_words_row)
+    try_to_change(lower_code_words_row)
+    try_to_change(lower_code_words_rows)
 
 
 def _lower_tiled_linear() -> None:
@@ -134,65 +130,6 @@ def _lower_int8_tiled_product() -> None:
         unused = [V.graph.add_tensor_constant(torch.zeros(1)) for _ in range(4)]
         out_features = tiles.get_size()[0] * OUTPUTS
         return _generate(product, [numbers, tiles, *unused], out_features, blocking, torch.float32).output_node()
-
-
-def _lower_code_words_row() -> None:
-    """One sum over groups for every output; those of several rows become one loop, in which each word is read once."""
-    from torch._inductor import ir
-    from torch._inductor.lowering import lowerings, register_lowering
-    from torch._inductor.virtualized import ops
-
-    @register_lowering(torch.ops.kernels_triton_free.code_words_row.default, type_promotion_kind=None)
-    def lower(x: Any, added: Any, sums: Any, words: Any, bits: int) -> Any:
-        blocks, groups, depth, outputs = words.get_size()
-        x, added, sums, words = (argument.make_loader() for argument in (x, added, sums, words))
-        steps = (int(depth) - 1) // bits  # of a group; a step has as many words as a code has bits
-
-        def floats_of(bits_of_floats: Any) -> Any:
-            return ops.to_dtype_bitcast(bits_of_floats, torch.float32, torch.int32)
-
-        def masked(word: Any, mask: int, own_bits: int = 0) -> Any:
-            part = ops.bitwise_and(word, ops.constant(mask, torch.int32))
-            return floats_of(ops.bitwise_or(part, ops.constant(own_bits, torch.int32)) if own_bits else part)
-
-        def shifted(word: Any, places: int) -> Any:
-            shift = ops.bitwise_left_shift if places > 0 else ops.bitwise_right_shift
-            return shift(word, ops.constant(abs(places), torch.int32))
-
-        def codes_of(word: Any) -> list[Any]:
-            """The floats of a word's codes."""
-            at_256 = [shifted(word, AT_256 - place) for place in range(0, 32, 8)]
-            if bits == 8:
-                return [masked(byte, 255 << AT_256, BITS_OF_256) for byte in at_256]
-            halves = (15 << AT_256, BITS_OF_256), (15 << AT_16, BITS_OF_16)
-            return [masked(byte, *half) for byte in at_256 for half in halves]
-
-        def of_step(index: Any, reduced: Any) -> Any:
-            (block, output), (group, step) = index, reduced
-            place = group * steps + step
-            # A sum waits for the one before: with a single chain one row took 3.7 ms in place of 2.7.
-            chains: list[Any] = [None, None]
-            for word in range(bits):
-                for code, value in enumerate(codes_of(words([block, group, step * bits + word, output]))):
-                    term = ops.mul(x([place * STEP + word * 32 // bits + code]), value)
-                    chain = chains[code % 2]
-                    chains[code % 2] = term if chain is None else ops.add(chain, term)
-            scales = words([block, group, depth - 1, output])
-            scale, zero = floats_of(shifted(scales, 16)), masked(scales, UPPER_HALF)
-            product = ops.sub(ops.add(*chains), added([place]))
-            return ops.add(ops.mul(scale, product), ops.mul(zero, sums([place])))
-
-        out = ir.Reduction.create(
-            device=torch.device("cpu"),
-            dst_dtype=torch.float32,
-            src_dtype=torch.float32,
-            inner_fn=of_step,
-            ranges=[blocks, outputs],
-            reduction_ranges=[groups, steps],
-            reduction_type="sum",
-        )
-        out.realize()
-        return lowerings[torch.ops.aten.view.default](out, [blocks * outputs])
 
 
 def _bfloat16_loops() -> tuple[int, Callable]:

@@ -8,6 +8,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from kernels_triton_free.packed.code_words import can_put_in_words
 from kernels_triton_free.packed.int4_tiles import can_tile_int4
 from kernels_triton_free.packed.int8_tiles import can_tile_int8
 from kernels_triton_free.packed.tiles import can_tile
@@ -21,6 +22,7 @@ from minivllm.linear.quantized_methods import (
     Float8Linear,
     Int4Linear,
     Int8Linear,
+    LoopedInt4Linear,
     OrderedInputs,
     RestoredInt4Linear,
     RoundedInputs,
@@ -122,15 +124,19 @@ class MethodChooser:
         return DequantizedGroupLinear(ROUNDING_GROUP, 4, self.dtype), why
 
     def _int4(self, name: str, rows: int, inputs: int, group_size: int, bits: int) -> LinearMethod:
-        method = Int4Linear
         if rows % INT4_LANES == 0 and can_tile_int4(rows, inputs, self.dtype) and self.policy.multiplies_bfloat16:
-            method = TiledInt4Linear
+            method: type[Int4Linear] = TiledInt4Linear
             if bits == 8 and name == "lm_head" and can_tile(rows, inputs):
                 method = RestoredInt4Linear
             parts = BEAR_ROUNDING.get(name, 0) if bits == 4 else 0
             if parts and can_tile_int8(rows, inputs, parts):
                 return RoundedInt4Linear(rows, group_size, bits, self.dtype, parts)
-        return method(rows, group_size, bits, self.dtype)
+            return method(rows, group_size, bits, self.dtype)
+        return self._int4_without_bfloat16(rows, group_size, bits)
+
+    def _int4_without_bfloat16(self, rows: int, group_size: int, bits: int) -> LinearMethod:
+        is_looped = not self.policy.multiplies_bfloat16 and can_put_in_words(group_size, self.dtype)
+        return (LoopedInt4Linear if is_looped else Int4Linear)(rows, group_size, bits, self.dtype)
 
     def _multiply_groups(self, name: str, weight: GroupedWeight) -> tuple[LinearMethod | None, str]:
         """A weight in groups is multiplied as it is."""
@@ -145,7 +151,7 @@ class MethodChooser:
             if size is not None:
                 method = self._int4(name, *weight.shape, size, bits)
             elif bits == 4 and 2 * group == smallest:  # any wider and the values themselves would take less memory
-                method = SpreadGroups(Int4Linear(weight.shape[0], smallest, bits, self.dtype), group, smallest)
+                method = SpreadGroups(self._int4_without_bfloat16(weight.shape[0], smallest, bits), group, smallest)
         if method is None:
             return None, f"{why}, which this CPU's operator does not multiply, dequantised"
         return (method if weight.order is None else OrderedInputs(method)), why

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels_triton_free.inductor.patches import patch_inductor
-from kernels_triton_free.packed.code_words import code_words_linear, codes_in, put_in_words, rows_of_words
+from kernels_triton_free.packed.code_words import (
+    MANY_ROWS,
+    ROWS_TOGETHER,
+    code_words_linear,
+    codes_in,
+    put_in_words,
+    rows_of_words,
+)
 from kernels_triton_free.packed.rows import MAX_ROWS, REGISTER
 from kernels_triton_free.packed.template import generate_tiled_products
 from minivllm.compilation.compiler import cannot_compile_reason
@@ -17,11 +26,13 @@ from minivllm.compilation.compiler import cannot_compile_reason
 needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
 
 
-def new_weight(shape: tuple[int, int], group_size: int, bits: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def new_weight(
+    shape: tuple[int, int], group_size: int, bits: int, seed: int = 0, scales: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [outputs, inputs], scale_and_zero, and what both stand for, in float64."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 2**bits, shape, generator=generator, dtype=torch.uint8)
-    both = torch.randn(shape[1] // group_size, shape[0], 2, generator=generator).bfloat16()
+    both = torch.randn(shape[1] // group_size, shape[0], 2, generator=generator).to(scales)
     scale, zero = (part.T.repeat_interleave(group_size, 1).double() for part in both.unbind(2))
     return codes, both, (codes.double() - 2 ** (bits - 1)) * scale + zero
 
@@ -42,15 +53,18 @@ WEIGHTS = {
     "blocks": st.integers(1, 3),
     "groups": st.integers(1, 3),
     "group_size": st.sampled_from([32, 64, 128]),
+    "scales": st.sampled_from([torch.bfloat16, torch.float32]),
 }
 
 
 @given(**WEIGHTS)
-def test_words_hold_codes_and_scales(seed: int, bits: int, blocks: int, groups: int, group_size: int) -> None:
-    codes, both, weight = new_weight((REGISTER * blocks, groups * group_size), group_size, bits, seed)
+def test_words_hold_codes_and_scales(
+    seed: int, bits: int, blocks: int, groups: int, group_size: int, scales: torch.dtype
+) -> None:
+    codes, both, weight = new_weight((REGISTER * blocks, groups * group_size), group_size, bits, seed, scales)
     words = put_in_words(codes, both, bits)
-    found, scales = codes_in(words, bits)
-    assert torch.equal(found, codes) and torch.equal(scales, both)
+    found, found_scales = codes_in(words, bits)
+    assert torch.equal(found, codes) and torch.equal(found_scales, both)
     assert words.nbytes == codes.numel() * bits // 8 + both.nbytes
     indices = torch.randint(0, len(codes), (5,), generator=torch.Generator().manual_seed(seed))
     rows = rows_of_words(words, indices, bits)
@@ -58,11 +72,11 @@ def test_words_hold_codes_and_scales(seed: int, bits: int, blocks: int, groups: 
     assert (rows.double() - weight[indices]).abs().max() <= 1e-6 * weight.abs().max()
 
 
-@given(**WEIGHTS, rows=st.integers(1, MAX_ROWS), has_bias=st.booleans())
+@given(**WEIGHTS, rows=st.sampled_from([1, MAX_ROWS, MAX_ROWS + 1, MANY_ROWS, MANY_ROWS + 1]), has_bias=st.booleans())
 def test_uncompiled_it_is_the_product(
-    seed: int, bits: int, blocks: int, groups: int, group_size: int, rows: int, has_bias: bool
+    seed: int, bits: int, blocks: int, groups: int, group_size: int, scales: torch.dtype, rows: int, has_bias: bool
 ) -> None:
-    codes, both, weight = new_weight((REGISTER * blocks, groups * group_size), group_size, bits, seed)
+    codes, both, weight = new_weight((REGISTER * blocks, groups * group_size), group_size, bits, seed, scales)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, weight.shape[1], generator=generator)
     bias = torch.randn(len(weight), generator=generator) if has_bias else None
@@ -70,14 +84,17 @@ def test_uncompiled_it_is_the_product(
 
 
 @needs_compiler
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("bits", "group_size", "rows"), [(4, 32, 1), (4, 64, 3), (8, 32, 1), (8, 96, 2)])
-def test_compiled_code_multiplies_the_bits_of_floats(bits: int, group_size: int, rows: int, dtype: torch.dtype) -> None:
+def test_compiled_code_multiplies_the_bits_of_floats(
+    bits: int, group_size: int, rows: int, dtype: torch.dtype, scales: torch.dtype
+) -> None:
     """With inputs of one sign what is added to the codes is most of each sum, and nothing of it must remain."""
     patch_inductor()
     generate_tiled_products()
     torch._dynamo.reset()
-    codes, both, weight = new_weight((3 * REGISTER, 2 * group_size), group_size, bits)
+    codes, both, weight = new_weight((3 * REGISTER, 2 * group_size), group_size, bits, scales=scales)
     words, bias = put_in_words(codes, both, bits), torch.randn(len(weight)).to(dtype)
 
     def doubled(x: Tensor, words: Tensor, bias: Tensor) -> Tensor:
@@ -86,4 +103,28 @@ def test_compiled_code_multiplies_the_bits_of_floats(bits: int, group_size: int,
     compiled = torch.compile(doubled, dynamic=False)
     for shift in (0.0, 5.0, -5.0):
         x = (torch.randn(rows, weight.shape[1]) + shift).to(dtype)
-        check(compiled(x, words, bias), 2 * x, weight, bias, 3e-5)
+        check(compiled(x, words, bias), 2 * x, weight, bias, 3e-5 if scales == torch.bfloat16 else 1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32])
+def test_compiled_code_takes_any_number_of_rows(bits: int, scales: torch.dtype, tmp_path: Path) -> None:
+    """Exported with a dynamic number, as regions are: the same code goes through words, and restores for many."""
+    patch_inductor()
+    generate_tiled_products()
+    codes, both, weight = new_weight((3 * REGISTER, 64), 32, bits, scales=scales)
+    words, x = put_in_words(codes, both, bits), torch.randn(13, 64)
+
+    class Doubled(torch.nn.Module):
+        def forward(self, x: Tensor, words: Tensor) -> Tensor:
+            return code_words_linear(x * 2, words, bits)
+
+    sizes = ({0: torch.export.Dim("rows", min=2, max=1024)}, None)
+    package = torch._inductor.aoti_compile_and_package(
+        torch.export.export(Doubled(), (x, words), dynamic_shapes=sizes), package_path=str(tmp_path / "doubled.pt2")
+    )
+    compiled = torch._inductor.aoti_load_package(package)
+    for rows in (2, ROWS_TOGETHER, ROWS_TOGETHER + 1, MANY_ROWS, MANY_ROWS + 1, 200):
+        x = torch.randn(rows, 64) + 3
+        check(compiled(x, words), 2 * x, weight, None, 3e-6)

@@ -20,6 +20,7 @@ from minivllm.linear.quantized_methods import (
     Float8Linear,
     Int4Linear,
     Int8Linear,
+    LoopedInt4Linear,
     OrderedInputs,
     RestoredInt4Linear,
     RoundedInputs,
@@ -56,7 +57,7 @@ def chosen(quantization: str | None, policy: DevicePolicy, name: str, weight: ob
         ("int8", CPU, "o_proj", Int8Linear(BF16)),
         ("int8", OLD_CPU, "o_proj", Int8Linear(BF16)),
         ("int8", AMPERE, "o_proj", DequantizedInt8Linear(BF16)),
-        ("int4", CPU, "o_proj", Int4Linear(64, 32, 4, BF16)),
+        ("int4", CPU, "o_proj", LoopedInt4Linear(64, 32, 4, BF16)),
         ("int4", FAST_CPU, "q_proj+k_proj+v_proj", TiledInt4Linear(64, 32, 4, BF16)),
         ("int4", CPU, "lm_head", Int8Linear(BF16)),
         ("int4", HOPPER, "o_proj", DequantizedGroupLinear(32, 4, BF16)),
@@ -75,17 +76,17 @@ def test_a_plain_weight_is_rounded_as_asked_for(
 @pytest.mark.parametrize(
     ("policy", "weight", "expected"),
     [
-        (CPU, grouped(32), Int4Linear(64, 32, 4, BF16)),
-        (CPU, grouped(32, bits=8), Int4Linear(64, 32, 8, BF16)),
+        (CPU, grouped(32), LoopedInt4Linear(64, 32, 4, BF16)),
+        (CPU, grouped(32, bits=8), LoopedInt4Linear(64, 32, 8, BF16)),
         (FAST_CPU, grouped(32, bits=8), TiledInt4Linear(64, 32, 8, BF16)),
         (FAST_CPU, grouped(16), SpreadGroups(Int4Linear(64, 32, 4, BF16), 16, 32)),
-        (CPU, grouped(96), Int4Linear(64, 32, 4, BF16)),  # one group per row becomes three with the same scale
-        (CPU, grouped(128, inputs=256), Int4Linear(64, 128, 4, BF16)),
-        (CPU, grouped(512, inputs=512), Int4Linear(64, 256, 4, BF16)),
-        (CPU, grouped(16), SpreadGroups(Int4Linear(64, 32, 4, BF16), 16, 32)),
+        (CPU, grouped(96), LoopedInt4Linear(64, 32, 4, BF16)),  # one group per row becomes three with the same scale
+        (CPU, grouped(128, inputs=256), LoopedInt4Linear(64, 128, 4, BF16)),
+        (CPU, grouped(512, inputs=512), LoopedInt4Linear(64, 256, 4, BF16)),
+        (CPU, grouped(16), SpreadGroups(LoopedInt4Linear(64, 32, 4, BF16), 16, 32)),
         (CPU, grouped(16, bits=8), None),
         (CPU, grouped(8), None),
-        (CPU, replace(grouped(32), order=torch.arange(96)), OrderedInputs(Int4Linear(64, 32, 4, BF16))),
+        (CPU, replace(grouped(32), order=torch.arange(96)), OrderedInputs(LoopedInt4Linear(64, 32, 4, BF16))),
         (OLD_CPU, replace(grouped(32), order=torch.arange(96)), None),
         (AMPERE, replace(grouped(32), order=torch.arange(96)), OrderedInputs(DequantizedGroupLinear(32, 4, BF16))),
         (CPU, INTS, Int8Linear(BF16)),
@@ -115,7 +116,7 @@ def test_layers_that_bear_it_are_rounded_to_8_bits_where_the_cpu_gains_by_it() -
     for name, parts in (("o_proj", 1), ("gate_proj+up_proj", 1), ("down_proj", 4)):
         expected = RoundedInt4Linear(64, 32, 4, BF16, parts) if gains else TiledInt4Linear(64, 32, 4, BF16)
         assert chosen("int4", FAST_CPU, name, PLAIN) == chosen(None, FAST_CPU, name, grouped(32)) == expected
-        assert chosen("int4", CPU, name, grouped(32)) == Int4Linear(64, 32, 4, BF16)
+        assert chosen("int4", CPU, name, grouped(32)) == LoopedInt4Linear(64, 32, 4, BF16)
         assert isinstance(chosen("int4", FAST_CPU, name, grouped(32, bits=8)), TiledInt4Linear)
 
 
@@ -124,7 +125,12 @@ def test_a_head_of_8_bits_is_restored_where_the_cpu_multiplies_tiles() -> None:
     kind = RestoredInt4Linear if can_tile(64, 96) else TiledInt4Linear
     assert chosen("int4", FAST_CPU, "lm_head", weight) == kind(64, 32, 8, BF16)
     assert chosen("int4", FAST_CPU, "lm_head", grouped(32)) == TiledInt4Linear(64, 32, 4, BF16)
-    assert chosen("int4", CPU, "lm_head", weight) == Int4Linear(64, 32, 8, BF16)
+    assert chosen("int4", CPU, "lm_head", weight) == LoopedInt4Linear(64, 32, 8, BF16)
+
+
+def test_scales_of_float16_are_left_to_the_operator() -> None:
+    chooser = MethodChooser("int4", None, torch.float16, CPU)
+    assert chooser("o_proj", PLAIN) == Int4Linear(64, 32, 4, torch.float16)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from minivllm.linear.quantized_methods import (
     Float8Linear,
     Int4Linear,
     Int8Linear,
+    LoopedInt4Linear,
     OrderedInputs,
     RestoredInt4Linear,
     RoundedInputs,
@@ -126,6 +127,27 @@ def test_compiled_code_for_few_rows_reads_words_and_for_more_tiles(
     assert is_product(method, weight, without(tensors, 1, 2), x) == (rows <= MAX_ROWS)
     assert is_product(method, weight, without(tensors, 0), x) == (rows > MAX_ROWS)
     assert method.without_tiles() == Int4Linear(128, 32, bits, BFLOAT16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+@pytest.mark.parametrize("outputs", [100, 112, 128])
+@pytest.mark.parametrize(("rows", "bits"), [(1, 4), (MAX_ROWS + 1, 8), (70, 4)])
+@needs_int4
+def test_without_products_of_bfloat16_all_compiled_code_reads_words(
+    rows: int, bits: int, outputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, method = grouped(bits, 32, rows=outputs), LoopedInt4Linear(outputs, 32, bits, dtype)
+    tensors = method.kept(method.prepare(weight, random(outputs, seed=3).to(dtype)))
+    x = random(rows, IN, seed=4).to(dtype)
+    assert len(tensors) == 2 and is_for_few_rows(tensors[0]) and is_read(tensors[0], rows)
+    assert is_product(method, weight, tensors, x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert is_product(method, weight, tensors, x)
+    assert not is_product(method, weight, without(tensors, 0), x)
+    indices = torch.tensor([0, outputs - 1, 64])
+    values = values_of(weight)[indices]
+    assert (method.rows(indices, tensors).double() - values).norm() < 6e-3 * values.norm()
+    assert method.without_tiles() == Int4Linear(outputs, 32, bits, dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 2, MAX_ROWS + 1])

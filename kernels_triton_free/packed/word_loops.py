@@ -1,0 +1,159 @@
+"""The loops over codes in words (see ``code_words``), put together from Inductor's own operations.
+
+Each is a sum for every output, as Inductor knows sums, whose terms are those of some codes at once. Several such sums
+over the same words become one loop, in which each word is read once and each code made a float once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels_triton_free.packed.code_words import (
+    AT_16,
+    AT_256,
+    BITS_OF_16,
+    BITS_OF_256,
+    ROWS_TOGETHER,
+    STEP,
+    has_exact_codes,
+    words_of_scales,
+)
+from kernels_triton_free.packed.rows import UPPER_HALF
+
+
+def lower_code_words_row() -> None:
+    """One row: a step of a group at a time, whose sum is multiplied with the scale."""
+    from torch._inductor.lowering import lowerings, register_lowering
+    from torch._inductor.virtualized import ops
+
+    @register_lowering(torch.ops.kernels_triton_free.code_words_row.default, type_promotion_kind=None)
+    def lower(x: Any, added: Any, sums: Any, words: Any, bits: int) -> Any:
+        blocks, groups, depth, outputs = map(int, words.get_size())
+        x, added, sums, words = (argument.make_loader() for argument in (x, added, sums, words))
+        steps = depth // bits  # of a group; a step has as many words as a code has bits
+
+        def of_step(index: Any, reduced: Any) -> Any:
+            (block, output), (group, step) = index, reduced
+            place = group * steps + step
+            # A sum waits for the one before: with a single chain one row took 3.7 ms in place of 2.7.
+            chains: list[Any] = [None, None]
+            for word in range(bits):
+                codes = _codes_of(words([block, group, step * bits + word, output]), bits, has_exact_codes(depth, bits))
+                for code, (value, _) in enumerate(codes):
+                    term = ops.mul(x([place * STEP + word * 32 // bits + code]), value)
+                    chain = chains[code % 2]
+                    chains[code % 2] = term if chain is None else ops.add(chain, term)
+            scale, zero = _scale_and_zero(words, (block, group, output), depth, bits)
+            product = ops.sub(ops.add(*chains), added([place]))
+            return ops.add(ops.mul(scale, product), ops.mul(zero, sums([place])))
+
+        out = _sum(of_step, [blocks, outputs], [groups, steps])
+        out.realize()
+        return lowerings[torch.ops.aten.view.default](out, [blocks * outputs])
+
+
+def lower_code_words_rows() -> None:
+    """Several rows, ROWS_TOGETHER at a time: a word at a time, whose codes become weights before they are multiplied.
+    Rows are filled up with zeros."""
+    from torch._inductor.ir import Pointwise
+    from torch._inductor.lowering import lowerings, register_lowering
+    from torch._inductor.virtualized import ops
+    from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+    @register_lowering(torch.ops.kernels_triton_free.code_words_rows.default, type_promotion_kind=None)
+    def lower(x: Any, words: Any, bits: int) -> Any:
+        blocks, groups, depth, outputs = map(int, words.get_size())
+        rows, of_codes = x.get_size()[0], depth - words_of_scales(depth, bits)
+        is_fixed = getattr(rows, "is_number", True)
+        together = min(int(rows), ROWS_TOGETHER) if is_fixed else ROWS_TOGETHER
+        runs = FloorDiv(rows + together - 1, together)
+        x = lowerings[torch.ops.aten.constant_pad_nd.default](x, [0, 0, 0, runs * together - rows], 0.0)
+        x.realize()
+        x, words = x.make_loader(), words.make_loader()
+
+        def of_row(row: int) -> Any:
+            def of_word(index: Any, reduced: Any) -> Any:
+                (_, block, run, output), (group, word) = index, reduced
+                scale, zero = _scale_and_zero(words, (block, group, output), depth, bits)
+                own, first = run * together + row, (group * of_codes + word) * (32 // bits)
+                total = None
+                codes = _codes_of(words([block, group, word, output]), bits, has_exact_codes(depth, bits))
+                for code, (value, added) in enumerate(codes):
+                    middle = ops.mul(scale, ops.constant(added + 2.0 ** (bits - 1), torch.float32))
+                    weight = ops.add(ops.mul(value, scale), ops.sub(zero, middle))
+                    term = ops.mul(x([own, first + code]), weight)
+                    total = term if total is None else ops.add(total, term)
+                return total
+
+            return _sum(of_word, [1, blocks, runs, outputs], [groups, of_codes])
+
+        sums = lowerings[torch.ops.aten.cat.default]([of_row(row) for row in range(together)])
+        sums.realize()
+        load = sums.make_loader()
+
+        def in_order(index: Any) -> Any:
+            row, block, output = index
+            return load([ModularIndexing(row, 1, together), block, FloorDiv(row, together), output])
+
+        device, size = torch.device("cpu"), [rows, blocks, outputs]
+        out = Pointwise.create(device=device, dtype=torch.float32, inner_fn=in_order, ranges=size)
+        return lowerings[torch.ops.aten.view.default](out, [rows, blocks * outputs])
+
+
+def _sum(terms: Any, ranges: list[Any], reduced: list[Any]) -> Any:
+    from torch._inductor.ir import Reduction
+
+    return Reduction.create(
+        device=torch.device("cpu"),
+        dst_dtype=torch.float32,
+        src_dtype=torch.float32,
+        inner_fn=terms,
+        ranges=ranges,
+        reduction_ranges=reduced,
+        reduction_type="sum",
+    )
+
+
+def _codes_of(word: Any, bits: int, as_they_are: bool) -> list[tuple[Any, float]]:
+    """The floats of a word's codes, each with what it is more than the code."""
+    from torch._inductor.virtualized import ops
+
+    if as_they_are:
+        mask = ops.constant(2**bits - 1, torch.int32)
+        codes = [ops.bitwise_and(_shifted(word, -place), mask) for place in range(0, 32, bits)]
+        return [(ops.to_dtype(code, torch.float32, src_dtype=torch.int32), 0.0) for code in codes]
+    at_256 = [_shifted(word, AT_256 - place) for place in range(0, 32, 8)]
+    if bits == 8:
+        return [(_masked(byte, 255 << AT_256, BITS_OF_256), 256.0) for byte in at_256]
+    halves = (15 << AT_256, BITS_OF_256, 256.0), (15 << AT_16, BITS_OF_16, 16.0)
+    return [(_masked(byte, mask, own_bits), added) for byte in at_256 for mask, own_bits, added in halves]
+
+
+def _scale_and_zero(words: Any, place: tuple[Any, Any, Any], depth: int, bits: int) -> tuple[Any, Any]:
+    block, group, output = place
+    last = words([block, group, depth - 1, output])
+    if words_of_scales(depth, bits) == 1:
+        return _float_of(_shifted(last, 16)), _masked(last, UPPER_HALF)
+    return _float_of(words([block, group, depth - 2, output])), _float_of(last)
+
+
+def _float_of(bits_of_floats: Any) -> Any:
+    from torch._inductor.virtualized import ops
+
+    return ops.to_dtype_bitcast(bits_of_floats, torch.float32, torch.int32)
+
+
+def _masked(word: Any, mask: int, own_bits: int = 0) -> Any:
+    from torch._inductor.virtualized import ops
+
+    part = ops.bitwise_and(word, ops.constant(mask, torch.int32))
+    return _float_of(ops.bitwise_or(part, ops.constant(own_bits, torch.int32)) if own_bits else part)
+
+
+def _shifted(word: Any, places: int) -> Any:
+    from torch._inductor.virtualized import ops
+
+    shift = ops.bitwise_left_shift if places > 0 else ops.bitwise_right_shift
+    return shift(word, ops.constant(abs(places), torch.int32))
