@@ -1,13 +1,13 @@
 """Changes to Inductor, so that it generates good code for this package on a CPU.
 
 An operator that is implemented in Python costs compiled code several microseconds a call, hundreds of times a step:
-where Inductor has a node for what the operator does, that node stands in for it. Five things in FlexAttention's
+where Inductor has a node for what the operator does, that node stands in for it. Six things in FlexAttention's
 template are changed: it allocates memory to repack all keys and values even where it repacks none, without AMX it
-multiplies bfloat16 no faster than float32, in float32 it multiplies queries with keys one query at a time, it goes
-through scores that nothing changes twice, and its softmax takes longer steps than it needs. A sum over a dynamic size
-stays one loop, so that its size needs no guard, a sum over what an index points to fetches ahead, and AVX2 reads a
-register of integers at once. And the C++ compiler may round a product and the sum it is added to once instead of twice,
-which is one instruction instead of two, and uses whole registers.
+multiplies bfloat16 no faster than float32, in float32 it multiplies queries with keys one query at a time, it takes
+half a block of keys for a whole one, it goes through scores that nothing changes twice, and its softmax takes longer
+steps than it needs. A sum over a dynamic size stays one loop, so that its size needs no guard, a sum over what an index
+points to fetches ahead, and AVX2 reads a register of integers at once. And the C++ compiler may round a product and the
+sum it is added to once instead of twice, which is one instruction instead of two, and uses whole registers.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def patch_inductor() -> None:
         _allocate_only_what_is_repacked,
         _multiply_bfloat16_without_amx,
         _multiply_several_queries_at_once,
+        _transpose_whole_blocks_only,
         _scale_scores_once,
         _take_shorter_steps_in_softmax,
     ):
@@ -219,6 +220,19 @@ def _multiply_several_queries_at_once() -> None:
         return blocking(max(block_m, 4), block_n, block_k)
 
     template.GemmBlocking = at_least_four_rows  # type: ignore[assignment,misc]
+
+
+def _transpose_whole_blocks_only() -> None:
+    """Products take 16 keys at a time, and what is left by itself, however few. Where that is 8 keys and AVX2 has
+    registers of 8, the template takes it for a whole block: it reads 8 keys that are not there, and writes their scores
+    over those of other queries. Attention over blocks of 8 keys was wrong on such CPUs, in heads of up to 95."""
+    from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmFP32Vec
+
+    text: str = CppMicroGemmFP32Vec.TEMPLATE_KERNEL
+    fits = "N % Vectorized::size() == 0 && 24 * BLOCK_M > K"
+    if text.count(fits) != 1:
+        raise AttributeError("the loops over float32 transpose blocks by another rule")
+    CppMicroGemmFP32Vec.TEMPLATE_KERNEL = text.replace(fits, "N % BLOCK_N == 0 && 24 * BLOCK_M > K")
 
 
 def _scale_scores_once() -> None:

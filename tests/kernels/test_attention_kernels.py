@@ -19,6 +19,7 @@ from kernels_triton_free.attention import (
     paged_flex_attention,
     unpack_tiles,
 )
+from kernels_triton_free.inductor.patches import patch_inductor
 from minivllm.compilation.compiler import cannot_compile_reason
 from tests.kernels.attention_cases import AttentionCase, TileShape, assert_attends, random_case
 
@@ -31,6 +32,7 @@ EVERY_WINDOW = pytest.mark.parametrize("window", [None, 1, 5, 20])
 
 
 def compile_attention(function: Callable, shape: TileShape) -> Callable:
+    patch_inductor()
     torch._dynamo.reset()
     spec = {"window": shape.window, "chunk": shape.chunk, "soft_cap": shape.soft_cap}
     bound = partial(function, scale=shape.head_dim**-0.5, kernel_options=CPU_OPTIONS, **spec)
