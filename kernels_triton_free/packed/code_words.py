@@ -1,4 +1,4 @@
-"""A few rows times a weight of 4 or 8 bits, in compiled loops that read its codes in words.
+"""Rows times a weight of 4 or 8 bits, in compiled loops that read its codes in words.
 
 A product of few rows should run at the speed of memory, but what it does with each code is in its way: for one row and
 the products of SmolLM2-135M's layers PyTorch's operator over 4 bits took 3.4 ms with the weights of one layer again and
@@ -19,7 +19,9 @@ Two cores of Zen 4 took for the layers, operator / these loops [ms]: 1 row 3.7 /
 6.3, without what calling the operator costs.
 
 More rows go through the same words, eight at a time: each code is made a float with its scale once, and multiplied with
-eight inputs. From ``MANY_ROWS`` on it is worth restoring the weight and calling the product of a library.
+eight inputs. From ``MANY_ROWS`` on it is worth restoring the weight and calling the product of a library. A CPU with
+AVX2 and no more computes all its rows this way, since PyTorch's operator took 200 ms for one row there (two cores of
+Zen 3): a step of one request took 13 ms, of four 21 and of sixteen 60, and a prompt of 512 tokens 0.9 s.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def forget_operator_copies() -> None:
 
 
 class WordsInt4Linear(Int4Linear):
-    """The same where compiled code for one row, or for a few, reads codes in words (see
+    """The same where compiled code for one row, for a few or for all reads codes in words (see
     ``kernels_triton_free.packed.code_words``), and other code something else. Tensors: the words come first.
 
     Code that is not compiled, for as long as that takes, and to compute what is asked for once, calls the operator
