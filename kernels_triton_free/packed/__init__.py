@@ -3,6 +3,6 @@
 Packed by oneDNN, or codes of 4 and 8 bits.
 
 May import: kernels_triton_free, kernels_triton_free.compiler, kernels_triton_free.inductor.
-Door: `few_rows_linear` and `few_rows_products` in rows.py, `code_words_linear` in code_words.py, `tiled_linear` in
+Door: `few_rows_linear` and `few_rows_products` in rows.py, `tiled_linear` in
 tiles.py, `int4_tiled_linear` in int4_tiles.py, `int8_tiled_linear` in int8_tiles.py, `memory_of` in memory.py.
 """

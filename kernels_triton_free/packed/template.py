@@ -20,7 +20,6 @@ import kernels_triton_free.packed.int8_tiles  # noqa: F401  (they define operato
 from kernels_triton_free.inductor.patches import try_to_change
 from kernels_triton_free.packed.int8_tiles import TOGETHER
 from kernels_triton_free.packed.tiles import AMX_OUTPUTS, OUTPUTS, outputs_of_tiles
-from kernels_triton_free.packed.word_loops import lower_code_words_row, lower_code_words_rows
 
 AMX_ROWS, INPUTS = 32, 32
 """Two tiles of AMX: with two of AMX_OUTPUTS and the four of their products, all eight of its registers are in use."""
@@ -52,8 +51,6 @@ def generate_tiled_products() -> None:
     try_to_change(_lower_tiled_linear_halves)
     try_to_change(_lower_int4_tiled_linear)
     try_to_change(_lower_int8_tiled_product)
-    try_to_change(lower_code_words_row)
-    try_to_change(lower_code_words_rows)
 
 
 def _lower_tiled_linear() -> None:

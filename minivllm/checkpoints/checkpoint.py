@@ -26,7 +26,7 @@ from minivllm.checkpoints.hf_config import read_json_object
 from minivllm.errors import ModelError, RequestError
 from minivllm.gguf.gguf_file import ROPE_TENSORS, GGUFFile, GGUFTensor, Treatment, find_gguf, hugging_face_name
 from minivllm.gguf.gguf_quants import GROUPED_BITS
-from minivllm.linear.stored_weight import QuantizedWeight, RestoredWeight, RowScaledWeight, StoredWeight
+from minivllm.linear.methods.stored_weight import QuantizedWeight, RestoredWeight, RowScaledWeight, StoredWeight
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.families.family import Family
 from minivllm.models.layer_specs import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import ModelError
-from minivllm.linear.stored_weight import GroupedWeight, QuantizedWeight, RestoredWeight, StoredWeight
+from minivllm.linear.methods.stored_weight import GroupedWeight, QuantizedWeight, RestoredWeight, StoredWeight
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.families.family import Family
 from minivllm.models.layer_specs import GatedDeltaSpec, LatentSpec

@@ -8,29 +8,20 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from kernels_triton_free.packed.code_words import can_put_in_words
 from kernels_triton_free.packed.int4_tiles import can_tile_int4
 from kernels_triton_free.packed.int8_tiles import can_tile_int8
 from kernels_triton_free.packed.tiles import can_tile
 from kernels_triton_free.quantized_linear import INT4_GROUP_SIZES, INT4_LANES
+from kernels_triton_free.words.code_words import can_put_in_words
 from minivllm.device.policy import FLOAT8_CAPABILITY, DevicePolicy
 from minivllm.errors import ConfigError
-from minivllm.linear.layer import LinearMethod
-from minivllm.linear.quantized_methods import (
-    DequantizedGroupLinear,
-    DequantizedInt8Linear,
-    Float8Linear,
-    Int4Linear,
-    Int8Linear,
-    LoopedInt4Linear,
-    OrderedInputs,
-    RestoredInt4Linear,
-    RoundedInputs,
-    RoundedInt4Linear,
-    SpreadGroups,
-    TiledInt4Linear,
-)
-from minivllm.linear.stored_weight import GroupedWeight, RowScaledWeight, StoredWeight
+from minivllm.linear.methods.float8 import Float8Linear
+from minivllm.linear.methods.groups import DequantizedGroupLinear, OrderedInputs, SpreadGroups
+from minivllm.linear.methods.int4 import Int4Linear
+from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear, RoundedInputs
+from minivllm.linear.methods.method import LinearMethod
+from minivllm.linear.methods.stored_weight import GroupedWeight, RowScaledWeight, StoredWeight
+from minivllm.linear.methods.words import LoopedInt4Linear, RestoredInt4Linear, RoundedInt4Linear, TiledInt4Linear
 
 logger = logging.getLogger(__name__)
 

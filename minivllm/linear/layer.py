@@ -2,154 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
 from kernels_triton_free.lora import RowAdapters, add_low_rank
-from kernels_triton_free.packed.memory import moved
-from kernels_triton_free.packed.rows import MAX_ROWS, few_rows_linear, has_few_rows, is_readable, words_of
-from kernels_triton_free.packed.tiles import (
-    can_halve,
-    can_tile,
-    most_rows_by_words,
-    tiled_linear,
-    tiled_linear_halves,
-    tiles_of,
-    words_in,
-)
-from minivllm.device.memory import WeightMemory
 from minivllm.distributed.shard import Rows, Shard, count_rows
-from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight, stack
-
-LinearTensors = tuple[Tensor, ...]
-"""What a linear layer passes to its method: the prepared weight and whatever else the method needs."""
-
-_weights = WeightMemory()
-
-
-class LinearMethod(ABC):
-    """How a linear layer stores its weight and computes its product. Quantisation plugs in here.
-
-    Methods are immutable and compare by value: layers with equal methods share one compiled region.
-    gathers_rows: whether ``rows`` works, so that a tied embedding needs no second copy of the weight. scales_tokens:
-    whether all inputs of a token are rounded by the largest of them, so that workers who divide them have to agree.
-    """
-
-    gathers_rows: ClassVar[bool] = False
-    scales_tokens: ClassVar[bool] = False
-
-    @abstractmethod
-    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
-        """Turn weight [out, in] and bias [out] into what ``kept`` readies for ``apply``; the originals are dropped."""
-
-    def kept(self, tensors: LinearTensors) -> LinearTensors:
-        """What ``prepare`` gave, in memory for as long as a model lives; see ``WeightMemory``."""
-        return tuple(_weights.copy(tensor) if tensor.device.type == "cpu" else tensor for tensor in tensors)
-
-    @abstractmethod
-    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
-        """x [tokens, in] -> [tokens, out]. A pure function of tensors."""
-
-    def apply_halves(self, x: Tensor, tensors: LinearTensors) -> tuple[Tensor, Tensor]:
-        """The first half of what ``apply`` gives, and the second: gate and up of an MLP."""
-        first, second = self.apply(x, tensors).chunk(2, dim=-1)
-        return first, second
-
-    def apply_part(self, x: Tensor, tensors: LinearTensors, largest: Tensor) -> Tensor:
-        """``apply`` to a part of the inputs, where ``scales_tokens``. largest: ``largest_inputs`` of all of them."""
-        raise NotImplementedError(f"{type(self).__name__} does not round its inputs.")
-
-    def rounded(self, weight: Tensor) -> StoredWeight:
-        """The whole weight [out, in] as ``prepare`` would round it, of which a part may then be prepared."""
-        return weight
-
-    def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
-        """Rows of the weight, as an embedding looks them up: int [n] -> [n, in]. A pure function of tensors.
-
-        Of tensors that are stacked along a first dimension, whole matrices: int [n] -> [n, out, in].
-        """
-        raise NotImplementedError(f"{type(self).__name__} cannot look up rows.")
-
-
-@dataclass(frozen=True)
-class PlainLinear(LinearMethod):
-    """The weight as it is."""
-
-    gathers_rows: ClassVar[bool] = True
-
-    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
-        assert isinstance(weight, Tensor), "a quantised weight is restored before"
-        return (weight,) if bias is None else (weight, bias)
-
-    def kept(self, tensors: LinearTensors) -> LinearTensors:
-        return tuple(map(_weights.copy, tensors))  # what a checkpoint hands out may lie in its mapped file
-
-    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
-        return linear(x, *tensors)
-
-    def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
-        return tensors[0][indices]
-
-
-@dataclass(frozen=True)
-class PackedLinear(LinearMethod):
-    """The weight packed for this CPU by oneDNN.
-
-    read_as: how compiled code reads the memory of the packed weight, which is the second tensor then: as "words" where
-    rows are few, as "tiles" where they are more too, or None.
-    """
-
-    out_features: int
-    read_as: Literal["words", "tiles"] | None = None
-
-    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
-        assert isinstance(weight, Tensor), "a quantised weight is restored before"
-        packed = pack_weight(weight)
-        return (packed,) if bias is None else (packed, bias)
-
-    def kept(self, tensors: LinearTensors) -> LinearTensors:
-        packed, *bias = tensors
-        packed = moved(packed, _weights.copy)
-        memory = () if self.read_as is None else (words_of(packed) if self.read_as == "words" else tiles_of(packed),)
-        return packed, *memory, *bias
-
-    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
-        packed, *others = tensors
-        memory = others.pop(0) if self.read_as else None
-        bias = others[0] if others else None
-        if memory is not None and torch.compiler.is_compiling():
-            if self._reads_words(x):
-                return few_rows_linear(x, words_in(memory) if self.read_as == "tiles" else memory, bias)
-            if self.read_as == "tiles":
-                return tiled_linear(x, memory, bias)
-        return packed_linear(x, packed, bias, self.out_features)
-
-    def apply_halves(self, x: Tensor, tensors: LinearTensors) -> tuple[Tensor, Tensor]:
-        _, *memory = tensors
-        reads_tiles = self.read_as == "tiles" and torch.compiler.is_compiling() and not self._reads_words(x)
-        if reads_tiles and len(memory) == 1 and can_halve(memory[0]):
-            return tiled_linear_halves(x, memory[0])
-        return super().apply_halves(x, tensors)
-
-    def _reads_words(self, x: Tensor) -> bool:
-        """Whether compiled code multiplies the rows of x so."""
-        return has_few_rows(x, MAX_ROWS if self.read_as == "words" else most_rows_by_words())
-
-
-def choose_linear_method(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> LinearMethod:
-    """The fastest exact method for unquantised weights [out_features, in_features] on this device."""
-    if device.type == "cpu" and can_pack(dtype):
-        if can_tile(out_features, in_features):
-            return PackedLinear(out_features, "tiles")
-        return PackedLinear(out_features, "words" if is_readable(out_features, in_features) else None)
-    return PlainLinear()
-
+from minivllm.linear.methods.exact import choose_linear_method, choose_looped_method
+from minivllm.linear.methods.method import LinearMethod, LinearTensors
+from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight, stack
 
 ChooseMethod = Callable[[str, StoredWeight], LinearMethod | None]
 """(name of the layer, its weight) -> the quantised method to use; None: restore the weight and multiply that."""
@@ -265,16 +128,12 @@ class Linear:
             if isinstance(weight, QuantizedWeight):
                 weight = weight.restore(self._dtype)
             weight = weight.to(self.device, self._dtype)
+            self.method = (None if self._is_stacked else choose_looped_method(weight)) or self.method
         else:
             self.method = method
         bias = None if bias is None else bias.to(self.device, self._dtype)
         prepared = tuple(tensor.to(self.device) for tensor in self.method.prepare(weight, bias))
         self.tensors = prepared if self._is_stacked else self.method.kept(prepared)
-
-
-def largest_inputs(x: Tensor) -> Tensor:
-    """x [tokens, in] -> the largest magnitude of each token's, float32 [tokens, 1]."""
-    return x.abs().amax(dim=1, keepdim=True).float()
 
 
 def _part(weight: StoredWeight, rows: Rows, columns: slice) -> StoredWeight:

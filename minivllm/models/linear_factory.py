@@ -7,7 +7,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from minivllm.linear.layer import ChooseMethod, Linear, LinearTensors, Rows, Shard, never_quantized
+from minivllm.linear.layer import ChooseMethod, Linear, Rows, Shard, never_quantized
+from minivllm.linear.methods.method import LinearTensors
 
 
 class LinearFactory:

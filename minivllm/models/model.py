@@ -25,7 +25,7 @@ from kernels_triton_free.state.rows import StateRows
 from kernels_triton_free.strips.layout import has_strips, strip_shapes
 from minivllm.compilation.regions import CompileRegion, Size, TensorSpec
 from minivllm.linear.layer import Linear
-from minivllm.linear.stored_weight import StoredWeight
+from minivllm.linear.methods.stored_weight import StoredWeight
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.layer_specs import StateMixerSpec
 

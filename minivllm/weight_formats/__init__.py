@@ -1,5 +1,5 @@
 """How quantised safetensors checkpoints store a weight: what config.json says of it, and its parts put together.
 
-May import: linear.
+May import: linear.methods.
 Door: `read_quantization` in quantization_config.py, `PackedWeights` in packed_weights.py.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minivllm.linear.stored_weight import GroupedWeight
+from minivllm.linear.methods.stored_weight import GroupedWeight
 
 GROUP = 32
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import ModelError
-from minivllm.linear.stored_weight import GroupedWeight, RestoredWeight, RowScaledWeight, StoredWeight
+from minivllm.linear.methods.stored_weight import GroupedWeight, RestoredWeight, RowScaledWeight, StoredWeight
 from minivllm.weight_formats.mxfp4 import GROUP as MXFP4_GROUP
 from minivllm.weight_formats.mxfp4 import group_mxfp4
 from minivllm.weight_formats.quantization_config import Layout, StoredQuantization, WeightFormat

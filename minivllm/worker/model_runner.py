@@ -24,7 +24,7 @@ from minivllm.distributed.stage import Stage
 from minivllm.graphs.graph_capture import GraphBackend
 from minivllm.graphs.step_graphs import StepGraphs, StepHidden
 from minivllm.kv_cache.specs import total_bytes
-from minivllm.linear.quantized_methods import forget_operator_copies
+from minivllm.linear.methods.words import forget_operator_copies
 from minivllm.lora.manager import AdapterManager, BatchAdapters
 from minivllm.messages import EngineRequest, ModelRunnerOutput, PositionLogprobs, SchedulerOutput, TokenMasks
 from minivllm.models.model import Model

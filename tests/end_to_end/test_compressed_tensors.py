@@ -23,8 +23,8 @@ from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
-from minivllm.linear.quantized_methods import Int8Linear, RoundedInputs
-from minivllm.linear.stored_weight import (
+from minivllm.linear.methods.int8 import Int8Linear, RoundedInputs
+from minivllm.linear.methods.stored_weight import (
     GroupedWeight,
     QuantizedWeight,
     RestoredWeight,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ConfigError, ModelError
-from minivllm.linear.stored_weight import GroupedWeight, QuantizedWeight, RestoredWeight, RowScaledWeight
+from minivllm.linear.methods.stored_weight import GroupedWeight, QuantizedWeight, RestoredWeight, RowScaledWeight
 from minivllm.weight_formats.quantization_config import read_quantization
 from tests.parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from kernels_triton_free.quantized_linear import INT4_MAX_ROWS, INT8_MAX_ROWS, can_multiply_int4
 from minivllm import LLM
 from minivllm.errors import ConfigError
-from minivllm.linear.quantized_methods import Int4Linear, SpreadGroups
-from minivllm.linear.stored_weight import round_to_groups, round_to_int8_rows
+from minivllm.linear.methods.groups import SpreadGroups
+from minivllm.linear.methods.int4 import Int4Linear
+from minivllm.linear.methods.stored_weight import round_to_groups, round_to_int8_rows
 from tests.gguf_models import stored_blocks, write_gguf
 from tests.parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
 

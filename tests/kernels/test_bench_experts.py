@@ -23,7 +23,8 @@ from kernels_triton_free.linear import can_pack, pack_weight, packed_linear
 from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm.linear.experts.experts import Experts
 from minivllm.linear.layer import ChooseMethod, Shard, never_quantized
-from minivllm.linear.quantized_methods import Int4Linear, Int8Linear
+from minivllm.linear.methods.int4 import Int4Linear
+from minivllm.linear.methods.int8 import Int8Linear
 
 EXPERTS, TOP_K, HIDDEN, INNER, TURNS = 128, 8, 2048, 768, 16
 PROMPT_OPERATIONS = 2.0 * 512 * TOP_K * 3 * INNER * HIDDEN

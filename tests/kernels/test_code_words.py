@@ -11,16 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels_triton_free.inductor.patches import patch_inductor
-from kernels_triton_free.packed.code_words import (
+from kernels_triton_free.packed.rows import MAX_ROWS
+from kernels_triton_free.words.code_words import (
+    LANES,
     MANY_ROWS,
     ROWS_TOGETHER,
     code_words_linear,
     codes_in,
+    floats_in,
+    floats_in_words,
     put_in_words,
     rows_of_words,
 )
-from kernels_triton_free.packed.rows import MAX_ROWS, REGISTER
-from kernels_triton_free.packed.template import generate_tiled_products
+from kernels_triton_free.words.word_loops import generate_word_loops
 from minivllm.compilation.compiler import cannot_compile_reason
 
 needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
@@ -61,7 +64,7 @@ WEIGHTS = {
 def test_words_hold_codes_and_scales(
     seed: int, bits: int, blocks: int, groups: int, group_size: int, scales: torch.dtype
 ) -> None:
-    codes, both, weight = new_weight((REGISTER * blocks, groups * group_size), group_size, bits, seed, scales)
+    codes, both, weight = new_weight((LANES * blocks, groups * group_size), group_size, bits, seed, scales)
     words = put_in_words(codes, both, bits)
     found, found_scales = codes_in(words, bits)
     assert torch.equal(found, codes) and torch.equal(found_scales, both)
@@ -76,11 +79,29 @@ def test_words_hold_codes_and_scales(
 def test_uncompiled_it_is_the_product(
     seed: int, bits: int, blocks: int, groups: int, group_size: int, scales: torch.dtype, rows: int, has_bias: bool
 ) -> None:
-    codes, both, weight = new_weight((REGISTER * blocks, groups * group_size), group_size, bits, seed, scales)
+    codes, both, weight = new_weight((LANES * blocks, groups * group_size), group_size, bits, seed, scales)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, weight.shape[1], generator=generator)
     bias = torch.randn(len(weight), generator=generator) if has_bias else None
     check(code_words_linear(x, put_in_words(codes, both, bits), bits, bias), x, weight, bias, 1e-6)
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    blocks=st.integers(1, 3),
+    pairs=st.integers(1, 20),
+    rows=st.integers(1, 3),
+)
+def test_words_hold_floats(seed: int, dtype: torch.dtype, blocks: int, pairs: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(LANES * blocks, 2 * pairs, generator=generator).to(dtype)
+    words, bits = floats_in_words(weight), 8 * dtype.itemsize
+    assert words.nbytes == weight.nbytes and torch.equal(floats_in(words, bits), weight.float())
+    indices = torch.randint(0, len(weight), (5,), generator=generator)
+    assert torch.equal(rows_of_words(words, indices, bits), weight[indices].float())
+    x = torch.randn(rows, 2 * pairs, generator=generator)
+    check(code_words_linear(x, words, bits), x, weight.double(), None, 1e-6)
 
 
 @needs_compiler
@@ -92,9 +113,9 @@ def test_compiled_code_multiplies_the_bits_of_floats(
 ) -> None:
     """With inputs of one sign what is added to the codes is most of each sum, and nothing of it must remain."""
     patch_inductor()
-    generate_tiled_products()
+    generate_word_loops()
     torch._dynamo.reset()
-    codes, both, weight = new_weight((3 * REGISTER, 2 * group_size), group_size, bits, scales=scales)
+    codes, both, weight = new_weight((3 * LANES, 2 * group_size), group_size, bits, scales=scales)
     words, bias = put_in_words(codes, both, bits), torch.randn(len(weight)).to(dtype)
 
     def doubled(x: Tensor, words: Tensor, bias: Tensor) -> Tensor:
@@ -107,14 +128,32 @@ def test_compiled_code_multiplies_the_bits_of_floats(
 
 
 @needs_compiler
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32])
-def test_compiled_code_takes_any_number_of_rows(bits: int, scales: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bits", "scales", "inputs"),
+    [
+        (4, torch.bfloat16, 64),
+        (4, torch.float32, 64),
+        (8, torch.bfloat16, 64),
+        (8, torch.float32, 64),
+        (16, None, 64),
+        (16, None, 54),
+        (32, None, 64),
+        (32, None, 51),
+    ],
+)
+def test_compiled_code_takes_any_number_of_rows(
+    bits: int, scales: torch.dtype | None, inputs: int, tmp_path: Path
+) -> None:
     """Exported with a dynamic number, as regions are: the same code goes through words, and restores for many."""
     patch_inductor()
-    generate_tiled_products()
-    codes, both, weight = new_weight((3 * REGISTER, 64), 32, bits, scales=scales)
-    words, x = put_in_words(codes, both, bits), torch.randn(13, 64)
+    generate_word_loops()
+    if scales is None:
+        values = torch.randn(3 * LANES, inputs).to(torch.bfloat16 if bits == 16 else torch.float32)
+        words, weight = floats_in_words(values), values.double()
+    else:
+        codes, both, weight = new_weight((3 * LANES, inputs), 32, bits, scales=scales)
+        words = put_in_words(codes, both, bits)
+    x = torch.randn(13, inputs)
 
     class Doubled(torch.nn.Module):
         def forward(self, x: Tensor, words: Tensor) -> Tensor:
@@ -126,5 +165,18 @@ def test_compiled_code_takes_any_number_of_rows(bits: int, scales: torch.dtype, 
     )
     compiled = torch._inductor.aoti_load_package(package)
     for rows in (2, ROWS_TOGETHER, ROWS_TOGETHER + 1, MANY_ROWS, MANY_ROWS + 1, 200):
-        x = torch.randn(rows, 64) + 3
+        x = torch.randn(rows, inputs) + 3
         check(compiled(x, words), 2 * x, weight, None, 3e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_code_for_a_few_rows_multiplies_floats(dtype: torch.dtype, rows: int) -> None:
+    patch_inductor()
+    generate_word_loops()
+    torch._dynamo.reset()
+    weight, bias = torch.randn(3 * LANES, 54).to(dtype), torch.randn(3 * LANES).to(dtype)
+    x = torch.randn(rows, 54).to(dtype)
+    compiled = torch.compile(code_words_linear, dynamic=False)
+    check(compiled(x, floats_in_words(weight), 8 * dtype.itemsize, bias), x, weight.double(), bias, 1e-6)

@@ -11,7 +11,7 @@ from kernels_triton_free.experts.routing import Routing
 from minivllm.compilation.region_packages import PackagedRegionCompiler, find_package, package_key
 from minivllm.compilation.regions import Region, Size, TensorSpec, specs_of
 from minivllm.linear.layer import ChooseMethod, never_quantized
-from minivllm.linear.quantized_methods import Int8Linear
+from minivllm.linear.methods.int8 import Int8Linear
 from minivllm.models.decoder.feed_forward import LinearFactory
 from minivllm.models.decoder.moe import MixtureOfExperts
 from minivllm.models.layer_specs import MlpSpec, MoeSpec

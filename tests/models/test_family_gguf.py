@@ -12,7 +12,7 @@ from torch import Tensor
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
-from minivllm.linear.stored_weight import QuantizedWeight
+from minivllm.linear.methods.stored_weight import QuantizedWeight
 from minivllm.models.reference import reference_forward
 from tests.gguf_families import write_family_gguf
 from tests.gguf_models import write_gguf

@@ -13,7 +13,7 @@ from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.gguf_layout import GGUFLayout
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
-from minivllm.linear.stored_weight import GroupedWeight
+from minivllm.linear.methods.stored_weight import GroupedWeight
 from minivllm.models.reference import reference_forward
 from minivllm.models.registry.registry import FAMILIES
 from tests.gguf_families import write_later_gguf

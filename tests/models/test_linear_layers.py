@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.linear import can_pack
-from kernels_triton_free.packed.rows import MAX_ROWS, is_readable, owns_memory
+from kernels_triton_free.packed.rows import MAX_ROWS, is_for_few_rows, is_readable, owns_memory
 from kernels_triton_free.packed.tiles import can_tile
-from minivllm.linear.layer import Linear, PackedLinear, PlainLinear, Shard, choose_linear_method
+from minivllm.linear.layer import Linear, Shard
+from minivllm.linear.methods.exact import (
+    LoopedLinear,
+    PackedLinear,
+    PlainLinear,
+    choose_linear_method,
+    choose_looped_method,
+)
 
 CPU = torch.device("cpu")
 PARTS = {"q_proj": 24, "k_proj": 8, "v_proj": 8}
@@ -108,7 +115,8 @@ def test_tensors_appear_when_the_last_one_has_arrived_and_the_originals_are_drop
     assert layer.tensors == ()
     layer.load("k_proj", "weight", weights["k_proj"])
     assert len(layer.tensors) == 1 and not layer._weights and not layer._biases
-    assert torch.equal(layer.tensors[0], torch.cat(list(weights.values())))
+    whole = torch.cat(list(weights.values()))
+    assert torch.equal(layer.method.rows(torch.arange(len(whole)), layer.tensors), whole)
 
 
 def test_methods_compare_by_value_so_that_equal_layers_share_a_region() -> None:
@@ -117,12 +125,55 @@ def test_methods_compare_by_value_so_that_equal_layers_share_a_region() -> None:
 
 
 def test_the_method_follows_dtype_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minivllm.linear.layer.can_pack", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr("minivllm.linear.methods.exact.can_pack", lambda dtype: dtype == torch.bfloat16)
     assert choose_linear_method(8, 8, torch.float32, CPU) == PlainLinear()
     assert choose_linear_method(8, 8, torch.bfloat16, CPU) == PackedLinear(8)
     assert choose_linear_method(8, 8, torch.bfloat16, torch.device("cuda")) == PlainLinear()
-    monkeypatch.setattr("minivllm.linear.layer.can_pack", lambda dtype: False)
+    monkeypatch.setattr("minivllm.linear.methods.exact.can_pack", lambda dtype: False)
     assert choose_linear_method(8, 8, torch.bfloat16, CPU) == PlainLinear()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("stored", "dtype", "bits"),
+    [
+        (torch.bfloat16, torch.bfloat16, 16),
+        (torch.bfloat16, torch.float32, 16),
+        (torch.float32, torch.float32, 32),
+        (torch.float32, torch.bfloat16, 16),
+    ],
+)
+def test_with_avx2_and_no_more_a_weight_lies_in_as_many_bits_as_its_values_need(
+    stored: torch.dtype, dtype: torch.dtype, bits: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minivllm.linear.methods.exact.can_pack", lambda dtype: False)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    layer = Linear({"o_proj": 45}, 54, bias=has_bias, split="column", shard=Shard(), dtype=dtype, device=CPU)
+    weight, bias = torch.randn(45, 54).to(stored), torch.randn(45).to(stored)
+    layer.load("o_proj", "weight", weight)
+    if has_bias:
+        layer.load("o_proj", "bias", bias)
+    assert layer.method == LoopedLinear(45, bits, dtype) and is_for_few_rows(layer.tensors[0])
+    x = torch.randn(3, 54).to(dtype)
+    expected = x.double() @ weight.to(dtype).double().T + (bias.to(dtype).double() if has_bias else 0)
+    out = layer.apply(x, layer.arguments)
+    assert out.dtype == dtype and out.shape == expected.shape
+    assert (out.double() - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-7) * expected.abs().max()
+    assert torch.equal(layer.method.rows(torch.tensor([44, 0]), layer.tensors), weight.to(dtype)[[44, 0]])
+
+
+def test_float16_and_what_is_stacked_stay_as_they_are_with_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    assert choose_looped_method(torch.randn(8, 8).half()) is None
+    assert choose_looped_method(torch.randn(8, 7).bfloat16()) == LoopedLinear(8, 32, torch.bfloat16)
+    stacked = Linear(
+        {"o_proj": 8}, 8, bias=False, split="column", shard=Shard(), dtype=torch.float32, device=CPU, is_stacked=True
+    )
+    weight = torch.randn(8, 8)
+    stacked.load("o_proj", "weight", weight)
+    assert stacked.method == PlainLinear() and torch.equal(stacked.tensors[0], weight)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    assert choose_looped_method(weight) is None
 
 
 @pytest.mark.skipif(not is_readable(64, 96), reason="oneDNN packs in another order on this CPU")

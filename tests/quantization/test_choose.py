@@ -13,22 +13,13 @@ from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm.device.policy import DevicePolicy
 from minivllm.errors import ConfigError
 from minivllm.linear.choose import MethodChooser
-from minivllm.linear.layer import LinearMethod
-from minivllm.linear.quantized_methods import (
-    DequantizedGroupLinear,
-    DequantizedInt8Linear,
-    Float8Linear,
-    Int4Linear,
-    Int8Linear,
-    LoopedInt4Linear,
-    OrderedInputs,
-    RestoredInt4Linear,
-    RoundedInputs,
-    RoundedInt4Linear,
-    SpreadGroups,
-    TiledInt4Linear,
-)
-from minivllm.linear.stored_weight import GroupedWeight, RestoredWeight, RowScaledWeight
+from minivllm.linear.methods.float8 import Float8Linear
+from minivllm.linear.methods.groups import DequantizedGroupLinear, OrderedInputs, SpreadGroups
+from minivllm.linear.methods.int4 import Int4Linear
+from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear, RoundedInputs
+from minivllm.linear.methods.method import LinearMethod
+from minivllm.linear.methods.stored_weight import GroupedWeight, RestoredWeight, RowScaledWeight
+from minivllm.linear.methods.words import LoopedInt4Linear, RestoredInt4Linear, RoundedInt4Linear, TiledInt4Linear
 
 BF16 = torch.bfloat16
 CPU = DevicePolicy(type="cpu", multiplies_int4=True)

@@ -29,15 +29,20 @@ from minivllm.linear.experts.methods import (
     StackedPackedLinear,
     activate,
 )
-from minivllm.linear.layer import ChooseMethod, LinearMethod, PlainLinear, Shard, never_quantized
-from minivllm.linear.quantized_methods import (
-    DequantizedGroupLinear,
-    DequantizedInt8Linear,
-    Float8Linear,
-    Int4Linear,
-    Int8Linear,
+from minivllm.linear.layer import ChooseMethod, Shard, never_quantized
+from minivllm.linear.methods.exact import PlainLinear
+from minivllm.linear.methods.float8 import Float8Linear
+from minivllm.linear.methods.groups import DequantizedGroupLinear
+from minivllm.linear.methods.int4 import Int4Linear
+from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear
+from minivllm.linear.methods.method import LinearMethod
+from minivllm.linear.methods.stored_weight import (
+    GroupedWeight,
+    QuantizedWeight,
+    RestoredWeight,
+    StoredWeight,
+    round_to_groups,
 )
-from minivllm.linear.stored_weight import GroupedWeight, QuantizedWeight, RestoredWeight, StoredWeight, round_to_groups
 
 EXPERTS, HIDDEN, INNER, TOP_K = 5, 64, 96, 2
 BF16 = torch.bfloat16

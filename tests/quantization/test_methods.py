@@ -13,23 +13,14 @@ from kernels_triton_free.packed.rows import MAX_ROWS, is_for_few_rows, is_read, 
 from kernels_triton_free.packed.tiles import can_tile
 from kernels_triton_free.quantized_linear import INT4_MAX_ROWS, can_multiply_int4
 from minivllm.errors import ModelError
-from minivllm.linear.layer import Linear, LinearMethod, PackedLinear, Shard, largest_inputs
-from minivllm.linear.quantized_methods import (
-    DequantizedGroupLinear,
-    DequantizedInt8Linear,
-    Float8Linear,
-    Int4Linear,
-    Int8Linear,
-    LoopedInt4Linear,
-    OrderedInputs,
-    RestoredInt4Linear,
-    RoundedInputs,
-    RoundedInt4Linear,
-    SpreadGroups,
-    TiledInt4Linear,
-    forget_operator_copies,
-)
-from minivllm.linear.stored_weight import (
+from minivllm.linear.layer import Linear, Shard
+from minivllm.linear.methods.exact import PackedLinear
+from minivllm.linear.methods.float8 import Float8Linear
+from minivllm.linear.methods.groups import DequantizedGroupLinear, OrderedInputs, SpreadGroups
+from minivllm.linear.methods.int4 import Int4Linear
+from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear, RoundedInputs
+from minivllm.linear.methods.method import LinearMethod, largest_inputs
+from minivllm.linear.methods.stored_weight import (
     GroupedWeight,
     RestoredWeight,
     RowScaledWeight,
@@ -38,6 +29,13 @@ from minivllm.linear.stored_weight import (
     round_to_groups,
     round_to_int8_rows,
     stack,
+)
+from minivllm.linear.methods.words import (
+    LoopedInt4Linear,
+    RestoredInt4Linear,
+    RoundedInt4Linear,
+    TiledInt4Linear,
+    forget_operator_copies,
 )
 
 needs_int4 = pytest.mark.skipif(not can_multiply_int4(), reason="this CPU's order of 4-bit weights is not known")

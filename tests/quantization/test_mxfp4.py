@@ -16,7 +16,7 @@ from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
-from minivllm.linear.stored_weight import GroupedWeight
+from minivllm.linear.methods.stored_weight import GroupedWeight
 from minivllm.weight_formats.mxfp4 import group_mxfp4
 from minivllm.weight_formats.packed_weights import PackedWeights, StoredPart
 from minivllm.weight_formats.quantization_config import read_quantization

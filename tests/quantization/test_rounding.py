@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.linear.stored_weight import round_to_float8_rows, round_to_groups, round_to_int8_rows
+from minivllm.linear.methods.stored_weight import round_to_float8_rows, round_to_groups, round_to_int8_rows
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 

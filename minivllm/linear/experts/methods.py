@@ -31,8 +31,9 @@ from kernels_triton_free.linear import pack_weight, packed_linear
 from kernels_triton_free.packed.memory import memory_of, packed_in
 from kernels_triton_free.packed.rows import MAX_ROWS, few_rows_products, is_readable, words_shape
 from minivllm.compilation.regions import CompileRegion, Region, Size, TensorSpec
-from minivllm.linear.layer import LinearMethod, LinearTensors, PlainLinear
-from minivllm.linear.stored_weight import StoredWeight
+from minivllm.linear.methods.exact import PlainLinear
+from minivllm.linear.methods.method import LinearMethod, LinearTensors
+from minivllm.linear.methods.stored_weight import StoredWeight
 
 
 @dataclass(frozen=True)

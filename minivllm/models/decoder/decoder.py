@@ -35,8 +35,10 @@ from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, spec
 from minivllm.distributed.stage import Stage
 from minivllm.errors import ModelError
 from minivllm.linear.experts.experts import Experts
-from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard, never_quantized
-from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
+from minivllm.linear.layer import ChooseMethod, Linear, Shard, never_quantized
+from minivllm.linear.methods.exact import PlainLinear
+from minivllm.linear.methods.method import LinearMethod, LinearTensors
+from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder.layer import AfterMixer, BeforeMixer, DecoderLayer
 from minivllm.models.decoder.stages import layers_of, linear_shapes
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kernels_triton_free.activation import gated_product
 from kernels_triton_free.lora import RowAdapters
-from minivllm.linear.layer import Linear, LinearTensors
-from minivllm.linear.stored_weight import StoredWeight
+from minivllm.linear.layer import Linear
+from minivllm.linear.methods.method import LinearTensors
+from minivllm.linear.methods.stored_weight import StoredWeight
 from minivllm.models.layer_specs import MlpSpec
 from minivllm.models.linear_factory import LinearFactory, Stored
 from minivllm.models.shards import own_inner

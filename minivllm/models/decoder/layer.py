@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.norm import add_rms_norm, rms_norm
-from minivllm.linear.layer import Linear, LinearMethod, LinearTensors
-from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
+from minivllm.linear.layer import Linear
+from minivllm.linear.methods.method import LinearMethod, LinearTensors
+from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder.feed_forward import FeedForward, GatedMlp
 from minivllm.models.decoder.moe import MixtureOfExperts
 from minivllm.models.layer_specs import FeedForwardSpec, LayerSpec, MoeSpec, StateMixerSpec

@@ -11,8 +11,9 @@ from torch import Tensor
 from kernels_triton_free.experts.routing import route
 from kernels_triton_free.lora import RowAdapters
 from minivllm.linear.experts.experts import Experts
-from minivllm.linear.layer import Linear, LinearTensors, Shard
-from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
+from minivllm.linear.layer import Linear, Shard
+from minivllm.linear.methods.method import LinearTensors
+from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder.feed_forward import GatedMlp
 from minivllm.models.layer_specs import MoeSpec
 from minivllm.models.linear_factory import LinearFactory, Stored

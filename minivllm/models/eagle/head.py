@@ -24,8 +24,10 @@ from torch import Tensor
 from kernels_triton_free.norm import rms_norm
 from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, specs_of
 from minivllm.errors import ModelError
-from minivllm.linear.layer import ChooseMethod, Linear, LinearMethod, LinearTensors, PlainLinear, Shard
-from minivllm.linear.stored_weight import StoredWeight
+from minivllm.linear.layer import ChooseMethod, Linear, Shard
+from minivllm.linear.methods.exact import PlainLinear
+from minivllm.linear.methods.method import LinearMethod, LinearTensors
+from minivllm.linear.methods.stored_weight import StoredWeight
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder.layer import AfterMixer, BeforeMixer, DecoderLayer
 from minivllm.models.eagle.checkpoint import EagleTensors

@@ -12,7 +12,7 @@ from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.paged_cache import write_kv
 from kernels_triton_free.rotary import apply_rotary
-from minivllm.linear.layer import LinearMethod, LinearTensors, largest_inputs
+from minivllm.linear.methods.method import LinearMethod, LinearTensors, largest_inputs
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.layer_specs import SelfAttentionSpec
 from minivllm.models.linear_factory import LinearFactory

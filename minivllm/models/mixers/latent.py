@@ -16,7 +16,8 @@ from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.paged_cache import write_rows
 from kernels_triton_free.rotary import apply_rotary
-from minivllm.linear.layer import Linear, LinearMethod, LinearTensors
+from minivllm.linear.layer import Linear
+from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.layer_specs import LatentSpec
 from minivllm.models.linear_factory import LinearFactory

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.state.rows import StateRows
-from minivllm.linear.layer import Linear, LinearMethod
+from minivllm.linear.layer import Linear
+from minivllm.linear.methods.method import LinearMethod
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.layer_specs import StateMixerSpec
 from minivllm.models.model import Given, LayerCache, TokenInputs

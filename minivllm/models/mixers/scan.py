@@ -19,7 +19,7 @@ from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.state.rows import StateRows
 from kernels_triton_free.state.tiles import ScanPlan, plan_scan
 from minivllm.compilation.regions import CompileRegion, Region, TensorSpec
-from minivllm.linear.layer import LinearMethod, LinearTensors
+from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.models.layer_specs import Mamba2Spec
 from minivllm.models.linear_factory import LinearFactory
 from minivllm.models.mixers.mixer import Vectors

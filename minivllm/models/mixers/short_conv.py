@@ -11,7 +11,7 @@ from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.state.rows import StateRows
 from kernels_triton_free.state.short_conv import short_conv
 from minivllm.compilation.regions import CompileRegion, Region
-from minivllm.linear.layer import LinearMethod, LinearTensors
+from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.models.layer_specs import ShortConvSpec
 from minivllm.models.linear_factory import LinearFactory
 from minivllm.models.mixers.mixer import Vectors

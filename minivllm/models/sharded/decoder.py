@@ -34,7 +34,7 @@ from kernels_triton_free.norm import add_rms_norm
 from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, specs_of
 from minivllm.distributed.communicator import Communicator
 from minivllm.distributed.shard import Shard
-from minivllm.linear.layer import LinearTensors, largest_inputs
+from minivllm.linear.methods.method import LinearTensors, largest_inputs
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder.feed_forward import GatedMlp
 from minivllm.models.decoder.layer import AfterMixer, BeforeMixer, DecoderLayer

@@ -24,7 +24,7 @@ from kernels_triton_free.lora import RowAdapters
 from minivllm.compilation.regions import TensorSpec, specs_of
 from minivllm.distributed.communicator import Communicator
 from minivllm.distributed.expert_group import ExpertGroup
-from minivllm.linear.layer import LinearTensors
+from minivllm.linear.methods.method import LinearTensors
 from minivllm.models.decoder.layer import AfterMixer, DecoderLayer
 from minivllm.models.decoder.moe import MixtureOfExperts
 from minivllm.models.decoder_config import DecoderConfig

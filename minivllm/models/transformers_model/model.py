@@ -14,8 +14,9 @@ from minivllm.distributed.communicator import Communicator
 from minivllm.distributed.stage import Stage
 from minivllm.errors import ConfigError, MinivllmError, ModelError
 from minivllm.linear.experts.experts import Experts
-from minivllm.linear.layer import ChooseMethod, Linear, PlainLinear, never_quantized
-from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
+from minivllm.linear.layer import ChooseMethod, Linear, never_quantized
+from minivllm.linear.methods.exact import PlainLinear
+from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.model_facts.transformers_config import TransformersConfig
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import Attend, CacheSpec, Given, Hidden, HiddenTap, LayerCache, TokenInputs

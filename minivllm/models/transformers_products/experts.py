@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from minivllm.linear.experts.experts import Experts
 from minivllm.linear.experts.methods import ClampedSwiglu, ExpertActivation, activate
 from minivllm.linear.layer import ChooseMethod, Shard
-from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
+from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.transformers_plan.division import Division
 from minivllm.models.transformers_regions.operators import Ranks, StepHolder
 

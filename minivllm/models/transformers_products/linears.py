@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.linear.layer import ChooseMethod, Linear, Shard
-from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
+from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.transformers_plan.division import Division, LinearPart
 from minivllm.models.transformers_regions.operators import Ranks, StepHolder
 

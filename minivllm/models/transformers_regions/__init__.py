@@ -1,5 +1,5 @@
 """A transformers model traced once and cut at attention into regions, as minivllm's own decoder is.
 
-May import: compilation, distributed, kernels_triton_free, linear, models, profiling.
+May import: compilation, distributed, kernels_triton_free, linear, linear.methods, models, profiling.
 Door: `TracedModel` in traced.py.
 """

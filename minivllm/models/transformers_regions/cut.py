@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 from kernels_triton_free.lora import RowAdapters
 from minivllm.compilation.regions import Size, TensorSpec
 from minivllm.distributed.communicator import Communicator
-from minivllm.linear.layer import Linear, LinearTensors
+from minivllm.linear.layer import Linear
+from minivllm.linear.methods.method import LinearTensors
 from minivllm.models.model import TOKENS
 from minivllm.models.transformers_regions.trace import CannotTrace, Trace, is_size
 

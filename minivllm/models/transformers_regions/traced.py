@@ -12,7 +12,8 @@ from torch import Tensor
 from kernels_triton_free.paged_cache import write_kv
 from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, specs_of
 from minivllm.distributed.communicator import Communicator
-from minivllm.linear.layer import Linear, LinearTensors
+from minivllm.linear.layer import Linear
+from minivllm.linear.methods.method import LinearTensors
 from minivllm.models.model import ROWS, TOKENS, Attend, Hidden, LayerCache, TokenInputs
 from minivllm.models.transformers_regions.cut import Piece, cut
 from minivllm.models.transformers_regions.operators import LayerAttention

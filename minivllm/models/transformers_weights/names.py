@@ -27,7 +27,7 @@ from minivllm.checkpoints.checkpoint import (
     safetensors_files,
 )
 from minivllm.errors import ModelError
-from minivllm.linear.stored_weight import QuantizedWeight, StoredWeight
+from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.weight_formats.packed_weights import PackedWeights, StoredPart
 
 if TYPE_CHECKING:

@@ -232,3 +232,9 @@ def _largest(weight: Tensor) -> Tensor:
     """Largest magnitude of each row, float32 [out, 1]."""
     low, high = weight.aminmax(dim=1, keepdim=True)
     return torch.maximum(-low.float(), high.float())
+
+
+def in_groups(weight: StoredWeight, group_size: int, dtype: torch.dtype) -> GroupedWeight:
+    grouped = round_to_groups(weight, group_size, dtype) if isinstance(weight, Tensor) else weight
+    assert isinstance(grouped, GroupedWeight)
+    return grouped if grouped.group_size == group_size else grouped.in_groups_of(group_size)

@@ -1,4 +1,4 @@
-"""Rows times a weight of 4 or 8 bits, in compiled loops that read its codes in words.
+"""Rows times a weight of 4, 8, 16 or 32 bits, in compiled loops that read its codes in words.
 
 A product of few rows should run at the speed of memory, but what it does with each code is in its way: for one row and
 the products of SmolLM2-135M's layers PyTorch's operator over 4 bits took 3.4 ms with the weights of one layer again and
@@ -31,16 +31,21 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.compiler.materialize import materialize
-from kernels_triton_free.packed.rows import MAX_ROWS, REGISTER, UPPER_HALF, has_few_rows
+from kernels_triton_free.packed.rows import MAX_ROWS, UPPER_HALF, has_few_rows
 
 STEP = 32
 """Inputs that are written out; a group has one such step or several."""
 AT_256, BITS_OF_256 = 15, 0x43800000
 AT_16, BITS_OF_16 = 19, 0x41800000
 """Where a code lies in the mantissa of 256 or 16, counted from the right, and their own bits."""
+HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+LANES = 16 if HAS_AVX512 else 8
+"""A vector register of float32."""
 ROWS_TOGETHER = 8
 """Of several rows: each has a vector register of sums, of which AVX2 has 16."""
-MOST_ROWS_IN_STEPS = MAX_ROWS if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1
+CODES_AT_ONCE = 8
+"""Of several rows, those of each that are written out."""
+MOST_ROWS_IN_STEPS = MAX_ROWS if HAS_AVX512 else 1
 """Rows for which whole steps are written out. AVX2 has half as many registers as AVX-512: four rows took 18 ms in place
 of 15 there, and the C++ compiler 58 seconds in place of 16 (two cores of Zen 3)."""
 MANY_ROWS = 64
@@ -60,17 +65,29 @@ def can_put_in_words(group_size: int, dtype: torch.dtype) -> bool:
 
 def put_in_words(codes: Tensor, scale_and_zero: Tensor, bits: int) -> Tensor:
     """codes uint8 [out, in], below 2^bits, and bfloat16 or float32 [groups, out, 2] -> int32, in the order described
-    above. out a multiple of REGISTER, groups of a multiple of STEP inputs."""
+    above. out a multiple of LANES, groups of a multiple of STEP inputs."""
     groups = scale_and_zero.shape[0]
     in_bytes = codes if bits == 8 else codes[:, 1::2] << 4 | codes[:, ::2]
-    words = in_bytes.contiguous().view(torch.int32).view(-1, REGISTER, groups, codes.shape[1] // groups * bits // 32)
-    scales = scale_and_zero.contiguous().view(torch.int32).view(groups, len(codes) // REGISTER, REGISTER, -1)
+    words = in_bytes.contiguous().view(torch.int32).view(-1, LANES, groups, codes.shape[1] // groups * bits // 32)
+    scales = scale_and_zero.contiguous().view(torch.int32).view(groups, len(codes) // LANES, LANES, -1)
     return torch.cat([words.permute(0, 2, 3, 1), scales.permute(1, 0, 3, 2)], 2)
+
+
+def floats_in_words(weight: Tensor) -> Tensor:
+    """weight [out, in], bfloat16 or float32 -> int32 [out / 16, 1, words of an output, 16], without scales: words of 16
+    or 32 bits. out a multiple of LANES, in an even number where the weight is bfloat16."""
+    words = weight.contiguous().view(torch.int32).view(-1, LANES, weight.shape[1] * weight.itemsize // 4)
+    return words.transpose(1, 2).contiguous().unsqueeze(1)
+
+
+def floats_in(words: Tensor, bits: int) -> Tensor:
+    """What ``floats_in_words`` was given, float32."""
+    return _values(words.squeeze(1), bits).transpose(1, 2).flatten(0, 1)
 
 
 def words_of_scales(depth: int, bits: int) -> int:
     """Of the words of a group, those at its end that hold its scale and zero: those of codes are a multiple of bits."""
-    return depth % bits
+    return depth % bits if bits <= 8 else 0
 
 
 def has_exact_codes(depth: int, bits: int) -> bool:
@@ -98,6 +115,10 @@ def _scale_and_zero(words: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def _values(words: Tensor, bits: int) -> Tensor:
     """words [..., depth, n] of groups -> the weights of their inputs, float32 [..., inputs of a group, n]."""
+    if bits == 32:
+        return words.view(torch.float32)
+    if bits == 16:
+        return torch.stack([words << 16, words & UPPER_HALF], -2).view(torch.float32).flatten(-3, -2)
     scale, zero = _scale_and_zero(words, bits)
     places = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device).unsqueeze(1)
     codes = words[..., : -words_of_scales(words.shape[-2], bits), :].unsqueeze(-2) >> places & (2**bits - 1)
@@ -106,15 +127,16 @@ def _values(words: Tensor, bits: int) -> Tensor:
 
 def rows_of_words(words: Tensor, indices: Tensor, bits: int) -> Tensor:
     """Rows of the weight, as an embedding looks them up: int [n] -> float32 [n, in]."""
-    own = words[indices // REGISTER, :, :, indices % REGISTER]  # [n, groups, depth]
+    own = words[indices // LANES, :, :, indices % LANES]  # [n, groups, depth]
     return _values(own.unsqueeze(-1), bits).flatten(1)
 
 
 def code_words_linear(x: Tensor, words: Tensor, bits: int, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in] -> [rows, out] of the same dtype, over weights (code - 2^(bits - 1)) * scale + zero, summed up in
-    float32. bias [out]. To be compiled (see ``word_loops``)."""
+    """x [rows, in] -> [rows, out] of the same dtype, summed up in float32, over weights (code - 2^(bits - 1)) * scale +
+    zero, or over floats. bias [out]. To be compiled (see ``word_loops``)."""
     x32 = materialize(x.float())
-    out = _few_rows(x32, words, bits) if has_few_rows(x, MOST_ROWS_IN_STEPS) else _several_rows(x32, words, bits)
+    in_steps = bits <= 8 and has_few_rows(x, MOST_ROWS_IN_STEPS)
+    out = (_few_rows if in_steps else _several_rows)(x32, words, bits)
     return (out if bias is None else out + bias).to(x.dtype)
 
 
@@ -137,7 +159,7 @@ def _several_rows(x: Tensor, words: Tensor, bits: int) -> Tensor:
     """For any number. x float32."""
 
     def with_restored(x: Tensor, words: Tensor) -> Tensor:
-        # [groups, inputs of a group, blocks of outputs, REGISTER]: what is written lies side by side, as it was read.
+        # [groups, inputs of a group, blocks of outputs, LANES]: what is written lies side by side, as it was read.
         blocks, groups, depth, outputs = words.shape
         in_order = words.permute(1, 2, 0, 3).reshape(groups, depth, blocks * outputs)
         return x @ materialize(_values(in_order, bits).flatten(0, 1))
@@ -161,16 +183,18 @@ def _product(x: Tensor, added: Tensor, sums: Tensor, words: Tensor, bits: int) -
 
 
 def _product_shape(x: Tensor, added: Tensor, sums: Tensor, words: Tensor, bits: int) -> Tensor:
-    return x.new_empty(words.shape[0] * REGISTER)
+    return x.new_empty(words.shape[0] * LANES)
 
 
 def _products(x: Tensor, words: Tensor, bits: int) -> Tensor:
+    if bits > 8:
+        return x @ floats_in(words, bits).T
     nothing = x.new_empty(0)
     return torch.stack([_product(row, nothing, nothing, words, bits) for row in x])
 
 
 def _products_shape(x: Tensor, words: Tensor, bits: int) -> Tensor:
-    return x.new_empty(x.shape[0], words.shape[0] * REGISTER)
+    return x.new_empty(x.shape[0], words.shape[0] * LANES)
 
 
 _library.impl("code_words_row", _product, "CompositeExplicitAutograd")

@@ -6,24 +6,35 @@ over the same words become one loop, in which each word is read once and each co
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import gcd
 from typing import Any
 
 import torch
 
-from kernels_triton_free.packed.code_words import (
+from kernels_triton_free.inductor.patches import try_to_change
+from kernels_triton_free.packed.rows import UPPER_HALF
+from kernels_triton_free.words.code_words import (
     AT_16,
     AT_256,
     BITS_OF_16,
     BITS_OF_256,
+    CODES_AT_ONCE,
     ROWS_TOGETHER,
     STEP,
     has_exact_codes,
     words_of_scales,
 )
-from kernels_triton_free.packed.rows import UPPER_HALF
 
 
-def lower_code_words_row() -> None:
+@lru_cache(maxsize=1)
+def generate_word_loops() -> None:
+    """Have Inductor generate the operators over words. Once per process, before it compiles."""
+    try_to_change(_lower_code_words_row)
+    try_to_change(_lower_code_words_rows)
+
+
+def _lower_code_words_row() -> None:
     """One row: a step of a group at a time, whose sum is multiplied with the scale."""
     from torch._inductor.lowering import lowerings, register_lowering
     from torch._inductor.virtualized import ops
@@ -54,7 +65,7 @@ def lower_code_words_row() -> None:
         return lowerings[torch.ops.aten.view.default](out, [blocks * outputs])
 
 
-def lower_code_words_rows() -> None:
+def _lower_code_words_rows() -> None:
     """Several rows, ROWS_TOGETHER at a time: a word at a time, whose codes become weights before they are multiplied.
     Rows are filled up with zeros."""
     from torch._inductor.ir import Pointwise
@@ -66,6 +77,7 @@ def lower_code_words_rows() -> None:
     def lower(x: Any, words: Any, bits: int) -> Any:
         blocks, groups, depth, outputs = map(int, words.get_size())
         rows, of_codes = x.get_size()[0], depth - words_of_scales(depth, bits)
+        at_once = gcd(of_codes, CODES_AT_ONCE * bits // 32)  # words
         is_fixed = getattr(rows, "is_number", True)
         together = min(int(rows), ROWS_TOGETHER) if is_fixed else ROWS_TOGETHER
         runs = FloorDiv(rows + together - 1, together)
@@ -74,22 +86,22 @@ def lower_code_words_rows() -> None:
         x, words = x.make_loader(), words.make_loader()
 
         def of_row(row: int) -> Any:
-            def of_word(index: Any, reduced: Any) -> Any:
-                (_, block, run, output), (group, word) = index, reduced
-                scale, zero = _scale_and_zero(words, (block, group, output), depth, bits)
-                own, first = run * together + row, (group * of_codes + word) * (32 // bits)
-                total = None
-                codes = _codes_of(words([block, group, word, output]), bits, has_exact_codes(depth, bits))
-                for code, (value, added) in enumerate(codes):
-                    middle = ops.mul(scale, ops.constant(added + 2.0 ** (bits - 1), torch.float32))
-                    weight = ops.add(ops.mul(value, scale), ops.sub(zero, middle))
-                    term = ops.mul(x([own, first + code]), weight)
-                    total = term if total is None else ops.add(total, term)
-                return total
+            def of_words(index: Any, reduced: Any) -> Any:
+                (_, block, run, output), (group, step) = index, reduced
+                own, first = run * together + row, (group * of_codes + step * at_once) * (32 // bits)
+                # A single row alternates, since a sum waits for the one before; of several, each has its own.
+                chains: list[Any] = [None] * (2 if together == 1 else 1)
+                places = [(block, group, step * at_once + word, output) for word in range(at_once)]
+                weights = [weight for place in places for weight in _weights_of(words, place, depth, bits)]
+                for code, weight in enumerate(weights):
+                    term, chain = ops.mul(x([own, first + code]), weight), code % len(chains)
+                    chains[chain] = term if chains[chain] is None else ops.add(chains[chain], term)
+                return chains[0] if len(chains) == 1 else ops.add(*chains)
 
-            return _sum(of_word, [1, blocks, runs, outputs], [groups, of_codes])
+            return _sum(of_words, [1, blocks, runs, outputs], [groups, of_codes // at_once])
 
-        sums = lowerings[torch.ops.aten.cat.default]([of_row(row) for row in range(together)])
+        sums = [of_row(row) for row in range(together)]
+        sums = sums[0] if together == 1 else lowerings[torch.ops.aten.cat.default](sums)
         sums.realize()
         load = sums.make_loader()
 
@@ -114,6 +126,23 @@ def _sum(terms: Any, ranges: list[Any], reduced: list[Any]) -> Any:
         reduction_ranges=reduced,
         reduction_type="sum",
     )
+
+
+def _weights_of(words: Any, place: tuple[Any, Any, Any, Any], depth: int, bits: int) -> list[Any]:
+    from torch._inductor.virtualized import ops
+
+    block, group, _, output = place
+    word = words(list(place))
+    if bits == 32:
+        return [_float_of(word)]
+    if bits == 16:
+        return [_float_of(_shifted(word, 16)), _masked(word, UPPER_HALF)]
+    scale, zero = _scale_and_zero(words, (block, group, output), depth, bits)
+    weights = []
+    for value, added in _codes_of(word, bits, has_exact_codes(depth, bits)):
+        middle = ops.mul(scale, ops.constant(added + 2.0 ** (bits - 1), torch.float32))
+        weights.append(ops.add(ops.mul(value, scale), ops.sub(zero, middle)))
+    return weights
 
 
 def _codes_of(word: Any, bits: int, as_they_are: bool) -> list[tuple[Any, float]]:

@@ -1,0 +1,150 @@
+"""Groups of 4 or 8 bits, which compiled code reads in words for one row, for a few or for all."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from kernels_triton_free.packed.int4_tiles import int4_tiled_linear, tile_int4
+from kernels_triton_free.packed.int8_tiles import Int8Tiles, int8_tiled_linear, tile_int8
+from kernels_triton_free.packed.rows import MAX_ROWS, for_few_rows, for_rows, has_few_rows, has_single_row
+from kernels_triton_free.quantized_linear import INT4_LANES
+from kernels_triton_free.words.code_words import (
+    LANES,
+    code_words_linear,
+    codes_in,
+    put_in_words,
+    rows_of_words,
+)
+from minivllm.linear.methods.exact import PackedLinear
+from minivllm.linear.methods.int4 import Int4Linear
+from minivllm.linear.methods.method import LinearTensors, with_bias
+from minivllm.linear.methods.stored_weight import GroupedWeight, StoredWeight, in_groups, round_to_int8_rows
+
+_operator_copies: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
+
+
+def forget_operator_copies() -> None:
+    """Drop what code that is not compiled has packed for itself: compiled code takes over."""
+    _operator_copies.clear()
+
+
+class WordsInt4Linear(Int4Linear):
+    """The same where compiled code for one row, for a few or for all reads codes in words (see
+    ``kernels_triton_free.words.code_words``), and other code something else. Tensors: the words come first.
+
+    Code that is not compiled, for as long as that takes, and to compute what is asked for once, calls the operator
+    over a copy that is packed when it is needed first.
+    """
+
+    def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
+        return rows_of_words(tensors[0], indices, self.bits).to(self.dtype)
+
+    def _words(self, grouped: GroupedWeight, most: int) -> Tensor:
+        """The codes in words, which code for so many rows reads at most."""
+        return for_rows(put_in_words(grouped.codes, self._scales(grouped), self.bits), 1, most)
+
+    def _apply_operator(self, x: Tensor, words: Tensor, bias: Sequence[Tensor]) -> Tensor:
+        if words not in _operator_copies:
+            _operator_copies[words] = self._for_operator(*codes_in(words, self.bits))
+        out = Int4Linear.apply(self, x, _operator_copies[words])
+        return out + bias[0] if bias else out
+
+
+class LoopedInt4Linear(WordsInt4Linear):
+    """The same where a CPU has no products of bfloat16: all compiled code reads the words, of which there is one copy.
+    Tensors: words, bias.
+
+    On two cores of Zen 3, which has AVX2 and no more, PyTorch's operator took 200 ms for one row of SmolLM2-135M.
+    """
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        grouped, padding = in_groups(weight, self.group_size, self.dtype), -self.out_features % LANES
+        codes, scales = F.pad(grouped.codes, (0, 0, 0, padding)), F.pad(self._scales(grouped), (0, 0, 0, padding))
+        return with_bias((for_few_rows(put_in_words(codes, scales, self.bits)),), bias)
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        words, *bias = tensors
+        if not torch.compiler.is_compiling():
+            return self._apply_operator(x, words, bias)
+        out = code_words_linear(x, words, self.bits)[:, : self.out_features]
+        return out + bias[0] if bias else out
+
+
+class TiledInt4Linear(WordsInt4Linear):
+    """The same where a CPU multiplies bfloat16: more rows by tiles, another copy of the codes (see
+    ``kernels_triton_free.packed.int4_tiles``). Tensors: words, tiles, their scales, bias.
+
+    Two cores with AMX took for the products of SmolLM2-135M, the operator / tiles [ms]: 4 rows 7.6 / 9.6, 16 rows
+    23 / 10.6, 32 rows 45 / 13, 512 rows 163 / 65 (above 60 rows the operator restores). A step of 16 rows took 19.8 ms
+    in place of 29 on two cores of Zen 5, without AMX.
+    """
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        grouped = in_groups(weight, self.group_size, self.dtype)
+        tiles = torch.cat([tile_int4(self._in_planes(codes)) for codes in grouped.codes.split(INT4_LANES)])
+        scale_and_zero = self._scales_of_planes(self._scales(grouped))
+        own = (for_rows(tensor, MAX_ROWS + 1) for tensor in (tiles, scale_and_zero))
+        return with_bias((for_few_rows(self._words(grouped, MAX_ROWS)), *own), bias)
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        words, tiles, scale_and_zero, *bias = tensors
+        if not torch.compiler.is_compiling():
+            return self._apply_operator(x, words, bias)
+        if has_few_rows(x):
+            return code_words_linear(x, words, self.bits, *bias)
+        return int4_tiled_linear(self._for_planes(x), tiles, scale_and_zero, bias[0] if bias else None, self.group_size)
+
+
+class RestoredInt4Linear(WordsInt4Linear):
+    """The same, restored to bfloat16 for more than one row. For a head of 8 bits, whose planes tiles would restore
+    twice: 16 rows took 1.6 ms in place of 3.6 (two cores of Zen 5, [49152, 576]), 4 rows 1.3, by codes in words 2.2
+    (of Zen 4), where those take 0.95 for one row. Tensors: words, those of PackedLinear."""
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        grouped = in_groups(weight, self.group_size, self.dtype)
+        return (self._words(grouped, 1), *self._restored.prepare(grouped.restore(self.dtype), bias))
+
+    def kept(self, tensors: LinearTensors) -> LinearTensors:
+        packed, *others = self._restored.kept(tensors[1:])
+        return (*super().kept(tensors[:1]), for_rows(packed, 2), *others)
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        words, *restored = tensors
+        if has_single_row(x) and torch.compiler.is_compiling():
+            return code_words_linear(x, words, self.bits, *restored[2:])
+        return self._restored.apply(x, tuple(restored))
+
+    @property
+    def _restored(self) -> PackedLinear:
+        return PackedLinear(self.out_features, "tiles")
+
+
+@dataclass(frozen=True)
+class RoundedInt4Linear(WordsInt4Linear):
+    """4 bits for a single row. Compiled code for more rounds the weight once more, to 8 bits, and its inputs (see
+    ``kernels_triton_free.packed.int8_tiles``). Tensors: words, those of Int8Tiles, bias.
+
+    parts: of the inputs, which have scales of their own.
+    """
+
+    parts: int = 1
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        grouped = in_groups(weight, self.group_size, self.dtype)
+        values = grouped.restore(torch.float32).chunk(self.parts, dim=1)
+        tiles = tile_int8([round_to_int8_rows(part, torch.float32) for part in values])
+        return with_bias((self._words(grouped, 1), *(for_rows(tensor, 2) for tensor in tiles)), bias)
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        words, tiles, scale, sums, *bias = tensors
+        if not torch.compiler.is_compiling():
+            return self._apply_operator(x, words, bias)
+        if has_single_row(x):
+            return code_words_linear(x, words, self.bits, *bias)
+        return int8_tiled_linear(x, Int8Tiles(tiles, scale, sums), *bias)
