@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.inductor.patches import patch_inductor
+from kernels_triton_free.loops.whole_numbers import generate_whole_number_loops
+from kernels_triton_free.loops.word_loops import generate_word_loops
 from kernels_triton_free.packed.template import generate_tiled_products
-from kernels_triton_free.words.word_loops import generate_word_loops
 from minivllm.compilation.regions import MAX_SIZE, Region, flatten
 
 logger = logging.getLogger(__name__)
@@ -166,6 +167,7 @@ def prepare_inductor() -> None:
     patch_inductor()
     generate_tiled_products()
     generate_word_loops()
+    generate_whole_number_loops()
     compiler = find_cpp_compiler()
     if compiler is not None and compiler not in config.cpp.cxx:
         config.cpp.cxx = (compiler,)  # type: ignore[assignment]

@@ -1,5 +1,5 @@
 """What a device likes and holds: its policy, staging buffers, memory, cores.
 
-May import: kernels_triton_free.
+May import: kernels_triton_free, kernels_triton_free.loops.
 Door: `DevicePolicy` in policy.py.
 """

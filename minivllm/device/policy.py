@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels_triton_free.loops.whole_numbers import can_multiply_whole_numbers
 from kernels_triton_free.quantized_linear import can_multiply_int4
 
 FLOAT8_CAPABILITY = (8, 9)
@@ -27,13 +28,15 @@ class DevicePolicy:
     """The choices for one device.
 
     type: what messages call it. capability: of a CUDA device. multiplies_int4: a CPU's 4-bit operator can be used.
-    multiplies_bfloat16: a CPU has products of bfloat16 (AVX512-BF16, or AMX).
+    multiplies_bfloat16: a CPU has products of bfloat16 (AVX512-BF16, or AMX). multiplies_whole_numbers: compiled loops
+    over integers of 16 bits are its fastest products (AVX2 and no more).
     """
 
     type: str
     capability: tuple[int, int] = (0, 0)
     multiplies_int4: bool = False
     multiplies_bfloat16: bool = False
+    multiplies_whole_numbers: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> DevicePolicy:
@@ -44,6 +47,7 @@ class DevicePolicy:
             type="cpu",
             multiplies_int4=can_multiply_int4(),
             multiplies_bfloat16=torch.cpu._is_avx512_bf16_supported(),
+            multiplies_whole_numbers=can_multiply_whole_numbers(),
         )
 
     @property

@@ -8,11 +8,11 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from kernels_triton_free.loops.code_words import can_put_in_words
 from kernels_triton_free.packed.int4_tiles import can_tile_int4
 from kernels_triton_free.packed.int8_tiles import can_tile_int8
 from kernels_triton_free.packed.tiles import can_tile
 from kernels_triton_free.quantized_linear import INT4_GROUP_SIZES, INT4_LANES
-from kernels_triton_free.words.code_words import can_put_in_words
 from minivllm.device.policy import FLOAT8_CAPABILITY, DevicePolicy
 from minivllm.errors import ConfigError
 from minivllm.linear.methods.float8 import Float8Linear
@@ -21,7 +21,13 @@ from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear, RoundedInputs
 from minivllm.linear.methods.method import LinearMethod
 from minivllm.linear.methods.stored_weight import GroupedWeight, RowScaledWeight, StoredWeight
-from minivllm.linear.methods.words import LoopedInt4Linear, RestoredInt4Linear, RoundedInt4Linear, TiledInt4Linear
+from minivllm.linear.methods.words import (
+    LoopedInt4Linear,
+    RestoredInt4Linear,
+    RoundedInt4Linear,
+    TiledInt4Linear,
+    WholeInt4Linear,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -123,11 +129,15 @@ class MethodChooser:
             if parts and can_tile_int8(rows, inputs, parts):
                 return RoundedInt4Linear(rows, group_size, bits, self.dtype, parts)
             return method(rows, group_size, bits, self.dtype)
-        return self._int4_without_bfloat16(rows, group_size, bits)
+        return self._int4_without_bfloat16(name, rows, group_size, bits)
 
-    def _int4_without_bfloat16(self, rows: int, group_size: int, bits: int) -> LinearMethod:
-        is_looped = not self.policy.multiplies_bfloat16 and can_put_in_words(group_size, self.dtype)
-        return (LoopedInt4Linear if is_looped else Int4Linear)(rows, group_size, bits, self.dtype)
+    def _int4_without_bfloat16(self, name: str, rows: int, group_size: int, bits: int) -> LinearMethod:
+        if self.policy.multiplies_bfloat16 or not can_put_in_words(group_size, self.dtype):
+            return Int4Linear(rows, group_size, bits, self.dtype)
+        is_head = name == "lm_head"
+        if self.policy.multiplies_whole_numbers and (bits == 4 or is_head):
+            return WholeInt4Linear(rows, group_size, bits, self.dtype, rounded_bits=10 if is_head else 8)
+        return LoopedInt4Linear(rows, group_size, bits, self.dtype)
 
     def _multiply_groups(self, name: str, weight: GroupedWeight) -> tuple[LinearMethod | None, str]:
         """A weight in groups is multiplied as it is."""
@@ -142,7 +152,9 @@ class MethodChooser:
             if size is not None:
                 method = self._int4(name, *weight.shape, size, bits)
             elif bits == 4 and 2 * group == smallest:  # any wider and the values themselves would take less memory
-                method = SpreadGroups(self._int4_without_bfloat16(weight.shape[0], smallest, bits), group, smallest)
+                method = SpreadGroups(
+                    self._int4_without_bfloat16(name, weight.shape[0], smallest, bits), group, smallest
+                )
         if method is None:
             return None, f"{why}, which this CPU's operator does not multiply, dequantised"
         return (method if weight.order is None else OrderedInputs(method)), why

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels_triton_free.inductor.patches import patch_inductor
-from kernels_triton_free.packed.rows import MAX_ROWS
-from kernels_triton_free.words.code_words import (
+from kernels_triton_free.loops.code_words import (
     LANES,
     MANY_ROWS,
     ROWS_TOGETHER,
@@ -23,7 +22,8 @@ from kernels_triton_free.words.code_words import (
     put_in_words,
     rows_of_words,
 )
-from kernels_triton_free.words.word_loops import generate_word_loops
+from kernels_triton_free.loops.word_loops import generate_word_loops
+from kernels_triton_free.packed.rows import MAX_ROWS
 from minivllm.compilation.compiler import cannot_compile_reason
 
 needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels_triton_free.loops.whole_numbers import can_multiply_whole_numbers
 from kernels_triton_free.packed.int8_tiles import can_tile_int8
 from kernels_triton_free.packed.tiles import can_tile
 from kernels_triton_free.quantized_linear import can_multiply_int4
@@ -19,7 +20,13 @@ from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear, RoundedInputs
 from minivllm.linear.methods.method import LinearMethod
 from minivllm.linear.methods.stored_weight import GroupedWeight, RestoredWeight, RowScaledWeight
-from minivllm.linear.methods.words import LoopedInt4Linear, RestoredInt4Linear, RoundedInt4Linear, TiledInt4Linear
+from minivllm.linear.methods.words import (
+    LoopedInt4Linear,
+    RestoredInt4Linear,
+    RoundedInt4Linear,
+    TiledInt4Linear,
+    WholeInt4Linear,
+)
 
 BF16 = torch.bfloat16
 CPU = DevicePolicy(type="cpu", multiplies_int4=True)
@@ -111,6 +118,17 @@ def test_layers_that_bear_it_are_rounded_to_8_bits_where_the_cpu_gains_by_it() -
         assert isinstance(chosen("int4", FAST_CPU, name, grouped(32, bits=8)), TiledInt4Linear)
 
 
+def test_with_avx2_and_no_more_4_bits_and_the_head_become_whole_numbers_for_several_rows() -> None:
+    policy = replace(CPU, multiplies_whole_numbers=True)
+    assert chosen("int4", policy, "o_proj", PLAIN) == WholeInt4Linear(64, 32, 4, BF16, 8)
+    assert chosen(None, policy, "q_proj+k_proj+v_proj", grouped(96)) == WholeInt4Linear(64, 32, 4, BF16, 8)
+    assert chosen(None, policy, "o_proj", grouped(16)) == SpreadGroups(WholeInt4Linear(64, 32, 4, BF16, 8), 16, 32)
+    assert chosen(None, policy, "lm_head", grouped(32, bits=8)) == WholeInt4Linear(64, 32, 8, BF16, 10)
+    assert chosen(None, policy, "down_proj", grouped(32, bits=8)) == LoopedInt4Linear(64, 32, 8, BF16)
+    chooser = MethodChooser("int4", None, torch.float16, policy)
+    assert chooser("o_proj", PLAIN) == Int4Linear(64, 32, 4, torch.float16)
+
+
 def test_a_head_of_8_bits_is_restored_where_the_cpu_multiplies_tiles() -> None:
     weight = grouped(32, bits=8)
     kind = RestoredInt4Linear if can_tile(64, 96) else TiledInt4Linear
@@ -161,6 +179,7 @@ def test_this_cpu_is_described_by_what_its_operator_does() -> None:
         type="cpu",
         multiplies_int4=can_multiply_int4(),
         multiplies_bfloat16=torch.cpu._is_avx512_bf16_supported(),
+        multiplies_whole_numbers=can_multiply_whole_numbers(),
     )
 
 

@@ -35,6 +35,7 @@ from minivllm.linear.methods.words import (
     RestoredInt4Linear,
     RoundedInt4Linear,
     TiledInt4Linear,
+    WholeInt4Linear,
     forget_operator_copies,
 )
 
@@ -180,6 +181,28 @@ def test_compiled_code_for_several_rows_rounds_to_8_bits(
     exact = x.double() @ values_of(weight).T + tensors[-1].double()
     assert (method.apply(x, tensors).double() - exact).norm() < 2e-2 * exact.norm()
     assert method.without_tiles() == Int4Linear(128, 32, 4, BFLOAT16)
+
+
+@pytest.mark.parametrize(("bits", "rounded_bits", "allowed"), [(4, 8, 2e-2), (8, 10, 5e-3)])
+@pytest.mark.parametrize("outputs", [100, 128])
+@pytest.mark.parametrize("rows", [1, 2, 20])
+@needs_int4
+def test_compiled_code_for_several_rows_multiplies_whole_numbers(
+    rows: int, outputs: int, bits: int, rounded_bits: int, allowed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = grouped(bits, 32, rows=outputs)
+    method = WholeInt4Linear(outputs, 32, bits, torch.float32, rounded_bits)
+    tensors, x = method.prepare(weight, random(outputs, seed=3)), random(rows, IN, seed=4)
+    assert [is_read(tensor, rows) for tensor in tensors] == [rows == 1, rows > 1, rows > 1, True]
+    assert is_product(method, weight, tensors, x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert is_product(method, weight, without(tensors, 1, 2), x) == (rows == 1)
+    exact = x.double() @ values_of(weight).T + tensors[-1].double()
+    assert (method.apply(x, tensors).double() - exact).norm() < allowed * exact.norm()
+    indices = torch.tensor([0, outputs - 1, 64])
+    off = method.rows(indices, tensors).double() - values_of(weight)[indices]
+    assert off.norm() < 1e-6 * values_of(weight)[indices].norm()
+    assert method.without_tiles() == Int4Linear(outputs, 32, bits, torch.float32)
 
 
 @needs_int4

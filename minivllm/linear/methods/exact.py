@@ -10,6 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
+from kernels_triton_free.loops.code_words import (
+    LANES,
+    code_words_linear,
+    floats_in,
+    floats_in_words,
+    rows_of_words,
+)
 from kernels_triton_free.packed.memory import moved
 from kernels_triton_free.packed.rows import (
     MAX_ROWS,
@@ -27,13 +34,6 @@ from kernels_triton_free.packed.tiles import (
     tiled_linear_halves,
     tiles_of,
     words_in,
-)
-from kernels_triton_free.words.code_words import (
-    LANES,
-    code_words_linear,
-    floats_in,
-    floats_in_words,
-    rows_of_words,
 )
 from minivllm.linear.methods.method import LinearMethod, LinearTensors, kept_weights
 from minivllm.linear.methods.stored_weight import StoredWeight
@@ -107,7 +107,7 @@ class PackedLinear(LinearMethod):
 @dataclass(frozen=True)
 class LoopedLinear(LinearMethod):
     """The weight in words of 16 or 32 bits, which compiled loops read for any number of rows (see
-    ``kernels_triton_free.words.code_words``). Tensors: words, bias.
+    ``kernels_triton_free.loops.code_words``). Tensors: words, bias.
 
     For CPUs with AVX2 and no more, whose library reads a weight of float32 for one row at half the speed of memory, and
     has no fast product of bfloat16. Code that is not compiled restores the weight for every product.

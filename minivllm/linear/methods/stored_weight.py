@@ -191,11 +191,18 @@ def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
 
 def round_to_int8_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """weight [out, in] -> int8 [out, in] and scale [out, 1] of ``dtype``, symmetric: w = values * scale."""
-    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    return round_to_rows(weight, 8, torch.int8, dtype)
+
+
+def round_to_rows(
+    weight: Tensor, bits: int, values_dtype: torch.dtype, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """weight [out, in] -> whole numbers of so many bits [out, in] and scale [out, 1], symmetric: w = values * scale."""
+    values, largest = torch.empty(weight.shape, dtype=values_dtype, device=weight.device), 2 ** (bits - 1) - 1
     # The scale is rounded first, so that values make up for it. That of a row of zeros may be anything but 0.
-    scale = (_largest(weight) / 127).clamp(min=torch.finfo(dtype).tiny).to(dtype)
+    scale = (_largest(weight) / largest).clamp(min=torch.finfo(scale_dtype).tiny).to(scale_dtype)
     for piece in _pieces(weight.shape, ROUNDED_ELEMENTS):
-        values[piece] = (weight[piece].float() / scale[piece].float()).round_().clamp_(-127, 127)
+        values[piece] = (weight[piece].float() / scale[piece].float()).round_().clamp_(-largest, largest)
     return values, scale
 
 

@@ -10,21 +10,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kernels_triton_free.packed.int4_tiles import int4_tiled_linear, tile_int4
-from kernels_triton_free.packed.int8_tiles import Int8Tiles, int8_tiled_linear, tile_int8
-from kernels_triton_free.packed.rows import MAX_ROWS, for_few_rows, for_rows, has_few_rows, has_single_row
-from kernels_triton_free.quantized_linear import INT4_LANES
-from kernels_triton_free.words.code_words import (
+from kernels_triton_free.loops.code_words import (
     LANES,
     code_words_linear,
     codes_in,
     put_in_words,
     rows_of_words,
 )
+from kernels_triton_free.loops.whole_numbers import DTYPES, WholeNumbers, parts_of, whole_numbers_linear
+from kernels_triton_free.packed.int4_tiles import int4_tiled_linear, tile_int4
+from kernels_triton_free.packed.int8_tiles import Int8Tiles, int8_tiled_linear, tile_int8
+from kernels_triton_free.packed.rows import MAX_ROWS, for_few_rows, for_rows, has_few_rows, has_single_row
+from kernels_triton_free.quantized_linear import INT4_LANES
 from minivllm.linear.methods.exact import PackedLinear
 from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.method import LinearTensors, with_bias
-from minivllm.linear.methods.stored_weight import GroupedWeight, StoredWeight, in_groups, round_to_int8_rows
+from minivllm.linear.methods.stored_weight import (
+    GroupedWeight,
+    StoredWeight,
+    in_groups,
+    round_to_int8_rows,
+    round_to_rows,
+)
 
 _operator_copies: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
 
@@ -36,7 +43,7 @@ def forget_operator_copies() -> None:
 
 class WordsInt4Linear(Int4Linear):
     """The same where compiled code for one row, for a few or for all reads codes in words (see
-    ``kernels_triton_free.words.code_words``), and other code something else. Tensors: the words come first.
+    ``kernels_triton_free.loops.code_words``), and other code something else. Tensors: the words come first.
 
     Code that is not compiled, for as long as that takes, and to compute what is asked for once, calls the operator
     over a copy that is packed when it is needed first.
@@ -45,9 +52,16 @@ class WordsInt4Linear(Int4Linear):
     def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
         return rows_of_words(tensors[0], indices, self.bits).to(self.dtype)
 
-    def _words(self, grouped: GroupedWeight, most: int) -> Tensor:
-        """The codes in words, which code for so many rows reads at most."""
-        return for_rows(put_in_words(grouped.codes, self._scales(grouped), self.bits), 1, most)
+    def _words(self, grouped: GroupedWeight, most: int | None = None) -> Tensor:
+        """The codes in words, which code for so many rows reads at most. Outputs are filled up with zeros."""
+        padding = 0, 0, 0, -self.out_features % LANES
+        codes, scales = F.pad(grouped.codes, padding), F.pad(self._scales(grouped), padding)
+        return for_rows(put_in_words(codes, scales, self.bits), 1, most)
+
+    def _apply_words(self, x: Tensor, words: Tensor, bias: Sequence[Tensor]) -> Tensor:
+        """What compiled code computes of them."""
+        out = code_words_linear(x, words, self.bits)[:, : self.out_features]
+        return out + bias[0] if bias else out
 
     def _apply_operator(self, x: Tensor, words: Tensor, bias: Sequence[Tensor]) -> Tensor:
         if words not in _operator_copies:
@@ -64,16 +78,44 @@ class LoopedInt4Linear(WordsInt4Linear):
     """
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
-        grouped, padding = in_groups(weight, self.group_size, self.dtype), -self.out_features % LANES
-        codes, scales = F.pad(grouped.codes, (0, 0, 0, padding)), F.pad(self._scales(grouped), (0, 0, 0, padding))
-        return with_bias((for_few_rows(put_in_words(codes, scales, self.bits)),), bias)
+        grouped = in_groups(weight, self.group_size, self.dtype)
+        return with_bias((for_few_rows(self._words(grouped)),), bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         words, *bias = tensors
         if not torch.compiler.is_compiling():
             return self._apply_operator(x, words, bias)
-        out = code_words_linear(x, words, self.bits)[:, : self.out_features]
-        return out + bias[0] if bias else out
+        return self._apply_words(x, words, bias)
+
+
+@dataclass(frozen=True)
+class WholeInt4Linear(WordsInt4Linear):
+    """4 or 8 bits for a single row. Compiled code for more rounds the weight once more, to whole numbers, and its
+    inputs to more bits than that (see ``kernels_triton_free.loops.whole_numbers``). Tensors: words, those of
+    WholeNumbers, bias.
+
+    rounded_bits: of the whole numbers, 8 or 10.
+    """
+
+    rounded_bits: int = 8
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        grouped = in_groups(weight, self.group_size, self.dtype)
+        parts = grouped.restore(torch.float32).chunk(parts_of(grouped.shape[1]), dim=1)
+        values, scales = zip(*(self._round(part) for part in parts), strict=True)
+        numbers = WholeNumbers(torch.stack(values), torch.stack([scale.flatten() for scale in scales]))
+        return with_bias((self._words(grouped, 1), *(for_rows(tensor, 2) for tensor in numbers)), bias)
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        words, values, scale, *bias = tensors
+        if not torch.compiler.is_compiling():
+            return self._apply_operator(x, words, bias)
+        if has_single_row(x):
+            return self._apply_words(x, words, bias)
+        return whole_numbers_linear(x, WholeNumbers(values, scale), *bias)
+
+    def _round(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return round_to_rows(weight, self.rounded_bits, DTYPES[self.rounded_bits], torch.float32)
 
 
 class TiledInt4Linear(WordsInt4Linear):

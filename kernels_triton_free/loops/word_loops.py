@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from kernels_triton_free.inductor.patches import try_to_change
-from kernels_triton_free.packed.rows import UPPER_HALF
-from kernels_triton_free.words.code_words import (
+from kernels_triton_free.loops.code_words import (
     AT_16,
     AT_256,
     BITS_OF_16,
@@ -25,6 +24,7 @@ from kernels_triton_free.words.code_words import (
     has_exact_codes,
     words_of_scales,
 )
+from kernels_triton_free.packed.rows import UPPER_HALF
 
 
 @lru_cache(maxsize=1)
