@@ -13,7 +13,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 INT8_MAX_ROWS = 16
@@ -24,6 +23,14 @@ Measured on one core with avx512_bf16, weights [3072, 576], 48 of them in turn s
 µs a call, operator / restored and multiplied: 8 bits 8 rows 211 / 340, 16 rows 393 / 400, 24 rows 586 / 462; 4 bits
 48 rows 1000 / 1190, 64 rows 1345 / 1300, 80 rows 1660 / 1435. A dense product of 64 rows over bfloat16 takes 640.
 ``tests/kernels/test_bench_quantized_linear.py`` measures it again.
+"""
+
+HAS_AVX2_ONLY = torch.backends.cpu.get_cpu_capability() == "AVX2"
+"""Then the operators are fast in bfloat16 alone, and dense products in float32 alone.
+
+Two cores of Zen 3, weights [3072, 576], ms a product, operator / restored and multiplied: 4 bits in float32 1 row 2.3 /
+3.7, 4 rows 12.8 / 3.3, 16 rows 44 / 2.6, in bfloat16 4 rows 0.19 / 16, 48 rows 2.2 / 167; 8 bits in float32 1 row
+1.2 / 0.8, 16 rows 13.6 / 1.0, in bfloat16 16 rows 0.9 / 3.2.
 """
 
 INT8_INPUTS_MULTIPLE = 16
@@ -63,6 +70,18 @@ def _are_few(x: Tensor, most: int) -> bool:
     """Whether there is one row, or code is exported for a fixed number of rows, at most ``most``. While torch.compile
     traces, a number that varies looks like an int, and to compare it would fix the code to one side."""
     return x.shape[0] == 1 or (torch.compiler.is_exporting() and isinstance(x.shape[0], int) and x.shape[0] <= most)
+
+
+def _takes_operator(x: Tensor, most: int) -> bool:
+    """Whether the operator on quantised weights is called, where that is at most for so many rows."""
+    return x.shape[0] <= (1 if HAS_AVX2_ONLY and x.dtype == torch.float32 else most)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, in] @ weight [in, out], in float32 where that is faster."""
+    if HAS_AVX2_ONLY and x.dtype == torch.bfloat16:
+        return (x.float() @ weight.float()).to(x.dtype)
+    return x @ weight
 
 
 def can_multiply_int4() -> bool:
@@ -121,22 +140,22 @@ def restore_int4(packed: Tensor, scale_and_zero: Tensor, group_size: int) -> Ten
 
 def _int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     flat_scale = scale.view(-1)
-    if x.shape[0] <= INT8_MAX_ROWS and x.shape[1] % INT8_INPUTS_MULTIPLE == 0:
+    if _takes_operator(x, INT8_MAX_ROWS) and x.shape[1] % INT8_INPUTS_MULTIPLE == 0:
         out = torch.ops.aten._weight_int8pack_mm.default(x.contiguous(), weight, flat_scale)
     else:
         step = max(1, RESTORED_ELEMENTS // weight.shape[1])
-        pieces = [F.linear(x, weight[first : first + step].to(x.dtype)) for first in range(0, weight.shape[0], step)]
+        pieces = [_product(x, weight[first : first + step].to(x.dtype).T) for first in range(0, weight.shape[0], step)]
         out = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).mul_(flat_scale)
     return out if bias is None else out.add_(bias)
 
 
 def _int4_linear(x: Tensor, packed: Tensor, scale_and_zero: Tensor, bias: Tensor | None, group_size: int) -> Tensor:
-    if x.shape[0] <= INT4_MAX_ROWS:
+    if _takes_operator(x, INT4_MAX_ROWS):
         out = torch.ops.aten._weight_int4pack_mm_for_cpu.default(x.contiguous(), packed, group_size, scale_and_zero)
     else:
         step = max(1, RESTORED_ELEMENTS // (packed.shape[1] * 2) // INT4_LANES) * INT4_LANES
         pieces = [
-            x @ restore_int4(packed[first : first + step], scale_and_zero[:, first : first + step], group_size)
+            _product(x, restore_int4(packed[first : first + step], scale_and_zero[:, first : first + step], group_size))
             for first in range(0, packed.shape[0], step)
         ]
         out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

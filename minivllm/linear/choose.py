@@ -18,7 +18,7 @@ from minivllm.errors import ConfigError
 from minivllm.linear.methods.float8 import Float8Linear
 from minivllm.linear.methods.groups import DequantizedGroupLinear, OrderedInputs, SpreadGroups
 from minivllm.linear.methods.int4 import Int4Linear
-from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear, RoundedInputs
+from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear, RoundedInputs, WholeInt8Linear
 from minivllm.linear.methods.method import LinearMethod
 from minivllm.linear.methods.stored_weight import GroupedWeight, RowScaledWeight, StoredWeight
 from minivllm.linear.methods.words import (
@@ -102,7 +102,7 @@ class MethodChooser:
         on_cpu, why = self.policy.on_cpu, f"rounded to {self.quantization}"
         # A head rounded to 4 bits costs more in quality than its bytes are worth, and as an embedding even more so.
         if self.quantization == "int8" or (self.quantization == "int4" and name == "lm_head"):
-            return (Int8Linear if on_cpu else DequantizedInt8Linear)(self.dtype), why.replace("int4", "int8")
+            return self._int8()(self.dtype), why.replace("int4", "int8")
         if self.quantization == "fp8":
             if name == "lm_head":
                 return DequantizedInt8Linear(self.dtype), why.replace("fp8", "int8")
@@ -119,6 +119,11 @@ class MethodChooser:
         if on_cpu:
             return self._int4(name, rows, inputs, ROUNDING_GROUP, 4), why
         return DequantizedGroupLinear(ROUNDING_GROUP, 4, self.dtype), why
+
+    def _int8(self) -> type[Int8Linear]:
+        if not self.policy.on_cpu:
+            return DequantizedInt8Linear
+        return WholeInt8Linear if self.policy.multiplies_whole_numbers else Int8Linear
 
     def _int4(self, name: str, rows: int, inputs: int, group_size: int, bits: int) -> LinearMethod:
         if rows % INT4_LANES == 0 and can_tile_int4(rows, inputs, self.dtype) and self.policy.multiplies_bfloat16:
@@ -163,9 +168,11 @@ class MethodChooser:
         """A weight with a scale per output: int8 as it is everywhere, float8 where its inputs may be rounded too."""
         rows, inputs = weight.shape
         if weight.values.dtype == torch.int8:
-            method = (Int8Linear if self.policy.on_cpu else DequantizedInt8Linear)(self.dtype)
             why = "int8 as stored"
-            return (RoundedInputs(method), f"{why}, inputs of 8 bits") if weight.rounds_inputs else (method, why)
+            if weight.rounds_inputs:
+                method = (Int8Linear if self.policy.on_cpu else DequantizedInt8Linear)(self.dtype)
+                return RoundedInputs(method), f"{why}, inputs of 8 bits"
+            return self._int8()(self.dtype), why
         fits = weight.rounds_inputs and rows % FLOAT8_MULTIPLE == inputs % FLOAT8_MULTIPLE == 0
         if fits and self.policy.multiplies_float8 and self.dtype == torch.bfloat16:
             return Float8Linear(), "float8 as stored"

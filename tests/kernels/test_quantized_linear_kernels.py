@@ -139,6 +139,26 @@ def test_compiled_for_any_number_of_rows_the_operators_themselves_are_called() -
     assert len(graphs) == 1
 
 
+@needs_int4
+@pytest.mark.parametrize("has_avx2_only", [False, True])
+@DTYPES
+def test_with_avx2_and_no_more_float32_calls_the_operators_for_one_row(
+    dtype: torch.dtype, tolerance: float, has_avx2_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HAS_AVX2_ONLY", has_avx2_only)
+    packed, scale_and_zero, weight4 = int4_case(64, 64, 32, dtype)
+    values, scale, weight8 = int8_case(64, 64, dtype)
+    for rows in (1, 2, INT8_MAX_ROWS, INT4_MAX_ROWS + 1):
+        x = inputs(rows, 64, 64, dtype)[0]
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            check(int4_linear(x, packed, scale_and_zero, None, 32), x, weight4, None, tolerance)
+            check(int8_linear(x, values, scale, None), x, weight8, None, tolerance)
+        called = {event.key for event in profiled.key_averages()}
+        is_slow = has_avx2_only and dtype == torch.float32
+        assert ("aten::_weight_int4pack_mm_for_cpu" in called) == (rows <= (1 if is_slow else INT4_MAX_ROWS))
+        assert ("aten::_weight_int8pack_mm" in called) == (rows <= (1 if is_slow else INT8_MAX_ROWS))
+
+
 def test_an_unknown_order_of_4_bit_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     module._half_block.cache_clear()
     unordered = type("Operator", (), {"default": staticmethod(lambda codes, tiles: codes.to(torch.uint8)[:, :1])})

@@ -17,7 +17,7 @@ from minivllm.linear.choose import MethodChooser
 from minivllm.linear.methods.float8 import Float8Linear
 from minivllm.linear.methods.groups import DequantizedGroupLinear, OrderedInputs, SpreadGroups
 from minivllm.linear.methods.int4 import Int4Linear
-from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear, RoundedInputs
+from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear, RoundedInputs, WholeInt8Linear
 from minivllm.linear.methods.method import LinearMethod
 from minivllm.linear.methods.stored_weight import GroupedWeight, RestoredWeight, RowScaledWeight
 from minivllm.linear.methods.words import (
@@ -127,6 +127,10 @@ def test_with_avx2_and_no_more_4_bits_and_the_head_become_whole_numbers_for_seve
     assert chosen(None, policy, "down_proj", grouped(32, bits=8)) == LoopedInt4Linear(64, 32, 8, BF16)
     chooser = MethodChooser("int4", None, torch.float16, policy)
     assert chooser("o_proj", PLAIN) == Int4Linear(64, 32, 4, torch.float16)
+    assert chosen("int8", policy, "o_proj", PLAIN) == chosen("int4", policy, "lm_head", PLAIN) == WholeInt8Linear(BF16)
+    assert chosen(None, policy, "o_proj", INTS) == WholeInt8Linear(BF16)
+    rounds_inputs = replace(INTS, rounds_inputs=True)
+    assert chosen(None, policy, "o_proj", rounds_inputs) == RoundedInputs(Int8Linear(BF16))
 
 
 def test_a_head_of_8_bits_is_restored_where_the_cpu_multiplies_tiles() -> None:

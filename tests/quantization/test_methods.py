@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels_triton_free.loops.whole_numbers import MOST_INPUTS
 from kernels_triton_free.packed.rows import MAX_ROWS, is_for_few_rows, is_read, owns_memory
 from kernels_triton_free.packed.tiles import can_tile
 from kernels_triton_free.quantized_linear import INT4_MAX_ROWS, can_multiply_int4
@@ -18,7 +19,7 @@ from minivllm.linear.methods.exact import PackedLinear
 from minivllm.linear.methods.float8 import Float8Linear
 from minivllm.linear.methods.groups import DequantizedGroupLinear, OrderedInputs, SpreadGroups
 from minivllm.linear.methods.int4 import Int4Linear
-from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear, RoundedInputs
+from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear, RoundedInputs, WholeInt8Linear
 from minivllm.linear.methods.method import LinearMethod, largest_inputs
 from minivllm.linear.methods.stored_weight import (
     GroupedWeight,
@@ -203,6 +204,22 @@ def test_compiled_code_for_several_rows_multiplies_whole_numbers(
     off = method.rows(indices, tensors).double() - values_of(weight)[indices]
     assert off.norm() < 1e-6 * values_of(weight)[indices].norm()
     assert method.without_tiles() == Int4Linear(outputs, 32, bits, torch.float32)
+
+
+@BIASES
+@pytest.mark.parametrize("inputs", [IN, 3 * MOST_INPUTS // 2])
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+def test_compiled_code_multiplies_whole_numbers_of_8_bits(
+    dtype: torch.dtype, inputs: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, weight = WholeInt8Linear(dtype), random(OUT, inputs, seed=1)
+    bias, x = random(OUT, seed=3).to(dtype), random(20, inputs, seed=4).to(dtype)
+    tensors = method.prepare(weight, bias if has_bias else None)
+    exact = x.double() @ (tensors[0].double() * tensors[1].double()).T + (bias.double() if has_bias else 0)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    out = method.apply(x, tensors)
+    assert out.dtype == dtype
+    assert (out.double() - exact).norm() < (2e-4 if dtype == torch.float32 else 4e-3) * exact.norm()
 
 
 @needs_int4

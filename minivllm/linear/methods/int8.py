@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels_triton_free.loops.whole_numbers import WholeNumbers, parts_of, whole_numbers_linear
 from kernels_triton_free.quantized_linear import int8_linear, int8_rows
 from minivllm.linear.methods.method import LinearMethod, LinearTensors, largest_inputs, with_bias
 from minivllm.linear.methods.stored_weight import RowScaledWeight, StoredWeight, round_to_int8_rows
@@ -36,6 +37,19 @@ class Int8Linear(LinearMethod):
 
     def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
         return int8_rows(tensors[0], tensors[1], indices).to(self.dtype)
+
+
+class WholeInt8Linear(Int8Linear):
+    """The same where compiled code multiplies whole numbers (see ``kernels_triton_free.loops.whole_numbers``): inputs
+    are rounded to nearly 16 bits. For CPUs with AVX2 and no more."""
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super().apply(x, tensors)
+        values, scale, *bias = tensors
+        parts = parts_of(values.shape[1])
+        in_parts = values.unflatten(1, (parts, -1)).transpose(0, 1)
+        return whole_numbers_linear(x, WholeNumbers(in_parts, scale.float().view(1, -1).expand(parts, -1)), *bias)
 
 
 class DequantizedInt8Linear(Int8Linear):
