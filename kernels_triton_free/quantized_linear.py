@@ -72,9 +72,10 @@ def _are_few(x: Tensor, most: int) -> bool:
     return x.shape[0] == 1 or (torch.compiler.is_exporting() and isinstance(x.shape[0], int) and x.shape[0] <= most)
 
 
-def _takes_operator(x: Tensor, most: int) -> bool:
-    """Whether the operator on quantised weights is called, where that is at most for so many rows."""
-    return x.shape[0] <= (1 if HAS_AVX2_ONLY and x.dtype == torch.float32 else most)
+def _takes_operator(x: Tensor, most: int, most_in_float32: int) -> bool:
+    """Whether the operator on quantised weights is called, where that is at most for so many rows; the second number
+    holds with AVX2 and no more."""
+    return x.shape[0] <= (most_in_float32 if HAS_AVX2_ONLY and x.dtype == torch.float32 else most)
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ def restore_int4(packed: Tensor, scale_and_zero: Tensor, group_size: int) -> Ten
 
 def _int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     flat_scale = scale.view(-1)
-    if _takes_operator(x, INT8_MAX_ROWS) and x.shape[1] % INT8_INPUTS_MULTIPLE == 0:
+    if _takes_operator(x, INT8_MAX_ROWS, 0) and x.shape[1] % INT8_INPUTS_MULTIPLE == 0:
         out = torch.ops.aten._weight_int8pack_mm.default(x.contiguous(), weight, flat_scale)
     else:
         step = max(1, RESTORED_ELEMENTS // weight.shape[1])
@@ -150,7 +151,7 @@ def _int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) 
 
 
 def _int4_linear(x: Tensor, packed: Tensor, scale_and_zero: Tensor, bias: Tensor | None, group_size: int) -> Tensor:
-    if _takes_operator(x, INT4_MAX_ROWS):
+    if _takes_operator(x, INT4_MAX_ROWS, 1):
         out = torch.ops.aten._weight_int4pack_mm_for_cpu.default(x.contiguous(), packed, group_size, scale_and_zero)
     else:
         step = max(1, RESTORED_ELEMENTS // (packed.shape[1] * 2) // INT4_LANES) * INT4_LANES

@@ -43,8 +43,8 @@ _library.define("whole_numbers_product(Tensor numbers, Tensor weight) -> Tensor"
 
 
 class WholeNumbers(NamedTuple):
-    """A weight [out, in] whose inputs are in parts of equal size: int8 [parts, out, in / parts], or int16 with numbers
-    of 10 bits, and the scale of each output, float32 [parts, out]."""
+    """A weight: int8 [out, in], or int16 with numbers of 10 bits, and scales, float32 [parts, out], of the parts into
+    which ``parts_of`` divides the inputs."""
 
     values: Tensor
     scale: Tensor
@@ -55,9 +55,11 @@ def can_multiply_whole_numbers() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-def parts_of(in_features: int) -> int:
-    """The fewest parts of equal size with MOST_INPUTS each."""
-    return next(n for n in range(-(-in_features // MOST_INPUTS), in_features + 1) if in_features % n == 0)
+def parts_of(in_features: int) -> list[slice]:
+    """Ranges of inputs with scales of their own, each of MOST_INPUTS at most."""
+    count = -(-in_features // MOST_INPUTS)
+    size = -(-in_features // count)
+    return [slice(first, min(first + size, in_features)) for first in range(0, in_features, size)]
 
 
 def largest_weight(dtype: torch.dtype) -> int:
@@ -67,17 +69,16 @@ def largest_weight(dtype: torch.dtype) -> int:
 
 def whole_numbers_linear(x: Tensor, weight: WholeNumbers, bias: Tensor | None = None) -> Tensor:
     """x [rows, in] -> [rows, out] of the same dtype. bias [out]. To be compiled: by itself it is slow."""
-    parts, _, in_features = weight.values.shape
-    x32 = x.float().view(-1, parts, in_features)
-    largest = min(LARGEST_NUMBER, LARGEST_SUM // (largest_weight(weight.values.dtype) * in_features))
-    # Computed before, not again for every number.
-    scale = materialize((x32.abs().amax(-1, keepdim=True) / largest).clamp(min=SMALLEST_SCALE))
-    numbers = (x32 * materialize(1 / scale)).round().to(torch.int16)
     out: Tensor | None = None if bias is None else bias.float()
-    for part in range(parts):
-        product = torch.ops.kernels_triton_free.whole_numbers_product.default(numbers[:, part], weight.values[part])
-        own = product * (scale[:, part] * weight.scale[part])
-        out = own if out is None else out + own
+    for own, weight_scale in zip(parts_of(x.shape[1]), weight.scale, strict=True):
+        part, values = x[:, own].float(), weight.values[:, own]
+        largest = min(LARGEST_NUMBER, LARGEST_SUM // (largest_weight(values.dtype) * values.shape[1]))
+        # Computed before, not again for every number.
+        scale = materialize((part.abs().amax(-1, keepdim=True) / largest).clamp(min=SMALLEST_SCALE))
+        numbers = (part * materialize(1 / scale)).round().to(torch.int16)
+        product = torch.ops.kernels_triton_free.whole_numbers_product.default(numbers, values)
+        product = product * (scale * weight_scale)
+        out = product if out is None else out + product
     assert out is not None
     return out.to(x.dtype)
 
@@ -104,15 +105,16 @@ def generate_whole_number_loops() -> None:
 
 def _let_the_compiler_vectorize() -> None:
     """Inductor writes vectors out where it knows how, and tells g++ to vectorise no loop itself. Of integers of 16 bits
-    it knows no vectors."""
+    it knows no vectors. Other compilers are told nothing, and vectorise."""
     from torch._inductor import cpp_builder
 
     flags_of = cpp_builder._get_cpu_arch_cflags
 
-    def with_loops(*args: Any, **kwargs: Any) -> list[str]:
-        return [*flags_of(*args, **kwargs), "ftree-loop-vectorize"]
+    def with_loops(compiler: str, *args: Any, **kwargs: Any) -> list[str]:
+        own = ["ftree-loop-vectorize"] if cpp_builder._is_gcc(compiler) else []
+        return [*flags_of(compiler, *args, **kwargs), *own]
 
-    cpp_builder._get_cpu_arch_cflags = with_loops
+    cpp_builder._get_cpu_arch_cflags = with_loops  # type: ignore[assignment]
 
 
 def _lower_whole_numbers_product() -> None:

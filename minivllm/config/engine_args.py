@@ -182,7 +182,7 @@ class EngineArgs:
         f"Fewer bits for linear layers: {', '.join(QUANTIZATIONS)} (fp8: a recent GPU). A GGUF file keeps its own "
         "blocks where they fit. Without it AWQ, GPTQ and fp8 checkpoints are multiplied as they are, a GGUF file "
         "dequantised to dtype. A CPU with VNNI and no AMX multiplies 4 bits in bfloat16 as 8 where it computes several "
-        "tokens at a time, and one with AVX2 and no more in every dtype.",
+        "tokens at a time, and one with AVX2 and no more in bfloat16 and float32.",
     ] = None
     enable_prefix_caching: Annotated[bool, "Reuse the KV cache of equal prompt beginnings."] = True
     attention_backend: Annotated[

@@ -15,6 +15,7 @@ from kernels_triton_free.packed.tiles import can_tile
 from kernels_triton_free.quantized_linear import INT4_GROUP_SIZES, INT4_LANES
 from minivllm.device.policy import FLOAT8_CAPABILITY, DevicePolicy
 from minivllm.errors import ConfigError
+from minivllm.linear.methods.exact import looped
 from minivllm.linear.methods.float8 import Float8Linear
 from minivllm.linear.methods.groups import DequantizedGroupLinear, OrderedInputs, SpreadGroups
 from minivllm.linear.methods.int4 import Int4Linear
@@ -49,11 +50,18 @@ class MethodChooser:
 
     quantization: "int8", "int4", "fp8", or None, which quantises nothing and multiplies what a quantised checkpoint
     holds. stored: the quantisation the checkpoint's configuration names, if any. Raises ConfigError where quantization
-    contradicts the checkpoint, the dtype or the device.
+    contradicts the checkpoint, the dtype or the device. loops: compiled loops multiply what is not quantised.
     """
 
-    def __init__(self, quantization: str | None, stored: str | None, dtype: torch.dtype, policy: DevicePolicy) -> None:
-        self.quantization, self.dtype, self.policy = quantization, dtype, policy
+    def __init__(
+        self,
+        quantization: str | None,
+        stored: str | None,
+        dtype: torch.dtype,
+        policy: DevicePolicy,
+        loops: bool = False,
+    ) -> None:
+        self.quantization, self.dtype, self.policy, self.loops = quantization, dtype, policy, loops
         self._counts: Counter[str] = Counter()
         if quantization is not None and stored is not None:
             raise ConfigError(
@@ -78,6 +86,8 @@ class MethodChooser:
     def __call__(self, name: str, weight: StoredWeight) -> LinearMethod | None:
         """Raises ConfigError for a weight whose shape the asked-for quantisation cannot have."""
         method, reason = self._choose(name, weight)
+        if method is None and self.loops:
+            method = looped(weight, self.dtype)
         self._counts[f"{type(method).__name__} ({reason})" if method else reason] += 1
         return method
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels_triton_free.lora import RowAdapters, add_low_rank
 from minivllm.distributed.shard import Rows, Shard, count_rows
-from minivllm.linear.methods.exact import choose_linear_method, choose_looped_method
+from minivllm.linear.methods.exact import choose_linear_method
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight, stack
 
@@ -128,7 +128,6 @@ class Linear:
             if isinstance(weight, QuantizedWeight):
                 weight = weight.restore(self._dtype)
             weight = weight.to(self.device, self._dtype)
-            self.method = (None if self._is_stacked else choose_looped_method(weight)) or self.method
         else:
             self.method = method
         bias = None if bias is None else bias.to(self.device, self._dtype)

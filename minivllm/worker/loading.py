@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from minivllm.checkpoints.checkpoint import iterate_weights
+from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.config import EngineConfig
 from minivllm.device.policy import DevicePolicy
 from minivllm.distributed.communicator import Alone
@@ -72,7 +73,8 @@ def new_model(config: EngineConfig, facts: ModelFacts, others: OtherWorkers = NO
     policy = DevicePolicy.of(device)
     dtype, cache_dtype = getattr(torch, config.dtype), getattr(torch, config.cache.dtype)
     stored = facts.quantization
-    chooser = MethodChooser(config.quantization, None if stored is None else stored.method, dtype, policy)
+    loops = policy.multiplies_whole_numbers and not config.enforce_eager and cannot_compile_reason(device) is None
+    chooser = MethodChooser(config.quantization, None if stored is None else stored.method, dtype, policy, loops)
     settings: dict[str, Any] = {
         "dtype": dtype,
         "attention_dtype": policy.attention_dtype(dtype, cache_dtype),

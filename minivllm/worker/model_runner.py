@@ -24,7 +24,7 @@ from minivllm.distributed.stage import Stage
 from minivllm.graphs.graph_capture import GraphBackend
 from minivllm.graphs.step_graphs import StepGraphs, StepHidden
 from minivllm.kv_cache.specs import total_bytes
-from minivllm.linear.methods.words import forget_operator_copies
+from minivllm.linear.methods.method import forget_uncompiled_copies
 from minivllm.lora.manager import AdapterManager, BatchAdapters
 from minivllm.messages import EngineRequest, ModelRunnerOutput, PositionLogprobs, SchedulerOutput, TokenMasks
 from minivllm.models.model import Model
@@ -95,7 +95,7 @@ class ModelRunner:
     def use_regions(self, compiler: RegionCompiler) -> None:
         """Run the model by the regions of this compiler from now on, with the attention that goes with them."""
         self.compiler = compiler
-        forget_operator_copies()
+        forget_uncompiled_copies()
         self.model.use_regions(compiler)
         for model in self.guessing_models:
             model.use_regions(compiler)

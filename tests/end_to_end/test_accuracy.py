@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_triton_free.linear import can_pack
+from kernels_triton_free.loops.whole_numbers import can_multiply_whole_numbers
 from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm import LLM
 from tests.parity_reference import engine_logits, reference_logits
@@ -83,3 +84,10 @@ def test_predictions_stay_near_those_of_float32(
 @pytest.mark.slow
 def test_what_compiled_code_rounds_to_8_bits_moves_predictions_little(smollm2_path: Path) -> None:
     check(smollm2_path, 1.2e-2, 2e-2, **INT4, dtype="bfloat16")
+
+
+@needs_int4
+@pytest.mark.skipif(not can_multiply_whole_numbers(), reason="this CPU has more than AVX2, or less")
+@pytest.mark.slow
+def test_whole_numbers_of_compiled_code_move_predictions_little(smollm2_path: Path) -> None:
+    check(smollm2_path, 5e-3, 1e-2, **INT4)

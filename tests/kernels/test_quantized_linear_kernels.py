@@ -142,7 +142,7 @@ def test_compiled_for_any_number_of_rows_the_operators_themselves_are_called() -
 @needs_int4
 @pytest.mark.parametrize("has_avx2_only", [False, True])
 @DTYPES
-def test_with_avx2_and_no_more_float32_calls_the_operators_for_one_row(
+def test_with_avx2_and_no_more_float32_calls_the_operator_for_one_row_of_4_bits(
     dtype: torch.dtype, tolerance: float, has_avx2_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "HAS_AVX2_ONLY", has_avx2_only)
@@ -156,7 +156,7 @@ def test_with_avx2_and_no_more_float32_calls_the_operators_for_one_row(
         called = {event.key for event in profiled.key_averages()}
         is_slow = has_avx2_only and dtype == torch.float32
         assert ("aten::_weight_int4pack_mm_for_cpu" in called) == (rows <= (1 if is_slow else INT4_MAX_ROWS))
-        assert ("aten::_weight_int8pack_mm" in called) == (rows <= (1 if is_slow else INT8_MAX_ROWS))
+        assert ("aten::_weight_int8pack_mm" in called) == (rows <= (0 if is_slow else INT8_MAX_ROWS))
 
 
 def test_an_unknown_order_of_4_bit_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels_triton_free.inductor.patches import patch_inductor
 from kernels_triton_free.loops.whole_numbers import (
     DTYPES,
+    LARGEST_NUMBER,
     LARGEST_SUM,
     MOST_INPUTS,
     ROWS_TOGETHER,
@@ -29,13 +30,20 @@ from minivllm.device.policy import DevicePolicy
 needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
 
 
-def new_weight(parts: int, outputs: int, inputs: int, seed: int = 0, bits: int = 8) -> tuple[WholeNumbers, Tensor]:
-    """A weight, and what it stands for, float64 [outputs, parts * inputs]."""
+def new_weight(outputs: int, inputs: int, seed: int = 0, bits: int = 8) -> tuple[WholeNumbers, Tensor]:
+    """A weight, and what it stands for, float64 [outputs, inputs]."""
     generator = torch.Generator().manual_seed(seed)
-    largest, shape = 2 ** (bits - 1), (parts, outputs, inputs)
-    values = torch.randint(-largest, largest, shape, generator=generator, dtype=DTYPES[bits])
-    scale = torch.rand(parts, outputs, generator=generator) + 0.1
-    return WholeNumbers(values, scale), (values.double() * scale.double().unsqueeze(-1)).transpose(0, 1).flatten(1)
+    largest, parts = 2 ** (bits - 1), parts_of(inputs)
+    values = torch.randint(-largest, largest, (outputs, inputs), generator=generator, dtype=DTYPES[bits])
+    scale = torch.rand(len(parts), outputs, generator=generator) + 0.1
+    weight = [values[:, own].double() * scale[part].double().unsqueeze(1) for part, own in enumerate(parts)]
+    return WholeNumbers(values, scale), torch.cat(weight, 1)
+
+
+def kept_bits(inputs: int, bits: int) -> int:
+    """Of the magnitudes of inputs, with a sign."""
+    size = max(len(range(inputs)[own]) for own in parts_of(inputs))
+    return min(LARGEST_NUMBER, LARGEST_SUM // (2 ** (bits - 1) * size)).bit_length()
 
 
 def check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, bits: int) -> None:
@@ -50,34 +58,33 @@ def check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, bits: int
 
 @given(
     seed=st.integers(0, 2**31),
-    parts=st.integers(1, 3),
     outputs=st.integers(1, 40),
-    inputs=st.integers(1, 70),
+    inputs=st.integers(1, 70) | st.sampled_from([MOST_INPUTS, MOST_INPUTS + 1, 2 * MOST_INPUTS + 5]),
     rows=st.integers(1, 10),
     has_bias=st.booleans(),
     bits=st.sampled_from(sorted(DTYPES)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_inputs_lose_one_bit_of_sixteen(
-    seed: int, parts: int, outputs: int, inputs: int, rows: int, has_bias: bool, bits: int, dtype: torch.dtype
+def test_inputs_keep_as_many_bits_as_sums_have_room_for(
+    seed: int, outputs: int, inputs: int, rows: int, has_bias: bool, bits: int, dtype: torch.dtype
 ) -> None:
-    whole, weight = new_weight(parts, outputs, inputs, seed, bits)
+    whole, weight = new_weight(outputs, inputs, seed, bits)
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, parts * inputs, generator=generator).to(dtype)
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
-    check(whole_numbers_linear(x, whole, bias), x, weight, bias, 15)
+    check(whole_numbers_linear(x, whole, bias), x, weight, bias, kept_bits(inputs, bits))
 
 
 def test_a_token_of_zeros_is_zero() -> None:
-    whole, _ = new_weight(2, 5, 8)
-    assert torch.equal(whole_numbers_linear(torch.zeros(3, 16), whole), torch.zeros(3, 5))
+    whole, _ = new_weight(5, 8)
+    assert torch.equal(whole_numbers_linear(torch.zeros(3, 8), whole), torch.zeros(3, 5))
 
 
 @given(st.integers(1, 100_000))
-def test_parts_are_equal_and_as_few_as_their_size_allows(in_features: int) -> None:
-    parts = parts_of(in_features)
-    assert in_features % parts == 0 and in_features // parts <= MOST_INPUTS
-    assert not any(in_features % n == 0 and in_features // n <= MOST_INPUTS for n in range(1, parts))
+def test_parts_are_about_equal_and_as_few_as_their_size_allows(in_features: int) -> None:
+    parts = [range(in_features)[own] for own in parts_of(in_features)]
+    assert [place for part in parts for place in part] == list(range(in_features))
+    assert max(map(len, parts)) <= MOST_INPUTS and len(parts) == -(-in_features // MOST_INPUTS)
 
 
 def package(
@@ -100,17 +107,15 @@ def package(
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("parts", "outputs", "inputs", "bits"), [(1, 48, 64, 8), (2, 20, 33, 8), (1, 7, 100, 8), (1, 48, 65, 10)]
+    ("outputs", "inputs", "bits"), [(48, 64, 8), (20, MOST_INPUTS + 33, 8), (7, 100, 8), (48, 65, 10)]
 )
-def test_compiled_code_takes_any_number_of_rows(
-    parts: int, outputs: int, inputs: int, bits: int, tmp_path: Path
-) -> None:
-    whole, weight = new_weight(parts, outputs, inputs, bits=bits)
+def test_compiled_code_takes_any_number_of_rows(outputs: int, inputs: int, bits: int, tmp_path: Path) -> None:
+    whole, weight = new_weight(outputs, inputs, bits=bits)
     bias = torch.randn(outputs)
-    compiled = package(parts * inputs, tmp_path / "doubled.pt2", whole, bias)
+    compiled = package(inputs, tmp_path / "doubled.pt2", whole, bias)
     for rows in (2, 3, ROWS_TOGETHER, ROWS_TOGETHER + 1, 200):
-        x = torch.randn(rows, parts * inputs) + 3
-        check(compiled(x, *whole, bias), 2 * x, weight, bias, 15)
+        x = torch.randn(rows, inputs) + 3
+        check(compiled(x, *whole, bias), 2 * x, weight, bias, kept_bits(inputs, bits))
 
 
 @needs_compiler
@@ -118,7 +123,7 @@ def test_compiled_code_takes_any_number_of_rows(
 def test_sums_of_the_largest_numbers_do_not_overflow(bits: int, tmp_path: Path) -> None:
     """All inputs as large as the largest, all weights the lowest: a sum is next to what 32 bits hold."""
     lowest = -(2 ** (bits - 1))
-    whole = WholeNumbers(torch.full((1, 8, MOST_INPUTS), lowest, dtype=DTYPES[bits]), torch.ones(1, 8))
+    whole = WholeNumbers(torch.full((8, MOST_INPUTS), lowest, dtype=DTYPES[bits]), torch.ones(1, 8))
     compiled = package(MOST_INPUTS, tmp_path / "doubled.pt2", whole, torch.zeros(8))
     for sign in (1, -1):
         out = compiled(torch.full((9, MOST_INPUTS), sign * 0.7), *whole, torch.zeros(8))

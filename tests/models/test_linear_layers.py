@@ -11,14 +11,11 @@ from torch import Tensor
 from kernels_triton_free.linear import can_pack
 from kernels_triton_free.packed.rows import MAX_ROWS, is_for_few_rows, is_readable, owns_memory
 from kernels_triton_free.packed.tiles import can_tile
+from minivllm.device.policy import DevicePolicy
+from minivllm.linear.choose import MethodChooser
 from minivllm.linear.layer import Linear, Shard
-from minivllm.linear.methods.exact import (
-    LoopedLinear,
-    PackedLinear,
-    PlainLinear,
-    choose_linear_method,
-    choose_looped_method,
-)
+from minivllm.linear.methods.exact import LoopedLinear, PackedLinear, PlainLinear, choose_linear_method, looped
+from minivllm.linear.methods.stored_weight import RestoredWeight
 
 CPU = torch.device("cpu")
 PARTS = {"q_proj": 24, "k_proj": 8, "v_proj": 8}
@@ -134,6 +131,7 @@ def test_the_method_follows_dtype_and_device(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("inputs", [54, 27])
 @pytest.mark.parametrize(
     ("stored", "dtype", "bits"),
     [
@@ -143,37 +141,41 @@ def test_the_method_follows_dtype_and_device(monkeypatch: pytest.MonkeyPatch) ->
         (torch.float32, torch.bfloat16, 16),
     ],
 )
-def test_with_avx2_and_no_more_a_weight_lies_in_as_many_bits_as_its_values_need(
-    stored: torch.dtype, dtype: torch.dtype, bits: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+def test_for_loops_a_weight_lies_in_as_many_bits_as_its_values_need(
+    stored: torch.dtype, dtype: torch.dtype, bits: int, inputs: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minivllm.linear.methods.exact.can_pack", lambda dtype: False)
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
-    layer = Linear({"o_proj": 45}, 54, bias=has_bias, split="column", shard=Shard(), dtype=dtype, device=CPU)
-    weight, bias = torch.randn(45, 54).to(stored), torch.randn(45).to(stored)
+    """The second of two workers has a part of the inputs, which may be an odd number of them."""
+    choose = MethodChooser(None, None, dtype, DevicePolicy(type="cpu"), loops=True)
+    how = {"bias": has_bias, "split": "row", "dtype": dtype, "device": CPU, "choose": choose}
+    layer = Linear({"o_proj": 45}, 2 * inputs, shard=Shard(1, 2), **how)  # type: ignore[arg-type]
+    weight, bias = torch.randn(45, 2 * inputs).to(stored), torch.randn(45).to(stored)
     layer.load("o_proj", "weight", weight)
     if has_bias:
-        layer.load("o_proj", "bias", bias)
+        layer.load("o_proj", "bias", bias)  # which the first worker adds
     assert layer.method == LoopedLinear(45, bits, dtype) and is_for_few_rows(layer.tensors[0])
-    x = torch.randn(3, 54).to(dtype)
-    expected = x.double() @ weight.to(dtype).double().T + (bias.to(dtype).double() if has_bias else 0)
-    out = layer.apply(x, layer.arguments)
-    assert out.dtype == dtype and out.shape == expected.shape
-    assert (out.double() - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-7) * expected.abs().max()
-    assert torch.equal(layer.method.rows(torch.tensor([44, 0]), layer.tensors), weight.to(dtype)[[44, 0]])
+    x, own = torch.randn(3, inputs).to(dtype), weight[:, inputs:].to(dtype)
+    expected = x.double() @ own.double().T
+    for is_compiled in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda own=is_compiled: own)
+        out = layer.apply(x, layer.arguments)
+        assert out.dtype == dtype and out.shape == expected.shape
+        allowed = 1e-5 if dtype == torch.float32 else 2**-7
+        assert (out.double() - expected).abs().max() <= allowed * expected.abs().max()
+    if inputs % 2 == 0:
+        assert torch.equal(layer.method.rows(torch.tensor([44, 0]), layer.tensors), own[[44, 0]])
 
 
-def test_float16_and_what_is_stacked_stay_as_they_are_with_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
-    assert choose_looped_method(torch.randn(8, 8).half()) is None
-    assert choose_looped_method(torch.randn(8, 7).bfloat16()) == LoopedLinear(8, 32, torch.bfloat16)
-    stacked = Linear(
-        {"o_proj": 8}, 8, bias=False, split="column", shard=Shard(), dtype=torch.float32, device=CPU, is_stacked=True
-    )
-    weight = torch.randn(8, 8)
-    stacked.load("o_proj", "weight", weight)
-    assert stacked.method == PlainLinear() and torch.equal(stacked.tensors[0], weight)
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
-    assert choose_looped_method(weight) is None
+def test_float16_and_what_is_stacked_stay_as_they_are_with_loops() -> None:
+    weight, policy = torch.randn(8, 8), DevicePolicy(type="cpu")
+    assert looped(weight, torch.float16) is None
+    assert looped(torch.randn(8, 7).bfloat16(), torch.bfloat16) == LoopedLinear(8, 32, torch.bfloat16)
+    restored = RestoredWeight(weight)
+    assert looped(restored, torch.float32) == LoopedLinear(8, 32, torch.float32)
+    tensors = LoopedLinear(8, 32, torch.float32).prepare(restored, None)
+    assert torch.equal(LoopedLinear(8, 32, torch.float32).rows(torch.arange(8), tensors), weight)
+    assert MethodChooser(None, None, torch.float32, policy)("o_proj", weight) is None
+    chooser = MethodChooser(None, None, torch.float32, policy, loops=True)
+    assert chooser("o_proj", weight) == LoopedLinear(8, 32, torch.float32)
 
 
 @pytest.mark.skipif(not is_readable(64, 96), reason="oneDNN packs in another order on this CPU")

@@ -20,7 +20,7 @@ from minivllm.linear.methods.float8 import Float8Linear
 from minivllm.linear.methods.groups import DequantizedGroupLinear, OrderedInputs, SpreadGroups
 from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear, RoundedInputs, WholeInt8Linear
-from minivllm.linear.methods.method import LinearMethod, largest_inputs
+from minivllm.linear.methods.method import LinearMethod, forget_uncompiled_copies, largest_inputs
 from minivllm.linear.methods.stored_weight import (
     GroupedWeight,
     RestoredWeight,
@@ -37,7 +37,6 @@ from minivllm.linear.methods.words import (
     RoundedInt4Linear,
     TiledInt4Linear,
     WholeInt4Linear,
-    forget_operator_copies,
 )
 
 needs_int4 = pytest.mark.skipif(not can_multiply_int4(), reason="this CPU's order of 4-bit weights is not known")
@@ -230,7 +229,7 @@ def test_code_that_is_not_compiled_packs_words_once_and_compiled_code_takes_over
     with patch.object(Int4Linear, "_for_operator", autospec=True, side_effect=Int4Linear._for_operator) as packs:
         first = method.apply(x, tensors)
         assert torch.equal(method.apply(x, tensors), first) and packs.call_count == 1
-        forget_operator_copies()
+        forget_uncompiled_copies()
         assert torch.equal(method.apply(x, tensors), first) and packs.call_count == 2
         method.apply(x, method.prepare(grouped(4, 32, rows=128), None))
         assert packs.call_count == 3, "copies belong to their words"

@@ -35,8 +35,11 @@ from kernels_triton_free.packed.tiles import (
     tiles_of,
     words_in,
 )
-from minivllm.linear.methods.method import LinearMethod, LinearTensors, kept_weights
+from minivllm.linear.methods.method import LinearMethod, LinearTensors, kept_weights, uncompiled_copies, with_bias
 from minivllm.linear.methods.stored_weight import StoredWeight
+
+COMPARED_ROWS = 1024
+"""Of a weight at a time."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class LoopedLinear(LinearMethod):
     ``kernels_triton_free.loops.code_words``). Tensors: words, bias.
 
     For CPUs with AVX2 and no more, whose library reads a weight of float32 for one row at half the speed of memory, and
-    has no fast product of bfloat16. Code that is not compiled restores the weight for every product.
+    has no fast product of bfloat16. Code that is not compiled, for as long as that takes, multiplies a copy.
     """
 
     out_features: int
@@ -119,21 +122,29 @@ class LoopedLinear(LinearMethod):
     gathers_rows: ClassVar[bool] = True
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
-        assert isinstance(weight, Tensor), "a quantised weight is restored before"
-        narrow = weight.to(torch.bfloat16 if self.bits == 16 else torch.float32)
-        words = for_few_rows(floats_in_words(F.pad(narrow, (0, 0, 0, -self.out_features % LANES))))
-        return (words,) if bias is None else (words, bias)
+        values = weight if isinstance(weight, Tensor) else weight.restore(self.dtype)
+        narrow = values.to(torch.bfloat16 if self.bits == 16 else torch.float32)
+        padding = 0, self._missing(narrow.shape[1]), 0, -self.out_features % LANES
+        return with_bias((for_few_rows(floats_in_words(F.pad(narrow, padding))),), bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         words, *bias = tensors
+        x = F.pad(x, (0, self._missing(x.shape[1])))
         if torch.compiler.is_compiling():
             out = code_words_linear(x, words, self.bits)[:, : self.out_features]
             return out + bias[0] if bias else out
-        out = F.linear(x.float(), floats_in(words, self.bits)[: self.out_features], bias[0].float() if bias else None)
+        if words not in uncompiled_copies:
+            uncompiled_copies[words] = (floats_in(words, self.bits)[: self.out_features].contiguous(),)
+        (weight,) = uncompiled_copies[words]
+        out = F.linear(x.float(), weight, bias[0].float() if bias else None)
         return out.to(x.dtype)
 
     def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
         return rows_of_words(tensors[0], indices, self.bits).to(self.dtype)
+
+    def _missing(self, inputs: int) -> int:
+        """Zeros that fill up the last word of an output: a shard may have an odd number of inputs."""
+        return inputs % 2 if self.bits == 16 else 0
 
 
 def choose_linear_method(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> LinearMethod:
@@ -145,13 +156,14 @@ def choose_linear_method(out_features: int, in_features: int, dtype: torch.dtype
     return PlainLinear()
 
 
-def choose_looped_method(weight: Tensor) -> LoopedLinear | None:
-    """How a CPU of AVX2 multiplies weight [out, in]. Its values tell the bits: those of a checkpoint of bfloat16 are as
-    exact in 16 where everything is computed in float32."""
-    if weight.device.type != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX2":
+def looped(weight: StoredWeight, dtype: torch.dtype) -> LoopedLinear | None:
+    """How compiled loops multiply weight [out, in] in ``dtype``; None: they do not. A weight's values tell its bits:
+    those of a checkpoint of bfloat16 are as exact in 16 where everything is computed in float32."""
+    if dtype not in (torch.float32, torch.bfloat16):
         return None
-    if weight.dtype not in (torch.float32, torch.bfloat16):
-        return None
-    is_narrow = weight.dtype == torch.bfloat16 or torch.equal(weight, weight.bfloat16().float())
-    bits = 16 if is_narrow and weight.shape[1] % 2 == 0 else 32
-    return LoopedLinear(weight.shape[0], bits, weight.dtype)
+    rows, inputs = weight.shape
+    is_narrow = dtype == torch.bfloat16 or (
+        isinstance(weight, Tensor)
+        and all(torch.equal(part, part.bfloat16().to(part.dtype)) for part in weight.split(COMPARED_ROWS))
+    )
+    return LoopedLinear(rows, 16 if is_narrow and inputs % 2 == 0 else 32, dtype)

@@ -41,15 +41,14 @@ class Int8Linear(LinearMethod):
 
 class WholeInt8Linear(Int8Linear):
     """The same where compiled code multiplies whole numbers (see ``kernels_triton_free.loops.whole_numbers``): inputs
-    are rounded to nearly 16 bits. For CPUs with AVX2 and no more."""
+    are rounded to 14 bits or more. For CPUs with AVX2 and no more."""
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         if not torch.compiler.is_compiling():
             return super().apply(x, tensors)
         values, scale, *bias = tensors
-        parts = parts_of(values.shape[1])
-        in_parts = values.unflatten(1, (parts, -1)).transpose(0, 1)
-        return whole_numbers_linear(x, WholeNumbers(in_parts, scale.float().view(1, -1).expand(parts, -1)), *bias)
+        scales = scale.float().view(1, -1).expand(len(parts_of(values.shape[1])), -1)
+        return whole_numbers_linear(x, WholeNumbers(values, scales), *bias)
 
 
 class DequantizedInt8Linear(Int8Linear):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import MutableMapping
 from typing import ClassVar
 
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from minivllm.device.memory import WeightMemory
 from minivllm.linear.methods.stored_weight import StoredWeight
@@ -14,6 +16,15 @@ LinearTensors = tuple[Tensor, ...]
 """What a linear layer passes to its method: the prepared weight and whatever else the method needs."""
 
 kept_weights = WeightMemory()
+
+
+uncompiled_copies: MutableMapping[Tensor, LinearTensors] = WeakTensorKeyDictionary()
+"""What code that is not compiled has prepared for itself, of weights in words."""
+
+
+def forget_uncompiled_copies() -> None:
+    """Drop them: compiled code takes over."""
+    uncompiled_copies.clear()
 
 
 class LinearMethod(ABC):

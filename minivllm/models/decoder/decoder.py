@@ -235,7 +235,8 @@ class Decoder:
         """
         if self._methods() != other._methods():
             raise ModelError(
-                "The weights are quantised otherwise than those they replace: start a new engine with them."
+                "The weights are quantised otherwise than those they replace, or need more bits: start a new engine "
+                "with them."
             )
         for layer, others in zip(self.layers, other.layers):
             layer.vectors = others.vectors

@@ -25,7 +25,7 @@ from kernels_triton_free.norm import rms_norm
 from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, specs_of
 from minivllm.errors import ModelError
 from minivllm.linear.layer import ChooseMethod, Linear, Shard
-from minivllm.linear.methods.exact import PlainLinear
+from minivllm.linear.methods.exact import COMPARED_ROWS, LoopedLinear, PlainLinear
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.linear.methods.stored_weight import StoredWeight
 from minivllm.models.decoder import Decoder
@@ -133,7 +133,13 @@ class EagleHead(Decoder):
     def _load_embedding(self, weight: StoredWeight) -> None:
         assert isinstance(weight, Tensor)
         target = self._target
-        if isinstance(target.embedding_method, PlainLinear) and torch.equal(target.embedding[0].to(weight), weight):
+        method, is_equal = target.embedding_method, False
+        if isinstance(method, PlainLinear):
+            is_equal = torch.equal(target.embedding[0].to(weight), weight)
+        elif isinstance(method, LoopedLinear) and target.shard.size == 1:
+            some = torch.arange(len(weight)).split(COMPARED_ROWS)
+            is_equal = all(torch.equal(method.rows(own, target.embedding).to(weight), weight[own]) for own in some)
+        if is_equal:
             return
         self.embedding = (weight.to(self.device, copy=True),)
 

@@ -300,7 +300,8 @@ class TransformersModel:
         pairs = list(zip(self._stored, other._stored, strict=True))
         if any(mine.method != theirs.method for mine, theirs in pairs):
             raise ModelError(
-                "The weights are quantised otherwise than those they replace: start a new engine with them."
+                "The weights are quantised otherwise than those they replace, or need more bits: start a new engine "
+                "with them."
             )
         for mine, theirs in pairs:
             mine.tensors = theirs.tensors

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.linear.layer import ChooseMethod, Linear, Shard
+from minivllm.linear.methods.exact import LoopedLinear
 from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.transformers_plan.division import Division, LinearPart
 from minivllm.models.transformers_regions.operators import Ranks, StepHolder
@@ -96,7 +97,8 @@ class LinearModule(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The stored weight, for layers that look at its dtype or device."""
-        return self.linear.tensors[0]
+        stored, method = self.linear.tensors[0], self.linear.method
+        return stored.new_empty(0, dtype=method.dtype) if isinstance(method, LoopedLinear) else stored
 
     def load(self, kind: str, tensor: StoredWeight) -> None:
         """Take "weight" or "bias" as the checkpoint has it."""
