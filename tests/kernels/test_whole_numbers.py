@@ -107,7 +107,8 @@ def package(
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "bits"), [(48, 64, 8), (20, MOST_INPUTS + 33, 8), (7, 100, 8), (48, 65, 10)]
+    ("outputs", "inputs", "bits"),
+    [(20, MOST_INPUTS + 33, 8), (48, 65, 10), pytest.param(7, 100, 8, marks=pytest.mark.slow)],
 )
 def test_compiled_code_takes_any_number_of_rows(outputs: int, inputs: int, bits: int, tmp_path: Path) -> None:
     whole, weight = new_weight(outputs, inputs, bits=bits)
