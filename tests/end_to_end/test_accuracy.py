@@ -90,4 +90,4 @@ def test_what_compiled_code_rounds_to_8_bits_moves_predictions_little(smollm2_pa
 @pytest.mark.skipif(not can_multiply_whole_numbers(), reason="this CPU has more than AVX2, or less")
 @pytest.mark.slow
 def test_whole_numbers_of_compiled_code_move_predictions_little(smollm2_path: Path) -> None:
-    check(smollm2_path, 5e-3, 1e-2, **INT4)
+    check(smollm2_path, 5e-3, 2e-2, **INT4)
