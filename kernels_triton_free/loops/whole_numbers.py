@@ -2,8 +2,9 @@
 
 AVX2 has an instruction that multiplies 16 pairs of 16-bit integers and adds neighbouring products, in the time in which
 it multiplies and adds 8 pairs of float32. No code here names it: g++ takes it for a loop that sums up products of such
-integers, once it may vectorise loops (see ``_let_the_compiler_vectorize``). So Inductor only has to write that loop,
-for some rows at once, each with a sum of its own: a weight is loaded and widened to 16 bits once for all of them.
+integers, once it may vectorise loops (see ``_let_the_compiler_vectorize`` in ``inductor.patches``). So Inductor only
+has to write that loop, for some rows at once, each with a sum of its own: a weight is loaded and widened to 16 bits
+once for all of them.
 
 A weight has one scale per output. Inputs are rounded as they come, to more bits than weights have: each token's largest
 becomes the largest number with which no sum can overflow 32 bits. Of 576 inputs and a weight of 8 bits that is 29,127,
@@ -11,8 +12,8 @@ nearly 16 bits, so what is lost is lost in rounding weights. With all layers of 
 in groups, rounded to 8 the mean KL divergence was 0.0024 nats per token over three texts, to 10 bits 0.0002; with its
 head alone 0.0015 for 8.
 
-Two cores of Zen 3 made 170 to 190 billion multiplications and additions a second of 16 rows as of 512, float32 of the
-same weights 85 (compiled loops, 16 rows) and 143 (the library, 512).
+At best two cores of Zen 3 made 170 to 190 billion multiplications and additions a second of 16 rows as of 512, float32
+of the same weights 85 (compiled loops, 16 rows) and 143 (the library, 512).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from kernels_triton_free.compiler.materialize import materialize
 from kernels_triton_free.inductor.patches import try_to_change
+from kernels_triton_free.loops.row_sums import rows_together, sum_up_rows
 
 ROWS_TOGETHER = 8
 """Rows with sums of their own in a loop. On two cores of Zen 3 4, 6, 10, 12 and 16 were no faster."""
@@ -99,72 +101,23 @@ torch.library.register_fake("kernels_triton_free::whole_numbers_product", _produ
 def generate_whole_number_loops() -> None:
     """Have Inductor generate the operator. Once per process, before it compiles."""
     try_to_change(_lower_whole_numbers_product)
-    if can_multiply_whole_numbers():
-        try_to_change(_let_the_compiler_vectorize)
-
-
-def _let_the_compiler_vectorize() -> None:
-    """Inductor writes vectors out where it knows how, and tells g++ to vectorise no loop itself. Of integers of 16 bits
-    it knows no vectors. Other compilers are told nothing, and vectorise."""
-    from torch._inductor import cpp_builder
-
-    flags_of = cpp_builder._get_cpu_arch_cflags
-
-    def with_loops(compiler: str, *args: Any, **kwargs: Any) -> list[str]:
-        own = ["ftree-loop-vectorize"] if cpp_builder._is_gcc(compiler) else []
-        return [*flags_of(compiler, *args, **kwargs), *own]
-
-    cpp_builder._get_cpu_arch_cflags = with_loops  # type: ignore[assignment]
 
 
 def _lower_whole_numbers_product() -> None:
-    """A sum for each of some rows and an output; those over the same weights become one loop. Rows are filled up with
-    zeros. Blocks of outputs, tiles of rows, outputs of a block: in this order a block is read once for all rows."""
-    from torch._inductor.ir import Pointwise, Reduction
-    from torch._inductor.lowering import lowerings, register_lowering
+    from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import ops
-    from torch.utils._sympy.functions import FloorDiv, ModularIndexing
-
-    device = torch.device("cpu")
 
     @register_lowering(torch.ops.kernels_triton_free.whole_numbers_product.default, type_promotion_kind=None)
     def lower(numbers: Any, weight: Any) -> Any:
-        (rows, _), (out_features, in_features) = numbers.get_size(), map(int, weight.get_size())
-        own_dtype = weight.get_dtype()
+        out_features, in_features = map(int, weight.get_size())
+        load_weight, own_dtype = weight.make_loader(), weight.get_dtype()
         outputs = next(count for count in (OUTPUTS_TOGETHER, 8, 4, 2, 1) if out_features % count == 0)
-        together = min(int(rows), ROWS_TOGETHER) if getattr(rows, "is_number", True) else ROWS_TOGETHER
-        tiles, blocks = FloorDiv(rows + together - 1, together), out_features // outputs
-        numbers = lowerings[torch.ops.aten.constant_pad_nd.default](numbers, [0, 0, 0, tiles * together - rows], 0)
-        numbers.realize()
-        load_number, load_weight = numbers.make_loader(), weight.make_loader()
 
-        def of_row(row: int) -> Any:
-            def term(index: Any, reduced: Any) -> Any:
-                (_, block, tile, output), (place,) = index, reduced
-                number = ops.to_dtype(load_number([tile * together + row, place]), torch.int32, src_dtype=torch.int16)
-                own = load_weight([block * outputs + output, place])
-                return ops.mul(number, ops.to_dtype(own, torch.int32, src_dtype=own_dtype))
+        def term(load: Any, row: Any, block: Any, output: Any, reduced: Any) -> Any:
+            (place,) = reduced
+            number = ops.to_dtype(load([row, place]), torch.int32, src_dtype=torch.int16)
+            own = load_weight([block * outputs + output, place])
+            return ops.mul(number, ops.to_dtype(own, torch.int32, src_dtype=own_dtype))
 
-            return Reduction.create(
-                device=device,
-                dst_dtype=torch.int32,
-                src_dtype=torch.int32,
-                inner_fn=term,
-                ranges=[1, blocks, tiles, outputs],
-                reduction_ranges=[in_features],
-                reduction_type="sum",
-            )
-
-        sums = [of_row(row) for row in range(together)]
-        sums = sums[0] if together == 1 else lowerings[torch.ops.aten.cat.default](sums)
-        sums.realize()
-        load = sums.make_loader()
-
-        def in_order(index: Any) -> Any:
-            row, block, output = index
-            own = load([ModularIndexing(row, 1, together), block, FloorDiv(row, together), output])
-            return ops.to_dtype(own, torch.float32, src_dtype=torch.int32)
-
-        size = [rows, blocks, outputs]
-        out = Pointwise.create(device=device, dtype=torch.float32, inner_fn=in_order, ranges=size)
-        return lowerings[torch.ops.aten.view.default](out, [rows, out_features])
+        together, shape = rows_together(numbers.get_size()[0], ROWS_TOGETHER), (out_features // outputs, outputs)
+        return sum_up_rows(numbers, together, shape, [in_features], torch.int32, term)

@@ -24,6 +24,7 @@ from kernels_triton_free.loops.code_words import (
     has_exact_codes,
     words_of_scales,
 )
+from kernels_triton_free.loops.row_sums import rows_together, sum_up, sum_up_rows
 from kernels_triton_free.packed.rows import UPPER_HALF
 
 
@@ -60,72 +61,36 @@ def _lower_code_words_row() -> None:
             product = ops.sub(ops.add(*chains), added([place]))
             return ops.add(ops.mul(scale, product), ops.mul(zero, sums([place])))
 
-        out = _sum(of_step, [blocks, outputs], [groups, steps])
+        out = sum_up(of_step, [blocks, outputs], [groups, steps], torch.float32)
         out.realize()
         return lowerings[torch.ops.aten.view.default](out, [blocks * outputs])
 
 
 def _lower_code_words_rows() -> None:
-    """Several rows, ROWS_TOGETHER at a time: a word at a time, whose codes become weights before they are multiplied.
-    Rows are filled up with zeros."""
-    from torch._inductor.ir import Pointwise
-    from torch._inductor.lowering import lowerings, register_lowering
+    """Several rows, ROWS_TOGETHER at a time: words whose codes become weights before they are multiplied."""
+    from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import ops
-    from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
     @register_lowering(torch.ops.kernels_triton_free.code_words_rows.default, type_promotion_kind=None)
     def lower(x: Any, words: Any, bits: int) -> Any:
         blocks, groups, depth, outputs = map(int, words.get_size())
-        rows, of_codes = x.get_size()[0], depth - words_of_scales(depth, bits)
+        of_codes = depth - words_of_scales(depth, bits)
         at_once = gcd(of_codes, CODES_AT_ONCE * bits // 32)  # words
-        is_fixed = getattr(rows, "is_number", True)
-        together = min(int(rows), ROWS_TOGETHER) if is_fixed else ROWS_TOGETHER
-        runs = FloorDiv(rows + together - 1, together)
-        x = lowerings[torch.ops.aten.constant_pad_nd.default](x, [0, 0, 0, runs * together - rows], 0.0)
-        x.realize()
-        x, words = x.make_loader(), words.make_loader()
+        words, together = words.make_loader(), rows_together(x.get_size()[0], ROWS_TOGETHER)
 
-        def of_row(row: int) -> Any:
-            def of_words(index: Any, reduced: Any) -> Any:
-                (_, block, run, output), (group, step) = index, reduced
-                own, first = run * together + row, (group * of_codes + step * at_once) * (32 // bits)
-                # A single row alternates, since a sum waits for the one before; of several, each has its own.
-                chains: list[Any] = [None] * (2 if together == 1 else 1)
-                places = [(block, group, step * at_once + word, output) for word in range(at_once)]
-                weights = [weight for place in places for weight in _weights_of(words, place, depth, bits)]
-                for code, weight in enumerate(weights):
-                    term, chain = ops.mul(x([own, first + code]), weight), code % len(chains)
-                    chains[chain] = term if chains[chain] is None else ops.add(chains[chain], term)
-                return chains[0] if len(chains) == 1 else ops.add(*chains)
+        def term(load: Any, row: Any, block: Any, output: Any, reduced: Any) -> Any:
+            group, step = reduced
+            first = (group * of_codes + step * at_once) * (32 // bits)
+            # A single row alternates, since a sum waits for the one before; of several, each has its own.
+            chains: list[Any] = [None] * (2 if together == 1 else 1)
+            places = [(block, group, step * at_once + word, output) for word in range(at_once)]
+            weights = [weight for place in places for weight in _weights_of(words, place, depth, bits)]
+            for code, weight in enumerate(weights):
+                product, chain = ops.mul(load([row, first + code]), weight), code % len(chains)
+                chains[chain] = product if chains[chain] is None else ops.add(chains[chain], product)
+            return chains[0] if len(chains) == 1 else ops.add(*chains)
 
-            return _sum(of_words, [1, blocks, runs, outputs], [groups, of_codes // at_once])
-
-        sums = [of_row(row) for row in range(together)]
-        sums = sums[0] if together == 1 else lowerings[torch.ops.aten.cat.default](sums)
-        sums.realize()
-        load = sums.make_loader()
-
-        def in_order(index: Any) -> Any:
-            row, block, output = index
-            return load([ModularIndexing(row, 1, together), block, FloorDiv(row, together), output])
-
-        device, size = torch.device("cpu"), [rows, blocks, outputs]
-        out = Pointwise.create(device=device, dtype=torch.float32, inner_fn=in_order, ranges=size)
-        return lowerings[torch.ops.aten.view.default](out, [rows, blocks * outputs])
-
-
-def _sum(terms: Any, ranges: list[Any], reduced: list[Any]) -> Any:
-    from torch._inductor.ir import Reduction
-
-    return Reduction.create(
-        device=torch.device("cpu"),
-        dst_dtype=torch.float32,
-        src_dtype=torch.float32,
-        inner_fn=terms,
-        ranges=ranges,
-        reduction_ranges=reduced,
-        reduction_type="sum",
-    )
+        return sum_up_rows(x, together, (blocks, outputs), [groups, of_codes // at_once], torch.float32, term)
 
 
 def _weights_of(words: Any, place: tuple[Any, Any, Any, Any], depth: int, bits: int) -> list[Any]:

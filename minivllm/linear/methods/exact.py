@@ -148,7 +148,8 @@ class LoopedLinear(LinearMethod):
 
 
 def choose_linear_method(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> LinearMethod:
-    """The fastest exact method for unquantised weights [out_features, in_features] on this device."""
+    """The fastest exact method for unquantised weights [out_features, in_features] on this device that needs not know
+    their values (see ``looped``)."""
     if device.type == "cpu" and can_pack(dtype):
         if can_tile(out_features, in_features):
             return PackedLinear(out_features, "tiles")
