@@ -6,22 +6,27 @@ template are changed: it allocates memory to repack all keys and values even whe
 multiplies bfloat16 no faster than float32, in float32 it multiplies queries with keys one query at a time, it takes
 half a block of keys for a whole one, it goes through scores that nothing changes twice, and its softmax takes longer
 steps than it needs. A sum over a dynamic size stays one loop, so that its size needs no guard, a sum over what an index
-points to fetches ahead, AVX2 reads a register of integers at once, and how far a step moves a load is found without
-simplifying. And the C++ compiler may round a product and the sum it is added to once instead of twice, which is one
-instruction instead of two, uses whole registers, and with AVX2 vectorises loops.
+points to fetches ahead, and AVX2 reads a register of integers at once. And the C++ compiler may round a product and the
+sum it is added to once instead of twice, which is one instruction instead of two, uses whole registers, and with AVX2
+vectorises loops.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 import kernels_triton_free.compiler.materialize
 import kernels_triton_free.linear  # noqa: F401  (they define operators)
+from kernels_triton_free.inductor.build_time import (
+    find_strides_without_simplifying,
+    include_no_tensor_library,
+    leave_out_checks_of_inputs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +38,6 @@ def patch_inductor() -> None:
         _contract_products_and_sums,
         _use_whole_vector_registers,
         _let_the_compiler_vectorize,
-        _find_strides_without_simplifying,
         _sum_symbolic_sizes_in_one_piece,
         _load_integers_at_once,
         _fetch_ahead_what_is_gathered,
@@ -45,6 +49,9 @@ def patch_inductor() -> None:
         _transpose_whole_blocks_only,
         _scale_scores_once,
         _take_shorter_steps_in_softmax,
+        find_strides_without_simplifying,
+        leave_out_checks_of_inputs,
+        include_no_tensor_library,
     ):
         try_to_change(patch)
 
@@ -97,26 +104,6 @@ def _let_the_compiler_vectorize() -> None:
         return [*flags_of(compiler, *args, **kwargs), *own]
 
     cpp_builder._get_cpu_arch_cflags = with_loops  # type: ignore[assignment]
-
-
-def _find_strides_without_simplifying() -> None:
-    """Inductor asks how far a step of a loop moves a load, several times for each load and each loop around it. Its
-    answer simplifies the index, which takes sympy milliseconds, and it keeps 128 answers. A loop over words for some
-    rows at once has more loads than that: half of the time in Python went there. Where an index is made of sums and
-    products, the difference of two steps needs no more than to be multiplied out."""
-    from torch._inductor import sizevars
-    from torch._inductor.codegen import cpp
-
-    simplified = sizevars.stride_at_vec_range
-
-    @cache
-    def stride_at_vec_range(index: Any, var: Any, vec_length: int | None = None) -> Any:
-        is_polynomial = getattr(index, "is_polynomial", None)  # a comparison has no such method
-        if is_polynomial is None or not is_polynomial():
-            return simplified(index, var, vec_length)
-        return (index.xreplace({var: var + 1}) - index).expand()
-
-    cpp.stride_at_vec_range = stride_at_vec_range
 
 
 def _sum_symbolic_sizes_in_one_piece() -> None:

@@ -105,7 +105,7 @@ def test_words_hold_floats(seed: int, dtype: torch.dtype, blocks: int, pairs: in
 
 
 @needs_compiler
-@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scales", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("bits", "group_size", "rows"), [(4, 32, 1), (4, 64, 3), (8, 32, 1), (8, 96, 2)])
 def test_compiled_code_multiplies_the_bits_of_floats(
@@ -132,9 +132,9 @@ def test_compiled_code_multiplies_the_bits_of_floats(
     ("bits", "scales", "inputs"),
     [
         (4, torch.bfloat16, 64),
-        (8, torch.float32, 64),
         (16, None, 64),
-        (32, None, 51),
+        pytest.param(8, torch.float32, 64, marks=pytest.mark.slow),
+        pytest.param(32, None, 51, marks=pytest.mark.slow),
         pytest.param(4, torch.float32, 64, marks=pytest.mark.slow),
         pytest.param(8, torch.bfloat16, 64, marks=pytest.mark.slow),
         pytest.param(16, None, 54, marks=pytest.mark.slow),

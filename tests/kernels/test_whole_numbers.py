@@ -108,7 +108,11 @@ def package(
 @needs_compiler
 @pytest.mark.parametrize(
     ("outputs", "inputs", "bits"),
-    [(20, MOST_INPUTS + 33, 8), (48, 65, 10), pytest.param(7, 100, 8, marks=pytest.mark.slow)],
+    [
+        (20, MOST_INPUTS + 33, 8),
+        pytest.param(48, 65, 10, marks=pytest.mark.slow),
+        pytest.param(7, 100, 8, marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_code_takes_any_number_of_rows(outputs: int, inputs: int, bits: int, tmp_path: Path) -> None:
     whole, weight = new_weight(outputs, inputs, bits=bits)
@@ -120,7 +124,7 @@ def test_compiled_code_takes_any_number_of_rows(outputs: int, inputs: int, bits:
 
 
 @needs_compiler
-@pytest.mark.parametrize("bits", [8, 10])
+@pytest.mark.parametrize("bits", [8, pytest.param(10, marks=pytest.mark.slow)])
 def test_sums_of_the_largest_numbers_do_not_overflow(bits: int, tmp_path: Path) -> None:
     """All inputs as large as the largest, all weights the lowest: a sum is next to what 32 bits hold."""
     lowest = -(2 ** (bits - 1))

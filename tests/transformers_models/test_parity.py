@@ -27,8 +27,8 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 """Prompt chunks in a pool so small that requests are preempted; guesses that are verified; steps of a few tokens."""
 
-COMPILED = [pytest.param("llama", 1), pytest.param("gemma3_text", 2, marks=pytest.mark.slow)]
-"""One kind of layer, and two; their regions are compiled."""
+COMPILED = [pytest.param("llama", 1), pytest.param("gemma3_text", 2)]
+"""One kind of layer, and two; their regions are compiled, which takes minutes."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 MODELS = [
@@ -82,6 +82,7 @@ def test_a_model_of_transformers_gives_its_own_tokens_and_probabilities(
     assert "speculative_config" not in way or metrics.num_drafts > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "index"), COMPILED)
 def test_layers_of_a_kind_share_compiled_code_and_give_the_same_tokens(
     family: str, index: int, tmp_path: Path, caplog: pytest.LogCaptureFixture

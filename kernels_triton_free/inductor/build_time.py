@@ -1,0 +1,68 @@
+"""Changes to Inductor, so that packages of compiled code are built in less time. The code does the same.
+
+Building all packages of a model took two cores of Zen 3 293 seconds before, of which Python spent half in simplifying
+indices; most of what g++ takes goes to the code around the kernels, not to them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def find_strides_without_simplifying() -> None:
+    """Inductor asks how far a step of a loop moves a load, several times for each load and each loop around it. Its
+    answer simplifies the index, which takes sympy milliseconds, and it keeps 128 answers. A loop over words for some
+    rows at once has more loads than that. Where an index is made of sums and products, the difference of two steps
+    needs no more than to be multiplied out."""
+    from torch._inductor import sizevars
+    from torch._inductor.codegen import cpp
+
+    simplified = sizevars.stride_at_vec_range
+
+    @cache
+    def stride_at_vec_range(index: Any, var: Any, vec_length: int | None = None) -> Any:
+        is_polynomial = getattr(index, "is_polynomial", None)  # a comparison has no such method
+        if is_polynomial is None or not is_polynomial():
+            return simplified(index, var, vec_length)
+        return (index.xreplace({var: var + 1}) - index).expand()
+
+    cpp.stride_at_vec_range = stride_at_vec_range
+
+
+def leave_out_checks_of_inputs() -> None:
+    """Of every size and stride of every input a package checks, if an environment variable asks for it, that it is what
+    the package was built for: half of its lines outside the kernels. Whoever calls packages has made the inputs."""
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+    from torch._inductor.virtualized import V
+
+    generate = CppWrapperCpu.generate_input_output_runtime_checks
+
+    def for_no_inputs(self: Any) -> None:
+        inputs, V.graph.graph_inputs = V.graph.graph_inputs, {}
+        try:
+            generate(self)
+        finally:
+            V.graph.graph_inputs = inputs
+
+    CppWrapperCpu.generate_input_output_runtime_checks = for_no_inputs  # type: ignore[method-assign]
+
+
+def include_no_tensor_library() -> None:
+    """With small tensors on the stack, a package includes all that PyTorch declares of tensors in C++, for conversions
+    that it has no use for: g++ took 20 seconds for such a package outside its kernels, and 12 without both these
+    conversions and the checks of inputs."""
+    from torch._inductor.codegen.cpp_wrapper_cpu_array_ref import CppWrapperCpuArrayRef
+
+    includes = CppWrapperCpuArrayRef.get_device_include_path_aot
+
+    @cache
+    def includes_but_conversions(device: str) -> str:
+        header = includes(device).removeprefix("#include <").removesuffix(">")
+        lines = (Path(torch.__file__).parent / "include" / header).read_text().splitlines()
+        return "\n".join(line for line in lines if line.startswith("#include") and "array_ref_impl.h" not in line)
+
+    CppWrapperCpuArrayRef.get_device_include_path_aot = staticmethod(includes_but_conversions)  # type: ignore[method-assign]
