@@ -1,7 +1,8 @@
 """Changes to Inductor, so that packages of compiled code are built in less time. The code does the same.
 
-Building all packages of a model took two cores of Zen 3 293 seconds before, of which Python spent half in simplifying
-indices; most of what g++ takes goes to the code around the kernels, not to them.
+SmolLM2-135M in 4 bits was built in 145 seconds in place of 188 (two cores of Zen 3, one run each). Half of the time in
+Python had gone to simplifying indices, and two thirds of what g++ takes go to the code around the kernels (12 packages
+of a small Llama).
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ def include_no_tensor_library() -> None:
     conversions and the checks of inputs."""
     from torch._inductor.codegen.cpp_wrapper_cpu_array_ref import CppWrapperCpuArrayRef
 
-    includes = CppWrapperCpuArrayRef.get_device_include_path_aot
+    header = CppWrapperCpuArrayRef.get_device_include_path_aot("cpu").removeprefix("#include <").removesuffix(">")
+    path = Path(torch.__file__).parent / "include" / header
+    lines = path.read_text().splitlines() if path.is_file() else []
+    included = [line for line in lines if line.startswith("#include")]
+    others = [line for line in included if "array_ref_impl.h" not in line]
+    if len(included) != len(others) + 1:
+        raise AttributeError("tensors on the stack are declared in another header")
 
-    @cache
-    def includes_but_conversions(device: str) -> str:
-        header = includes(device).removeprefix("#include <").removesuffix(">")
-        lines = (Path(torch.__file__).parent / "include" / header).read_text().splitlines()
-        return "\n".join(line for line in lines if line.startswith("#include") and "array_ref_impl.h" not in line)
-
-    CppWrapperCpuArrayRef.get_device_include_path_aot = staticmethod(includes_but_conversions)  # type: ignore[method-assign]
+    CppWrapperCpuArrayRef.get_device_include_path_aot = staticmethod(lambda device: "\n".join(others))  # type: ignore[method-assign]

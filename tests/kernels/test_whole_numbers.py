@@ -110,6 +110,7 @@ def package(
     ("outputs", "inputs", "bits"),
     [
         (20, MOST_INPUTS + 33, 8),
+        pytest.param(48, 64, 8, marks=pytest.mark.slow),
         pytest.param(48, 65, 10, marks=pytest.mark.slow),
         pytest.param(7, 100, 8, marks=pytest.mark.slow),
     ],
