@@ -6,7 +6,7 @@ over the same words become one loop, in which each word is read once and each co
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import gcd
 from typing import Any
 
@@ -18,6 +18,7 @@ from kernels_triton_free.loops.code_words import (
     AT_256,
     BITS_OF_16,
     BITS_OF_256,
+    CHAINS,
     CODES_AT_ONCE,
     ROWS_TOGETHER,
     STEP,
@@ -41,24 +42,23 @@ def _lower_code_words_row() -> None:
     from torch._inductor.virtualized import ops
 
     @register_lowering(torch.ops.kernels_triton_free.code_words_row.default, type_promotion_kind=None)
-    def lower(x: Any, added: Any, sums: Any, words: Any, bits: int) -> Any:
+    def lower(_: Any, x: Any, added: Any, sums: Any, words: Any, bits: int) -> Any:
         blocks, groups, depth, outputs = map(int, words.get_size())
         x, added, sums, words = (argument.make_loader() for argument in (x, added, sums, words))
+        codes_of = _placed_codes if has_exact_codes(depth, bits) else _codes_of
         steps = depth // bits  # of a group; a step has as many words as a code has bits
 
         def of_step(index: Any, reduced: Any) -> Any:
             (block, output), (group, step) = index, reduced
             place = group * steps + step
-            # A sum waits for the one before: with a single chain one row took 3.7 ms in place of 2.7.
-            chains: list[Any] = [None, None]
+            chains: list[Any] = [None] * CHAINS
             for word in range(bits):
-                codes = _codes_of(words([block, group, step * bits + word, output]), bits, has_exact_codes(depth, bits))
+                codes = codes_of(words([block, group, step * bits + word, output]), bits)
                 for code, (value, _) in enumerate(codes):
-                    term = ops.mul(x([place * STEP + word * 32 // bits + code]), value)
-                    chain = chains[code % 2]
-                    chains[code % 2] = term if chain is None else ops.add(chain, term)
+                    term, chain = ops.mul(x([place * STEP + word * 32 // bits + code]), value), code % CHAINS
+                    chains[chain] = term if chains[chain] is None else ops.add(chains[chain], term)
             scale, zero = _scale_and_zero(words, (block, group, output), depth, bits)
-            product = ops.sub(ops.add(*chains), added([place]))
+            product = ops.sub(reduce(ops.add, chains), added([place]))
             return ops.add(ops.mul(scale, product), ops.mul(zero, sums([place])))
 
         out = sum_up(of_step, [blocks, outputs], [groups, steps], torch.float32)
@@ -104,20 +104,25 @@ def _weights_of(words: Any, place: tuple[Any, Any, Any, Any], depth: int, bits: 
         return [_float_of(_shifted(word, 16)), _masked(word, UPPER_HALF)]
     scale, zero = _scale_and_zero(words, (block, group, output), depth, bits)
     weights = []
-    for value, added in _codes_of(word, bits, has_exact_codes(depth, bits)):
+    for value, added in (_exact_codes if has_exact_codes(depth, bits) else _codes_of)(word, bits):
         middle = ops.mul(scale, ops.constant(added + 2.0 ** (bits - 1), torch.float32))
         weights.append(ops.add(ops.mul(value, scale), ops.sub(zero, middle)))
     return weights
 
 
-def _codes_of(word: Any, bits: int, as_they_are: bool) -> list[tuple[Any, float]]:
-    """The floats of a word's codes, each with what it is more than the code."""
-    from torch._inductor.virtualized import ops
+def _placed_codes(word: Any, bits: int) -> list[tuple[Any, float]]:
+    """As ``_exact_codes``, of inputs from ``_for_placed_codes``."""
+    halves, places = (word, _shifted(word, -16)), range(0, 16, bits)
+    return [(_converted(half, (2**bits - 1) << place), 0.0) for half in halves for place in places]
 
-    if as_they_are:
-        mask = ops.constant(2**bits - 1, torch.int32)
-        codes = [ops.bitwise_and(_shifted(word, -place), mask) for place in range(0, 32, bits)]
-        return [(ops.to_dtype(code, torch.float32, src_dtype=torch.int32), 0.0) for code in codes]
+
+def _exact_codes(word: Any, bits: int) -> list[tuple[Any, float]]:
+    """The floats of a word's codes, converted, to which nothing is added."""
+    return [(_converted(_shifted(word, -place), 2**bits - 1), 0.0) for place in range(0, 32, bits)]
+
+
+def _codes_of(word: Any, bits: int) -> list[tuple[Any, float]]:
+    """The floats of a word's codes, each with what it is more than the code."""
     at_256 = [_shifted(word, AT_256 - place) for place in range(0, 32, 8)]
     if bits == 8:
         return [(_masked(byte, 255 << AT_256, BITS_OF_256), 256.0) for byte in at_256]
@@ -131,6 +136,13 @@ def _scale_and_zero(words: Any, place: tuple[Any, Any, Any], depth: int, bits: i
     if words_of_scales(depth, bits) == 1:
         return _float_of(_shifted(last, 16)), _masked(last, UPPER_HALF)
     return _float_of(words([block, group, depth - 2, output])), _float_of(last)
+
+
+def _converted(word: Any, mask: int) -> Any:
+    from torch._inductor.virtualized import ops
+
+    part = ops.bitwise_and(word, ops.constant(mask, torch.int32))
+    return ops.to_dtype(part, torch.float32, src_dtype=torch.int32)
 
 
 def _float_of(bits_of_floats: Any) -> Any:

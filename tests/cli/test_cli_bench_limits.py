@@ -124,7 +124,11 @@ def test_the_parts_of_what_is_missing_add_up() -> None:
     assert "kernels" in missing_note(times, 80_000_000, 20_000_000, machine, complete=False)
 
 
-def test_roofline_prints_the_shares_and_what_is_missing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_bfloat16", [False, True])
+def test_roofline_prints_the_shares_and_what_is_missing(
+    has_bfloat16: bool, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: has_bfloat16)
     result = CliRunner().invoke(
         bench,
         [
@@ -143,6 +147,8 @@ def test_roofline_prints_the_shares_and_what_is_missing(tiny_model: Callable[...
     for step, share in zip(by_metric["step"].samples, by_metric["share of the bandwidth bound"].samples):
         assert share == pytest.approx(read_bytes / (max(copy, read) * 1e9) / (step / 1e3))
     assert len(by_metric["time to first token"].samples) == 2
+    # In bfloat16 a CPU without it takes a minute for each product.
+    assert report.configuration["probe_dtype"] == ("bfloat16" if has_bfloat16 else "float32")
 
 
 @pytest.mark.slow

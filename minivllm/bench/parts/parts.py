@@ -144,6 +144,7 @@ def roofline(
 
     from minivllm.bench.parts import bounds
     from minivllm.bench.parts.bounds import measure_machine
+    from minivllm.device.policy import DevicePolicy
     from minivllm.engine.resolve import resolve_device
     from minivllm.frontend.llm_engine import LLMEngine
 
@@ -152,7 +153,10 @@ def roofline(
     device = torch.device(resolve_device(args.device))
     on_cuda = device.type == "cuda"
     size, width = probe_mib or (4096 if on_cuda else 512), probe_width or (8192 if on_cuda else 2048)
-    machine = measure_machine(device, torch.bfloat16, size * 2**20, width)
+    # A CPU without products of bfloat16 computes a single one for a minute.
+    policy = DevicePolicy.of(device)
+    dtype = torch.float32 if policy.on_cpu and not policy.multiplies_bfloat16 else torch.bfloat16
+    machine = measure_machine(device, dtype, size * 2**20, width)
     new_tokens = (2 if kernels else 1) * steps + SETTLING_STEPS + 8
     args = decode_args(args, batch, max(context + new_tokens, prefill + 1))
     with LLMEngine.from_args(args) as started:
@@ -226,6 +230,7 @@ def roofline(
         "prefill_flops": flops,
         "probe_mib": size,
         "probe_width": width,
+        "probe_dtype": str(dtype).removeprefix("torch."),
     }
     publish(make_report("roofline", configuration, measurements, notes=notes), output)
 
