@@ -14,10 +14,11 @@ c in the upper half of its mantissa, 15 bits from the right; those of 16 + c, fo
 bits from the right. So one shift puts a byte there, and a mask and the bits of 256 (or 16) make a number of its code:
 both codes of 4 bits come from one shift. What was added to the codes is taken off each group's sum, for which the
 sums of the inputs are known: sum(x * (256 + c)) - 256 * sum(x). That costs 8 of float32's 24 bits; a result of bfloat16
-has 8. Where results are float32, as scales are then, a code is converted. For one row it is not shifted before, so
+has 8. Where results are float32, as scales are then, a code is converted. For a few rows it is not shifted before, so
 that it is a power of 2 times as large, by which its input is divided, exactly; only one shift moves a word's upper half
-into the lower one, clear of the sign. With that and four chains of sums in place of two, one row of SmolLM2-135M's
-layers took 5.9 to 6.4 ms in place of 6.4 to 7.0 (two cores with AVX2, one process, in turn).
+into the lower one, clear of the sign. With that and four chains of sums in place of two, one row and as many weights of
+4 bits as SmolLM2-135M's layers have took 5.9 to 6.4 ms in place of 6.4 to 7.0 (two cores of Zen 3, in turn); with
+AVX-512 it was not measured.
 
 Two cores of Zen 4 took for the layers, operator / these loops [ms]: 1 row 3.7 / 2.7, 2 rows 4.6 / 4.2, 4 rows 5.9 /
 6.3, without what calling the operator costs.

@@ -43,6 +43,7 @@ def _lower_code_words_row() -> None:
 
     @register_lowering(torch.ops.kernels_triton_free.code_words_row.default, type_promotion_kind=None)
     def lower(_: Any, x: Any, added: Any, sums: Any, words: Any, bits: int) -> Any:
+        # x is what codes meet in their places; the inputs themselves are for code that is not compiled.
         blocks, groups, depth, outputs = map(int, words.get_size())
         x, added, sums, words = (argument.make_loader() for argument in (x, added, sums, words))
         codes_of = _placed_codes if has_exact_codes(depth, bits) else _codes_of

@@ -153,9 +153,8 @@ def roofline(
     device = torch.device(resolve_device(args.device))
     on_cuda = device.type == "cuda"
     size, width = probe_mib or (4096 if on_cuda else 512), probe_width or (8192 if on_cuda else 2048)
-    # A CPU without products of bfloat16 computes a single one for a minute.
-    policy = DevicePolicy.of(device)
-    dtype = torch.float32 if policy.on_cpu and not policy.multiplies_bfloat16 else torch.bfloat16
+    # A CPU without products of bfloat16 takes a minute for this one (two cores of Zen 3), in which no prompt attends.
+    dtype = DevicePolicy.of(device).prompt_attention_dtype(torch.bfloat16)
     machine = measure_machine(device, dtype, size * 2**20, width)
     new_tokens = (2 if kernels else 1) * steps + SETTLING_STEPS + 8
     args = decode_args(args, batch, max(context + new_tokens, prefill + 1))
