@@ -42,10 +42,12 @@ class TilePart(NamedTuple):
 
 
 class FlexMetadata(NamedTuple):
-    """One step: the number of its tokens without padding, and what they are cut into."""
+    """One step: the number of its tokens without padding, and what they are cut into. is_one: a single part takes in
+    all of it, padding included."""
 
     num_tokens: int
     parts: tuple[TilePart, ...]
+    is_one: bool
 
 
 class FlexAttention:
@@ -100,13 +102,15 @@ class FlexAttention:
                 own = rows.cut(begin, end)
                 first, token = token, token + int(own.counts.sum())
                 parts.append(TilePart(kind, first, token, kind.prepare(own, first, 2)))
-        return FlexMetadata(token, tuple(parts))
+        only = parts[0]
+        is_one = len(parts) == 1 and only.kind is self._single and only.tiles.num_tiles >= rows.num_padded
+        return FlexMetadata(token, tuple(parts), is_one)
 
     def attend(
         self, metadata: FlexMetadata, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         part = metadata.parts[0]
-        if len(metadata.parts) == 1 and part.kind is self._single and part.tiles.num_tiles >= q.shape[0]:
+        if metadata.is_one:
             return part.kind.attend(part.tiles, cache, spec, q, sinks)
         if part.end == q.shape[0]:
             return part.kind.attend(part.tiles, cache, spec, q, sinks)[: part.end]

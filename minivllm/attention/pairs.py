@@ -26,7 +26,7 @@ from kernels_triton_free.strips.attention import FAR, Pairs, attend_to_strips
 from minivllm.attention.backend import AttentionContext, StepRows
 from minivllm.attention.lists.tile_lists import blocks_read
 from minivllm.attention.rules.rule import AttentionRule
-from minivllm.compilation.regions import Region, Size, TensorSpec
+from minivllm.compilation.regions import Region, Size, TensorSpec, bound
 from minivllm.device.buffers import to_device
 from minivllm.models.decoder_config import AttentionSpec, Reach
 from minivllm.models.model import LayerCache
@@ -68,11 +68,11 @@ def list_pairs(
 
 
 class PairMetadata(NamedTuple):
-    """num_tiles: rows, padding included; a row is what a tile is elsewhere. q_position int32 [rows]."""
+    """num_tiles: rows, padding included; a row is what a tile is elsewhere. kernels: for each spec, given what all of
+    its layers read alike."""
 
     num_tiles: int
-    pairs: dict[Reach, Pairs]
-    q_position: Tensor
+    kernels: dict[AttentionSpec, Callable]
 
 
 class RowPairs:
@@ -102,44 +102,47 @@ class RowPairs:
         cache = context.cache_spec.declare(example, context.tables.block_size, context.device)
         shape = rows, context.kv_heads, context.query_group, context.head_dim
         q = TensorSpec(shape, context.query_dtype, context.device)
-        sinks = {"sinks": TensorSpec((heads,), torch.float32, context.device)} if spec.has_sinks else {}
         return {
             "q": q,
             "k_cache": cache.k,
             "v_cache": cache.v,
+            "sinks": TensorSpec((heads,), torch.float32, context.device) if spec.has_sinks else None,
             "pairs": Pairs(numbers(pairs), numbers(pairs), numbers(pairs), numbers(rows, Size("blocks of a row", 3))),
             "q_position": numbers(rows),
-            **sinks,
         }
 
     def prepare(self, rows: StepRows, first_token: int, least: int) -> PairMetadata:
         """Every token of these rows is a row, and token t of the step is row t; at least ``least`` rows."""
         context = self._context
-        request = np.repeat(np.arange(len(rows.counts)), rows.counts)
-        done = np.arange(len(request)) - (np.cumsum(rows.counts) - rows.counts)[request]
-        positions = rows.starts[request] + done
-        num_rows = max(len(request), least, context.min_rows)
-        q_position = np.full(num_rows, -1, dtype=np.int32)
-        q_position[: len(request)] = positions
+        slots, positions = rows.slots, rows.starts
+        if rows.num_single < len(slots):
+            request = np.repeat(np.arange(len(slots)), rows.counts)
+            slots, done = slots[request], np.arange(len(request)) - (np.cumsum(rows.counts) - rows.counts)[request]
+            positions = positions[request] + done
+        num_rows = max(len(slots), least, context.min_rows)
+        own_position = np.full(num_rows, -1, dtype=np.int32)
+        own_position[: len(slots)] = positions
+        q_position = to_device(own_position, context.device)
         pairs: dict[Reach, Pairs] = {}
         for reach in context.reaches:
             # What another rule of visibility shows is not known here.
             own = reach if self._rule.visibility is None else Reach()
             table, size = context.tables.block_table.host, context.tables.block_size
-            listed = list_pairs(table, rows.slots[request], positions, own, size, num_rows)
+            listed = list_pairs(table, slots, positions, own, size, num_rows)
             pairs[reach] = Pairs(*(to_device(part, context.device) for part in listed))
-        return PairMetadata(num_rows, pairs, to_device(q_position, context.device))
+        return PairMetadata(
+            num_rows,
+            {spec: bound(kernel, pairs[spec.reach], q_position) for spec, kernel in self._kernels.items()},
+        )
 
     def attend(
         self, tiles: PairMetadata, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """q [tokens of the step, kv_heads, G, D] -> o of those that are rows, [N, kv_heads, G, D]."""
         num_tokens, num_rows = q.shape[0], tiles.num_tiles
-        own = q
         if num_tokens > num_rows:
-            own = q[:num_rows]
+            q = q[:num_rows]
         elif num_tokens < num_rows:
-            own = F.pad(q, (0, 0, 0, 0, 0, 0, 0, num_rows - num_tokens))
-        given = (sinks,) if spec.has_sinks else ()
-        o: Tensor = self._kernels[spec](own, cache.k, cache.v, tiles.pairs[spec.reach], tiles.q_position, *given)
+            q = F.pad(q, (0, 0, 0, 0, 0, 0, 0, num_rows - num_tokens))
+        o: Tensor = tiles.kernels[spec](q, cache.k, cache.v, sinks)
         return o[:num_tokens] if num_tokens < num_rows else o

@@ -19,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from minivllm.compilation.compiler import (
     prepare_inductor,
 )
 from minivllm.compilation.package_builds import Child, PackageBuilds, can_fork
-from minivllm.compilation.regions import MAX_SIZE, Region, TensorSpec, filled, flatten
+from minivllm.compilation.regions import MAX_SIZE, Region, TensorSpec, bound, filled, flatten
 from minivllm.hub.fetch import exclusive
 
 logger = logging.getLogger(__name__)
@@ -66,21 +66,11 @@ class PackagedRegionCompiler(RegionCompiler):
         several = self._packaged(region)
         if not region.has_code_for("single"):
             return several
-        single, few, most = self._packaged(region.fixed("single")), several, 1
-        counts = list(region.counts("few").items())
+        single, few = self._packaged(region.fixed("single")), None
+        counts = tuple(region.counts("few").get(place) for place in range(len(region.inputs)))
         if region.has_code_for("few"):
-            few, self.few_rows = self._packaged(region.fixed("few")), counts[0][1]
-            most = self.few_rows
-
-        def run(*args: Any) -> Any:
-            rows = args[0].shape[0]
-            if rows == 1:
-                return single.run(*args)
-            if rows == most and all(args[place].shape[0] == count for place, count in counts):
-                return few.run(*args)
-            return several.run(*args)
-
-        return run
+            few, self.few_rows = self._packaged(region.fixed("few")), next(filter(None, counts))
+        return _ByRows(single, few, several, counts)
 
     def _packaged(self, region: Region) -> _PackagedRegion:
         key = package_key(region)
@@ -161,25 +151,76 @@ class PackagedRegionCompiler(RegionCompiler):
             self._child = None
 
 
+class _ByRows:
+    """A region with code of its own for one row, and for a few of them."""
+
+    def __init__(
+        self, single: Callable, few: Callable | None, several: Callable, counts: tuple[int | None, ...]
+    ) -> None:
+        """counts: for each argument, see ``Region.counts`` of a few rows."""
+        self._single, self._few, self._several, self._counts = single, few, several, counts
+        self._most = next(filter(None, counts), 1)
+
+    def __call__(self, *args: Any) -> Any:
+        rows = args[0].shape[0]
+        if rows == 1:
+            return self._single(*args)
+        if rows == self._most and self._few is not None and _fit(args, self._counts):
+            return self._few(*args)
+        return self._several(*args)
+
+    def bound(self, *last: Any) -> Callable:
+        """See ``regions.bound``."""
+        free = len(self._counts) - len(last)
+        few = self._few if self._few is not None and _fit(last, self._counts[free:]) else None
+        own = None if few is None else bound(few, *last)
+        return _ByRows(bound(self._single, *last), own, bound(self._several, *last), self._counts[:free])
+
+
+def _fit(args: Sequence[Any], counts: tuple[int | None, ...]) -> bool:
+    """Whether arguments have the first dimensions that code for a few rows takes."""
+    return all(count is None or args[place].shape[0] == count for place, count in enumerate(counts))
+
+
 class _PackagedRegion:
-    """One region, whose package is loaded or missing. ``run`` is what is called: no call is spent on anything else."""
+    """One region, whose package is loaded or missing."""
 
     def __init__(self, region: Region, key: str, build: Callable[[list[_PackagedRegion]], None]) -> None:
         """build: what a call does first if the package is missing."""
         self.region, self.key, self._build = region, key, build
-        self.run: Callable = self._run_first
-        self._ready: Callable | None = None
+        self._loaded: Callable[[list[Tensor]], Sequence[Tensor]] | None = None
+        self._function: Callable | None = None
+        self._package: Callable[[list[Tensor]], Sequence[Tensor]] | None = None
+        """What is loaded, once the first arguments have been looked at: a package checks nothing when it is called."""
+        self._run = self.bound()
 
     def __call__(self, *args: Any) -> Any:
-        return self.run(*args)
+        return self._run(*args)
+
+    def bound(self, *last: Any) -> Callable:
+        """See ``regions.bound``."""
+        own: list[Tensor] = []
+        flatten(last, own)
+
+        def run(*args: Any) -> Any:
+            package = self._package
+            if package is None:
+                return self._run_otherwise(*args, *last)
+            tensors: list[Tensor] = []
+            flatten(args, tensors)
+            tensors += own
+            out = package(tensors)
+            return out[0] if len(out) == 1 else out
+
+        return run
 
     @property
     def is_ready(self) -> bool:
-        return self._ready is not None
+        return self._loaded is not None or self._function is not None
 
     def take(self, function: Callable) -> None:
-        """Call this from now on, after the first arguments have been looked at."""
-        self._ready = function
+        """Call this in place of a package."""
+        self._function = function
 
     def load(self, directory: Path) -> bool:
         """Take the package of this key from the disk; False if there is no sound one."""
@@ -193,27 +234,22 @@ class _PackagedRegion:
             package.unlink(missing_ok=True)
             return False
         _delete_unpacked()
-        run = loader.boxed_run
-
-        def run_package(*args: Any) -> Any:
-            tensors: list[Tensor] = []
-            flatten(args, tensors)
-            out = run(tensors)
-            return out[0] if len(out) == 1 else out
-
-        self.take(run_package)
+        self._loaded = loader.boxed_run
         return True
 
-    def _run_first(self, *args: Any) -> Any:
-        """A package checks nothing when it is called, so the first call is checked here."""
-        tensors: list[Tensor] = []
-        flatten(args, tensors)
-        self.region.check(tensors)
-        if self._ready is None:
-            self._build([self])
-        assert self._ready is not None
-        self.run = self._ready
-        return self.run(*args)
+    def _run_otherwise(self, *args: Any) -> Any:
+        """The first call, and every one where there is no package."""
+        if self._function is None:
+            tensors: list[Tensor] = []
+            flatten(args, tensors)
+            self.region.check(tensors)
+            if not self.is_ready:
+                self._build([self])
+        if self._function is not None:
+            return self._function(*args)
+        assert self._loaded is not None
+        self._package = self._loaded
+        return self._run(*args)
 
 
 def export_region(region: Region, examples: dict[tuple[TensorSpec, int], Tensor]) -> torch.export.ExportedProgram:

@@ -21,9 +21,9 @@ def rounded_capacity(size: int) -> int:
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """array on the device, without waiting for what the device is computing."""
     tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    if device.type == "cpu":
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class StagingBuffer:

@@ -69,7 +69,7 @@ class Sampler:
         compiled = compiler(Region("likeliest tokens", likeliest, {"logits": spec}))
 
         def find(given: Tensor) -> Tensor:
-            is_declared = given.dtype == logits and given.is_contiguous() and len(given) >= compiler.min_rows
+            is_declared = given.dtype == logits and given.is_contiguous() and given.shape[0] >= compiler.min_rows
             found: Tensor = compiled(given) if is_declared else likeliest(given)
             return found
 
@@ -87,6 +87,8 @@ class Sampler:
                 f"{self._state.vocab_size}: make both with the width of the model's output layer."
             )
         slots = np.asarray(slots, dtype=np.int64)
+        if self._state.is_plain[slots].all() and not any(mask.touches(slots).any() for mask in self._masks):
+            return SampledTokens(self._likeliest(logits), [None] * len(slots))
         is_random = self._state.temperature.host[slots] > 0.0
         needs_work = is_random | self.depends_on_output(slots)
         # Masks compare nothing and compute nothing: where there is no more to do, logits need not become wider.
@@ -109,6 +111,8 @@ class Sampler:
         """slots [R] int -> bool [R]: rows whose next token may depend on the tokens before it in other ways than
         through their logits. Masks do not count: they are there for every position in advance."""
         depends = np.zeros(len(slots), dtype=np.bool_)
+        if self._state.is_plain[slots].all():
+            return depends
         for stage in self._state.draw_edits:
             depends |= stage.touches(slots)
         depends &= self._state.temperature.host[slots] > 0.0

@@ -237,6 +237,8 @@ class SamplingState:
         self.seed = SlotColumn(num_slots, np.int64, device)
         self.num_logprobs = np.full(num_slots, -1, dtype=np.int64)
         """Alternatives to report per token, on the host only; -1: no log-probabilities at all."""
+        self.is_plain = np.ones(num_slots, dtype=np.bool_)
+        """The likeliest token is all that is wanted: no stage ever touches the slot's rows."""
         self.constraints = TokenConstraints(num_slots, vocab_size, device)
         self.penalties = Penalties(num_slots, vocab_size, device)
         self.edits: tuple[LogitsStage, ...] = (self.constraints, self.penalties)
@@ -267,6 +269,9 @@ class SamplingState:
         self.penalties.add(slot, request, output_token_ids)
         for processor in self._processors:
             processor.add(slot, request, output_token_ids)
+        own = np.array([slot])
+        is_touched = any(stage.touches(own)[0] for stage in self.edits)  # what is not touched now never will be
+        self.is_plain[slot] = not (params.temperature > 0 or params.logprobs is not None or is_touched)
 
     def remove(self, slot: int) -> None:
         """The request left; removing an empty slot does nothing."""

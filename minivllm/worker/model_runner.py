@@ -18,7 +18,7 @@ from minivllm.batch.step_inputs import Row, StepInputs
 from minivllm.batch.token_feedback import TokenFeedback, UnknownTokens
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.config import CudaGraphMode, SpeculativeConfig
-from minivllm.device.buffers import ReadBack
+from minivllm.device.buffers import ReadBack, to_device
 from minivllm.device.policy import DevicePolicy
 from minivllm.distributed.stage import Stage
 from minivllm.graphs.graph_capture import GraphBackend
@@ -220,8 +220,8 @@ class ModelRunner:
         slots = np.fromiter((request.slot for request in requests), np.int64, len(requests))
         positions = np.fromiter((request.num_tokens for request in requests), np.int64, len(requests))
         has_drafts = any(row.drafts for row in sampled)
-        unknown = slots[[request.num_pending_tokens > 0 for request in requests]]
-        if len(unknown) and (has_drafts or self.sampler.depends_on_output(unknown).any()):
+        is_unknown = [request.num_pending_tokens > 0 for request in requests]
+        if any(is_unknown) and (has_drafts or self.sampler.depends_on_output(slots[is_unknown]).any()):
             pending.finish_previous()
         if has_drafts:
             self._verify(logits, slots, positions, sampled, pending.output)
@@ -272,9 +272,9 @@ class ModelRunner:
             if len(tokens) == inputs.num_tokens:
                 return hidden.logits[: len(tokens)]
             return hidden.logits[torch.from_numpy(tokens).to(self.decoder.device, non_blocking=True)]
-        count, width = len(tokens), len(inputs.token_ids)
+        count, width = len(tokens), inputs.token_ids.shape[0]
         least = width if width == self.model.few_rows else min(width, 2)
         if count < least:
             tokens = np.resize(tokens, least)
-        rows = torch.from_numpy(tokens).to(self.decoder.device, non_blocking=True)
+        rows = to_device(tokens, self.decoder.device)
         return self.decoder.logits(hidden.hidden, rows, inputs.tokens)[:count]

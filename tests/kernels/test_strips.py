@@ -72,14 +72,22 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def attend(
-    cache: tuple[Tensor, Tensor], table: np.ndarray, positions: np.ndarray, q: Tensor, padding: int, **rule: Any
+    cache: tuple[Tensor, Tensor],
+    table: np.ndarray,
+    positions: np.ndarray,
+    q: Tensor,
+    padding: int,
+    sinks: Tensor | None = None,
+    **rule: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     """What the kernel gives for rows in the batch slots 0, 1, …, and the reference of each one."""
     reach = Reach(rule.get("window"), rule.get("chunk"))
     size, rows = cache[1].shape[3], len(positions)
     pairs = list_pairs(table, np.arange(rows), positions, reach, size, rows + padding)
     q_position = torch.from_numpy(np.append(positions, [-1] * padding).astype(np.int32))
-    out = attend_to_strips(q, *cache, Pairs(*map(torch.from_numpy, pairs)), q_position, scale=0.3, **rule)
+    own_pairs = Pairs(*map(torch.from_numpy, pairs))
+    out = attend_to_strips(q, *cache, sinks, own_pairs, q_position, scale=0.3, **rule)
+    rule["sinks"] = sinks
     expected = []
     for row, position in enumerate(positions.tolist()):
         blocks = torch.from_numpy(table[row, : position // size + 1])
@@ -145,8 +153,8 @@ def test_compiled_loops_over_a_cache_ask_for_what_comes_next_and_others_do_not(k
     q = torch.randn(2, kv_heads, 3, 64, generator=generator).bfloat16()
     position = torch.tensor([600, 300], dtype=torch.int32)
     compiled = torch.compile(partial(attend_to_strips, scale=0.125), fullgraph=True)
-    out, [code] = run_and_get_code(compiled, q, k, v, pairs, position)
-    torch.testing.assert_close(out, attend_to_strips(q, k, v, pairs, position, scale=0.125), rtol=1e-2, atol=1e-2)
+    out, [code] = run_and_get_code(compiled, q, k, v, None, pairs, position)
+    torch.testing.assert_close(out, attend_to_strips(q, k, v, None, pairs, position, scale=0.125), rtol=1e-2, atol=1e-2)
     found = [int(place) for place in re.findall(r"__builtin_prefetch\(in_ptr\d+ \+ static_cast<int64_t>\((\d+)L", code)]
     streams = 2 if q.shape[2] <= MOST_HEADS_OF_TWO_STREAMS else 1
     assert sorted(place for place in found if place >= 2048) == sorted(2 * [step, step + 2048][:streams]), "of K and V"

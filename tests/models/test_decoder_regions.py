@@ -154,7 +154,7 @@ def region_calls(decoder: Decoder, caches: list[LayerCache]) -> list[tuple]:
         (decoder._first, (ids, decoder.embedding, inputs, decoder.cos_sin[0], caches[0], layers[0].before)),
         (
             decoder._between[0],
-            (o, residual, inputs, decoder.cos_sin[1], caches[1], layers[0].after, layers[1].before),
+            (o, residual, inputs, caches[1], decoder.cos_sin[1], layers[0].after, layers[1].before),
         ),
         (
             decoder._last,

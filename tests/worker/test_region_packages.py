@@ -30,7 +30,7 @@ from minivllm.compilation import region_packages
 from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.compilation.package_builds import can_fork
 from minivllm.compilation.region_packages import PackagedRegionCompiler, find_package, package_key
-from minivllm.compilation.regions import Region, Size, TensorSpec, specs_of
+from minivllm.compilation.regions import Region, Size, TensorSpec, bound, specs_of
 from minivllm.engine import background_builds
 from minivllm.processing.outputs import Logprob
 
@@ -151,6 +151,21 @@ def test_a_package_computes_what_the_function_computes_for_every_number_of_rows(
     assert not no_build
 
 
+@pytest.mark.parametrize("given", [1, 2])
+def test_a_region_takes_its_last_arguments_in_advance(built: Path, no_build: list[str], given: int) -> None:
+    region = make(PackagedRegionCompiler(built))
+    for seed, rows in enumerate((5, 2, 9)):
+        x, pair, cache = arguments(rows, seed=seed)
+        expected = transform(2.0, x, pair, torch.zeros_like(cache))
+        for whole in (region, partial(transform, 2.0)):
+            cache.zero_()
+            last = (pair, cache)[-given:]
+            with torch.inference_mode():
+                torch.testing.assert_close(bound(whole, *last)(x, *(pair,)[: 2 - given]), expected)
+            torch.testing.assert_close(cache[:rows], expected[0])
+    assert not no_build
+
+
 @needs_compiler
 def test_a_single_row_gets_a_package_of_its_own_that_computes_the_same(tmp_path: Path) -> None:
     directory = tmp_path / "regions"
@@ -191,8 +206,8 @@ def test_a_few_rows_get_a_package_of_their_own_where_all_that_is_counted_fits(tm
         for tokens, picked, expected in [(1, 1, 1), (4, 4, 4), (4, 3, 0), (5, 4, 0), (2, 2, 0)]:
             x, rows = torch.randn(tokens, 16), torch.randint(tokens, (picked,))
             for call, fixed in ((region, expected), (plain, expected % 4)):
-                y, code = call(x, rows, words)
-                assert torch.equal(y, x[rows] + words) and code.item() == fixed
+                for y, code in (call(x, rows, words), bound(call, words)(x, rows), bound(call, rows, words)(x)):
+                    assert torch.equal(y, x[rows] + words) and code.item() == fixed
 
 
 @pytest.mark.slow
@@ -398,8 +413,10 @@ def test_a_package_is_not_used_for_other_constants_or_other_declarations(built: 
 def test_what_was_not_declared_is_refused_at_the_first_call(
     built: Path, change: Callable[..., tuple], sentence: str
 ) -> None:
-    with pytest.raises(TypeError, match=sentence), torch.inference_mode():
-        make(PackagedRegionCompiler(built))(*change(*arguments(5)))
+    first, *last = change(*arguments(5))
+    for call in (lambda region: region(first, *last), lambda region: bound(region, *last)(first)):
+        with pytest.raises(TypeError, match=sentence), torch.inference_mode():
+            call(make(PackagedRegionCompiler(built)))
 
 
 @needs_compiler

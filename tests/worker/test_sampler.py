@@ -161,6 +161,16 @@ def test_greedy_rows_take_the_argmax_of_untouched_logits():
     assert torch.equal(logits, before)
 
 
+def test_only_greedy_rows_that_nothing_edits_need_no_stage():
+    params = [*VARIETY, {**GREEDY, "logprobs": 0}, {**GREEDY, "logit_bias": {3: 1.0}}, {**GREEDY, "min_tokens": 4}]
+    bench = Bench(64, *(make_request(seed=1, **own) for own in params))
+    assert bench.state.is_plain[: len(params)].tolist() == [own == GREEDY for own in params]
+    for slot in (0, 2):
+        bench.state.remove(slot)
+        bench.state.add(slot, make_request(seed=1, **params[2 - slot]), [])
+    assert bench.state.is_plain[[0, 2]].tolist() == [False, True]
+
+
 def test_a_plain_greedy_batch_makes_no_wide_copy(monkeypatch):
     bench = Bench(700, GREEDY_REQUEST, GREEDY_REQUEST)
     monkeypatch.setattr(Sampler, "_process", lambda *_: pytest.fail("nothing needs processing"))

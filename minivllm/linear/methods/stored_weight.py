@@ -206,6 +206,28 @@ def round_to_rows(
     return values, scale
 
 
+def round_groups_to_rows(weight: QuantizedWeight, bits: int, values_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``round_to_rows``, with scales of float32, of what a weight in groups restores to, which is not written down.
+
+    (code * scale + offset) / s is code * (scale / s) + offset / s: one pass over the codes, and of the values only the
+    least and the largest of each group are needed before. To restore and round took 1.2 of the 2.2 seconds in which
+    SmolLM2-135M was loaded on two cores of Zen 3.
+    """
+    if not isinstance(weight, GroupedWeight) or weight.order is not None:
+        return round_to_rows(weight.restore(torch.float32), bits, values_dtype, torch.float32)
+    values, largest = torch.empty(weight.shape, dtype=values_dtype, device=weight.codes.device), 2 ** (bits - 1) - 1
+    scale = torch.empty(len(values), 1, device=values.device)
+    for piece in _pieces(weight.shape, RESTORED_ELEMENTS):
+        codes = weight.codes[piece].unflatten(1, (-1, weight.group_size))
+        own, offset = weight.scale[piece], weight.offset[piece]
+        extremes = torch.stack([(code * own + offset).abs() for code in codes.aminmax(dim=-1)])
+        rows = scale[piece] = (extremes.amax((0, 2)).unsqueeze(1) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+        numbers = codes.float()
+        torch.addcmul((offset / rows).unsqueeze(-1), numbers, (own / rows).unsqueeze(-1), out=numbers)
+        values[piece] = numbers.round_().clamp_(-largest, largest).flatten(1)
+    return values, scale
+
+
 def round_to_float8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [out, in] -> float8_e4m3fn [out, in] and scale float32 [out, 1]: w = values * scale."""
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)

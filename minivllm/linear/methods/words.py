@@ -28,12 +28,8 @@ from minivllm.linear.methods.stored_weight import (
     GroupedWeight,
     StoredWeight,
     in_groups,
-    round_to_int8_rows,
-    round_to_rows,
+    round_groups_to_rows,
 )
-
-ROUNDED_ROWS = 1024
-"""Outputs restored and rounded at a time."""
 
 
 class WordsInt4Linear(Int4Linear):
@@ -98,15 +94,10 @@ class WholeInt4Linear(WordsInt4Linear):
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = in_groups(weight, self.group_size, self.dtype)
-        parts, dtype = parts_of(grouped.shape[1]), DTYPES[self.rounded_bits]
-        values, scale = torch.empty(grouped.shape, dtype=dtype), torch.empty(len(parts), grouped.shape[0])
-        for first in range(0, grouped.shape[0], ROUNDED_ROWS):
-            rows = slice(first, first + ROUNDED_ROWS)
-            restored = grouped.part(rows, slice(None)).restore(torch.float32)
-            for own, own_scale in zip(parts, scale, strict=True):
-                rounded = round_to_rows(restored[:, own], self.rounded_bits, dtype, torch.float32)
-                values[rows, own], own_scale[rows] = rounded[0], rounded[1].flatten()
-        numbers = WholeNumbers(values, scale)
+        parts = [grouped.part(slice(None), own) for own in parts_of(grouped.shape[1])]
+        rounded = [round_groups_to_rows(part, self.rounded_bits, DTYPES[self.rounded_bits]) for part in parts]
+        values = rounded[0][0] if len(parts) == 1 else torch.cat([values for values, _ in rounded], 1)
+        numbers = WholeNumbers(values, torch.cat([scale for _, scale in rounded], 1).T.contiguous())
         return with_bias((self._words(grouped, 1), *(for_rows(tensor, 2) for tensor in numbers)), bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
@@ -179,8 +170,9 @@ class RoundedInt4Linear(WordsInt4Linear):
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = in_groups(weight, self.group_size, self.dtype)
-        values = grouped.restore(torch.float32).chunk(self.parts, dim=1)
-        tiles = tile_int8([round_to_int8_rows(part, torch.float32) for part in values])
+        size = grouped.shape[1] // self.parts
+        parts = [grouped.part(slice(None), slice(part * size, (part + 1) * size)) for part in range(self.parts)]
+        tiles = tile_int8([round_groups_to_rows(part, 8, torch.int8) for part in parts])
         return with_bias((self._words(grouped, 1), *(for_rows(tensor, 2) for tensor in tiles)), bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:

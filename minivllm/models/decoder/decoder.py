@@ -31,7 +31,7 @@ from torch import Tensor
 from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.norm import add_rms_norm
 from kernels_triton_free.rotary import rotary_table
-from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, specs_of
+from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, bound, specs_of
 from minivllm.distributed.stage import Stage
 from minivllm.errors import ModelError
 from minivllm.linear.experts.experts import Experts
@@ -50,6 +50,7 @@ from minivllm.models.model import (
     TOKENS,
     Attend,
     CacheSpec,
+    Given,
     Hidden,
     HiddenTap,
     LayerCache,
@@ -117,10 +118,11 @@ class Decoder:
         self.cos_sin = [tables[index or 0] for index in rotated]
         self.tap: HiddenTap | None = None
         self._first: Callable
-        self._between: list[Callable]
+        self._between: list[Callable] = []
         self._last: Callable
         self._declared_tokens: TokenInputs
         self._weights: list[tuple[BeforeMixer, AfterMixer]] = []
+        self._passages: list[tuple[Given, Callable]] = []  # between two layers each, with the weights of both
         self._shortened: Decoder | None = None
 
     @property
@@ -221,12 +223,18 @@ class Decoder:
     def _list_weights(self) -> None:
         """The weights are others now."""
         self._weights = [(layer.before, layer.after) for layer in self.layers]
+        self._passages = [
+            (layer.given, bound(between, table, after, before))
+            for between, layer, table, (_, after), (before, _) in zip(
+                self._between, self.layers, self.cos_sin[1:], self._weights, self._weights[1:]
+            )
+        ]
         if self._shortened is not None:
             self._shortened._share_weights(self)
 
     def _share_weights(self, whole: Decoder) -> None:
         self.embedding, self.final_norm = whole.embedding, whole.final_norm
-        self._weights = whole._weights[: len(self.layers)]
+        self._weights, self._passages = whole._weights[: len(self.layers)], whole._passages[: len(self.layers) - 1]
 
     def take_weights(self, other: Decoder) -> None:
         """Take over the weights of another decoder of the same configuration; adapters stay.
@@ -251,7 +259,6 @@ class Decoder:
     def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
         """Make the callables of all regions; layers that compute the same thing share one."""
         self._declared_tokens = tokens
-        self._list_weights()
         layers, common = self.layers, self._region_constants
         self._compile_experts(compile_region)
         name, function, inputs = "entry", partial(self._entry_region, layers[0]), dict[str, Any](stream=self._stream)
@@ -275,8 +282,8 @@ class Decoder:
             inputs = {
                 **self._attended(layer),
                 "tokens": tokens,
-                "cos_sin": specs_of(self.cos_sin[index + 1]),
                 "cache": following.own_cache(caches[index + 1]),
+                "cos_sin": specs_of(self.cos_sin[index + 1]),
                 "after": specs_of(layer.after),
                 "before": specs_of(following.before),
             }
@@ -288,6 +295,7 @@ class Decoder:
                 regions[key] = compile_region(Region("between", function, inputs, (common, kind)))
             self._between.append(regions[key])
         self._last = self._compile_last(compile_region) if self.stage.is_last else self._compile_exit(compile_region)
+        self._list_weights()
 
     def _compile_experts(self, compile_region: CompileRegion) -> None:
         """Loops that run inside the operators of regions."""
@@ -350,7 +358,6 @@ class Decoder:
         """The decoder of the first ``count`` layers with this one's final norm and head; all weights and, where they
         compute the same, all regions are shared. ``build_regions`` comes first."""
         shortened = self._shorten(count)
-        shortened._between = self._between[: count - 1]
         own, whole = shortened.layers[-1], self.layers[-1]
         if (own.spec.behind, own.methods) != (whole.spec.behind, whole.methods):
             shortened._last = shortened._compile_last(compile_region)
@@ -360,17 +367,15 @@ class Decoder:
         """Run all layers up to the last attention. Returns (o [tokens, kv_heads, G, D] of the last attention, residual
         stream [tokens, hidden]); a stage before the last one, nothing: it sends the stream behind its last layer on."""
         entered = (token_ids, self.embedding) if self.stage.is_first else (self._received(token_ids),)
+        own_caches = [None if layer.keeps_state else cache for layer, cache in zip(self.layers, caches)]
         with span("first"):
-            cache = self.layers[0].own_cache(caches[0])
-            q, residual = self._first(*entered, tokens, self.cos_sin[0], cache, self._weights[0][0])
+            q, residual = self._first(*entered, tokens, self.cos_sin[0], own_caches[0], self._weights[0][0])
         tapped = () if self.tap is None else self.tap.layers
         wanted = [residual] if 0 in tapped else []
-        for layer, between in enumerate(self._between):
-            o = attend(layer, q, self.layers[layer].given)
-            after, before, table = self._weights[layer][1], self._weights[layer + 1][0], self.cos_sin[layer + 1]
-            cache = self.layers[layer + 1].own_cache(caches[layer + 1])
+        for layer, (given, between) in enumerate(self._passages):
+            o = attend(layer, q, given)
             with span("between"):
-                q, residual = between(o, residual, tokens, table, cache, after, before)
+                q, residual = between(o, residual, tokens, own_caches[layer + 1])
             if layer + 1 in tapped:
                 wanted.append(residual)
         hidden = attend(len(self.layers) - 1, q, self.layers[-1].given), residual
@@ -454,8 +459,8 @@ class Decoder:
         o: Tensor,
         residual: Tensor,
         tokens: TokenInputs,
-        cos_sin: Tensor,
         cache: LayerCache | None,
+        cos_sin: Tensor,
         after: AfterMixer,
         before: BeforeMixer,
     ) -> tuple[Tensor, Tensor]:
