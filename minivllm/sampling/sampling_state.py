@@ -237,8 +237,8 @@ class SamplingState:
         self.seed = SlotColumn(num_slots, np.int64, device)
         self.num_logprobs = np.full(num_slots, -1, dtype=np.int64)
         """Alternatives to report per token, on the host only; -1: no log-probabilities at all."""
-        self.is_plain = np.ones(num_slots, dtype=np.bool_)
-        """The likeliest token is all that is wanted: no stage ever touches the slot's rows."""
+        self.is_plain = np.zeros(num_slots, dtype=np.bool_)
+        """The likeliest token is all that the slot's request wants: no stage ever touches its rows."""
         self.constraints = TokenConstraints(num_slots, vocab_size, device)
         self.penalties = Penalties(num_slots, vocab_size, device)
         self.edits: tuple[LogitsStage, ...] = (self.constraints, self.penalties)
@@ -275,7 +275,7 @@ class SamplingState:
 
     def remove(self, slot: int) -> None:
         """The request left; removing an empty slot does nothing."""
-        self.num_logprobs[slot] = -1
+        self.num_logprobs[slot], self.is_plain[slot] = -1, False
         self.constraints.remove(slot)
         self.penalties.remove(slot)
         for processor in self._processors:

@@ -164,9 +164,11 @@ def test_greedy_rows_take_the_argmax_of_untouched_logits():
 def test_only_greedy_rows_that_nothing_edits_need_no_stage():
     params = [*VARIETY, {**GREEDY, "logprobs": 0}, {**GREEDY, "logit_bias": {3: 1.0}}, {**GREEDY, "min_tokens": 4}]
     bench = Bench(64, *(make_request(seed=1, **own) for own in params))
+    assert not bench.state.is_plain[-1], "an empty slot"
     assert bench.state.is_plain[: len(params)].tolist() == [own == GREEDY for own in params]
     for slot in (0, 2):
         bench.state.remove(slot)
+        assert not bench.state.is_plain[slot]
         bench.state.add(slot, make_request(seed=1, **params[2 - slot]), [])
     assert bench.state.is_plain[[0, 2]].tolist() == [False, True]
 
