@@ -59,8 +59,7 @@ def sum_up_rows(
 
         return sum_up(own_term, [1, blocks, tiles, outputs], reduced, dtype)
 
-    sums = [of_row(row) for row in range(together)]
-    sums = sums[0] if together == 1 else lowerings[torch.ops.aten.cat.default](sums)
+    sums = _side_by_side([of_row(row) for row in range(together)])
     sums.realize()
     load = sums.make_loader()
 
@@ -72,3 +71,26 @@ def sum_up_rows(
     size = [rows, blocks, outputs]
     out = Pointwise.create(device=torch.device("cpu"), dtype=torch.float32, inner_fn=in_order, ranges=size)
     return lowerings[torch.ops.aten.view.default](out, [rows, blocks * outputs])
+
+
+def _side_by_side(parts: list[Any]) -> Any:
+    """What ``torch.cat`` would make of Inductor's tensors, where an operator is lowered that is another one."""
+    from torch._inductor.lowering import lowerings
+    from torch._inductor.virtualized import V
+
+    class Listed:
+        """The node that is lowered, with a list as its argument: PyTorch 2.11 takes it for a ``torch.cat``, and asserts
+        that it has one, in which it looks for channels that come last."""
+
+        args: tuple[list[Any]] = ([],)
+
+        def __init__(self, node: Any) -> None:
+            self._node = node
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._node, name)
+
+    if len(parts) == 1:
+        return parts[0]
+    with V.graph.set_current_node(Listed(V.graph.current_node)):  # type: ignore[arg-type]
+        return lowerings[torch.ops.aten.cat.default](parts)
