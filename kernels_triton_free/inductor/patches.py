@@ -78,32 +78,28 @@ def _use_whole_vector_registers() -> None:
     Inductor turns integers into floats of the same bits through an array on the stack. Written in halves and read whole
     it really goes through memory: one row times packed weights in tiles of 32 outputs took 33 ms instead of 15.
     """
-    from torch._inductor import cpp_builder
-
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return
-    flags_of = cpp_builder._get_cpu_arch_cflags
-
-    def with_whole_registers(*args: Any, **kwargs: Any) -> list[str]:
-        return [*flags_of(*args, **kwargs), "mprefer-vector-width=512"]
-
-    cpp_builder._get_cpu_arch_cflags = with_whole_registers
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        _tell_the_compiler("mprefer-vector-width=512")
 
 
 def _let_the_compiler_vectorize() -> None:
     """Inductor writes vectors out where it knows how, and tells g++ to vectorise no loop itself. Of integers of 16
     bits, which loops over whole numbers multiply with AVX2, it knows no vectors. Other compilers are told nothing."""
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        _tell_the_compiler("ftree-loop-vectorize", only_gcc=True)
+
+
+def _tell_the_compiler(flag: str, only_gcc: bool = False) -> None:
+    """Give the C++ compiler one more flag, the last one of those that tell it how to optimise."""
     from torch._inductor import cpp_builder
 
-    if torch.backends.cpu.get_cpu_capability() != "AVX2":
-        return
-    flags_of = cpp_builder._get_cpu_arch_cflags
+    flags_of = cpp_builder._get_optimization_cflags
 
-    def with_loops(compiler: str, *args: Any, **kwargs: Any) -> list[str]:
-        own = ["ftree-loop-vectorize"] if cpp_builder._is_gcc(compiler) else []
-        return [*flags_of(compiler, *args, **kwargs), *own]
+    def with_flag(compiler: str, *args: Any, **kwargs: Any) -> tuple[list[str], list[str]]:
+        flags, linker_flags = flags_of(compiler, *args, **kwargs)
+        return [*flags, *[flag] * (not only_gcc or cpp_builder._is_gcc(compiler))], linker_flags
 
-    cpp_builder._get_cpu_arch_cflags = with_loops  # type: ignore[assignment]
+    cpp_builder._get_optimization_cflags = with_flag  # type: ignore[assignment]
 
 
 def _sum_symbolic_sizes_in_one_piece() -> None:
