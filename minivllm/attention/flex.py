@@ -42,8 +42,8 @@ class TilePart(NamedTuple):
 
 
 class FlexMetadata(NamedTuple):
-    """One step: the number of its tokens without padding, and what they are cut into. is_one: a single part takes in
-    all of it, padding included."""
+    """One step: the number of its tokens without padding, and what they are cut into. is_one: a single part, of
+    single tokens, takes in all of it, padding included."""
 
     num_tokens: int
     parts: tuple[TilePart, ...]

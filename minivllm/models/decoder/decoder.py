@@ -367,7 +367,7 @@ class Decoder:
         """Run all layers up to the last attention. Returns (o [tokens, kv_heads, G, D] of the last attention, residual
         stream [tokens, hidden]); a stage before the last one, nothing: it sends the stream behind its last layer on."""
         entered = (token_ids, self.embedding) if self.stage.is_first else (self._received(token_ids),)
-        own_caches = [None if layer.keeps_state else cache for layer, cache in zip(self.layers, caches)]
+        own_caches = [layer.own_cache(cache) for layer, cache in zip(self.layers, caches)]
         with span("first"):
             q, residual = self._first(*entered, tokens, self.cos_sin[0], own_caches[0], self._weights[0][0])
         tapped = () if self.tap is None else self.tap.layers
