@@ -41,10 +41,9 @@ def sum_up_rows(
     shape: blocks, and outputs of each. term(load, row, block, output, reduced index): what is summed up, of this dtype;
     load([row, place]) gives an input.
     """
-    from torch._inductor.ir import Pointwise
-    from torch._inductor.lowering import lowerings
-    from torch._inductor.virtualized import ops
-    from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+    from torch._inductor.ir import SliceView, TensorBox
+    from torch._inductor.lowering import lowerings, to_dtype
+    from torch.utils._sympy.functions import FloorDiv
 
     (blocks, outputs), rows = shape, x.get_size()[0]
     tiles = FloorDiv(rows + together - 1, together)
@@ -59,38 +58,51 @@ def sum_up_rows(
 
         return sum_up(own_term, [1, blocks, tiles, outputs], reduced, dtype)
 
-    sums = _side_by_side([of_row(row) for row in range(together)])
-    sums.realize()
-    load = sums.make_loader()
-
-    def in_order(index: Any) -> Any:
-        row, block, output = index
-        own = load([ModularIndexing(row, 1, together), block, FloorDiv(row, together), output])
-        return own if dtype == torch.float32 else ops.to_dtype(own, torch.float32, src_dtype=dtype)
-
-    size = [rows, blocks, outputs]
-    out = Pointwise.create(device=torch.device("cpu"), dtype=torch.float32, inner_fn=in_order, ranges=size)
-    return lowerings[torch.ops.aten.view.default](out, [rows, blocks * outputs])
+    # Each is stored where it belongs, row by row, as what follows reads it. With sums in the order of the loops a row
+    # was read from as many pages as there are blocks, at places that took some arithmetic: two products of 512 rows
+    # took 21 ms in place of 16, of 16 rows 0.72 in place of 0.53 (two cores of Zen 3).
+    width = blocks * outputs
+    parts = [of_row(row) for row in range(together)]
+    sums = placed(parts, [width, outputs, together * width, 1], [tiles * together, width], dtype)
+    own = TensorBox(SliceView.create(sums.data, 0, 0, rows, clamp=False))
+    return own if dtype == torch.float32 else to_dtype(own, torch.float32)
 
 
-def _side_by_side(parts: list[Any]) -> Any:
-    """What ``torch.cat`` would make of Inductor's tensors, where an operator is lowered that is another one."""
-    from torch._inductor.lowering import lowerings
+def placed(parts: list[Any], strides: list[Any], shape: list[Any], dtype: torch.dtype) -> Any:
+    """Sums of equal sizes [1, ...] as one tensor of this shape, row by row. strides: of [parts, ...] within it.
+
+    Inductor would go through the loops as memory lies. Here the loops stay as they are: their order says what is read
+    once, the strides where it is stored.
+    """
+    from torch._inductor.ir import (
+        ConcatKernel,
+        FixedLayout,
+        FlexibleLayout,
+        ReinterpretView,
+        SliceView,
+        StorageBox,
+        TensorBox,
+    )
     from torch._inductor.virtualized import V
 
-    class Listed:
-        """The node that is lowered, with a list as its argument: PyTorch 2.11 takes it for a ``torch.cat``, and asserts
-        that it has one, in which it looks for channels that come last."""
+    device, size = torch.device("cpu"), [len(parts), *parts[0].get_size()[1:]]
+    storage = StorageBox(ConcatKernel(name=None, layout=FixedLayout(device, dtype, size, strides), inputs=[]))
+    buffers = []
+    for index, part in enumerate(parts):
+        buffer: Any = ConcatKernel.realize_into(part, SliceView.create(storage, 0, index, index + 1, clamp=False))
+        buffer._apply_loop_reordering = _as_they_are
+        buffers.append(buffer)
+    kernel: Any = storage.data
+    kernel.inputs = ConcatKernel.unwrap_storage(buffers)
+    kernel.name = V.graph.register_buffer(kernel)
+    V.graph.register_operation(kernel)
+    by_row = FixedLayout(device, dtype, shape, FlexibleLayout.contiguous_strides(shape))
+    return TensorBox(ReinterpretView(data=storage, layout=by_row))
 
-        args: tuple[list[Any]] = ([],)
 
-        def __init__(self, node: Any) -> None:
-            self._node = node
+def _as_they_are(index_vars: Any, support_vars: Any, sizes: Any, memory_addrs: Any, priority_idx: Any = None) -> Any:
+    """For Inductor: the order of the loops stays what it is."""
+    from torch._inductor.ir import inverse_reorder, same_reorder
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._node, name)
-
-    if len(parts) == 1:
-        return parts[0]
-    with V.graph.set_current_node(Listed(V.graph.current_node)):  # type: ignore[arg-type]
-        return lowerings[torch.ops.aten.cat.default](parts)
+    order = list(range(len(sizes)))
+    return sizes, same_reorder(order), inverse_reorder(order)
