@@ -6,9 +6,9 @@ template are changed: it allocates memory to repack all keys and values even whe
 multiplies bfloat16 no faster than float32, in float32 it multiplies queries with keys one query at a time, it takes
 half a block of keys for a whole one, it goes through scores that nothing changes twice, and its softmax takes longer
 steps than it needs. A sum over a dynamic size stays one loop, so that its size needs no guard, a sum over what an index
-points to fetches ahead, and AVX2 reads a register of integers at once. And the C++ compiler may round a product and the
-sum it is added to once instead of twice, which is one instruction instead of two, uses whole registers, and with AVX2
-vectorises loops.
+points to fetches ahead, and AVX2 reads a register of integers at once, and ahead those that a sum goes through. And the
+C++ compiler may round a product and the sum it is added to once instead of twice, which is one instruction instead of
+two, uses whole registers, and with AVX2 vectorises loops.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def patch_inductor() -> None:
         _sum_symbolic_sizes_in_one_piece,
         _load_integers_at_once,
         _fetch_ahead_what_is_gathered,
+        _fetch_words_ahead,
         _lower_packed_linear,
         _lower_materialize,
         _allocate_only_what_is_repacked,
@@ -165,6 +166,33 @@ def _fetch_ahead_what_is_gathered() -> None:
         steps = [index.coeff(loop) for loop in around] + [index.coeff(symbol) for symbol in gathered]
         step = next((step for step in steps if step.is_Integer and step > self.tiling_factor), None)
         return line if step is None else f"(__builtin_prefetch({var} + {cexpr_index(index + step)}), {line})"
+
+    CppVecKernel._get_vec_load_line = with_fetch  # type: ignore[method-assign]
+
+
+def _fetch_words_ahead() -> None:
+    """A sum that goes through words from front to back (see ``loops.code_words``) does much with each of them, so few
+    are on their way at a time, although the CPU guesses that the next ones will be read. Where a round of such a sum
+    reads several registers of integers, code asks for every cache line of them a page ahead. One row and weights of 4
+    bits took 5.8 ms in place of 7.0, and of 8 bits 2.4 in place of 3.0, half or twice as far ahead as much (two cores
+    of Zen 3; nothing was measured with AVX-512)."""
+    from torch._inductor.codegen.cpp import CppVecKernel
+    from torch._inductor.codegen.cpp_utils import cexpr_index
+
+    if torch.backends.cpu.get_cpu_capability() != "AVX2":
+        return
+    load_line, of_line, of_page = CppVecKernel._get_vec_load_line, 16, 1024  # int32
+
+    def with_fetch(self: Any, var: str, index: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> str:
+        line: str = load_line(self, var, index, dtype, *args, **kwargs)
+        is_number = not getattr(index, "free_symbols", ())  # of what is copied together first
+        if dtype != torch.int32 or self.reduction_depth is None or is_number:
+            return line
+        step, place = index.coeff(self.itervars[-1]), index.as_coeff_Add()[0]
+        reads_several = step.is_Integer and step > self.tiling_factor
+        if not (reads_several and place.is_Integer and place % of_line == 0):
+            return line
+        return f"(__builtin_prefetch({var} + {cexpr_index(index + of_page)}), {line})"
 
     CppVecKernel._get_vec_load_line = with_fetch  # type: ignore[method-assign]
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 from kernels_triton_free.inductor.patches import patch_inductor
 from kernels_triton_free.loops.code_words import (
@@ -180,3 +181,36 @@ def test_compiled_code_for_a_few_rows_multiplies_floats(dtype: torch.dtype, rows
     x = torch.randn(rows, 54).to(dtype)
     compiled = torch.compile(code_words_linear, dynamic=False)
     check(compiled(x, floats_in_words(weight), 8 * dtype.itemsize, bias), x, weight.double(), bias, 1e-6)
+
+
+@needs_compiler
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX2", reason="only AVX2 is told to")
+@torch._inductor.config.patch(force_disable_caches=True)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_cache_line_of_words_is_asked_for_ahead(bits: int) -> None:
+    patch_inductor()
+    generate_word_loops()
+    torch._dynamo.reset()
+    codes, both, _ = new_weight((3 * LANES, 320), 32, bits, scales=torch.float32)
+    words = put_in_words(codes, both, bits)
+
+    def product(x: Tensor, words: Tensor) -> Tensor:
+        return code_words_linear(x, words, bits)
+
+    _, code = run_and_get_code(torch.compile(product, dynamic=False), torch.randn(1, 320), words)
+    of_group = words[0, 0].nbytes
+    assert "".join(code).count("__builtin_prefetch") == of_group // 64
+
+
+@needs_compiler
+def test_compiled_code_sums_up_rows_that_it_looks_up() -> None:
+    patch_inductor()
+    torch._dynamo.reset()
+    codes, both, weight = new_weight((3 * LANES, 320), 32, 4, scales=torch.float32)
+
+    def squares(words: Tensor, indices: Tensor) -> Tensor:
+        return rows_of_words(words, indices, 4).square().sum(1)
+
+    indices = torch.tensor([0, 5, len(codes) - 1, 5])
+    found = torch.compile(squares, dynamic=False)(put_in_words(codes, both, 4), indices)
+    torch.testing.assert_close(found.double(), weight[indices].square().sum(1), rtol=1e-5, atol=1e-5)
