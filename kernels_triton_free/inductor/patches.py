@@ -6,7 +6,7 @@ template are changed: it allocates memory to repack all keys and values even whe
 multiplies bfloat16 no faster than float32, in float32 it multiplies queries with keys one query at a time, it takes
 half a block of keys for a whole one, it goes through scores that nothing changes twice, and its softmax takes longer
 steps than it needs. A sum over a dynamic size stays one loop, so that its size needs no guard, a sum over what an index
-points to fetches ahead, and AVX2 reads a register of integers at once, and ahead those that a sum goes through. And the
+points to fetches ahead, and AVX2 reads a register of integers at once and fetches ahead those that are summed up. The
 C++ compiler may round a product and the sum it is added to once instead of twice, which is one instruction instead of
 two, uses whole registers, and with AVX2 vectorises loops.
 """

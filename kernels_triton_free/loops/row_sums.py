@@ -60,15 +60,15 @@ def sum_up_rows(
 
     # Each is stored where it belongs, row by row, as what follows reads it. With sums in the order of the loops a row
     # was read from as many pages as there are blocks, at places that took some arithmetic: two products of 512 rows
-    # took 21 ms in place of 16, of 16 rows 0.72 in place of 0.53 (two cores of Zen 3).
+    # took 21 ms at best in place of 16, of 16 rows 0.72 in place of 0.53 (two cores of Zen 3).
     width = blocks * outputs
     parts = [of_row(row) for row in range(together)]
-    sums = placed(parts, [width, outputs, together * width, 1], [tiles * together, width], dtype)
+    sums = _placed(parts, [width, outputs, together * width, 1], [tiles * together, width], dtype)
     own = TensorBox(SliceView.create(sums.data, 0, 0, rows, clamp=False))
     return own if dtype == torch.float32 else to_dtype(own, torch.float32)
 
 
-def placed(parts: list[Any], strides: list[Any], shape: list[Any], dtype: torch.dtype) -> Any:
+def _placed(parts: list[Any], strides: list[Any], shape: list[Any], dtype: torch.dtype) -> Any:
     """Sums of equal sizes [1, ...] as one tensor of this shape, row by row. strides: of [parts, ...] within it.
 
     Inductor would go through the loops as memory lies. Here the loops stay as they are: their order says what is read

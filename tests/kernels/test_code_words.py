@@ -204,6 +204,7 @@ def test_every_cache_line_of_words_is_asked_for_ahead(bits: int) -> None:
 
 @needs_compiler
 def test_compiled_code_sums_up_rows_that_it_looks_up() -> None:
+    """Inductor copies such words to the stack first, where nothing is to be fetched ahead."""
     patch_inductor()
     torch._dynamo.reset()
     codes, both, weight = new_weight((3 * LANES, 320), 32, 4, scales=torch.float32)
