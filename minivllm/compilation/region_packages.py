@@ -125,6 +125,7 @@ class PackagedRegionCompiler(RegionCompiler):
                 continue
             logger.info("Compiling %s …", region.name)
             prepare_inductor()
+            _try_instructions()
             builds.start(region.name, functools.partial(build_package, program, self._directory, packaged))
             logger.debug("Exported %s in %.1f s.", region.name, time.perf_counter() - started)
         builds.wait()
@@ -315,7 +316,7 @@ def build_package(program: torch.export.ExportedProgram, directory: Path, packag
     with exclusive(lock):
         # Whoever waited for the lock finds what the other process built meanwhile.
         if find_package(directory, key) is None:
-            with tempfile.TemporaryDirectory(dir=directory) as scratch, _tracing():
+            with tempfile.TemporaryDirectory(dir=directory) as scratch, _tracing(), _generated_code_in(scratch):
                 path = Path(scratch) / f"{PACKAGE_NAME}.pt2"
                 aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
                 os.replace(path, directory / f"{key}-{_hash_of(path.read_bytes())}.pt2")
@@ -330,6 +331,25 @@ def _tracing() -> Iterator[None]:
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
+
+
+def _try_instructions() -> None:
+    """Inductor compiles and loads a file for each set of vector instructions, once a process: children inherit it."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    pick_vec_isa()
+
+
+@contextmanager
+def _generated_code_in(directory: str) -> Iterator[None]:
+    """Inductor names what it generates by its content, and reads it back to pack it. In a shared folder, the build of
+    another region with equal code writes the same files meanwhile: a package was found with a file still empty."""
+    shared = cache_directory()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
+    try:
+        yield
+    finally:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(shared)
 
 
 def find_package(directory: Path, key: str) -> Path | None:
