@@ -96,6 +96,12 @@ def test_what_a_spec_adds_equals_float64(feature: dict[str, Any]) -> None:
     check_paged(replace(shape, **feature), range(8))
 
 
+@needs_compiler
+def test_heads_that_fill_no_vector_registers_equal_float64() -> None:
+    """Their keys are not transposed ahead."""
+    check_paged(TileShape(group=3, tile_size=4, max_length=40, num_pages=50, head_dim=20), range(8))
+
+
 @pytest.mark.matrix
 @needs_compiler
 @pytest.mark.parametrize("tile_size", [1, 4])

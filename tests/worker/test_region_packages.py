@@ -299,6 +299,7 @@ def test_attention_asks_for_no_room_like_the_cache_and_multiplies_several_querie
     rooms = [line for line in code.splitlines() if "_reorder_ptr_allocator.allocate(" in line]
     assert len(rooms) == 2 and all("need_pack ?" in line for line in rooms)
     assert "transpose_b_kernel<4, 16" in code, "keys are transposed once for several queries"
+    assert "transpose_mxn<float, side, side>(" in code, "and for many queries ahead of them"
 
 
 def generated_code_of_attention(tmp_path: Path) -> str:
