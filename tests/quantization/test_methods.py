@@ -194,6 +194,7 @@ def test_compiled_code_for_several_rows_multiplies_whole_numbers(
     method = WholeInt4Linear(outputs, 32, bits, torch.float32, rounded_bits)
     tensors, x = method.prepare(weight, random(outputs, seed=3)), random(rows, IN, seed=4)
     assert [is_read(tensor, rows) for tensor in tensors] == [rows == 1, rows > 1, rows > 1, True]
+    assert [is_for_few_rows(tensor) for tensor in tensors] == [False, True, False, False]
     assert is_product(method, weight, tensors, x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert is_product(method, weight, without(tensors, 1, 2), x) == (rows == 1)

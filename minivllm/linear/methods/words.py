@@ -86,7 +86,9 @@ class WholeInt4Linear(WordsInt4Linear):
     inputs to more bits than that (see ``kernels_triton_free.loops.whole_numbers``). Tensors: words, those of
     WholeNumbers, bias.
 
-    With words of 4 bits, which take 0.75 bytes a weight with scales of float32, it takes 1.76 in all.
+    With words of 4 bits, which take 0.75 bytes a weight with scales of float32, it takes 1.76 in all. Code for a few
+    rows has sums for no more than those: a step of four requests took 23 ms in place of 29, of two 21 in place of 27
+    (two cores of Zen 3, SmolLM2-135M).
     rounded_bits: of the whole numbers, 8 or 10.
     """
 
@@ -97,8 +99,9 @@ class WholeInt4Linear(WordsInt4Linear):
         parts = [grouped.part(slice(None), own) for own in parts_of(grouped.shape[1])]
         rounded = [round_groups_to_rows(part, self.rounded_bits, DTYPES[self.rounded_bits]) for part in parts]
         values = rounded[0][0] if len(parts) == 1 else torch.cat([values for values, _ in rounded], 1)
-        numbers = WholeNumbers(values, torch.cat([scale for _, scale in rounded], 1).T.contiguous())
-        return with_bias((self._words(grouped, 1), *(for_rows(tensor, 2) for tensor in numbers)), bias)
+        scale = torch.cat([scale for _, scale in rounded], 1).T.contiguous()
+        numbers = WholeNumbers(for_few_rows(for_rows(values, 2)), for_rows(scale, 2))
+        return with_bias((self._words(grouped, 1), *numbers), bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         words, values, scale, *bias = tensors
