@@ -17,6 +17,7 @@ import pytest
 from minivllm import LLM
 from minivllm.engine_process.ray import executor as ray_executor
 from minivllm.errors import ConfigError, EngineDeadError
+from tests.executor.small_engine import command_of
 from tests.executor.test_multiproc import wait_until
 from tests.executor.test_tensor_parallel import UNEVEN, answers, arguments
 
@@ -99,7 +100,7 @@ def test_a_death_on_another_node_is_told(
     with raylets(monkeypatch, 1, 1), LLM(**on_ray(model, tensor_parallel_size=2)) as llm:
         answers(llm)
         [agent] = agents()
-        [worker] = [one for one in agent.children(recursive=True) if "worker_process" in " ".join(one.cmdline())]
+        [worker] = [one for one in agent.children(recursive=True) if "worker_process" in command_of(one)]
         raylet = next(one for one in agent.parents() if "raylet" in one.name())
         os.kill({"worker": worker, "agent": agent, "raylet": raylet}[victim].pid, signal.SIGKILL)
         expected = "worker of rank 1 was killed by SIGKILL" if victim == "worker" else "connection to node 1"
