@@ -334,10 +334,14 @@ def _tracing() -> Iterator[None]:
 
 
 def _try_instructions() -> None:
-    """Inductor compiles and loads a file for each set of vector instructions, once a process: children inherit it."""
+    """Inductor compiles and loads a file for each set of vector instructions, once a process: children inherit it.
+
+    Where that cannot be written, a child tries again, and its failure leaves the region to torch.compile.
+    """
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    pick_vec_isa()
+    with contextlib.suppress(OSError):
+        pick_vec_isa()
 
 
 @contextmanager

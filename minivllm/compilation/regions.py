@@ -42,7 +42,7 @@ class Size:
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor that a region takes. strides: None where it is contiguous. is_packed: by ``pack_weight``. for_few_rows:
-    code for a few rows reads it, and other code does not."""
+    code for a few rows reads it in a way of its own."""
 
     shape: tuple[int | Size, ...]
     dtype: torch.dtype
@@ -115,7 +115,7 @@ class Region:
 
     def has_code_for(self, rows: RowCount) -> bool:
         """Whether calls with so many rows have code of their own: where the first dimension of the first input declares
-        it, and a few rows only where that reads a tensor of its own."""
+        it, and a few rows only where that reads a tensor in a way of its own."""
         specs = [spec for _, spec in self.tensors()]
         return bool(_size(specs[0].shape[0], rows)) and (rows == "single" or any(spec.for_few_rows for spec in specs))
 

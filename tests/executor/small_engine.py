@@ -28,3 +28,8 @@ def command_of(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
+
+
+def worker_processes() -> list[psutil.Process]:
+    """Children of this process that are workers."""
+    return [one for one in psutil.Process().children() if "minivllm.executor.worker_process" in command_of(one)]

@@ -11,7 +11,7 @@ import pytest
 from minivllm import LLM, SamplingParams
 from minivllm.errors import EngineDeadError
 from tests.executor.rank_processors import GOOD_STEPS
-from tests.executor.small_engine import command_of
+from tests.executor.small_engine import worker_processes
 from tests.executor.test_tensor_parallel import arguments
 
 
@@ -40,7 +40,7 @@ def test_a_rank_that_misbehaves_is_named(tiny_model: Callable[..., Path], kind: 
     )
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     with LLM(**given) as llm:
-        workers = [one for one in psutil.Process().children() if "minivllm.executor.worker_process" in command_of(one)]
+        workers = worker_processes()
         assert len(workers) == 2
         with pytest.raises(EngineDeadError, match=message):
             llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)

@@ -21,7 +21,7 @@ from minivllm.distributed.link import NUM_PLACES, PLACE_BYTES, Link, StageLinks,
 from minivllm.distributed.stage import Stage, divide_layers
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.sampling_params import StructuredOutputs
-from tests.executor.small_engine import command_of
+from tests.executor.small_engine import worker_processes
 from tests.executor.test_tensor_parallel import PROMPTS, UNEVEN, answers, arguments
 from tests.executor.virtual_shards import virtual_llm
 from tests.gguf_models import write_gguf
@@ -130,7 +130,7 @@ def test_stages_in_processes(tiny_model: Callable[..., Path], tmp_path: Path) ->
         call("wake_up")
         call("update_weights", str(model))
         assert answers(llm) == expected[0]
-        workers = [one for one in psutil.Process().children() if "minivllm.executor.worker_process" in command_of(one)]
+        workers = worker_processes()
         [pid] = [worker.pid for worker in workers if worker.cmdline()[-2] == "0"]
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match=r"worker of rank 0 \(stage 0\) was killed by SIGKILL"):

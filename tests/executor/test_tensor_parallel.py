@@ -24,7 +24,7 @@ from minivllm.distributed.shard import Shard
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.linear.choose import MethodChooser
 from minivllm.linear.layer import Linear
-from tests.executor.small_engine import command_of, small_engine
+from tests.executor.small_engine import small_engine, worker_processes
 from tests.executor.virtual_shards import virtual_llm
 
 # Three KV heads of two or more query heads, five units of the MLP, seven of the vocabulary, the last one smaller.
@@ -137,7 +137,7 @@ def test_processes_give_the_very_bits_of_threads(tiny_model: Callable[..., Path]
         call("wake_up")
         call("update_weights", str(model))
         assert (answers(llm), logprobs(llm)) == expected
-        workers = [one for one in psutil.Process().children() if "minivllm.executor.worker_process" in command_of(one)]
+        workers = worker_processes()
         [pid] = [worker.pid for worker in workers if worker.cmdline()[-2] == "1"]
         assert len(workers) == 2
         os.kill(pid, signal.SIGKILL)

@@ -471,6 +471,14 @@ def test_a_failed_build_leaves_the_region_to_torch_compile(
     assert "torch.compile takes over" in caplog.text
 
 
+def test_a_folder_that_takes_no_trial_of_instructions_does_not_end_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", full)
+    region_packages._try_instructions()
+
+
 @needs_compiler
 @pytest.mark.slow
 def test_processes_that_build_the_same_package_at_once_leave_sound_ones(tmp_path: Path) -> None:
