@@ -21,9 +21,12 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot_mappin
 
 
 def write_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
-    """The same for a single cache: values [tokens, kv_heads, head_dim]."""
-    rows = cache.shape[0] * cache.shape[1]
-    cache.view(rows, *cache.shape[2:])[slot_mapping] = rounded(values, cache.dtype)
+    """The same for a single cache: values [tokens, kv_heads, head_dim].
+
+    Not through a view of the cache as rows: compiled code would write to a copy of all of it and copy that back.
+    """
+    block_size = cache.shape[1]
+    cache[slot_mapping // block_size, slot_mapping % block_size] = rounded(values, cache.dtype)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

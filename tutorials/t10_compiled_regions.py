@@ -240,7 +240,7 @@ lesson.measure("5 times a factor that Python changed from 2 to 3", y.item())
 # ## Padding: the other price
 # A graph has one fixed shape. So 13 decodes run in the graph of the next larger size that was captured, and its empty
 # rows are computed for nothing. Capturing every size wastes none, and takes memory and minutes; powers of two waste up
-# to half. The engine's ``decode_buckets`` are 2, 4, 8, and then every eighth.
+# to half. The engine's ``decode_buckets`` are 1, 2, 4, 8, and then every eighth.
 
 # %%
 lesson.heading("Padding waste for batches of 1 to 64")

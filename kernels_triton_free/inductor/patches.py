@@ -1,4 +1,4 @@
-"""Changes to Inductor, so that it generates good code for this package on a CPU.
+"""Changes to Inductor, so that it generates good code for this package, most of them on a CPU.
 
 An operator that is implemented in Python costs compiled code several microseconds a call, hundreds of times a step:
 where Inductor has a node for what the operator does, that node stands in for it. Seven things in FlexAttention's
@@ -8,7 +8,8 @@ transposes the keys anew for each, it takes half a block of keys for a whole one
 changes twice, and its softmax takes longer steps than it needs. A sum over a dynamic size stays one loop, so that its
 size needs no guard, a sum over what an index points to fetches ahead, and AVX2 reads a register of integers at once and
 fetches ahead those that are summed up. The C++ compiler may round a product and the sum it is added to once instead of
-twice, which is one instruction instead of two, uses whole registers, and with AVX2 vectorises loops.
+twice, which is one instruction instead of two, uses whole registers, and with AVX2 vectorises loops. On a GPU elements
+are counted in 32 bits only where that is always enough.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def patch_inductor() -> None:
         find_strides_without_simplifying,
         leave_out_checks_of_inputs,
         include_no_tensor_library,
+        _count_in_32_bits_within_bounds,
     ):
         try_to_change(patch)
 
@@ -374,3 +376,25 @@ def _take_shorter_steps_in_softmax() -> None:
             raise AttributeError("FlexAttention's template has another softmax")
         text = text.replace(old, new)
     template.SOFTMAX_FUSIONS = text
+
+
+def _count_in_32_bits_within_bounds() -> None:
+    """Triton kernels count elements in 32 bits if those of the example can be, and make that a guard.
+
+    A size that was marked as dynamic may have no such guard: attention of prompts did not compile, since 65,536 tiles
+    of 128 queries would have more elements. Where the bounds of the sizes do not prove it, elements are counted in 64
+    bits, as Inductor does for packages.
+    """
+    from torch._inductor.codegen import simd
+    from torch._inductor.virtualized import V
+
+    fits = simd.expr_fits_within_32bit
+    most, endless = torch.iinfo(torch.int32).max, 1e20  # as Inductor tells that there is no bound
+
+    def provably_fits(size: Any) -> bool:
+        known = V.graph.sizevars.statically_known_true
+        if known(size <= most):
+            return True
+        return not known(size < endless) and fits(size)
+
+    simd.expr_fits_within_32bit = provably_fits

@@ -101,8 +101,9 @@ class QueryTiles:
                 self._kernels[spec, batch] = self._compile(spec, batch), spec.reach
 
     def _compile(self, spec: AttentionSpec, batch: int | None) -> Callable:
-        policy, rule = self._context.policy, self._rule
-        own: Any = policy.kernel_options or None
+        context, rule = self._context, self._rule
+        dtype = (self._compute_dtype if self.size > 1 else None) or context.query_dtype
+        own: Any = context.policy.kernel_options(context.tables.block_size, context.head_dim, dtype, self.size)
         function = partial(self._kernel(), **rule.options(spec), **self._options(), kernel_options=own)
         name = self._kind if batch is None else f"{self._kind} of {batch}"
         constants = (spec, rule.fingerprint, self._options(), own)

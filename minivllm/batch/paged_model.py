@@ -91,7 +91,7 @@ class PagedModel:
         self._updates: list[StateUpdate] = []
         self.caches: list[LayerCache | StateTensors] = []
         self.allocate_caches()
-        self._min_rows = 1
+        self.min_rows = 1
         self._builder = StepInputBuilder(
             batch,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -132,7 +132,7 @@ class PagedModel:
             for group, (spec, _) in zip(self._group_of, self.layers)
         ]
         model.build_regions(compiler, self._builder.token_specs, caches)
-        self._min_rows, self.few_rows = compiler.min_rows, compiler.few_rows
+        self.min_rows, self.few_rows = compiler.min_rows, compiler.few_rows
         specs_of_shape: dict[tuple[GroupTables, CacheSpec, int], list[AttentionSpec]] = {}
         updates: dict[StateMixerSpec, StateUpdate] = {}
         cuts: list[tuple[GroupTables, CacheSpec, int] | StateMixerSpec] = []
@@ -193,7 +193,7 @@ class PagedModel:
         """The inputs of a step with these rows, in any order, valid until the next call. padded: see
         StepInputBuilder."""
         has_several = len(rows) > 1 or any(row.count > 1 for row in rows)
-        least = self.few_rows if has_several else self._min_rows
+        least = self.few_rows if has_several else self.min_rows
         return self._builder.build(rows, max(padded, least), self._prepare)
 
     def _prepare(self, rows: StepRows) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,13 +72,16 @@ def find_cpp_compiler() -> str | None:
 class RegionCompiler:
     """Hands out regions, compiled by torch.compile or as they are.
 
+    most: name of a Size -> the largest that it gets here. Compiled code then need not be ready for more: it counts
+    elements in 32 bits where no tensor can have too many for that. single_rows: a region that declares it has code of
+    its own for a single row.
     After ``freeze`` every further compilation is counted and logged, because serving then stutters for seconds.
     few_rows: so many rows are faster than fewer, down to two: steps are padded to them; 0: none are.
     Dynamo and Inductor are imported with the first compilation: a process that finds everything packaged needs neither.
     """
 
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
+    def __init__(self, enabled: bool, most: Mapping[str, int] | None = None, single_rows: bool = False) -> None:
+        self.enabled, self._most, self._single_rows = enabled, most or {}, single_rows
         self.num_recompilations = self.few_rows = 0
         self._frozen = False
         if enabled:
@@ -88,6 +91,18 @@ class RegionCompiler:
         """What to call in place of the region's function. torch.compile compiles it with its first call."""
         if not self.enabled:
             return region.function
+        several = self._compiled(region)
+        if not self._single_rows or not region.has_code_for("single"):
+            return several
+        single, counts = self._compiled(region.fixed("single")), tuple(region.counts("single").items())
+
+        def run(*args: Any) -> Any:
+            is_single = all(args[place].shape[0] == count for place, count in counts)
+            return (single if is_single else several)(*args)
+
+        return run
+
+    def _compiled(self, region: Region) -> Callable:
         compiled = torch.compile(_own_code(region), fullgraph=True, backend=self._compile_graph)
         first = True
 
@@ -101,11 +116,12 @@ class RegionCompiler:
             region.check(tensors, layout=False)
             for (_, spec), tensor in zip(region.tensors(), tensors):
                 for dim in spec.dynamic:
-                    torch._dynamo.mark_dynamic(tensor, dim, min=2, max=MAX_SIZE)
+                    most = self._most.get(spec.shape[dim].name, MAX_SIZE)
+                    torch._dynamo.mark_dynamic(tensor, dim, min=2, max=most)
             started = time.perf_counter()
             logger.info("Compiling %s …", region.name)
             prepare_inductor()
-            with only_marked_sizes_are_dynamic():
+            with only_marked_sizes_are_dynamic(), bounds_in_cache_keys(self._most):
                 result = compiled(*args)
             logger.info("Compiled %s in %.1f s.", region.name, time.perf_counter() - started)
             return result
@@ -115,7 +131,7 @@ class RegionCompiler:
     @property
     def min_rows(self) -> int:
         """Fewest rows that regions take: what torch.compile takes for dynamic cannot be one."""
-        return 2 if self.enabled else 1
+        return 2 if self.enabled and not self._single_rows else 1
 
     @property
     def is_complete(self) -> bool:
@@ -183,6 +199,16 @@ def only_marked_sizes_are_dynamic() -> Iterator[None]:
         torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         torch._dynamo.config.patch(automatic_dynamic_shapes=False),
     ):
+        yield
+
+
+@contextmanager
+def bounds_in_cache_keys(most: Mapping[str, int]) -> Iterator[None]:
+    """Inductor's cache on disk finds code whatever the bounds of its sizes were, and then tells Dynamo that the sizes
+    of this engine have the bounds of that one, which is an error where they are smaller."""
+    import torch.compiler.config
+
+    with torch.compiler.config.patch(cache_key_tag=repr(sorted(most.items()))):  # type: ignore[attr-defined]
         yield
 
 

@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 MAX_PIECEWISE_TOKENS = 512
 
 
-def decode_buckets(max_num_seqs: int) -> list[int]:
+def decode_buckets(max_num_seqs: int, least: int = 1) -> list[int]:
     """Batch sizes of FULL graphs: small powers of two, then steps of eight, then of 32; max_num_seqs is always one.
 
-    The smallest is 2, which compiled regions need.
+    least: the fewest rows that regions take.
     """
-    sizes = {2, 4, 8, *range(16, 65, 8), *range(96, max_num_seqs, 32)}
-    return sorted({size for size in sizes if size < max_num_seqs} | {max(2, max_num_seqs)})
+    sizes = {1, 2, 4, 8, *range(16, 65, 8), *range(96, max_num_seqs, 32)}
+    return sorted({size for size in sizes if least <= size < max_num_seqs} | {max(least, max_num_seqs)})
 
 
 def token_buckets(max_num_batched_tokens: int) -> list[int]:
@@ -89,7 +89,9 @@ class StepGraphs:
         max_num_batched_tokens: int,
     ) -> None:
         self.mode, self._model, self._backend = mode, model, backend
-        self.full_buckets = decode_buckets(max_num_seqs) if mode in ("full_decode", "full_and_piecewise") else []
+        self.full_buckets = (
+            decode_buckets(max_num_seqs, model.min_rows) if mode in ("full_decode", "full_and_piecewise") else []
+        )
         piecewise = mode in ("piecewise", "full_and_piecewise")
         self.piecewise_buckets = token_buckets(max_num_batched_tokens) if piecewise else []
         self._full: dict[int, _Captured] = {}

@@ -157,8 +157,11 @@ class AdapterManager:
                     own, pieces = _own_shard(low_rank, linear, name), slice(start // width, (start + size) // width)
                     for chunk, own_a, own_b in zip(chunks, own.a.split(CHUNK), own.b.T.split(CHUNK)):
                         a[chunk, : len(own_a), part].copy_(own_a, non_blocking=True)
-                        own_b = own_b.unflatten(1, (-1, width)).transpose(0, 1)
-                        b[chunk, pieces, : len(own_a)].copy_(own_b, non_blocking=True)
+                        if b.shape[1] == 1:  # all outputs in one piece, of which these are a part
+                            b[chunk, 0, : len(own_a), start : start + size].copy_(own_b, non_blocking=True)
+                        else:
+                            own_b = own_b.unflatten(1, (-1, width)).transpose(0, 1)
+                            b[chunk, pieces, : len(own_a)].copy_(own_b, non_blocking=True)
                 start += size
 
 

@@ -55,6 +55,8 @@ from minivllm.worker.pending_step import PendingStep
 logger = logging.getLogger(__name__)
 
 WARM_UP_DECODES, WARM_UP_DRAFTS, WARM_UP_CHUNKS = 5, 3, 4
+MIN_STEP_TOKENS = 64
+"""A step of the warm-up may have more tokens than the scheduler plans, but not more than these, for each draft too."""
 """Requests of the warm-up step with one token, with drafts (if there are any), and with more: every region gets the two
 rows that compiling needs."""
 
@@ -97,7 +99,11 @@ class Worker:
             return RegionCompiler(enabled=False)
         if self.policy.keeps_packages:
             return PackagedRegionCompiler()
-        return RegionCompiler(enabled=True)
+        scheduler, speculative = self.config.scheduler, self.config.speculative
+        drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        step = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, MIN_STEP_TOKENS * (1 + drafts))
+        most = dict.fromkeys(("tokens", "rows", "tiles"), rounded_capacity(step + 2))
+        return RegionCompiler(enabled=True, most=most, single_rows=True)
 
     @spanned("load")
     @torch.inference_mode()

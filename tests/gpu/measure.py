@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 import torch  # noqa: E402
 
 from kernels_triton_free.attention import paged_flex_attention  # noqa: E402
+from minivllm.device.policy import DevicePolicy  # noqa: E402
 from tests.gpu.paged_case import decode_lists, make_case, reference  # noqa: E402
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "msgspec", "gguf", "typer")
@@ -89,6 +90,31 @@ def seconds_per_call(function: Callable[[], Any], device: torch.device, repeats:
     return statistics.median(times)
 
 
+def seconds_on_device(calls: list[Callable[[], Any]], device: torch.device, repeats: int = REPEATS) -> float:
+    """Median time of one of these calls, as a CUDA graph runs them one after the other: without what launching costs.
+    On a CPU, of calling them."""
+    if device.type != "cuda":
+        return seconds_per_call(lambda: [call() for call in calls], device, repeats) / len(calls)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    times = []
+    for repeat in range(-3, repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if repeat >= 0:
+            times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times) / len(calls)
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -101,31 +127,35 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def copy_bandwidth(device: torch.device, tiny: bool) -> dict[str, float]:
-    """Bytes read plus bytes written per second by a plain copy: the roof for everything bound by memory."""
+    """Bytes read plus bytes written per second by a plain copy, and bytes read by a sum, of random values: zeros are
+    copied faster (on an H100 at 2.9 instead of 2.4 TB/s), but no weights are."""
     size = 2**24 if tiny else 2**31
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = seconds_per_call(lambda: target.copy_(source), device)
-    return {"bytes": size, "gb_per_second": 2 * size / seconds / 1e9}
+    seconds = seconds_on_device([lambda: target.copy_(source)], device)
+    numbers = source.view(torch.bfloat16).nan_to_num_()
+    reading = seconds_on_device([numbers.sum], device)
+    return {"bytes": size, "gb_per_second": 2 * size / seconds / 1e9, "read_gb_per_second": size / reading / 1e9}
 
 
 def decode_attention(device: torch.device, tiny: bool, save: Save) -> list[dict[str, Any]]:
     """Compiled decode attention: KV bytes read per second, its share of a copy, and its error against float64; over
-    pages in the dtype of the queries, and on a GPU in 8 bits."""
+    pages in the dtype of the queries, and on a GPU in 8 bits. Several caches take turns, more than fit into what a GPU
+    keeps of its memory at hand."""
     copied = copy_bandwidth(device, tiny)["gb_per_second"]
     on_cuda = device.type == "cuda"
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    options: Any = None if on_cuda else {"PARTITION_SIZE": 1}
     heads = [(64, 2, 3)] if tiny else [(128, 8, 4), (64, 3, 3)]  # Llama-3.1-8B, SmolLM2-135M
     shapes = [(2, 100)] if tiny else [(1, 4096), (64, 2048), (256, 1024)]
     cache_dtypes = [dtype, torch.float8_e4m3fn, torch.float8_e5m2] if on_cuda else [dtype]
     results = []
     for (head_dim, kv_heads, group), cache_dtype in [(one, kind) for one in heads for kind in cache_dtypes]:
         torch._dynamo.reset()
+        options: Any = DevicePolicy(type=device.type).kernel_options(64, head_dim, dtype, 1)
         bound = partial(paged_flex_attention, scale=head_dim**-0.5, kernel_options=options)
         attention = torch.compile(bound, fullgraph=True, dynamic=False)
         for requests, length in shapes:
-            padded = max(requests, 2)
+            padded = requests if on_cuda else max(requests, 2)
             case = make_case(
                 [length] * requests, [1] * requests, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype,
                 device=device, cache_dtype=cache_dtype,
@@ -143,7 +173,10 @@ def decode_attention(device: torch.device, tiny: bool, save: Save) -> list[dict[
             q[:requests] = case.q
             call = partial(attention, q, case.k_cache, case.v_cache, lists, position, case.kv_position)
             error = (call()[:requests].double() - reference(case)).abs().max().item()
-            seconds = seconds_per_call(call, device)
+            size = case.k_cache.nbytes + case.v_cache.nbytes
+            copies = [(case.k_cache.clone(), case.v_cache.clone()) for _ in range(min(32, 2**28 // size) * on_cuda)]
+            calls = [partial(attention, q, *one, lists, position, case.kv_position) for one in copies]
+            seconds = seconds_on_device([call, *calls], device)
             read = 2 * requests * length * kv_heads * head_dim * cache_dtype.itemsize
             results.append(
                 {
@@ -204,7 +237,7 @@ def started(shape: dict[str, Any], device: torch.device, tiny: bool, **arguments
             "enable_prefix_caching": False,
             "enforce_eager": device.type == "cpu",  # where only the steps themselves are tried
         }
-        if tiny:
+        if tiny and "kv_cache_memory_bytes" not in arguments:
             defaults["num_gpu_blocks_override"] = 40
         with LLMEngine.from_args(EngineArgs(**(defaults | {"model": directory} | arguments))) as engine:
             yield engine
@@ -240,10 +273,11 @@ def decode_figures(engine: Any, batch: int, context: int, steps: int, copied: fl
     return figures
 
 
-def device_busy_milliseconds(engine: Any, batch: int, context: int, steps: int) -> float | None:
-    """Time per decode step in which the device runs kernels or copies, by the profiler; None on a CPU."""
+def device_busy(engine: Any, batch: int, context: int, steps: int) -> dict[str, Any]:
+    """What the device does in a decode step, by the profiler: milliseconds in which it runs kernels or copies, and in
+    which of them. Nothing on a CPU."""
     if not torch.cuda.is_available():
-        return None
+        return {}
     from minivllm.bench.parts.parts import start_decoding, time_steps
 
     start_decoding(engine, batch, context, steps + 13)
@@ -254,9 +288,15 @@ def device_busy_milliseconds(engine: Any, batch: int, context: int, steps: int) 
         torch.cuda.synchronize()
     while engine.has_unfinished_requests():
         engine.step()
-    on_device = torch.autograd.DeviceType.CUDA
-    busy = sum(event.time_range.elapsed_us() for event in profile.events() if event.device_type == on_device)
-    return float(busy) / steps / 1e3
+    kernels: dict[str, dict[str, float]] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernel = kernels.setdefault(event.name[:90], {"calls": 0, "microseconds": 0})
+            kernel["calls"] += 1 / steps
+            kernel["microseconds"] += event.time_range.elapsed_us() / steps
+    longest = sorted(kernels.items(), key=lambda item: -item[1]["microseconds"])[:20]
+    busy = sum(kernel["microseconds"] for kernel in kernels.values())
+    return {"busy_milliseconds": busy / 1e3, "kernels": dict(longest)}
 
 
 def llama_8b(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
@@ -268,15 +308,13 @@ def llama_8b(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
     copied = copy_bandwidth(device, tiny)["gb_per_second"]
     steps, context, prompt = (4, 20, 30) if tiny else (60, 512, 2048)
     began = time.perf_counter()
-    with started(LLAMA_8B, device, tiny) as engine:
+    with started(LLAMA_8B, device, tiny, kv_cache_memory_bytes=2**21 if tiny else 6 * 2**30) as engine:
         results: dict[str, Any] = {"copy_gb_per_second": copied, "startup_seconds": time.perf_counter() - began}
         for batch in (1, 4) if tiny else (1, 8, 64):
             results[f"decode_batch_{batch}"] = decode_figures(engine, batch, context, steps, copied)
             save(results)
-        busy = device_busy_milliseconds(engine, 1, context, steps)
-        whole = results["decode_batch_1"]["step_milliseconds"]
-        results["device_busy_milliseconds"] = busy
-        results["host_gap_milliseconds"] = None if busy is None else whole - busy
+        results["device_busy"] = {batch: device_busy(engine, batch, context, 20) for batch in (1, 64)}
+        save(results)
         seconds = statistics.median([prefill_seconds(engine, prompt, repetition) for repetition in range(4)][1:])
         core = engine.client.core
         flops = bounds.prefill_flops(core.executor.worker.runner.decoder.config, prompt)
@@ -299,16 +337,20 @@ def nano_256(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
         SamplingParams(temperature=0.6, seed=index, max_tokens=choose.randint(low, high), ignore_eos=True)
         for index in range(count)
     ]
-    with started(QWEN3_600M, device, tiny, max_num_seqs=count) as engine, LLM(engine=engine) as llm:
+    memory = 2**21 if tiny else 24 * 2**30
+    arguments = {"max_num_seqs": count, "kv_cache_memory_bytes": memory}
+    with started(QWEN3_600M, device, tiny, **arguments) as engine, LLM(engine=engine) as llm:
         llm.generate(prompts[0], SamplingParams(max_tokens=5), use_tqdm=False)
         began = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         assert tokens == sum(one.max_tokens or 0 for one in params)
+        steps = {} if tiny else device_busy(engine, count, 600, 10)
         recompilations = engine.client.core.executor.num_recompilations()
     return {"output_tokens": tokens, "seconds": seconds, "output_tokens_per_second": tokens / seconds} | {
-        "recompilations": recompilations
+        "recompilations": recompilations,
+        "steps_of_all": steps,
     }
 
 
@@ -355,7 +397,8 @@ def graphs(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
 def quantized(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
     """Fewer bits for the weights."""
     kinds = ("int8",) if device.type == "cpu" else ("int8", "int4", "fp8")
-    return variants(device, tiny, save, {"none": {}} | {kind: {"quantization": kind} for kind in kinds})
+    common: dict[str, Any] = {"kv_cache_memory_bytes": 2**21 if tiny else 6 * 2**30}
+    return variants(device, tiny, save, {"none": common} | {kind: common | {"quantization": kind} for kind in kinds})
 
 
 def kv_dtypes(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:

@@ -37,16 +37,17 @@ class Step:
 # What matters most comes first: what does not fit into the budget is left out.
 STEPS = (
     Step("environment", 40),
-    Step("check_attention", 90, "test_cuda_attention.py"),
     Step("copy_bandwidth", 30),
-    Step("decode_attention", 80),
     Step("llama_8b", 130),
     Step("nano_256", 90),
-    Step("graphs", 100),
-    Step("check_engine", 150, "test_cuda_engine.py"),
-    Step("kv_dtypes", 80),
+    Step("decode_attention", 80),
     Step("quantized", 90),
+    Step("check_attention", 90, "test_cuda_attention.py"),
+    Step("check_engine", 150, "test_cuda_engine.py"),
     Step("check_quantized", 60, "test_cuda_quantized.py"),
+    Step("check_families", 150, "test_cuda_families.py"),
+    Step("graphs", 100),
+    Step("kv_dtypes", 80),
     Step("speculation", 60),
 )
 

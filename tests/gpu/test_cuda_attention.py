@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels_triton_free.attention import paged_flex_attention
+from minivllm.device.policy import DevicePolicy
 from tests.gpu.paged_case import make_case, reference, run_decode, run_prefill
 
 pytestmark = [
@@ -25,8 +26,9 @@ def fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-def compiled(head_dim: int, window: int | None = None):
-    bound = partial(paged_flex_attention, scale=head_dim**-0.5, window=window)
+def compiled(head_dim: int, window: int | None = None, *, tile_size: int = 1, dtype: torch.dtype = torch.bfloat16):
+    options = DevicePolicy(type="cuda").kernel_options(64, head_dim, dtype, tile_size)
+    bound = partial(paged_flex_attention, scale=head_dim**-0.5, window=window, kernel_options=options)
     return torch.compile(bound, fullgraph=True, dynamic=False)
 
 
@@ -36,7 +38,7 @@ def compiled(head_dim: int, window: int | None = None):
 def test_decode_equals_the_definition(head_dim: int, group: int, dtype: torch.dtype) -> None:
     choose = random.Random(head_dim * 10 + group)
     device = torch.device("cuda")
-    attention = compiled(head_dim)
+    attention = compiled(head_dim, dtype=dtype)
     for bucket in (2, 3, 8, 64) if dtype is torch.bfloat16 and group == 3 else (3,):
         for requests in {1, bucket - 1, bucket}:
             lengths = [choose.choice([1, 63, 64, 65, choose.randint(2, 700)]) for _ in range(requests)]
@@ -50,7 +52,7 @@ def test_decode_equals_the_definition(head_dim: int, group: int, dtype: torch.dt
 @pytest.mark.parametrize("group", [1, 3, 4, 7])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tiles_of_several_queries_equal_the_definition(head_dim: int, group: int) -> None:
-    attention = compiled(head_dim)
+    attention = compiled(head_dim, tile_size=128)
     case = make_case(
         [300, 130, 65, 64, 1],
         [300, 2, 65, 7, 1],
@@ -71,7 +73,11 @@ def test_a_sliding_window_hides_what_lies_before_it(window: int) -> None:
     error = (run_decode(compiled(64, window), decode, 3, window).double() - reference(decode, window)).abs().max()
     assert error < TOLERANCE[torch.bfloat16]
     prefill = make_case([300, 65], [290, 65], device=device, **shape)
-    error = (run_prefill(compiled(64, window), prefill, 128, window).double() - reference(prefill, window)).abs().max()
+    error = (
+        (run_prefill(compiled(64, window, tile_size=128), prefill, 128, window).double() - reference(prefill, window))
+        .abs()
+        .max()
+    )
     assert error < TOLERANCE[torch.bfloat16]
 
 
@@ -84,7 +90,7 @@ def test_pages_of_eight_bits_are_read_as_what_they_hold(cache_dtype: torch.dtype
     error = (run_decode(compiled(64), decode, 3).double() - reference(decode)).abs().max()
     assert error < TOLERANCE[torch.bfloat16]
     prefill = make_case([300, 65], [290, 65], device=device, cache_dtype=cache_dtype, **shape)
-    error = (run_prefill(compiled(64), prefill, 128).double() - reference(prefill)).abs().max()
+    error = (run_prefill(compiled(64, tile_size=128), prefill, 128).double() - reference(prefill)).abs().max()
     assert error < TOLERANCE[torch.bfloat16]
 
 

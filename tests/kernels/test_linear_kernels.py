@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels_triton_free import linear as linear_module
-from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
+from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear, single_row_sums
 
 needs_packing = pytest.mark.skipif(
     not can_pack(torch.bfloat16), reason="oneDNN cannot pack bfloat16 weights on this CPU"
@@ -71,3 +71,14 @@ def test_nothing_is_packed_where_onednn_or_its_bfloat16_products_are_missing(
     monkeypatch.setattr(linear_module.torch.backends.mkldnn, "is_available", lambda: available)
     monkeypatch.setattr(linear_module.torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
     assert not can_pack(torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_of_a_single_row_equal_the_product(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    x, weight = torch.randn(1, 96, dtype=torch.float64), torch.randn(40, 96, dtype=torch.float64)
+    halves = [x.to(dtype).chunk(2, dim=1), weight.to(dtype).chunk(2, dim=1)]
+    out = torch.compile(single_row_sums, dynamic=False, fullgraph=True)(*halves)
+    expected = x.to(dtype).double() @ weight.to(dtype).double().T
+    assert out.dtype == torch.float32 and out.shape == (1, 40)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)

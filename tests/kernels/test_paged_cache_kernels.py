@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from kernels_triton_free.paged_cache import gather_blocks, rounded, write_kv
 
@@ -67,3 +70,16 @@ def test_gather_blocks_puts_the_pages_of_a_request_in_order() -> None:
     eight_bits = gather_blocks(cache.to(torch.float8_e4m3fn), torch.tensor([5, 2, 3], dtype=torch.int32))
     assert torch.equal(eight_bits.float(), gathered.to(torch.float8_e4m3fn).float())
     assert torch.equal(gathered, torch.cat([cache[5], cache[2], cache[3]]))
+
+
+def test_compiled_code_writes_into_the_cache_itself() -> None:
+    """A copy of the whole cache, there and back, took ten times as long as a step of a model on a GPU."""
+    torch._dynamo.reset()
+    k_cache, v_cache, expected = torch.zeros(50, 16, 2, 8), torch.zeros(50, 16, 2, 8), torch.zeros(50 * 16, 2, 8)
+    k, slots = torch.randn(5, 2, 8), torch.tensor([3, 700, 16, 31, 799], dtype=torch.int32)
+    expected[slots] = k
+    _, [code] = run_and_get_code(torch.compile(write_kv, dynamic=False), k_cache, v_cache, k, 2 * k, slots)
+    assert torch.equal(k_cache.view(-1, 2, 8), expected) and torch.equal(v_cache, 2 * k_cache)
+    allocated = re.findall(r"= empty_strided\w*\(\(([\d, ]+)\)", code)
+    assert all(math.prod(int(size) for size in sizes.split(",") if size.strip()) <= k.numel() for sizes in allocated)
+    assert str(k_cache.numel()) not in re.findall(r"\d+", code)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+import kernels_triton_free.lora
+import minivllm.lora.manager
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.processing.outputs import RequestOutput
 from tests.lora.lora_adapters import TinyModel, merged_logprobs, merged_model, merged_tokens, random_adapter
@@ -67,6 +69,19 @@ def test_each_row_of_a_mixed_batch_equals_the_merged_model(tiny_model: TinyModel
         assert_pool_unused(llm)
     answers = {tuple(output.outputs[0].token_ids) for output in outputs}
     assert len(answers) == len(adapters)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-biases"])
+def test_adapters_stored_in_one_piece_as_on_a_gpu_equal_the_merged_model(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(minivllm.lora.manager, "lane_width", lambda sizes, device: sum(sizes))
+    monkeypatch.setattr(kernels_triton_free.lora, "_add_by_products", kernels_triton_free.lora._add_stacked)
+    model = tiny_model(family)
+    adapters, prompts = mixed_adapters(tmp_path, model), random_prompts((5, 17, 1, 33, 9, 12))
+    with lora_llm(model, max_num_batched_tokens=24) as llm:
+        outputs = run_mixed(llm, prompts, adapters, logprobs=0, prompt_logprobs=0)
+        assert_logprobs_equal_merged(model, outputs, prompts, adapters)
 
 
 def test_an_engine_with_adapters_answers_without_one_as_an_engine_without(tiny_model: TinyModel) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+import minivllm.linear.methods.groups
+import minivllm.linear.methods.int8
+from kernels_triton_free.linear import single_row_sums
 from kernels_triton_free.loops.whole_numbers import MOST_INPUTS
 from kernels_triton_free.packed.rows import MAX_ROWS, is_for_few_rows, is_read, owns_memory
 from kernels_triton_free.packed.tiles import can_tile
@@ -451,3 +455,27 @@ def test_only_methods_whose_weight_can_be_read_look_up_rows() -> None:
     assert not PackedLinear(8).gathers_rows and not Float8Linear().gathers_rows
     with pytest.raises(NotImplementedError, match="PackedLinear"):
         PackedLinear(8).rows(torch.tensor([0]), ())
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    "method", [DequantizedInt8Linear(torch.float32), *(DequantizedGroupLinear(32, n, torch.float32) for n in (4, 8))]
+)
+def test_a_single_row_summed_as_on_a_gpu_equals_the_product(
+    method: LinearMethod, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight, x = torch.randn(40, 128, generator=generator), torch.randn(1, 128, generator=generator)
+    tensors = method.prepare(weight, torch.randn(40, generator=generator) if has_bias else None)
+    expected = method.apply(x, tensors)
+    calls = []
+
+    def summed(*operands: Any) -> Tensor:
+        calls.append(operands)
+        return single_row_sums(*operands)
+
+    for module in (minivllm.linear.methods.groups, minivllm.linear.methods.int8):
+        monkeypatch.setattr(module, "sums_single_row", lambda x: True)
+        monkeypatch.setattr(module, "single_row_sums", summed)
+    torch.testing.assert_close(method.apply(x, tensors), expected, rtol=1e-4, atol=1e-4)
+    assert calls

@@ -111,6 +111,34 @@ def test_sizes_that_are_equal_at_the_first_call_may_differ_later(traced_only: No
     assert graphs() == before + 1
 
 
+def test_a_single_row_has_code_of_its_own_where_it_is_asked_for(traced_only: None) -> None:
+    def rows(x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight * (1.0 if x.shape[0] == 1 else 2.0)
+
+    x, weight = Size("rows", 5, single=1), TensorSpec((4, 3), torch.float32, CPU)
+    declared = Region("rows", rows, {"x": TensorSpec((x, 4), torch.float32, CPU), "weight": weight})
+    compiler = RegionCompiler(enabled=True, single_rows=True)
+    region, own = compiler(declared), torch.randn(4, 3)
+    assert compiler.min_rows == 1 and RegionCompiler(enabled=True).min_rows == 2
+    before = graphs()
+    for count in (1, 5, 1, 2, 30, 1):
+        x = torch.randn(count, 4)
+        torch.testing.assert_close(region(x, own), x @ own * (1.0 if count == 1 else 2.0))
+    assert graphs() == before + 2
+
+
+def test_code_of_other_bounds_is_not_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's cache would find it, and its bounds would break those of the new sizes."""
+    monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    for most in (16, 64, 16):
+        torch._dynamo.reset()
+        region = RegionCompiler(enabled=True, most={"rows": most})(region_of(partial(scaled, 2.0), (ROWS, 4), (4, 3)))
+        for rows in (5, most):
+            x, weight = torch.randn(rows, 4), torch.randn(4, 3)
+            torch.testing.assert_close(region(x, weight), x @ weight * 2.0)
+
+
 def test_arguments_that_were_not_declared_are_refused(traced_only: None) -> None:
     region = RegionCompiler(enabled=True)(region_of(partial(scaled, 2.0), (ROWS, 4), (4, 3)))
     with pytest.raises(TypeError, match=r"'scaled' takes torch.float32 cpu \[4,3\] in x1, but .* \[4,5\]"):

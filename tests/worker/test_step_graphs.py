@@ -88,16 +88,14 @@ def test_what_runs_between_segments_runs_anew_in_its_place(factors: list[int]) -
 def test_buckets_hold_every_batch_and_waste_little(max_num_seqs: int, max_num_batched_tokens: int) -> None:
     decodes, attention = decode_buckets(max_num_seqs), CUDA_POLICY.decode_batches(max_num_seqs)
     tokens = token_buckets(max_num_batched_tokens)
-    for buckets in (decodes, attention, tokens):
-        assert buckets == sorted(set(buckets)) and buckets[0] == 2
-    assert decodes[-1] == attention[-1] == max(2, max_num_seqs)
+    for buckets, least in ((decodes, 1), (decode_buckets(max_num_seqs, 2), 2), (attention, 1), (tokens, 2)):
+        assert buckets == sorted(set(buckets)) and buckets[0] == least
+        assert buckets is tokens or buckets[-1] == max(least, max_num_seqs)
     assert tokens[-1] == max(2, min(512, max_num_batched_tokens))
     for size in range(1, max_num_seqs + 1):
         bucket = bucket_for(size, decodes)
-        assert (
-            bucket is not None and bucket <= max(2, 2 * size, size + 32) and bucket_for(bucket, attention) is not None
-        )
-    assert bucket_for(max(2, max_num_seqs) + 1, decodes) is None
+        assert bucket is not None and bucket < max(2 * size, size + 32) and bucket_for(bucket, attention) is not None
+    assert bucket_for(max_num_seqs + 1, decodes) is None
 
 
 @pytest.fixture

@@ -52,9 +52,6 @@ class PlainLinear(LinearMethod):
         assert isinstance(weight, Tensor), "a quantised weight is restored before"
         return (weight,) if bias is None else (weight, bias)
 
-    def kept(self, tensors: LinearTensors) -> LinearTensors:
-        return tuple(map(kept_weights.copy, tensors))  # what a checkpoint hands out may lie in its mapped file
-
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         return linear(x, *tensors)
 

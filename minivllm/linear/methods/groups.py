@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels_triton_free.linear import single_row_sums, sums_single_row
 from minivllm.linear.methods.method import LinearMethod, LinearTensors, with_bias
 from minivllm.linear.methods.stored_weight import GroupedWeight, StoredWeight, in_groups
 
@@ -34,8 +35,15 @@ class DequantizedGroupLinear(LinearMethod):
         return with_bias((codes, grouped.scale.to(self.dtype), grouped.offset.to(self.dtype)), bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
-        weight = self._restore(tensors[0], tensors[1], tensors[2])
-        return F.linear(x, weight, tensors[3] if len(tensors) > 3 else None)
+        codes, scale, offset, *bias = tensors
+        is_whole = codes.shape[1] % self.group_size == 0  # no group has inputs in both halves
+        if not sums_single_row(x) or not is_whole:
+            return F.linear(x, self._restore(codes, scale, offset), bias[0] if bias else None)
+        halves = [codes & 15, codes >> 4] if self.bits == 4 else [codes]
+        scales, offsets = (tensor.chunk(len(halves), dim=1) for tensor in (scale, offset))
+        weights = [self._in_floats(*one) for one in zip(halves, scales, offsets)]
+        out = single_row_sums(x.chunk(len(halves), dim=1), weights)
+        return (out + bias[0] if bias else out).to(x.dtype)
 
     def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
         codes, scale, offset = (tensor[indices] for tensor in tensors[:3])
@@ -44,8 +52,12 @@ class DequantizedGroupLinear(LinearMethod):
     def _restore(self, codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
         if self.bits == 4:
             codes = torch.cat([codes & 15, codes >> 4], dim=-1)
+        return self._in_floats(codes, scale, offset).to(self.dtype)
+
+    def _in_floats(self, codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+        """float32 [rows, in], of one code per byte."""
         groups = codes.float().unflatten(-1, (-1, self.group_size))
-        return (groups * scale.unsqueeze(-1).float() + offset.unsqueeze(-1).float()).flatten(-2).to(self.dtype)
+        return (groups * scale.unsqueeze(-1).float() + offset.unsqueeze(-1).float()).flatten(-2)
 
 
 @dataclass(frozen=True)

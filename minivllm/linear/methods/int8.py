@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels_triton_free.linear import single_row_sums, sums_single_row
 from kernels_triton_free.loops.whole_numbers import WholeNumbers, parts_of, whole_numbers_linear
 from kernels_triton_free.quantized_linear import int8_linear, int8_rows
 from minivllm.linear.methods.method import LinearMethod, LinearTensors, largest_inputs, with_bias
@@ -55,7 +56,10 @@ class DequantizedInt8Linear(Int8Linear):
     """The same for GPUs: the scale is applied to the product."""
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
-        out = F.linear(x, tensors[0].to(x.dtype)) * tensors[1].view(-1)
+        if sums_single_row(x):
+            out = (single_row_sums([x], [tensors[0]]) * tensors[1].view(-1)).to(x.dtype)
+        else:
+            out = F.linear(x, tensors[0].to(x.dtype)) * tensors[1].view(-1)
         return out if len(tensors) == 2 else out + tensors[2]
 
 

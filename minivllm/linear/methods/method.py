@@ -43,7 +43,8 @@ class LinearMethod(ABC):
         """Turn weight [out, in] and bias [out] into what ``kept`` readies for ``apply``; the originals are dropped."""
 
     def kept(self, tensors: LinearTensors) -> LinearTensors:
-        """What ``prepare`` gave, in memory for as long as a model lives; see ``WeightMemory``."""
+        """What ``prepare`` gave, in memory for as long as a model lives (see ``WeightMemory``): what a checkpoint hands
+        out may lie in its mapped file."""
         return tuple(kept_weights.copy(tensor) if tensor.device.type == "cpu" else tensor for tensor in tensors)
 
     @abstractmethod
