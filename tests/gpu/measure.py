@@ -305,11 +305,11 @@ def llama_8b(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
     from minivllm.bench.parts.bounds import matmul_peak
     from minivllm.bench.parts.parts import prefill_seconds
 
-    copied = copy_bandwidth(device, tiny)["gb_per_second"]
     steps, context, prompt = (4, 20, 30) if tiny else (60, 512, 2048)
     began = time.perf_counter()
     with started(LLAMA_8B, device, tiny, kv_cache_memory_bytes=2**21 if tiny else 6 * 2**30) as engine:
-        results: dict[str, Any] = {"copy_gb_per_second": copied, "startup_seconds": time.perf_counter() - began}
+        results: dict[str, Any] = {"startup_seconds": time.perf_counter() - began}
+        results["copy_gb_per_second"] = copied = copy_bandwidth(device, tiny)["gb_per_second"]
         for batch in (1, 4) if tiny else (1, 8, 64):
             results[f"decode_batch_{batch}"] = decode_figures(engine, batch, context, steps, copied)
             save(results)
@@ -356,13 +356,12 @@ def nano_256(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
 
 def variants(device: torch.device, tiny: bool, save: Save, changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Decode of Qwen3-0.6B's shape with one argument changed at a time; a variant that fails costs only itself."""
-    copied = copy_bandwidth(device, tiny)["gb_per_second"]
     steps, context = (4, 20) if tiny else (60, 512)
     results: dict[str, Any] = {}
     for name, arguments in changes.items():
         try:
             with started(QWEN3_600M, device, tiny, **arguments) as engine:
-                core = engine.client.core
+                core, copied = engine.client.core, copy_bandwidth(device, tiny)["gb_per_second"]
                 results[name] = {
                     f"batch_{batch}": decode_figures(engine, batch, context, steps, copied)
                     for batch in ((1,) if tiny else (1, 64))
