@@ -397,4 +397,4 @@ def _count_in_32_bits_within_bounds() -> None:
             return True
         return not known(size < endless) and fits(size)
 
-    simd.expr_fits_within_32bit = provably_fits
+    simd.expr_fits_within_32bit = provably_fits  # type: ignore[assignment]

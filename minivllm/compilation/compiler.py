@@ -20,7 +20,7 @@ from kernels_triton_free.inductor.patches import patch_inductor
 from kernels_triton_free.loops.whole_numbers import generate_whole_number_loops
 from kernels_triton_free.loops.word_loops import generate_word_loops
 from kernels_triton_free.packed.template import generate_tiled_products
-from minivllm.compilation.regions import MAX_SIZE, Region, flatten
+from minivllm.compilation.regions import MAX_SIZE, Region, Size, flatten
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +116,9 @@ class RegionCompiler:
             region.check(tensors, layout=False)
             for (_, spec), tensor in zip(region.tensors(), tensors):
                 for dim in spec.dynamic:
-                    most = self._most.get(spec.shape[dim].name, MAX_SIZE)
-                    torch._dynamo.mark_dynamic(tensor, dim, min=2, max=most)
+                    size = spec.shape[dim]
+                    assert isinstance(size, Size)
+                    torch._dynamo.mark_dynamic(tensor, dim, min=2, max=self._most.get(size.name, MAX_SIZE))
             started = time.perf_counter()
             logger.info("Compiling %s …", region.name)
             prepare_inductor()
@@ -184,6 +185,9 @@ def prepare_inductor() -> None:
     generate_tiled_products()
     generate_word_loops()
     generate_whole_number_loops()
+    # On a GPU, whether to pad the sides of matrices is decided by the example's number of tokens, which becomes a guard
+    # that a dynamic size may not have.
+    config.shape_padding = False
     compiler = find_cpp_compiler()
     if compiler is not None and compiler not in config.cpp.cxx:
         config.cpp.cxx = (compiler,)  # type: ignore[assignment]

@@ -9,7 +9,7 @@ from minivllm.batch.layer_caches import kv_groups
 from minivllm.config import EngineConfig
 from minivllm.device.memory import cache_memory
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.sizing.sizing import PoolLimits, enough_blocks, fit_pools, size_pools
+from minivllm.kv_cache.sizing.sizing import PoolLimits, coarse, enough_blocks, fit_pools, size_pools
 from minivllm.kv_cache.specs import GroupSpec, total_bytes
 from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.decoder import Decoder
@@ -78,13 +78,6 @@ def size_groups(
             f"null block ({size / 2**20:.0f} MiB): lower max_model_len or give the cache more memory."
         )
     return groups, origin
-
-
-def coarse(count: int) -> int:
-    """The first five bits of a number, zeros behind them. On a GPU the size of the cache is a constant of compiled
-    code, and the memory that is free is never quite the same: a coarse size lets the next start use the code of the
-    last one, for 3 % of the blocks on average."""
-    return count >> max(0, count.bit_length() - 5) << max(0, count.bit_length() - 5)
 
 
 def planned_pools(config: EngineConfig, facts: ModelFacts) -> tuple[list[GroupSpec], str]:

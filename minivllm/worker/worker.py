@@ -55,8 +55,6 @@ from minivllm.worker.pending_step import PendingStep
 logger = logging.getLogger(__name__)
 
 WARM_UP_DECODES, WARM_UP_DRAFTS, WARM_UP_CHUNKS = 5, 3, 4
-MIN_STEP_TOKENS = 64
-"""A step of the warm-up may have more tokens than the scheduler plans, but not more than these, for each draft too."""
 """Requests of the warm-up step with one token, with drafts (if there are any), and with more: every region gets the two
 rows that compiling needs."""
 
@@ -99,11 +97,10 @@ class Worker:
             return RegionCompiler(enabled=False)
         if self.policy.keeps_packages:
             return PackagedRegionCompiler()
-        scheduler, speculative = self.config.scheduler, self.config.speculative
-        drafts = 0 if speculative is None else speculative.num_speculative_tokens
-        step = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, MIN_STEP_TOKENS * (1 + drafts))
-        most = dict.fromkeys(("tokens", "rows", "tiles"), rounded_capacity(step + 2))
-        return RegionCompiler(enabled=True, most=most, single_rows=True)
+        scheduler, drafts = self.config.scheduler, getattr(self.config.speculative, "num_speculative_tokens", 0)
+        # Of the warm-up, a step of a few drafts may have more rows than are ever scheduled.
+        rows = rounded_capacity(max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, 64 * (1 + drafts)) + 2)
+        return RegionCompiler(True, most=dict.fromkeys(("tokens", "rows", "tiles"), rows), single_rows=True)
 
     @spanned("load")
     @torch.inference_mode()

@@ -16,7 +16,7 @@ from minivllm.kv_cache.group_manager import (
     make_group,
 )
 from minivllm.kv_cache.manager import KVCacheManager
-from minivllm.kv_cache.sizing.sizing import RETENTION, PoolLimits, enough_blocks, fit_pools, size_pools
+from minivllm.kv_cache.sizing.sizing import RETENTION, PoolLimits, coarse, enough_blocks, fit_pools, size_pools
 from minivllm.kv_cache.specs import GroupSpec, max_blocks, total_bytes
 from minivllm.request import Request
 from tests.kv_cache.test_kv_cache_manager import admit, make_request, prompts, snapshot
@@ -311,3 +311,11 @@ def test_a_gemma_3_of_4b_keeps_more_than_four_times_as_many_tokens_of_long_texts
     assert total_bytes(two) <= gib * 2**30
     gain = requests_of_max_model_len(two, limits) / requests_of_max_model_len(one, limits)
     assert gain >= 4.5, gain
+
+
+@given(st.integers(0, 2**40))
+def test_a_coarse_size_is_a_little_smaller_and_the_same_for_most_neighbours(count: int) -> None:
+    size = coarse(count)
+    assert size <= count and 16 * (count - size) <= count
+    assert coarse(size) == size and coarse(count + 1) >= size
+    assert len({coarse(other) for other in range(10_000, 10_400)}) <= 2

@@ -9,7 +9,9 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,6 +25,7 @@ from tutorials import speed_picture
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TOUR = ROOT / "minivllm" / "README.md"
+GPU_RESULTS = ROOT / "tests" / "gpu" / "results"
 
 # Set-up, an open conversation, the checks themselves, and what rewrites the README.
 NOT_RUN_HERE = {
@@ -202,8 +205,9 @@ def unproven_figures(text: str, folder: Path) -> list[str]:
     """Numbers with the unit of a measurement that no report in ``folder`` has.
 
     After the number stands <!-- FILE | case | side | metric -->, where the median is; or FILE | case | side / other |
-    metric for a ratio, or "not measured". Blocks under <!-- sample output --> are one machine's, and the part that
-    ``speed_picture`` writes is held against its reports by its own test.
+    metric for a ratio, gpu/FILE/key/… for a figure of tests/gpu/results, or "not measured". Blocks under
+    <!-- sample output --> are one machine's, and the part that ``speed_picture`` writes is held against its reports by
+    its own test.
     """
     before, _, rest = text.partition(speed_picture.BEGIN)
     text = before + rest.partition(speed_picture.END)[2]
@@ -216,6 +220,9 @@ def _is_proven(number: str, unit: str, mark: str | None, folder: Path) -> bool:
         return True
     if mark is None:
         return False
+    if mark.startswith("gpu/"):
+        _, file, *keys = mark.split("/")
+        return _is_proven_on_a_gpu(number, json.loads((GPU_RESULTS / file).read_text(encoding="utf-8")), keys)
     file, case, side, metric = mark.split(" | ")
     report = read_report(folder / file)
     side, _, against = side.partition(" / ")
@@ -230,6 +237,13 @@ def _is_proven(number: str, unit: str, mark: str | None, folder: Path) -> bool:
     scale = 100 if measured == "share" else 1
     shown = float(number.replace(",", ""))
     return unit == ("%" if measured == "share" else measured) and [round(v * scale, digits) for v in values] == [shown]
+
+
+def _is_proven_on_a_gpu(number: str, found: Any, keys: Sequence[str]) -> bool:
+    for key in keys:
+        found = found[key]
+    scale = 100 if keys[-1].startswith("share") else 1
+    return round(found * scale, len(number.partition(".")[2])) == float(number.replace(",", ""))
 
 
 def test_every_measured_number_is_that_of_a_report() -> None:

@@ -89,3 +89,11 @@ def _steady_blocks(spec: GroupSpec) -> int:
         return SLOTS_PER_REQUEST
     assert spec.reach is not None, "only the first group may be one of full attention"
     return max_blocks(spec.reach + spec.block_size, spec.block_size, spec.reach, 1)
+
+
+def coarse(count: int) -> int:
+    """The first five bits of a number, zeros behind them. On a GPU the size of the cache is a constant of compiled
+    code, and the memory that is free is never quite the same: a coarse size lets the next start use the code of the
+    last one, for 3 % of the blocks on average."""
+    dropped = max(0, count.bit_length() - 5)
+    return count >> dropped << dropped
