@@ -159,6 +159,17 @@ def draw_from_vocabulary(scaled: Tensor, threshold: Tensor, seeds: Tensor, posit
     return scores.masked_fill(scaled < threshold[:, None], -torch.inf).argmax(-1)
 
 
+def draw(logits: Tensor, temperature: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """A token of each row that nothing but temperature and min-p restricts: int64 [R]. To be compiled, for a GPU.
+
+    logits [R, V] any float dtype, temperature [R] float32 > 0, min_p [R] float32, seeds, positions [R] int64. Two loops
+    over the logits, for the maximum and for the draw, take the place of some thirty operators that each go through as
+    many values: 8.7 GB for 256 rows of a vocabulary of 152,000.
+    """
+    scaled = scale_by_temperature(logits.float(), temperature)
+    return draw_from_vocabulary(scaled, torch.log(min_p), seeds, positions)
+
+
 def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities of given tokens and of the likeliest ones, in float32.
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.sampling.draw import (
+    draw,
     draw_from_candidates,
     draw_from_vocabulary,
     has_runs,
@@ -55,17 +56,26 @@ class Sampler:
         self._state = state
         self._masks = tuple(masks)
         self._likeliest: Callable[[Tensor], Tensor] = likeliest
+        self._draw: Callable[..., Tensor] | None = None
+        self._drawn_dtype = torch.float32
 
     def use_regions(self, compiler: RegionCompiler, logits: torch.dtype) -> None:
-        """On a CPU, find the likeliest tokens by compiled code from now on, where logits are of this dtype.
+        """Compiled code from now on, where logits are of this dtype: on a GPU to draw where nothing but a temperature
+        and min-p restricts any row, on a CPU to find the likeliest tokens.
 
-        That takes six operators, and after a model's weights have gone through the CPU's cache each takes as long as if
-        it were called for the first time: 0.2 ms of a step of 13 for one row, 0.6 for 32 (SmolLM2-135M, two cores).
+        The latter takes six operators, and after a model's weights have gone through the CPU's cache each takes as long
+        as if it were called for the first time: 0.2 ms of a step of 13 for one row, 0.6 for 32 (SmolLM2-135M, two
+        cores).
         """
         vocab_size, device = self._state.vocab_size, self._state.temperature.device.device
-        if device.type != "cpu" or not has_runs(vocab_size):
+        rows = Size("rows", 5, single=1)
+        spec = TensorSpec((rows, vocab_size), logits, device)
+        if device.type != "cpu":
+            self._draw = _compiled_draw(compiler, spec) if compiler.enabled else None
+            self._drawn_dtype = logits
             return
-        spec = TensorSpec((Size("rows", 5, single=1), vocab_size), logits, device)
+        if not has_runs(vocab_size):
+            return
         compiled = compiler(Region("likeliest tokens", likeliest, {"logits": spec}))
 
         def find(given: Tensor) -> Tensor:
@@ -90,6 +100,9 @@ class Sampler:
         if self._state.is_plain[slots].all() and not any(mask.touches(slots).any() for mask in self._masks):
             return SampledTokens(self._likeliest(logits), [None] * len(slots))
         is_random = self._state.temperature.host[slots] > 0.0
+        if self._draw is not None and is_random.all() and self._only_draws(logits, slots):
+            token_ids = self._draw(logits, *self._of_rows(slots, positions, logits.device))
+            return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
         needs_work = is_random | self.depends_on_output(slots)
         # Masks compare nothing and compute nothing: where there is no more to do, logits need not become wider.
         dtype = torch.float32 if needs_work.any() else logits.dtype
@@ -106,6 +119,28 @@ class Sampler:
                     logits[rows].to(dtype), slots[needs_work], _select(positions, needs_work), is_random[needs_work]
                 )
         return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
+
+    def _only_draws(self, logits: Tensor, slots: np.ndarray) -> bool:
+        """Whether nothing edits, masks or truncates any of these rows, and logits are as compiled code takes them."""
+        state = self._state
+        if logits.dtype != self._drawn_dtype or not logits.is_contiguous():
+            return False
+        touched = [stage.touches(slots) for stage in self._masks]
+        touched += [stage.touches(slots) for stage in (*state.edits, *state.draw_edits)]
+        return not (self._is_truncated(slots).any() or any(rows.any() for rows in touched))
+
+    def _is_truncated(self, slots: np.ndarray) -> np.ndarray:
+        top_k = self._state.top_k.host[slots]
+        is_truncated: np.ndarray = (top_k > 0) & (top_k < self._state.vocab_size)
+        return is_truncated | (self._state.top_p.host[slots] < 1.0)
+
+    def _of_rows(self, slots: np.ndarray, positions: Tensor | np.ndarray, device: torch.device) -> tuple[Tensor, ...]:
+        """Temperature, min-p, seeds and positions of the rows, as ``draw`` takes them."""
+        state, index = self._state, _to_device(slots, device)
+        if not isinstance(positions, Tensor):
+            positions = torch.from_numpy(np.asarray(positions))
+        positions = positions.to(device=device, dtype=torch.int64)
+        return state.temperature.device[index], state.min_p.device[index], state.seed.device[index], positions
 
     def depends_on_output(self, slots: np.ndarray) -> np.ndarray:
         """slots [R] int -> bool [R]: rows whose next token may depend on the tokens before it in other ways than
@@ -140,28 +175,22 @@ class Sampler:
             # Where the constraints leave nothing of what the mask allows, the mask has the last word.
             logits = torch.where(logits.amax(-1, keepdim=True) == -torch.inf, masked, logits)
         if is_random.all():
-            return self._draw(logits, slots, positions)
+            return self._draw_rows(logits, slots, positions)
         token_ids = self._likeliest(logits)
         if is_random.any():
             rows = _to_device(np.flatnonzero(is_random), logits.device)
-            token_ids[rows] = self._draw(logits[rows], slots[is_random], _select(positions, is_random))
+            token_ids[rows] = self._draw_rows(logits[rows], slots[is_random], _select(positions, is_random))
         return token_ids
 
-    def _draw(self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray) -> Tensor:
+    def _draw_rows(self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray) -> Tensor:
         """Draw from logits [R, V] float32 of rows with a temperature. Returns token ids [R] int64."""
         state, device = self._state, logits.device
-        index = _to_device(slots, device)
-        if not isinstance(positions, Tensor):
-            positions = torch.from_numpy(np.asarray(positions))
-        positions = positions.to(device=device, dtype=torch.int64)
-        scaled = scale_by_temperature(logits, state.temperature.device[index])
+        temperature, min_p, seeds, positions = self._of_rows(slots, positions, device)
+        scaled = scale_by_temperature(logits, temperature)
         for stage in state.draw_edits:
             if stage.touches(slots).any():
                 stage.apply(scaled, slots)
-        min_p, seeds = state.min_p.device[index], state.seed.device[index]
-
-        top_k = state.top_k.host[slots]
-        is_truncated = ((top_k > 0) & (top_k < state.vocab_size)) | (state.top_p.host[slots] < 1.0)
+        is_truncated = self._is_truncated(slots)
         if not is_truncated.any():
             return draw_from_vocabulary(scaled, torch.log(min_p), seeds, positions)
         if is_truncated.all():
@@ -209,6 +238,18 @@ class Sampler:
             for row, entry in zip(rows.tolist(), _position_logprobs(logits[index], token_ids[index], wanted)):
                 entries[row] = entry
         return entries
+
+
+def _compiled_draw(compiler: RegionCompiler, logits: TensorSpec) -> Callable[..., Tensor]:
+    """``draw``, compiled at once: no step of the warm-up has a temperature."""
+    rows, device = logits.shape[0], logits.device
+    declared = {"temperature": torch.float32, "min_p": torch.float32, "seeds": torch.int64, "positions": torch.int64}
+    of_rows = {name: TensorSpec((rows,), dtype, device) for name, dtype in declared.items()}
+    region: Callable[..., Tensor] = compiler(Region("draw", draw, {"logits": logits, **of_rows}))
+    for count in (compiler.min_rows, 2):
+        ones = [torch.ones(count, dtype=dtype, device=device) for dtype in declared.values()]
+        region(torch.zeros(count, logits.sizes[1], dtype=logits.dtype, device=device), *ones)
+    return region
 
 
 def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, k: int) -> list[PositionLogprobs]:

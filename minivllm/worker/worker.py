@@ -98,9 +98,9 @@ class Worker:
         if self.policy.keeps_packages:
             return PackagedRegionCompiler()
         scheduler, drafts = self.config.scheduler, getattr(self.config.speculative, "num_speculative_tokens", 0)
-        # Of the warm-up, a step of a few drafts may have more rows than are ever scheduled.
-        rows = rounded_capacity(max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, 64 * (1 + drafts)) + 2)
-        return RegionCompiler(True, most=dict.fromkeys(("tokens", "rows", "tiles"), rows), single_rows=True)
+        rows = rounded_capacity((1 + drafts) * max(scheduler.max_num_seqs, 64) + 2)  # at least those of the warm-up
+        tokens = max(rows, rounded_capacity(scheduler.max_num_batched_tokens + 2))
+        return RegionCompiler(True, most={"tokens": tokens, "tiles": tokens, "rows": rows}, single_rows=True)
 
     @spanned("load")
     @torch.inference_mode()

@@ -20,10 +20,11 @@ from transformers import (
 )
 
 from kernels_triton_free.sampling.noise import gumbel_noise
-from minivllm.compilation.compiler import cannot_compile_reason
+from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.compilation.region_packages import PackagedRegionCompiler
+from minivllm.compilation.regions import Size, TensorSpec
 from minivllm.messages import EngineRequest, PositionLogprobs
-from minivllm.sampling.sampler import Sampler, prompt_logprobs
+from minivllm.sampling.sampler import Sampler, _compiled_draw, prompt_logprobs
 from minivllm.sampling.sampling_state import SamplingState
 from minivllm.sampling_params import SamplingParams
 
@@ -100,6 +101,25 @@ def test_a_request_gets_the_same_tokens_whatever_rows_are_beside_it(dtype):
         together = bench.sampler(logits[rows], rows, positions[rows])
         assert together.token_ids.tolist() == [int(alone[row].token_ids) for row in rows]
         assert together.logprobs == [alone[row].logprobs[0] for row in rows]
+
+
+@pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
+def test_draws_that_nothing_else_restricts_are_compiled_on_a_gpu() -> None:
+    """Here on a CPU, and the tokens are those that are drawn uncompiled, alone and beside others."""
+    vocab_size, dtype = 1003, torch.bfloat16
+    requests = [make_request(seed=i, **({}, {"min_p": 0.1, "temperature": 0.6})[i % 2]) for i in range(6)]
+    requests += [variety_request(2), GREEDY_REQUEST]
+    plain, compiled = Bench(vocab_size, *requests), Bench(vocab_size, *requests)
+    spec = TensorSpec((Size("rows", 5, single=1), vocab_size), dtype, torch.device("cpu"))
+    draw, drawn = _compiled_draw(RegionCompiler(enabled=True, single_rows=True), spec), []
+    compiled.sampler._draw = lambda logits, *rest: drawn.append(len(logits)) or draw(logits, *rest)
+    compiled.sampler._drawn_dtype = dtype
+    logits = random_logits(8, vocab_size).to(dtype)
+    for rows in ([0], [1], [0, 1, 2, 3, 4, 5], [5, 4], [0, 6], [7, 1], [3, 3, 3]):
+        args = logits[rows], rows, np.array(rows) * 13 + 5
+        assert compiled.sample(*args) == plain.sample(*args)
+    assert drawn == [1, 1, 6, 2, 3], "not beside rows that are truncated or greedy"
+    assert compiled.sample(logits[:2].float()) == plain.sample(logits[:2].float()) and len(drawn) == 5
 
 
 def test_slots_are_interchangeable_and_positions_may_be_a_tensor():
