@@ -44,7 +44,7 @@ def single_row_sums(parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Tenso
 
     Inductor makes one loop of it, with all that computes the weights, such as codes with scales: what is read of memory
     is what is stored. For one row reading is the work, and this reads faster than a library's product: on an H100 the
-    matrices of a Llama of 8 billion weights at 2.5 to 3.0 TB/s instead of 2.0 to 2.8. x is written down first, since
+    matrices of a Llama of 8 billion weights at 2.4 to 3.0 TB/s instead of 2.0 to 2.8. x is written down first, since
     it would be computed anew for every output.
     """
     products = [materialize(x).float() * weight.float() for x, weight in zip(parts, weights, strict=True)]

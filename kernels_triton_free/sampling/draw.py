@@ -164,7 +164,7 @@ def draw(logits: Tensor, temperature: Tensor, min_p: Tensor, seeds: Tensor, posi
 
     logits [R, V] any float dtype, temperature [R] float32 > 0, min_p [R] float32, seeds, positions [R] int64. Two loops
     over the logits, for the maximum and for the draw, take the place of some thirty operators that each go through as
-    many values: 8.7 GB for 256 rows of a vocabulary of 152,000.
+    many values: 8.7 GB for 256 rows of a vocabulary of 152,000, by counting; nothing was measured.
     """
     scaled = scale_by_temperature(logits.float(), temperature)
     return draw_from_vocabulary(scaled, torch.log(min_p), seeds, positions)

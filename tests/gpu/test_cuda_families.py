@@ -32,6 +32,7 @@ SETTINGS = {
     "granite-hybrid": ("granite-hybrid", {"mamba_n_groups": 1}),
 }
 PROMPTS = random_prompts((1, 5, 64, 65, 100))
+LIMITS = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 64}
 
 
 def generated(directory: Path, **arguments: object) -> list[list[int]]:
@@ -43,8 +44,7 @@ def generated(directory: Path, **arguments: object) -> list[list[int]]:
     settings = SamplingParams(temperature=0.0, max_tokens=16)
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     arguments = {"enforce_eager": DEVICE == "cpu", **arguments}
-    limits = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 64}
-    with LLM(str(directory), device=DEVICE, **(limits | arguments)) as llm:
+    with LLM(str(directory), device=DEVICE, **(LIMITS | arguments)) as llm:
         outputs = llm.generate(prompts, settings, use_tqdm=False)
         assert llm.llm_engine.client.core.executor.num_recompilations() == 0
     return [output.outputs[0].token_ids for output in outputs]
@@ -67,8 +67,7 @@ def test_experts_stay_close_to_transformers(tmp_path: Path, family: str) -> None
     )
     directory = save_tiny_model(tmp_path, family, sides)
     prompt, settings = PROMPTS[-1], SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=0)
-    limits = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 64}
-    with LLM(str(directory), device=DEVICE, dtype="bfloat16", enforce_eager=DEVICE == "cpu", **limits) as llm:
+    with LLM(str(directory), device=DEVICE, dtype="bfloat16", enforce_eager=DEVICE == "cpu", **LIMITS) as llm:
         [output] = llm.generate({"prompt_token_ids": prompt}, settings, use_tqdm=False)
     entries = zip(prompt[1:], output.prompt_logprobs[1:])
     got = torch.tensor([entry[token].logprob for token, entry in entries])
@@ -85,10 +84,9 @@ def test_requests_with_adapters_are_served_beside_others(tmp_path: Path) -> None
     directory = save_tiny_model(tmp_path / "model", "llama", {})
     adapters = [None, *(random_adapter(tmp_path / str(seed), directory, seed=seed) for seed in (1, 2))]
     chosen = [adapters[index % len(adapters)] for index in range(len(PROMPTS))]
-    limits = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 64}
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     settings = SamplingParams(temperature=0.0, max_tokens=16)
-    with LLM(str(directory), device=DEVICE, dtype="float32", enforce_eager=DEVICE == "cpu", **(limits | lora)) as llm:
+    with LLM(str(directory), device=DEVICE, dtype="float32", enforce_eager=DEVICE == "cpu", **(LIMITS | lora)) as llm:
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = llm.generate(prompts, settings, lora_request=chosen, use_tqdm=False)
         assert llm.llm_engine.client.core.executor.num_recompilations() == 0
