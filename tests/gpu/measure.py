@@ -339,7 +339,9 @@ def nano_256(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
     ]
     memory = 2**21 if tiny else 24 * 2**30
     arguments = {"max_num_seqs": count, "kv_cache_memory_bytes": memory}
+    called = time.perf_counter()
     with started(QWEN3_600M, device, tiny, **arguments) as engine, LLM(engine=engine) as llm:
+        startup = time.perf_counter() - called
         llm.generate(prompts[0], SamplingParams(max_tokens=5), use_tqdm=False)
         began = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -349,6 +351,7 @@ def nano_256(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
         steps = {} if tiny else device_busy(engine, count, 600, 10)
         recompilations = engine.client.core.executor.num_recompilations()
     return {"output_tokens": tokens, "seconds": seconds, "output_tokens_per_second": tokens / seconds} | {
+        "startup_seconds": startup,
         "recompilations": recompilations,
         "steps_of_all": steps,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -22,8 +23,11 @@ TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
+def fresh_compiler() -> Iterator[None]:
+    """Every size of the cache is one more kernel of a check."""
     torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
 
 
 def compiled(head_dim: int, window: int | None = None, *, tile_size: int = 1, dtype: torch.dtype = torch.bfloat16):

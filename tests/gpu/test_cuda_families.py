@@ -62,9 +62,9 @@ def test_experts_stay_close_to_transformers(tmp_path: Path, family: str) -> None
     from minivllm import LLM, SamplingParams
 
     torch._dynamo.reset()
-    sides = {"hidden_size": 64, "moe_intermediate_size": 32} | (
-        {"intermediate_size": 64} if family == "gpt-oss" else {}
-    )
+    sides: dict[str, float] = {"hidden_size": 64, "moe_intermediate_size": 32}
+    if family == "gpt-oss":
+        sides |= {"intermediate_size": 64, "swiglu_limit": 7.0}  # the only limit that older transformers know
     directory = save_tiny_model(tmp_path, family, sides)
     prompt, settings = PROMPTS[-1], SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=0)
     with LLM(str(directory), device=DEVICE, dtype="bfloat16", enforce_eager=DEVICE == "cpu", **LIMITS) as llm:

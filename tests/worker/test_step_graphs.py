@@ -23,6 +23,7 @@ from minivllm.device.buffers import StagingBuffer
 from minivllm.device.policy import DevicePolicy
 from minivllm.graphs.graph_capture import GraphCapture
 from minivllm.graphs.step_graphs import bucket_for, decode_buckets, token_buckets
+from minivllm.worker.worker import run_on_null_block
 from tests.attention.backends import CUDA_POLICY, listed_attention
 from tests.attention.random_batches import CPU
 from tutorials.recorded_graphs import RecordedGraphs
@@ -144,6 +145,25 @@ def test_tokens_are_the_same_with_graphs_and_every_step_takes_the_graph_it_shoul
         assert all(choice.num_tokens in runner.graphs.full_buckets for choice in replays if choice.kind == "full")
         if mode != "full_decode":
             assert sum(replays.values()) == llm.get_metrics().num_steps
+
+
+def test_a_step_of_fewer_tokens_than_requests_bounds_what_is_warmed_up_and_captured(
+    with_graphs: Callable[..., LLM], tiny_model: Callable[..., Path]
+) -> None:
+    prompts = [{"prompt_token_ids": list(range(3, 9 + index))} for index in range(9)]
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    limits = {"max_model_len": 64, "max_num_seqs": 150, "max_num_batched_tokens": 7}
+    with tiny_llm(tiny_model("llama"), **limits) as plain:
+        expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
+    with with_graphs("full_and_piecewise", **limits) as llm:
+        runner = llm.llm_engine.client.core.executor.worker.runner
+        most = runner.limits.max_num_batched_tokens  # a few more than the engine schedules, for the warm-up
+        assert max(runner.model.decode_batches) == max(runner.graphs.full_buckets) == most < 20
+        with torch.inference_mode():
+            for batch in runner.model.decode_batches:
+                run_on_null_block(runner, [1] * batch)
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
+        assert {choice.kind for choice in runner.graphs.num_replays} == {"full", "piecewise"}
 
 
 def test_lists_of_blocks_that_moved_are_refused(with_graphs: Callable[..., LLM]) -> None:
