@@ -8,9 +8,9 @@ waits behind them.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from minivllm.device.buffers import to_device
 from minivllm.messages import EngineRequest
 from minivllm.sampling.logits_processors import AddedRequest, BatchUpdate, LogitsProcessor
 
@@ -58,7 +58,7 @@ class ProcessorStage:
         update = self._update([int(slot) for slot in slots[rows]])
         if update is not None:
             self._processor.update_state(update)
-        index = torch.from_numpy(rows).to(logits.device, non_blocking=True)
+        index = to_device(rows, logits.device)
         chosen = logits if len(rows) == len(slots) else logits[index]
         shape = chosen.shape
         processed = self._processor.apply(chosen)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.sampling.draw import apply_penalties
+from minivllm.device.buffers import to_device
 from minivllm.messages import EngineRequest
 from minivllm.sampling.custom_processors import ProcessorStage
 from minivllm.sampling.logits_processors import LogitsProcessor
@@ -98,9 +99,9 @@ class TokenConstraints:
         allowed = disallowed = None
         if params.allowed_token_ids is not None:
             allowed = frozenset(_within(params.allowed_token_ids, self._vocab_size))
-            disallowed = torch.ones(self._vocab_size, dtype=torch.bool)
-            disallowed[list(allowed)] = False
-            disallowed = disallowed.to(self._device)
+            is_disallowed = np.ones(self._vocab_size, dtype=np.bool_)
+            is_disallowed[list(allowed)] = False
+            disallowed = to_device(is_disallowed, self._device)
         bias = {token: v for token, v in (params.logit_bias or {}).items() if 0 <= token < self._vocab_size}
         bad_words = [tuple(word) for word in request.bad_words_token_ids if word and 0 <= word[-1] < self._vocab_size]
         lookback = max((len(word) - 1 for word in bad_words), default=0)
@@ -149,11 +150,11 @@ class TokenConstraints:
             biased += [(row, token) for token in constraint.bias_ids]
             biases += constraint.bias_values
         if forbidden:
-            rows, tokens = torch.tensor(forbidden).T.to(logits.device)
-            logits[rows, tokens] = -torch.inf
+            rows, tokens = to_device(np.array(forbidden).T.copy(), logits.device)
+            logits[rows, tokens] = logits.new_full((), -torch.inf)  # a number of Python's would be waited for
         if biased:
-            rows, tokens = torch.tensor(biased).T.to(logits.device)
-            logits[rows, tokens] += torch.tensor(biases, dtype=torch.float32).to(logits.device)
+            rows, tokens = to_device(np.array(biased).T.copy(), logits.device)
+            logits[rows, tokens] += to_device(np.array(biases, dtype=np.float32), logits.device)
 
 
 class Penalties:
@@ -185,8 +186,8 @@ class Penalties:
         prompt_mask = np.zeros(self._vocab_size, dtype=np.bool_)
         prompt_mask[prompt] = True
         counts = np.bincount(np.asarray(output, dtype=np.int64), minlength=self._vocab_size).astype(np.int32)
-        self._prompt_mask[slot] = torch.from_numpy(prompt_mask).to(self._device)
-        self._output_counts[slot] = torch.from_numpy(counts).to(self._device)
+        self._prompt_mask[slot] = to_device(prompt_mask, self._device)
+        self._output_counts[slot] = to_device(counts, self._device)
 
     def remove(self, slot: int) -> None:
         """Free the slot's memory."""
@@ -207,8 +208,7 @@ class Penalties:
         if len(rows) == 0:
             return
         penalised = slots[rows].tolist()
-        row_index = torch.from_numpy(rows).to(logits.device)
-        slot_index = torch.tensor(penalised).to(logits.device)
+        row_index, slot_index = to_device(np.stack([rows, penalised]), logits.device)
         logits[row_index] = apply_penalties(
             logits[row_index],
             torch.stack([self._prompt_mask[slot] for slot in penalised]),

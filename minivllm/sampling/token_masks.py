@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels_triton_free.sampling.token_bitmask import apply_token_bitmask_
 from minivllm.batch.persistent_batch import WorkerRequest
+from minivllm.device.buffers import to_device
 from minivllm.messages import TokenMasks
 
 
@@ -32,7 +33,7 @@ class TokenMaskStage:
             self._has_mask[request.slot] = True
             self._row_of_position_0[request.slot] = row - request.num_tokens
         bits = np.frombuffer(masks.bits, dtype="<i4").astype(np.int32).reshape(-1, masks.words)
-        self._bits = torch.from_numpy(bits).to(self._device, non_blocking=True)
+        self._bits = to_device(bits, self._device)
 
     def touches(self, slots: np.ndarray) -> np.ndarray:
         """slots [R] int -> bool [R]: which rows have a mask."""
@@ -42,9 +43,9 @@ class TokenMaskStage:
         """Edit logits [R, V] in place; slots [R] int; positions [R] int: tokens before the sampled one."""
         rows = np.flatnonzero(self._has_mask[slots])
         places = self._row_of_position_0[slots[rows]] + positions[rows]
-        bits = self._bits[torch.from_numpy(places).to(self._device, non_blocking=True)]
+        bits = self._bits[to_device(places, self._device)]
         if len(rows) == len(slots):
             apply_token_bitmask_(logits, bits)
             return
-        index = torch.from_numpy(rows).to(self._device, non_blocking=True)
+        index = to_device(rows, self._device)
         logits[index] = apply_token_bitmask_(logits[index], bits)

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from minivllm.device.buffers import to_device
 from minivllm.messages import PositionLogprobs
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.sampling_state import SamplingState
@@ -52,7 +52,7 @@ def verify(
         row_of = np.repeat(rows, now[rows])
         offsets = np.arange(len(row_of)) - np.repeat(np.cumsum(now[rows]) - now[rows], now[rows]) + done[row_of]
         places = first[row_of] + offsets
-        chosen = logits if len(places) == len(logits) else logits[torch.from_numpy(places).to(logits.device)]
+        chosen = logits if len(places) == len(logits) else logits[to_device(places, logits.device)]
         sampled = sampler(chosen, slots[row_of], positions[row_of] + offsets)
         token_ids = sampled.token_ids.tolist()
         kept: list[int] = []

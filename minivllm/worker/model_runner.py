@@ -271,7 +271,7 @@ class ModelRunner:
         if hidden.logits is not None:
             if len(tokens) == inputs.num_tokens:
                 return hidden.logits[: len(tokens)]
-            return hidden.logits[torch.from_numpy(tokens).to(self.decoder.device, non_blocking=True)]
+            return hidden.logits[to_device(tokens, self.decoder.device)]
         count, width = len(tokens), inputs.token_ids.shape[0]
         least = width if width == self.model.few_rows else min(width, 2)
         if count < least:

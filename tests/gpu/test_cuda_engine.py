@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -215,6 +216,62 @@ def test_nothing_compiles_after_warm_up(config_directory: Path) -> None:
             engine.step()
             steps += 1
         assert core.executor.num_recompilations() == 0
+
+
+WITHOUT_WAITING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.7, "seed": 1},
+    "truncated": {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.2},
+    "constraints": {"temperature": 0.0, "logit_bias": {5: 3.0}, "min_tokens": 30, "allowed_token_ids": [5, 6, 7, 8]},
+}
+
+
+@pytest.mark.parametrize("kinds", [*([name] for name in WITHOUT_WAITING), ["greedy", "truncated"]], ids="-".join)
+def test_the_host_waits_for_nothing_but_tokens_on_their_way_back(config_directory: Path, kinds: list[str]) -> None:
+    """PyTorch raises where a call would wait for the device; events, with which tokens come back, are not asked."""
+    from minivllm import SamplingParams
+
+    with make_llm(config_directory, dtype="bfloat16", max_num_seqs=8) as llm:
+        engine = llm.llm_engine
+        for prompt, kind in zip(random_prompts(6), itertools.cycle(kinds)):
+            engine.add_request(None, prompt, SamplingParams(max_tokens=40, ignore_eos=True, **WITHOUT_WAITING[kind]))
+        for _ in range(5):
+            engine.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(20):
+                engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 48])
+def test_compiled_draws_are_those_of_a_cpu(rows: int, dtype: torch.dtype) -> None:
+    """But for those where a logarithm or an exponential is rounded the other way."""
+    from kernels_triton_free.sampling.draw import draw, draw_truncated
+    from minivllm.compilation.compiler import RegionCompiler
+    from minivllm.compilation.regions import Size, TensorSpec
+    from minivllm.sampling.sampler import _compiled_draws
+
+    vocab_size, device = 5003, torch.device("cuda")
+    compiler = RegionCompiler(enabled=True, single_rows=True)
+    compiled = _compiled_draws(compiler, TensorSpec((Size("rows", 5, single=1), vocab_size), dtype, device))
+    generator = torch.Generator().manual_seed(rows)
+    same = []
+    for round_ in range(20 if rows == 1 else 2):
+        logits = (torch.randn(rows, vocab_size, generator=generator) * 3).to(dtype)
+        temperature = torch.rand(rows, generator=generator) + 0.3
+        seeds, positions = torch.arange(rows) * 2**40 + round_, torch.arange(rows) + 7
+        temperature[3::5] = 0.0
+        columns = [temperature, torch.full((rows,), 0.01), seeds, positions]
+        truncating = [torch.arange(rows) % 3 * 20, torch.rand(rows, generator=generator).clamp(0.1)]
+        on_device = [column.to(device) for column in (*columns, *truncating)]
+        free, cut = (function(logits.to(device), *on_device[:count]) for function, count in zip(compiled, (4, 6)))
+        same += [free.cpu() == draw(logits, *columns), cut.cpu() == draw_truncated(logits, *columns, *truncating)]
+    assert torch.cat(same).float().mean() > 0.97
 
 
 def test_a_place_written_twice_before_a_flush_holds_the_last_value() -> None:

@@ -19,8 +19,10 @@ from kernels_triton_free.sampling.draw import (
     MAX_RUN,
     MIN_RUN,
     apply_penalties,
+    bisected_threshold,
     draw_from_candidates,
     draw_from_vocabulary,
+    draw_truncated,
     likeliest,
     scale_by_temperature,
     token_logprobs,
@@ -274,6 +276,21 @@ def test_a_draw_from_candidates_that_calls_itself_exact_is_the_draw_from_the_voc
         assert int(token) == int(draw_from_vocabulary(scaled, threshold, seeds, positions))
 
 
+@settings(max_examples=300, deadline=None)
+@given(**TRUNCATION_CASE, dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), seed=INT64)
+def test_bisection_finds_the_threshold_of_a_sort(values, top_k, top_p, min_p, dtype, seed):
+    """Beside a row of other values; infinities of both kinds and NaN are among them."""
+    logits = torch.tensor([values, [math.inf, math.nan, *values[2:]][: len(values)]]).to(dtype) * 3.7
+    temperature, seeds, positions = torch.tensor([0.6, 1.7]), torch.tensor([seed, 5]), torch.tensor([17, 3])
+    rules = torch.tensor([top_k, top_k]), torch.tensor([top_p, top_p]), torch.tensor([min_p, min_p])
+    scaled = scale_by_temperature(logits.float(), temperature)
+    ordered, is_alive = top_candidates(scaled, len(values)), scaled.amax(-1) == 0.0
+    expected, _ = truncation_threshold(scaled, ordered[0], *rules)
+    assert torch.equal(bisected_threshold(logits, temperature, *rules)[is_alive], expected[is_alive])
+    tokens = draw_truncated(logits, temperature, rules[2], seeds, positions, *rules[:2])
+    assert torch.equal(tokens, draw_from_candidates(scaled, *ordered, *rules, seeds, positions)[0])
+
+
 def test_few_candidates_suffice_for_peaked_rows_and_not_for_flat_ones():
     peaked = -torch.arange(1000.0)
     scaled = torch.stack([peaked, torch.linspace(0, -0.1, 1000)])
@@ -405,13 +422,16 @@ def test_compiled_draws_are_the_eager_draws():
 def test_compiled_truncation_is_the_eager_truncation():
     def pipeline(logits, temperature, top_k, top_p, min_p, seeds, positions):
         scaled = scale_by_temperature(logits, temperature)
-        return draw_from_candidates(scaled, *top_candidates(scaled, 32), top_k, top_p, min_p, seeds, positions)
+        drawn = draw_from_candidates(scaled, *top_candidates(scaled, 32), top_k, top_p, min_p, seeds, positions)
+        return *drawn, draw_truncated(logits, temperature, min_p, seeds, positions, top_k, top_p)
 
     inputs = pipeline_inputs()
     eager = pipeline(**inputs)
     compiled = torch.compile(pipeline, fullgraph=True, dynamic=False)(**inputs)
     assert torch.equal(compiled[1], eager[1])
     assert torch.equal(compiled[0], eager[0])
+    assert torch.equal(compiled[2], eager[2])
+    assert torch.equal(eager[2][eager[1]], eager[0][eager[1]])
     assert 0 < int(eager[1].sum()) < len(inputs["seeds"])
 
 
