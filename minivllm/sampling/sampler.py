@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kernels_triton_free.sampling.bisection import sortable
 from kernels_triton_free.sampling.draw import (
     draw,
     draw_from_candidates,
@@ -249,19 +251,33 @@ class Sampler:
 
 def _compiled_draws(compiler: RegionCompiler, logits: TensorSpec) -> tuple[Callable[..., Tensor], ...]:
     """``draw`` and ``draw_truncated``, compiled at once: no step of the warm-up has a temperature."""
-    rows, device = logits.shape[0], logits.device
-    dtypes = {"temperature": torch.float32, "min_p": torch.float32, "seeds": torch.int64, "positions": torch.int64}
-    truncating = dtypes | {"top_k": torch.int64, "top_p": torch.float32}
+    vocab_size, device, dtype = logits.sizes[1], logits.device, logits.dtype
+    own = {"temperature": torch.float32, "min_p": torch.float32, "seeds": torch.int64, "positions": torch.int64}
+    truncating = own | {"top_k": torch.int64, "top_p": torch.float32}
 
-    def compiled(name: str, function: Callable[..., Tensor], declared: dict[str, torch.dtype]) -> Callable[..., Tensor]:
-        of_rows = {column: TensorSpec((rows,), dtype, device) for column, dtype in declared.items()}
-        region: Callable[..., Tensor] = compiler(Region(name, function, {"logits": logits, **of_rows}))
+    def columns(rows: int | Size, declared: dict[str, torch.dtype]) -> dict[str, TensorSpec]:
+        return {name: TensorSpec((rows,), kind, device) for name, kind in declared.items()}
+
+    free: Callable[..., Tensor] = compiler(Region("draw", draw, {"logits": logits, **columns(logits.shape[0], own)}))
+    rows = Size("rows", 64)  # so many that no loop is cut into several
+    values = TensorSpec((rows, vocab_size), dtype, device)
+    keys = TensorSpec((rows, vocab_size), torch.int16 if dtype.itemsize == 2 else torch.int32, device)
+    sort = compiler(Region("keys of logits", sortable, {"values": values}))
+    cut_keys = partial(draw_truncated, dtype=dtype)
+    cut = compiler(Region("truncated draw", cut_keys, {"keys": keys, **columns(rows, truncating)}, (dtype,)))
+
+    def draw_cut(*given: Tensor) -> Tensor:
+        count = len(given[0])
+        if count == 1:  # compiled code for any number of rows takes two at least
+            given = tuple(tensor.expand(2, *tensor.shape[1:]).contiguous() for tensor in given)
+        token_ids: Tensor = cut(sort(given[0]), *given[1:])
+        return token_ids[:count]
+
+    for function, declared in ((free, own), (draw_cut, truncating)):
         for count in (compiler.min_rows, 2):
-            ones = [torch.ones(count, dtype=dtype, device=device) for dtype in declared.values()]
-            region(torch.zeros(count, logits.sizes[1], dtype=logits.dtype, device=device), *ones)
-        return region
-
-    return compiled("draw", draw, dtypes), compiled("truncated draw", draw_truncated, truncating)
+            ones = [torch.ones(count, dtype=kind, device=device) for kind in declared.values()]
+            function(torch.zeros(count, vocab_size, dtype=dtype, device=device), *ones)
+    return free, draw_cut
 
 
 def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, k: int) -> list[PositionLogprobs]:

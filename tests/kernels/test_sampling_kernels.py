@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from kernels_triton_free.sampling import noise as sampling_noise
+from kernels_triton_free.sampling.bisection import sortable, unsorted
 from kernels_triton_free.sampling.draw import (
     MAX_RUN,
     MIN_RUN,
@@ -286,8 +287,10 @@ def test_bisection_finds_the_threshold_of_a_sort(values, top_k, top_p, min_p, dt
     scaled = scale_by_temperature(logits.float(), temperature)
     ordered, is_alive = top_candidates(scaled, len(values)), scaled.amax(-1) == 0.0
     expected, _ = truncation_threshold(scaled, ordered[0], *rules)
-    assert torch.equal(bisected_threshold(logits, temperature, *rules)[is_alive], expected[is_alive])
-    tokens = draw_truncated(logits, temperature, rules[2], seeds, positions, *rules[:2])
+    keys = sortable(logits)
+    assert torch.equal(unsorted(keys, dtype), torch.where(logits.isnan(), -math.inf, logits))
+    assert torch.equal(bisected_threshold(keys, dtype, temperature, *rules)[is_alive], expected[is_alive])
+    tokens = draw_truncated(keys, temperature, rules[2], seeds, positions, *rules[:2], dtype=dtype)
     assert torch.equal(tokens, draw_from_candidates(scaled, *ordered, *rules, seeds, positions)[0])
 
 
@@ -423,7 +426,9 @@ def test_compiled_truncation_is_the_eager_truncation():
     def pipeline(logits, temperature, top_k, top_p, min_p, seeds, positions):
         scaled = scale_by_temperature(logits, temperature)
         drawn = draw_from_candidates(scaled, *top_candidates(scaled, 32), top_k, top_p, min_p, seeds, positions)
-        return *drawn, draw_truncated(logits, temperature, min_p, seeds, positions, top_k, top_p)
+        return *drawn, draw_truncated(
+            sortable(logits), temperature, min_p, seeds, positions, top_k, top_p, dtype=logits.dtype
+        )
 
     inputs = pipeline_inputs()
     eager = pipeline(**inputs)
