@@ -93,7 +93,7 @@ def test_compiled_code_gives_the_product_of_any_number_of_rows(shape: tuple[int,
         return tiled_linear(x * 2, tiles, bias) * 2
 
     compiled, fixed = torch.compile(doubled), torch.compile(doubled, dynamic=False)
-    for rows in (47, 1, 2, 15, 16, 17, 32, 33, 65, 400):
+    for rows in (47, 1, 2, 15, 16, 17, 32, 33, 65, 96, 97, 193, 400):
         x = torch.randn(rows, shape[1]).bfloat16()
         if rows > 1:
             torch._dynamo.mark_dynamic(x, 0)
