@@ -187,14 +187,19 @@ def likeliest(logits: Tensor) -> Tensor:
     return best * run + runs[torch.arange(logits.shape[0]), best].max(-1).indices
 
 
-def draw_from_vocabulary(scaled: Tensor, threshold: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def draw_from_vocabulary(
+    scaled: Tensor, threshold: Tensor, seeds: Tensor, positions: Tensor, is_random: Tensor | None = None
+) -> Tensor:
     """Gumbel-max (Gumbel 1954): the argmax of scaled [R, V] + noise over entries >= threshold [R] is a draw from their
     softmax.
 
-    seeds, positions [R] int64. Returns int64 [R], always below V; 0 for a row of -inf.
+    seeds, positions [R] int64. is_random [R] bool: where it is false there is no noise, and the likeliest is taken.
+    Returns int64 [R], always below V; 0 for a row of -inf.
     """
-    scores = scaled + gumbel_noise(seeds, positions, scaled.shape[-1])
-    return scores.masked_fill(scaled < threshold[:, None], -torch.inf).argmax(-1)
+    noise = gumbel_noise(seeds, positions, scaled.shape[-1])
+    if is_random is not None:
+        noise = torch.where(is_random[:, None], noise, 0.0)
+    return (scaled + noise).masked_fill(scaled < threshold[:, None], -torch.inf).argmax(-1)
 
 
 def draw(logits: Tensor, temperature: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -220,7 +225,7 @@ def draw_truncated(
 ) -> Tensor:
     """``draw`` where top-k [R] int64 and top-p [R] float32 may restrict rows too, as in ``bisected_threshold``.
 
-    keys [R, V]: ``sortable`` of logits of this dtype, made beforehand: each of some twenty loops would make them anew.
+    keys [R, V]: ``sortable`` of logits of this dtype, made beforehand: each loop over them would make them anew.
     """
     threshold = bisected_threshold(keys, dtype, _above_zero(temperature), top_k, top_p, min_p)
     return _draw_above(threshold, _of_keys(keys, dtype), temperature, seeds, positions)
@@ -228,9 +233,7 @@ def draw_truncated(
 
 def _draw_above(threshold: Tensor, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     scaled = scale_by_temperature(logits, _above_zero(temperature))
-    noise = gumbel_noise(seeds, positions, logits.shape[-1])
-    scores = scaled + torch.where(temperature[:, None] > 0.0, noise, 0.0)
-    return scores.masked_fill(scaled < threshold[:, None], -torch.inf).argmax(-1)
+    return draw_from_vocabulary(scaled, threshold, seeds, positions, temperature > 0.0)
 
 
 def _above_zero(temperature: Tensor) -> Tensor:

@@ -62,8 +62,7 @@ class FlexAttention:
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
         if context.tables.block_size < 2 and any(spec.has_sinks for spec in context.specs):
             raise ConfigError("block_size is 1, but attention sinks need blocks of 2 tokens at least.")
-        policy, tokens = context.policy, context.max_num_batched_tokens
-        sequences = min(context.max_num_seqs, tokens)  # of a step: each brings a token
+        policy, sequences, tokens = context.policy, context.max_num_seqs, context.max_num_batched_tokens
         self.decode_batches = policy.decode_batches(sequences)
         self._max_decodes = max(2, sequences)
         self._single: QueryTiles | RowPairs

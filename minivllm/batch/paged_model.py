@@ -52,6 +52,11 @@ class RunnerLimits:
     groups: tuple[GroupSpec, ...]
     verify_size: int = 0
 
+    @property
+    def max_step_rows(self) -> int:
+        """Requests of a step, at most: each brings a token."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
 
 class PagedModel:
     """Builds the inputs of steps, and runs the model over them.
@@ -171,7 +176,7 @@ class PagedModel:
                 cache_dtype=cache.dtype,
                 tables=tables,
                 num_blocks=tables.num_blocks,
-                max_num_seqs=limits.max_num_seqs,
+                max_num_seqs=limits.max_step_rows,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
                 verify_size=limits.verify_size,
                 compile_region=compiler,

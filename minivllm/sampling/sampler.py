@@ -106,8 +106,10 @@ class Sampler:
         is_random = self._state.temperature.host[slots] > 0.0
         if self._draw is not None and is_random.any() and self._only_draws(logits, slots):
             is_truncated = bool((self._is_truncated(slots) & is_random).any())
-            columns = self._of_rows(slots, positions, logits.device)
-            token_ids = self._draw[is_truncated](logits, *columns[: None if is_truncated else 4])
+            index, *columns = self._of_rows(slots, positions, logits.device)
+            if is_truncated:
+                columns += [self._state.top_k.device[index], self._state.top_p.device[index]]
+            token_ids = self._draw[is_truncated](logits, *columns)
             return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
         needs_work = is_random | self.depends_on_output(slots)
         # Masks compare nothing and compute nothing: where there is no more to do, logits need not become wider.
@@ -141,15 +143,13 @@ class Sampler:
         return is_truncated | (self._state.top_p.host[slots] < 1.0)
 
     def _of_rows(self, slots: np.ndarray, positions: Tensor | np.ndarray, device: torch.device) -> tuple[Tensor, ...]:
-        """Temperature, min-p, seeds, positions, top-k and top-p of the rows, as ``draw_truncated`` takes them."""
+        """Slots of the rows on the device, then temperature, min-p, seeds and positions, as ``draw`` takes them."""
         state = self._state
         if isinstance(positions, Tensor):
             index, lengths = to_device(slots, device), positions.to(device=device, dtype=torch.int64)
         else:
             index, lengths = to_device(np.stack([slots, positions]).astype(np.int64, copy=False), device)
-        before, behind = (state.temperature, state.min_p, state.seed), (state.top_k, state.top_p)
-        columns = [[column.device[index] for column in columns] for columns in (before, behind)]
-        return *columns[0], lengths, *columns[1]
+        return index, state.temperature.device[index], state.min_p.device[index], state.seed.device[index], lengths
 
     def depends_on_output(self, slots: np.ndarray) -> np.ndarray:
         """slots [R] int -> bool [R]: rows whose next token may depend on the tokens before it in other ways than
@@ -194,7 +194,7 @@ class Sampler:
     def _draw_rows(self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray) -> Tensor:
         """Draw from logits [R, V] float32 of rows with a temperature. Returns token ids [R] int64."""
         state, device = self._state, logits.device
-        temperature, min_p, seeds, positions, _, _ = self._of_rows(slots, positions, device)
+        _, temperature, min_p, seeds, positions = self._of_rows(slots, positions, device)
         scaled = scale_by_temperature(logits, temperature)
         for stage in state.draw_edits:
             if stage.touches(slots).any():
@@ -259,7 +259,7 @@ def _compiled_draws(compiler: RegionCompiler, logits: TensorSpec) -> tuple[Calla
         return {name: TensorSpec((rows,), kind, device) for name, kind in declared.items()}
 
     free: Callable[..., Tensor] = compiler(Region("draw", draw, {"logits": logits, **columns(logits.shape[0], own)}))
-    rows = Size("rows", 64)  # so many that no loop is cut into several
+    rows = Size("rows", 64)  # any number, one row too, which comes as two: other code would take as long to compile
     values = TensorSpec((rows, vocab_size), dtype, device)
     keys = TensorSpec((rows, vocab_size), torch.int16 if dtype.itemsize == 2 else torch.int32, device)
     sort = compiler(Region("keys of logits", sortable, {"values": values}))

@@ -187,7 +187,7 @@ class ModelRunner:
             mode,
             self.model,
             backend,
-            max_num_seqs=min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens),
+            max_num_seqs=self.limits.max_step_rows,
             max_num_batched_tokens=self.limits.max_num_batched_tokens,
         )
         graphs.capture(lambda num_tokens: self.model.build([], num_tokens))
