@@ -60,7 +60,7 @@ class Sampler:
         self._state = state
         self._masks = tuple(masks)
         self._likeliest: Callable[[Tensor], Tensor] = likeliest
-        self._draw: Sequence[Callable[..., Tensor]] | None = None  # without and with truncation
+        self._draws: Sequence[Callable[..., Tensor]] | None = None  # without and with truncation
         self._drawn_dtype = torch.float32
 
     def use_regions(self, compiler: RegionCompiler, logits: torch.dtype) -> None:
@@ -75,7 +75,7 @@ class Sampler:
         rows = Size("rows", 5, single=1)
         spec = TensorSpec((rows, vocab_size), logits, device)
         if device.type != "cpu":
-            self._draw = _compiled_draws(compiler, spec) if compiler.enabled else None
+            self._draws = _compiled_draws(compiler, spec) if compiler.enabled else None
             self._drawn_dtype = logits
             return
         if not has_runs(vocab_size):
@@ -104,12 +104,12 @@ class Sampler:
         if self._state.is_plain[slots].all() and not any(mask.touches(slots).any() for mask in self._masks):
             return SampledTokens(self._likeliest(logits), [None] * len(slots))
         is_random = self._state.temperature.host[slots] > 0.0
-        if self._draw is not None and is_random.any() and self._only_draws(logits, slots):
+        if self._draws is not None and is_random.any() and self._only_draws(logits, slots):
             is_truncated = bool((self._is_truncated(slots) & is_random).any())
             index, *columns = self._of_rows(slots, positions, logits.device)
             if is_truncated:
                 columns += [self._state.top_k.device[index], self._state.top_p.device[index]]
-            token_ids = self._draw[is_truncated](logits, *columns)
+            token_ids = self._draws[is_truncated](logits, *columns)
             return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
         needs_work = is_random | self.depends_on_output(slots)
         # Masks compare nothing and compute nothing: where there is no more to do, logits need not become wider.

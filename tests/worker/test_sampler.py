@@ -124,7 +124,7 @@ def test_draws_that_nothing_edits_are_compiled_on_a_gpu() -> None:
     def watched(index: int) -> Callable[..., torch.Tensor]:
         return lambda logits, *rest: drawn.append((index, len(logits))) or draws[index](logits, *rest)
 
-    compiled.sampler._draw = [watched(0), watched(1)]
+    compiled.sampler._draws = [watched(0), watched(1)]
     compiled.sampler._drawn_dtype = dtype
     logits = random_logits(8, vocab_size).to(dtype)
     steps = [[0], [1], [0, 1, 2, 3], [6, 1], [3, 3, 3], [4], [5, 5], [0, 6, 4, 1, 5], [6], [6, 7], [0, 1, 7]]
