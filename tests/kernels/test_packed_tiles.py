@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels_triton_free.activation import gated_product
 from kernels_triton_free.inductor.patches import patch_inductor
 from kernels_triton_free.linear import pack_weight
-from kernels_triton_free.packed.template import generate_tiled_products
+from kernels_triton_free.packed.template import ROWS, generate_tiled_products
 from kernels_triton_free.packed.tiles import (
     AMX_OUTPUTS,
     OUTPUTS,
@@ -132,3 +132,31 @@ def test_halves_are_those_of_the_product_and_what_follows_of_both_is_computed_wi
             expected = gated_product(*exact.chunk(2, dim=-1), activation)
             torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-3)
             check(torch.cat(tiled_linear_halves(x * 2, tiles), dim=-1), x * 2, weight, None)
+
+
+@needs_compiler
+@pytest.mark.skipif(OWN != OUTPUTS, reason="not a CPU on which oneDNN's kernel multiplies a block")
+@pytest.mark.parametrize("varies", [True, False])
+def test_up_to_a_block_of_rows_inputs_are_cut_only_for_the_second_cache(varies: bool) -> None:
+    """Whether Inductor's code still has what is changed of it, and the product of as many inputs as must be cut."""
+    from torch._inductor.utils import run_and_get_code
+
+    patch_inductor()
+    generate_tiled_products()
+    torch._dynamo.reset()
+    inputs = torch.cpu.get_capabilities()["l2_cache_size"] // (2 * 2 * OUTPUTS) + 96
+    weight = torch.randn(OUTPUTS * 2, inputs).bfloat16()
+    tiles = tiles_of(pack_weight(weight))
+    compiled = torch.compile(lambda x, tiles: tiled_linear(x, tiles), dynamic=None if varies else False)
+    for rows in (ROWS + 1, ROWS, 7) if varies else (7,):
+        x = torch.randn(rows, inputs).bfloat16()
+        if varies:
+            torch._dynamo.mark_dynamic(x, 0)
+        with only_marked_sizes_are_dynamic():
+            out, codes = run_and_get_code(compiled, x, tiles)
+        check(out, x, weight, None)
+        for code in codes:  # none where it was compiled before
+            blocks = (
+                "Kc_blocks = std::max(Kc_blocks, std::min<int64_t>(" if varies else f"Kc_blocks = {inputs // 32 - 3};"
+            )
+            assert blocks in code
