@@ -207,15 +207,18 @@ def _in_blocks_of_onednn(code: str) -> str:
     WEIGHT_IN_CACHE), if that varies and the blocks are oneDNN's."""
     fixed, number = f"    constexpr int64_t Mr = {ROWS};\n", _statement("const int64_t M = ", code)
     divided, cached = _statement("mm_get_thread_blocking(", code), _statement("mm_get_cache_blocking<", code)
-    if code.count(fixed) != 1 or not number or not divided or not cached:
+    if code.count(fixed) != 1 or not number or not cached:
+        return code
+    fitting = f"std::min<int64_t>(Kt_blocks, L2_cache_size / ({WEIGHT_IN_CACHE} * Kr * Nr * 2))"
+    uncut = f"    if (M <= {ROWS}) Kc_blocks = std::max(Kc_blocks, {fitting});\n"
+    code = code.replace(cached, cached + uncut)
+    if not divided:  # by a single thread
         return code
     blocks = f"(2 * ((M + {2 * ROWS - 1}) / {2 * ROWS}))"
     equal = f"    const int64_t Mr = M <= {ROWS} ? {ROWS} : (M + {blocks} - 1) / {blocks};\n"
     by_rows = "Mt_blocks = Mr_blocks / 2, Nt_blocks = Nr_blocks, Kt_blocks = Kr_blocks;\n"
     by_rows = f"    if (num_threads == 2 && M > {ROWS} && Nr_blocks % 2) {by_rows}"
-    fitting = f"std::min<int64_t>(Kt_blocks, L2_cache_size / ({WEIGHT_IN_CACHE} * Kr * Nr * 2))"
-    uncut = f"    if (M <= {ROWS}) Kc_blocks = std::max(Kc_blocks, {fitting});\n"
-    for place, more in ((number, equal), (divided, by_rows), (cached, uncut)):
+    for place, more in ((number, equal), (divided, by_rows)):
         code = code.replace(place, place + more)
     return code.replace(fixed, "")
 

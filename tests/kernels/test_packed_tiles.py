@@ -137,8 +137,18 @@ def test_halves_are_those_of_the_product_and_what_follows_of_both_is_computed_wi
 @needs_compiler
 @pytest.mark.skipif(OWN != OUTPUTS, reason="not a CPU on which oneDNN's kernel multiplies a block")
 @pytest.mark.parametrize("varies", [True, False])
-def test_up_to_a_block_of_rows_inputs_are_cut_only_for_the_second_cache(varies: bool) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_up_to_a_block_of_rows_inputs_are_cut_only_for_the_second_cache(threads: int, varies: bool) -> None:
     """Whether Inductor's code still has what is changed of it, and the product of as many inputs as must be cut."""
+    used = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check_cuts(varies)
+    finally:
+        torch.set_num_threads(used)
+
+
+def check_cuts(varies: bool) -> None:
     from torch._inductor.utils import run_and_get_code
 
     patch_inductor()
