@@ -34,13 +34,13 @@ of 32, with which two threads have 288 rows and 224. Those two also divide the r
 outputs evenly. Medians of four pairs on two cores of Zen 4: a prompt of 512 tokens took 319 ms in place of 340, one of
 1,024 tokens 687 in place of 749."""
 
-WEIGHT_IN_CACHE = 2
-"""Inductor cuts a product into slices of inputs, whose part of a weight, for 64 outputs, fits into the first cache:
-there several blocks of rows would read it again. Up to ROWS rows are one block. For them a slice ends only where the
-part would no longer fit into half of the second cache: most weights are not cut, and are read in the order in which
-they lie. All products of SmolLM2-135M's layers took, on two cores of Zen 4 (medians of 48 rounds in turn) [ms]: 8 rows
-11.9 in place of 13.0, 16 rows 14.0 in place of 17.5, 32 rows 23.9 in place of 26.3, 96 rows 59.3 in place of 62.9; of
-three larger weights, with 2,048 to 11,008 inputs, 16 rows took 15 % less. 512 rows take as long either way."""
+PARTS_OF_CACHE = 2
+"""A slice of a weight takes at most one of so many parts of the second cache. By itself Inductor cuts a product into
+slices of inputs whose weight, for 64 outputs, fits into the first cache: there several blocks of rows would read it
+again. Up to ROWS rows are one block, so most weights are not cut here, and are read in the order in which they lie. All
+products of SmolLM2-135M's layers took, on two cores of Zen 4 (medians of 48 rounds in turn) [ms]: 8 rows 11.9 in place
+of 13.0, 16 rows 14.0 in place of 17.5, 32 rows 23.9 in place of 26.3, 96 rows 59.3 in place of 62.9; of three larger
+weights, with 2,048 to 11,008 inputs, 16 rows took 15 % less. 512 rows take as long either way."""
 
 VNNI_ROWS = 6
 """With four registers of outputs, 24 of 32 registers hold sums."""
@@ -195,7 +195,7 @@ def _with_loops(template: Any, module: Any, innermost_loops: Callable) -> Any:
             rows, outputs, inputs = super()._cache_blocking(num_threads)
             if self.register_blocking.block_m == ROWS and self.m <= ROWS:
                 _, registers, together = self.register_blocking
-                fitting = torch.cpu.get_capabilities()["l2_cache_size"] // (WEIGHT_IN_CACHE * together * registers * 2)
+                fitting = torch.cpu.get_capabilities()["l2_cache_size"] // (PARTS_OF_CACHE * together * registers * 2)
                 inputs = max(inputs, min(self.thread_blocking(num_threads).block_k, fitting))
             return GemmBlocking(rows, outputs, inputs)
 
@@ -204,12 +204,12 @@ def _with_loops(template: Any, module: Any, innermost_loops: Callable) -> Any:
 
 def _in_blocks_of_onednn(code: str) -> str:
     """The template's code with blocks of rows and slices of inputs that follow from the number of rows (see ROWS and
-    WEIGHT_IN_CACHE), if that varies and the blocks are oneDNN's."""
+    PARTS_OF_CACHE), if that varies and the blocks are oneDNN's."""
     fixed, number = f"    constexpr int64_t Mr = {ROWS};\n", _statement("const int64_t M = ", code)
     divided, cached = _statement("mm_get_thread_blocking(", code), _statement("mm_get_cache_blocking<", code)
     if code.count(fixed) != 1 or not number or not cached:
         return code
-    fitting = f"std::min<int64_t>(Kt_blocks, L2_cache_size / ({WEIGHT_IN_CACHE} * Kr * Nr * 2))"
+    fitting = f"std::min<int64_t>(Kt_blocks, L2_cache_size / ({PARTS_OF_CACHE} * Kr * Nr * 2))"
     uncut = f"    if (M <= {ROWS}) Kc_blocks = std::max(Kc_blocks, {fitting});\n"
     code = code.replace(cached, cached + uncut)
     if not divided:  # by a single thread
