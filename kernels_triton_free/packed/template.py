@@ -1,10 +1,10 @@
 """Inductor's template of matrix products, for weights that are arguments of compiled code.
 
 By itself Inductor only takes it for weights that are constants of a graph, which it packs while compiling: that would
-be a graph for each layer. Here they have been packed before, in the order in which the template's innermost loops read
-them, which fixes how many rows, outputs and inputs those take at a time. With AMX the innermost loops are generated;
-without it they are a call of oneDNN's kernel for a block, by the function of PyTorch that Inductor uses where CPUs
-multiply float16.
+be a graph for each layer. Here they have been put in tiles before, in the order in which the template's innermost loops
+read them, which fixes how many rows, outputs and inputs those take at a time. With AMX the innermost loops are
+generated; without it they are a call of oneDNN's kernel for a block, by the function of PyTorch that Inductor uses
+where CPUs multiply float16.
 """
 
 from __future__ import annotations
@@ -72,10 +72,9 @@ def _lower_tiled_linear() -> None:
     from torch._inductor.codegen.cpp_gemm_template import CppGemmTemplate
     from torch._inductor.lowering import lowerings, register_lowering
 
-    outputs, loops = _bfloat16_loops()
-
     @register_lowering(torch.ops.kernels_triton_free.tiled_linear.default, type_promotion_kind=None)
     def lower(x: Any, tiles: Any, bias: Any) -> Any:
+        outputs, loops = _bfloat16_loops(tiles)
         product = _with_loops(CppGemmTemplate, cpp_gemm_template, loops)
         out = _generate(product, [x, tiles], tiles.get_size()[0] * outputs, _blocking(outputs)).output_node()
         return out if bias is None else lowerings[torch.ops.aten.add.Tensor](out, bias)
@@ -88,10 +87,9 @@ def _lower_tiled_linear_halves() -> None:
     from torch._inductor.codegen.cpp_grouped_gemm_template import CppGroupedGemmTemplate
     from torch._inductor.lowering import lowerings, register_lowering
 
-    outputs, loops = _bfloat16_loops()
-
     @register_lowering(torch.ops.kernels_triton_free.tiled_linear_halves.default, type_promotion_kind=None)
     def lower(x: Any, tiles: Any) -> Any:
+        outputs, loops = _bfloat16_loops(tiles)
         product = _with_loops(CppGroupedGemmTemplate, cpp_grouped_gemm_template, loops)
         blocks, part = tiles.get_size()[0] // 2, lowerings[torch.ops.aten.slice.Tensor]
         x = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
@@ -143,15 +141,15 @@ def _lower_int8_tiled_product() -> None:
         return _generate(product, [numbers, tiles, *unused], out_features, blocking, torch.float32).output_node()
 
 
-def _bfloat16_loops() -> tuple[int, Callable]:
-    """Outputs of the tiles that this CPU multiplies, and the innermost loops over them."""
+def _bfloat16_loops(tiles: Any) -> tuple[int, Callable]:
+    """Outputs of these tiles, and the innermost loops over them."""
     from torch._inductor.codegen.cpp_micro_gemm import CppMicroBrgemm, CppMicroGemmAMX, LayoutType
 
     class BlockOfOneDnn(CppMicroBrgemm):
         def get_b_layout(self) -> Any:
             return LayoutType.VNNI2  # two inputs at a time
 
-    outputs = outputs_of_tiles()
+    outputs = int(tiles.get_size()[2])
     return outputs, _loops(CppMicroGemmAMX if outputs == AMX_OUTPUTS else BlockOfOneDnn, torch.bfloat16, outputs)
 
 

@@ -15,7 +15,7 @@ from kernels_triton_free.packed.tiles import can_tile
 from kernels_triton_free.quantized_linear import INT4_GROUP_SIZES, INT4_LANES
 from minivllm.device.policy import FLOAT8_CAPABILITY, DevicePolicy
 from minivllm.errors import ConfigError
-from minivllm.linear.methods.exact import looped
+from minivllm.linear.methods.exact import looped, tiled
 from minivllm.linear.methods.float8 import Float8Linear
 from minivllm.linear.methods.groups import DequantizedGroupLinear, OrderedInputs, SpreadGroups
 from minivllm.linear.methods.int4 import Int4Linear
@@ -50,7 +50,7 @@ class MethodChooser:
 
     quantization: "int8", "int4", "fp8", or None, which quantises nothing and multiplies what a quantised checkpoint
     holds. stored: the quantisation the checkpoint's configuration names, if any. Raises ConfigError where quantization
-    contradicts the checkpoint, the dtype or the device. loops: compiled loops multiply what is not quantised.
+    contradicts the checkpoint, the dtype or the device. compiled: what is not quantised, only compiled code multiplies.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class MethodChooser:
         stored: str | None,
         dtype: torch.dtype,
         policy: DevicePolicy,
-        loops: bool = False,
+        compiled: bool = False,
     ) -> None:
-        self.quantization, self.dtype, self.policy, self.loops = quantization, dtype, policy, loops
+        self.quantization, self.dtype, self.policy, self.compiled = quantization, dtype, policy, compiled
         self._counts: Counter[str] = Counter()
         if quantization is not None and stored is not None:
             raise ConfigError(
@@ -86,8 +86,8 @@ class MethodChooser:
     def __call__(self, name: str, weight: StoredWeight) -> LinearMethod | None:
         """Raises ConfigError for a weight whose shape the asked-for quantisation cannot have."""
         method, reason = self._choose(name, weight)
-        if method is None and self.loops:
-            method = looped(weight, self.dtype)
+        if method is None and self.compiled and self.policy.on_cpu:
+            method = (looped if self.policy.multiplies_whole_numbers else tiled)(weight, self.dtype)
         self._counts[f"{type(method).__name__} ({reason})" if method else reason] += 1
         return method
 

@@ -72,9 +72,8 @@ def new_model(config: EngineConfig, facts: ModelFacts, others: OtherWorkers = NO
     device = torch.device(config.device)
     policy = DevicePolicy.of(device)
     dtype, cache_dtype = getattr(torch, config.dtype), getattr(torch, config.cache.dtype)
-    stored = facts.quantization
-    loops = policy.multiplies_whole_numbers and not config.enforce_eager and cannot_compile_reason(device) is None
-    chooser = MethodChooser(config.quantization, None if stored is None else stored.method, dtype, policy, loops)
+    stored = None if facts.quantization is None else facts.quantization.method
+    chooser = MethodChooser(config.quantization, stored, dtype, policy, _compiles(config))
     settings: dict[str, Any] = {
         "dtype": dtype,
         "attention_dtype": policy.attention_dtype(dtype, cache_dtype),
@@ -83,23 +82,20 @@ def new_model(config: EngineConfig, facts: ModelFacts, others: OtherWorkers = NO
         "choose_method": chooser,
         "cache_dtype": cache_dtype,
     }
-    communicator, stage = others.communicator, others.stage
     if isinstance(facts, TransformersConfig):
-        input_unit = ROUNDING_GROUP if config.quantization == "int4" else 1
-        return TransformersModel(
-            facts, communicator=communicator, input_unit=input_unit, stage=stage, **settings
-        ), chooser
+        settings["input_unit"] = ROUNDING_GROUP if config.quantization == "int4" else 1
+        return TransformersModel(facts, communicator=others.communicator, stage=others.stage, **settings), chooser
     assert isinstance(facts, DecoderConfig)
     if config.speculative is not None and config.speculative.eagle_version is not None:
         settings["embeds_last"] = True
     if others.group is not None:
-        communicator = communicator or Alone()
-        return SharedExpertsDecoder(facts, communicator=communicator, group=others.group, **settings), chooser
-    if communicator is not None:
+        settings["communicator"] = others.communicator or Alone()
+        return SharedExpertsDecoder(facts, group=others.group, **settings), chooser
+    if others.communicator is not None:
         if config.expert_parallel:
-            settings["experts"] = Shard(communicator.rank, communicator.size)
-        return ShardedDecoder(facts, communicator=communicator, stage=stage, **settings), chooser
-    return Decoder(facts, stage=stage, **settings), chooser
+            settings["experts"] = Shard(others.communicator.rank, others.communicator.size)
+        return ShardedDecoder(facts, communicator=others.communicator, stage=others.stage, **settings), chooser
+    return Decoder(facts, stage=others.stage, **settings), chooser
 
 
 def _load(
@@ -118,6 +114,10 @@ def _load(
     return model, chooser.log_choices
 
 
+def _compiles(config: EngineConfig) -> bool:
+    return not config.enforce_eager and cannot_compile_reason(torch.device(config.device)) is None
+
+
 def _packed(facts: ModelFacts) -> PackedWeights | None:
     """What unpacks the checkpoint's linear layers, if they are quantised."""
     return None if facts.quantization is None else PackedWeights(facts.quantization)
@@ -129,7 +129,7 @@ def _load_head(config: EngineConfig, path: str, version: EagleVersion, target: M
     head_config = read_eagle_config(path, version, target.config)
     is_dummy = config.load_format == "dummy"
     tensors = random_tensors(head_config, config.seed) if is_dummy else find_tensors(path, head_config)
-    chooser = MethodChooser(config.quantization, None, target.dtype, DevicePolicy.of(target.device))
+    chooser = MethodChooser(config.quantization, None, target.dtype, DevicePolicy.of(target.device), _compiles(config))
     max_model_len = config.scheduler.max_model_len
     head = EagleHead(head_config, tensors, target, max_model_len=max_model_len, choose_method=chooser)
     head.load_weights(tensors.read(target.dtype))

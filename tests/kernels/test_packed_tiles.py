@@ -1,4 +1,4 @@
-"""Products over tiles: the tiles are the memory of a packed weight, and compiled code gives its product."""
+"""Products over tiles: they hold the weight, and compiled code gives its product."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from torch import Tensor
 
 from kernels_triton_free.activation import gated_product
 from kernels_triton_free.inductor.patches import patch_inductor
-from kernels_triton_free.linear import pack_weight
 from kernels_triton_free.packed.template import ROWS, generate_tiled_products
 from kernels_triton_free.packed.tiles import (
     AMX_OUTPUTS,
+    FEWER_OUTPUTS,
     OUTPUTS,
     can_halve,
     can_tile,
     outputs_of_tiles,
+    tile,
     tiled_linear,
     tiled_linear_halves,
-    tiles_of,
+    weight_in,
+    words_in,
 )
 from minivllm.compilation.compiler import cannot_compile_reason, only_marked_sizes_are_dynamic
 
 needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
-needs_tiles = pytest.mark.skipif(not can_tile(64, 64), reason="this CPU multiplies no tiles as oneDNN packs them")
+needs_tiles = pytest.mark.skipif(not can_tile(64, 64), reason="this CPU multiplies no tiles")
 OWN = outputs_of_tiles()
+WIDTHS = [OWN] if OWN in (0, AMX_OUTPUTS) else [FEWER_OUTPUTS, OWN]
+"""Outputs side by side on this CPU. A number of outputs that both divide goes in the first."""
 
 
 def as_tiles(weight: Tensor, outputs: int) -> Tensor:
@@ -46,7 +50,7 @@ def check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 70),
-    outputs=st.sampled_from([AMX_OUTPUTS, OUTPUTS]),
+    outputs=st.sampled_from([AMX_OUTPUTS, FEWER_OUTPUTS, OUTPUTS]),
     blocks=st.integers(1, 4),
     runs=st.integers(1, 5),
     has_bias=st.booleans(),
@@ -62,16 +66,27 @@ def test_uncompiled_it_is_the_product(
 
 
 @needs_tiles
-@pytest.mark.parametrize("shape", [(OWN, 32), (OWN * 3, 96), (1024, 160)])
-def test_a_packed_weight_lies_in_tiles(shape: tuple[int, int]) -> None:
-    weight = torch.randn(shape).bfloat16()
-    assert can_tile(*shape)
-    tiles = tiles_of(pack_weight(weight))
-    assert torch.equal(tiles, as_tiles(weight, OWN))
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("blocks", "inputs"), [(1, 32), (5, 96), (16, 160)])
+def test_a_weight_lies_in_tiles(width: int, blocks: int, inputs: int) -> None:
+    weight = torch.randn(blocks * width, inputs).bfloat16()
+    assert can_tile(*weight.shape)
+    tiles = tile(weight)
+    assert torch.equal(tiles, as_tiles(weight, width)) and torch.equal(weight_in(tiles), weight)
+    halves = words_in(tiles).view(torch.bfloat16).view(blocks, inputs // 2, width, 2)
+    assert torch.equal(halves[-1, 0, 3], weight[(blocks - 1) * width + 3, :2])
+    odd = torch.cat([weight.flatten()[:1], weight.flatten()])[1:].view_as(weight)
+    assert (
+        odd.storage_offset() == 1
+        and torch.equal(tile(odd), tiles)
+        and torch.equal(tile(weight.T.contiguous().T), tiles)
+    )
+    part = tile(weight[:, : inputs - 16])
+    assert torch.equal(weight_in(part), F.pad(weight[:, : inputs - 16], (0, 16)))
 
 
-@pytest.mark.parametrize("shape", [(48, 64), (64, 48), (16, 64)])
-def test_what_is_padded_is_not_read(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(64, 48), (16, 64), (80, 64)])
+def test_what_is_no_whole_tile_has_none(shape: tuple[int, int]) -> None:
     assert not can_tile(*shape)
 
 
@@ -79,7 +94,7 @@ def test_what_is_padded_is_not_read(shape: tuple[int, int]) -> None:
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", [(OWN * 2, 32), (OWN * 7, 160), (1536, 576)])
+@pytest.mark.parametrize("shape", [(OWN * 2, 32), (OWN * 7, 160), (WIDTHS[0] * 7, 160), (1536, 576)])
 def test_compiled_code_gives_the_product_of_any_number_of_rows(shape: tuple[int, int], has_bias: bool) -> None:
     """Also where the rows are no whole tile, where outputs are not as many for each thread, and inside other code."""
     patch_inductor()
@@ -87,7 +102,7 @@ def test_compiled_code_gives_the_product_of_any_number_of_rows(shape: tuple[int,
     torch._dynamo.reset()
     weight = torch.randn(shape).bfloat16()
     bias = torch.randn(shape[0]).bfloat16() if has_bias else None
-    tiles = tiles_of(pack_weight(weight))
+    tiles = tile(weight)
 
     def doubled(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
         return tiled_linear(x * 2, tiles, bias) * 2
@@ -108,13 +123,16 @@ def test_compiled_code_gives_the_product_of_any_number_of_rows(shape: tuple[int,
 @needs_tiles
 @needs_compiler
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
-def test_halves_are_those_of_the_product_and_what_follows_of_both_is_computed_with_them(activation: str) -> None:
+@pytest.mark.parametrize("width", WIDTHS)
+def test_halves_are_those_of_the_product_and_what_follows_of_both_is_computed_with_them(
+    width: int, activation: str
+) -> None:
     """For any number of rows; of sums in float32, which are not rounded between."""
     patch_inductor()
     generate_tiled_products()
     torch._dynamo.reset()
-    weight = torch.randn(OWN * 6, 96).bfloat16()
-    tiles = tiles_of(pack_weight(weight))
+    weight = torch.randn(width * 10, 96).bfloat16()
+    tiles = tile(weight)
     assert can_halve(tiles) and not can_halve(tiles[:3])
 
     def gated(x: Tensor, tiles: Tensor) -> Tensor:
@@ -157,7 +175,7 @@ def check_cuts(varies: bool) -> None:
     torch._dynamo.reset()
     inputs = torch.cpu.get_capabilities()["l2_cache_size"] // (2 * 2 * OUTPUTS) + 96
     weight = torch.randn(OUTPUTS * 2, inputs).bfloat16()
-    tiles = tiles_of(pack_weight(weight))
+    tiles = tile(weight)
     compiled = torch.compile(lambda x, tiles: tiled_linear(x, tiles), dynamic=None if varies else False)
     of_any_number = "Kc_blocks = std::max(Kc_blocks, std::min<int64_t>("
     generated = []  # once, if the number of rows varies

@@ -14,10 +14,19 @@ from kernels_triton_free.packed.tiles import can_tile
 from minivllm.device.policy import DevicePolicy
 from minivllm.linear.choose import MethodChooser
 from minivllm.linear.layer import Linear, Shard
-from minivllm.linear.methods.exact import LoopedLinear, PackedLinear, PlainLinear, choose_linear_method, looped
+from minivllm.linear.methods.exact import (
+    LoopedLinear,
+    PackedLinear,
+    PlainLinear,
+    TiledLinear,
+    choose_linear_method,
+    looped,
+)
+from minivllm.linear.methods.method import forget_uncompiled_copies, uncompiled_copies
 from minivllm.linear.methods.stored_weight import RestoredWeight
 
 CPU = torch.device("cpu")
+FOR_LOOPS = DevicePolicy(type="cpu", multiplies_whole_numbers=True)
 PARTS = {"q_proj": 24, "k_proj": 8, "v_proj": 8}
 IN = 48
 
@@ -130,6 +139,48 @@ def test_the_method_follows_dtype_and_device(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_linear_method(8, 8, torch.bfloat16, CPU) == PlainLinear()
 
 
+@pytest.mark.skipif(not can_tile(96, 128), reason="this CPU multiplies no tiles of bfloat16")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shards", [1, 4, 8])
+def test_compiled_code_has_tiles_and_code_that_is_not_a_copy(
+    shards: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a worker whose part of the inputs is not what a tile takes, and of a weight that is stored wide."""
+    choose = MethodChooser(None, None, torch.bfloat16, DevicePolicy(type="cpu"), compiled=True)
+    how = {"bias": has_bias, "split": "row", "dtype": torch.bfloat16, "device": CPU, "choose": choose}
+    layer = Linear({"gate_proj": 96, "up_proj": 96}, 128, shard=Shard(0, shards), **how)  # type: ignore[arg-type]
+    whole, bias = torch.randn(192, 128), torch.randn(192).bfloat16()
+    for part, name in enumerate(layer.sizes):
+        layer.load(name, "weight", whole[96 * part : 96 * (part + 1)])
+        if has_bias:
+            layer.load(name, "bias", bias[96 * part : 96 * (part + 1)])
+    assert layer.method == TiledLinear(192)
+    own = whole[:, : 128 // shards].bfloat16()
+    forget_uncompiled_copies()
+    for rows in (1, MAX_ROWS, MAX_ROWS + 1):
+        x = torch.randn(rows, 128 // shards).bfloat16()
+        expected = x.double() @ own.double().T + (bias.double() if has_bias else 0)
+        for is_compiled in (False, True):
+            monkeypatch.setattr(torch.compiler, "is_compiling", lambda own=is_compiled: own)
+            assert (len(uncompiled_copies) > 0) == is_compiled
+            whole_out, halves = layer.apply(x, layer.arguments), layer.apply_halves(x, layer.arguments)
+            for out in (whole_out, torch.cat(halves, dim=1)):
+                assert (out.double() - expected).norm() <= 0.01 * expected.norm()
+        forget_uncompiled_copies()
+
+
+def test_what_has_no_tiles_stays_as_it_is_where_code_is_compiled() -> None:
+    cpu, cuda = DevicePolicy(type="cpu"), DevicePolicy(type="cuda")
+    for policy, dtype, shape in (
+        (cpu, torch.bfloat16, (81, 64)),
+        (cpu, torch.bfloat16, (96, 40)),
+        (cpu, torch.float16, (96, 64)),
+        (cuda, torch.bfloat16, (96, 64)),
+    ):
+        assert MethodChooser(None, None, dtype, policy, compiled=True)("o_proj", torch.randn(shape)) is None
+    assert MethodChooser(None, None, torch.bfloat16, cpu)("o_proj", torch.randn(96, 64)) is None
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("inputs", [54, 27])
 @pytest.mark.parametrize(
@@ -145,7 +196,7 @@ def test_for_loops_a_weight_lies_in_as_many_bits_as_its_values_need(
     stored: torch.dtype, dtype: torch.dtype, bits: int, inputs: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second of two workers has a part of the inputs, which may be an odd number of them."""
-    choose = MethodChooser(None, None, dtype, DevicePolicy(type="cpu"), loops=True)
+    choose = MethodChooser(None, None, dtype, FOR_LOOPS, compiled=True)
     how = {"bias": has_bias, "split": "row", "dtype": dtype, "device": CPU, "choose": choose}
     layer = Linear({"o_proj": 45}, 2 * inputs, shard=Shard(1, 2), **how)  # type: ignore[arg-type]
     weight, bias = torch.randn(45, 2 * inputs).to(stored), torch.randn(45).to(stored)
@@ -166,32 +217,28 @@ def test_for_loops_a_weight_lies_in_as_many_bits_as_its_values_need(
 
 
 def test_float16_and_what_is_stacked_stay_as_they_are_with_loops() -> None:
-    weight, policy = torch.randn(8, 8), DevicePolicy(type="cpu")
+    weight = torch.randn(8, 8)
     assert looped(weight, torch.float16) is None
     assert looped(torch.randn(8, 7).bfloat16(), torch.bfloat16) == LoopedLinear(8, 32, torch.bfloat16)
     restored = RestoredWeight(weight)
     assert looped(restored, torch.float32) == LoopedLinear(8, 32, torch.float32)
     tensors = LoopedLinear(8, 32, torch.float32).prepare(restored, None)
     assert torch.equal(LoopedLinear(8, 32, torch.float32).rows(torch.arange(8), tensors), weight)
-    assert MethodChooser(None, None, torch.float32, policy)("o_proj", weight) is None
-    chooser = MethodChooser(None, None, torch.float32, policy, loops=True)
+    assert MethodChooser(None, None, torch.float32, FOR_LOOPS)("o_proj", weight) is None
+    chooser = MethodChooser(None, None, torch.float32, FOR_LOOPS, compiled=True)
     assert chooser("o_proj", weight) == LoopedLinear(8, 32, torch.float32)
 
 
 @pytest.mark.skipif(not is_readable(64, 96), reason="oneDNN packs in another order on this CPU")
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("read_as", ["words", "tiles"])
-def test_up_to_four_rows_of_compiled_code_read_the_words_all_rows_the_tiles_and_nothing_else_does(
-    has_bias: bool, read_as: Literal["words", "tiles"], monkeypatch: pytest.MonkeyPatch
+def test_up_to_four_rows_of_compiled_code_read_the_words_and_nothing_else_does(
+    has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory of another weight tells who reads it. It is nobody's own, and goes where the weight goes."""
-    if read_as == "tiles" and not can_tile(64, 96):
-        pytest.skip("this CPU multiplies no tiles")
     weight, other = (torch.randn(64, 96, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(2))
     bias = torch.randn(64).bfloat16() if has_bias else None
     method = choose_linear_method(64, 96, torch.bfloat16, CPU)
-    assert method == PackedLinear(64, "tiles" if can_tile(64, 96) else "words")
-    method = PackedLinear(64, read_as)
+    assert method == PackedLinear(64, reads_words=True)
     tensors, others = (method.kept(method.prepare(w, bias)) for w in (weight, other))
     assert [owns_memory(tensor) for tensor in tensors] == [True, False, True][: len(tensors)]
     mixed = (tensors[0], others[1], *tensors[2:])
@@ -203,7 +250,7 @@ def test_up_to_four_rows_of_compiled_code_read_the_words_all_rows_the_tiles_and_
 
     assert near(method.apply(x[:1], mixed), x[:1], weight)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert near(method.apply(x, mixed), x, other if read_as == "tiles" else weight)
+    assert near(method.apply(x, mixed), x, weight)
     for rows in (1, 2, MAX_ROWS):
         assert near(method.apply(x[:rows], mixed), x[:rows], other)
         assert near(method.apply(x[:rows], tensors), x[:rows], weight)

@@ -25,7 +25,7 @@ from minivllm.linear.experts.methods import (
     StackedPackedLinear,
 )
 from minivllm.linear.layer import ChooseMethod, Linear, never_quantized
-from minivllm.linear.methods.exact import LoopedLinear, PackedLinear, PlainLinear
+from minivllm.linear.methods.exact import LoopedLinear, PackedLinear, PlainLinear, TiledLinear
 from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.linear.methods.stored_weight import StoredWeight
@@ -152,7 +152,7 @@ class Experts:
 def _choose_looped(choose: ChooseMethod, name: str, weight: StoredWeight) -> LinearMethod | None:
     """As ``choose``, without tiles and words: the loop over experts is not compiled."""
     method = choose(name, weight)
-    if isinstance(method, LoopedLinear):
+    if isinstance(method, LoopedLinear | TiledLinear):
         return None
     return method.without_tiles() if isinstance(method, Int4Linear) else method
 

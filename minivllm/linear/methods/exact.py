@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,10 @@ from kernels_triton_free.packed.tiles import (
     can_halve,
     can_tile,
     most_rows_by_words,
+    tile,
     tiled_linear,
     tiled_linear_halves,
-    tiles_of,
+    weight_in,
     words_in,
 )
 from minivllm.linear.methods.method import LinearMethod, LinearTensors, kept_weights, uncompiled_copies, with_bias
@@ -63,12 +64,11 @@ class PlainLinear(LinearMethod):
 class PackedLinear(LinearMethod):
     """The weight packed for this CPU by oneDNN.
 
-    read_as: how compiled code reads the memory of the packed weight, which is the second tensor then: as "words" where
-    rows are few, as "tiles" where they are more too, or None.
+    reads_words: compiled code for a few rows reads the memory of the packed weight, which is the second tensor then.
     """
 
     out_features: int
-    read_as: Literal["words", "tiles"] | None = None
+    reads_words: bool = False
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         assert isinstance(weight, Tensor), "a quantised weight is restored before"
@@ -78,30 +78,53 @@ class PackedLinear(LinearMethod):
     def kept(self, tensors: LinearTensors) -> LinearTensors:
         packed, *bias = tensors
         packed = moved(packed, kept_weights.copy)
-        memory = () if self.read_as is None else (words_of(packed) if self.read_as == "words" else tiles_of(packed),)
-        return packed, *memory, *bias
+        return packed, *((words_of(packed),) if self.reads_words else ()), *bias
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         packed, *others = tensors
-        memory = others.pop(0) if self.read_as else None
+        words = others.pop(0) if self.reads_words else None
         bias = others[0] if others else None
-        if memory is not None and torch.compiler.is_compiling():
-            if self._reads_words(x):
-                return few_rows_linear(x, words_in(memory) if self.read_as == "tiles" else memory, bias)
-            if self.read_as == "tiles":
-                return tiled_linear(x, memory, bias)
+        if words is not None and torch.compiler.is_compiling() and has_few_rows(x, MAX_ROWS):
+            return few_rows_linear(x, words, bias)
         return packed_linear(x, packed, bias, self.out_features)
 
-    def apply_halves(self, x: Tensor, tensors: LinearTensors) -> tuple[Tensor, Tensor]:
-        _, *memory = tensors
-        reads_tiles = self.read_as == "tiles" and torch.compiler.is_compiling() and not self._reads_words(x)
-        if reads_tiles and len(memory) == 1 and can_halve(memory[0]):
-            return tiled_linear_halves(x, memory[0])
-        return super().apply_halves(x, tensors)
 
-    def _reads_words(self, x: Tensor) -> bool:
-        """Whether compiled code multiplies the rows of x so."""
-        return has_few_rows(x, MAX_ROWS if self.read_as == "words" else most_rows_by_words())
+@dataclass(frozen=True)
+class TiledLinear(LinearMethod):
+    """The weight of bfloat16 in tiles, which compiled code multiplies by any number of rows (see
+    ``kernels_triton_free.packed.tiles``). Tensors: tiles, bias.
+
+    Code that is not compiled, for as long as that takes, multiplies a copy that oneDNN has packed.
+    """
+
+    out_features: int
+
+    def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
+        values = weight if isinstance(weight, Tensor) else weight.restore(torch.bfloat16)
+        return with_bias((tile(values.bfloat16()),), bias)
+
+    def kept(self, tensors: LinearTensors) -> LinearTensors:
+        tiles, *bias = super().kept(tensors)
+        return (for_few_rows(tiles) if most_rows_by_words() > 1 else tiles, *bias)
+
+    def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
+        tiles, *others = tensors
+        bias = others[0] if others else None
+        x = F.pad(x, (0, tiles.shape[1] - x.shape[1]))  # of a shard whose inputs are no multiple of INPUTS
+        if not torch.compiler.is_compiling():
+            if tiles not in uncompiled_copies:
+                uncompiled_copies[tiles] = (pack_weight(weight_in(tiles)),)
+            (packed,) = uncompiled_copies[tiles]
+            return packed_linear(x, packed, bias, self.out_features)
+        if has_few_rows(x, most_rows_by_words()):
+            return few_rows_linear(x, words_in(tiles), bias)
+        return tiled_linear(x, tiles, bias)
+
+    def apply_halves(self, x: Tensor, tensors: LinearTensors) -> tuple[Tensor, Tensor]:
+        is_tiled = torch.compiler.is_compiling() and not has_few_rows(x, most_rows_by_words())
+        if is_tiled and len(tensors) == 1 and can_halve(tensors[0]) and x.shape[1] == tensors[0].shape[1]:
+            return tiled_linear_halves(x, tensors[0])
+        return super().apply_halves(x, tensors)
 
 
 @dataclass(frozen=True)
@@ -145,12 +168,10 @@ class LoopedLinear(LinearMethod):
 
 
 def choose_linear_method(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> LinearMethod:
-    """The fastest exact method for unquantised weights [out_features, in_features] on this device that needs not know
-    their values (see ``looped``)."""
+    """The fastest exact method for unquantised weights [out_features, in_features] on this device, whether code is
+    compiled or not. If it is, ``looped`` and ``tiled`` may know a faster one."""
     if device.type == "cpu" and can_pack(dtype):
-        if can_tile(out_features, in_features):
-            return PackedLinear(out_features, "tiles")
-        return PackedLinear(out_features, "words" if is_readable(out_features, in_features) else None)
+        return PackedLinear(out_features, reads_words=is_readable(out_features, in_features))
     return PlainLinear()
 
 
@@ -165,3 +186,8 @@ def looped(weight: StoredWeight, dtype: torch.dtype) -> LoopedLinear | None:
         and all(torch.equal(part, part.bfloat16().to(part.dtype)) for part in weight.split(COMPARED_ROWS))
     )
     return LoopedLinear(rows, 16 if is_narrow and inputs % 2 == 0 else 32, dtype)
+
+
+def tiled(weight: StoredWeight, dtype: torch.dtype) -> TiledLinear | None:
+    """How compiled code multiplies weight [out, in] by the products of bfloat16 of this CPU; None: it does not."""
+    return TiledLinear(weight.shape[0]) if dtype == torch.bfloat16 and can_tile(*weight.shape) else None

@@ -21,7 +21,7 @@ from kernels_triton_free.packed.int4_tiles import int4_tiled_linear, tile_int4
 from kernels_triton_free.packed.int8_tiles import Int8Tiles, int8_tiled_linear, tile_int8
 from kernels_triton_free.packed.rows import MAX_ROWS, for_few_rows, for_rows, has_few_rows, has_single_row
 from kernels_triton_free.quantized_linear import INT4_LANES
-from minivllm.linear.methods.exact import PackedLinear
+from minivllm.linear.methods.exact import TiledLinear
 from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.method import LinearTensors, uncompiled_copies, with_bias
 from minivllm.linear.methods.stored_weight import (
@@ -140,25 +140,25 @@ class TiledInt4Linear(WordsInt4Linear):
 class RestoredInt4Linear(WordsInt4Linear):
     """The same, restored to bfloat16 for more than one row. For a head of 8 bits, whose planes tiles would restore
     twice: 16 rows took 1.6 ms in place of 3.6 (two cores of Zen 5, [49152, 576]), 4 rows 1.3, by codes in words 2.2
-    (of Zen 4), where those take 0.95 for one row. Tensors: words, those of PackedLinear."""
+    (of Zen 4), where those take 0.95 for one row. Tensors: words, those of TiledLinear."""
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = in_groups(weight, self.group_size, self.dtype)
         return (self._words(grouped, 1), *self._restored.prepare(grouped.restore(self.dtype), bias))
 
     def kept(self, tensors: LinearTensors) -> LinearTensors:
-        packed, *others = self._restored.kept(tensors[1:])
-        return (*super().kept(tensors[:1]), for_rows(packed, 2), *others)
+        tiles, *bias = self._restored.kept(tensors[1:])
+        return (*super().kept(tensors[:1]), for_rows(tiles, 2), *bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         words, *restored = tensors
         if has_single_row(x) and torch.compiler.is_compiling():
-            return code_words_linear(x, words, self.bits, *restored[2:])
+            return code_words_linear(x, words, self.bits, *restored[1:])
         return self._restored.apply(x, tuple(restored))
 
     @property
-    def _restored(self) -> PackedLinear:
-        return PackedLinear(self.out_features, "tiles")
+    def _restored(self) -> TiledLinear:
+        return TiledLinear(self.out_features)
 
 
 @dataclass(frozen=True)
