@@ -11,7 +11,7 @@ weights of two neighbouring inputs. bfloat16 is the upper half of a float32, so 
 exactly. A row of 64 elements is four vector registers. The loops below are written out for each of the four and for
 each row of x: the compiler puts them into one loop, which loads every element once and goes through memory in order.
 ``outputs_together`` packs a weight and looks where its elements have gone: on a CPU that packs otherwise nothing is
-read this way. Tiles (see ``tiles``) are the same memory.
+read this way. Tiles (see ``tiles``) are read as words too, also those of 48 outputs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def words_of(packed: Tensor) -> Tensor:
 
 
 def owns_memory(tensor: Tensor) -> bool:
-    """False for what ``words_of`` and ``tiles_of`` made."""
+    """False for what ``words_of`` made."""
     return not hasattr(tensor, "is_packed_memory")
 
 
@@ -121,7 +121,7 @@ def has_few_rows(x: Tensor, most: int = MAX_ROWS) -> bool:
 def few_rows_linear(x: Tensor, words: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [rows, in] -> [rows, out] of the same dtype, with sums in float32. To be compiled, for a fixed number of rows.
 
-    words int32 [out / 64, in / 2, 64] or [out / 32, in / 2, 32]: see ``words_of``. bias [out].
+    words int32 [out / 64, in / 2, 64], or of 48 or 32 outputs: see ``words_of``, ``words_in``. bias [out].
     """
     return few_rows_products(x.unsqueeze(1), words.unsqueeze(0), bias).squeeze(1)
 

@@ -110,7 +110,8 @@ class TiledLinear(LinearMethod):
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         tiles, *others = tensors
         bias = others[0] if others else None
-        x = F.pad(x, (0, tiles.shape[1] - x.shape[1]))  # of a shard whose inputs are no multiple of INPUTS
+        if missing := tiles.shape[1] - x.shape[1]:  # of a shard whose inputs are no multiple of INPUTS
+            x = F.pad(x, (0, missing))
         if not torch.compiler.is_compiling():
             if tiles not in uncompiled_copies:
                 uncompiled_copies[tiles] = (pack_weight(weight_in(tiles)),)
