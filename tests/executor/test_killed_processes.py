@@ -17,16 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.patience import ERROR_SECONDS, spare_seconds
+
 PHASES = ("start", "load", "warm-up", "prefill", "decode", "idle", "shutdown")
 VICTIMS = ("frontend", "engine", "worker 0", "worker 1")
 QUICK = {("worker 1", "decode"), ("engine", "prefill")}
-ERROR_SECONDS = 1.0
-"""Until every caller has an error, where cores are free."""
-
-
-def spare_seconds() -> float:
-    """What everything may take longer where they are not."""
-    return 4.0 * (os.getloadavg()[0] > 0.7 * (os.cpu_count() or 1))
 
 
 def is_victim(process: psutil.Process, victim: str) -> bool:

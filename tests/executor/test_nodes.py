@@ -35,6 +35,7 @@ from minivllm.messages import SchedulerOutput, TokenMasks
 from tests.executor.node_program import SETTINGS, start
 from tests.executor.small_engine import command_of
 from tests.executor.test_multiproc import CONFIG, STEP, command, nothing_left, wait_until
+from tests.patience import ERROR_SECONDS, spare_seconds
 
 
 def free_port() -> int:
@@ -151,7 +152,7 @@ def test_a_worker_killed_on_any_node_is_named_within_a_second(key_file: Path, ra
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match=rf"worker of rank {rank} was killed by SIGKILL"):
             pending.result()
-        assert time.monotonic() - killed < 1.0 and told.wait(1.0)
+        assert time.monotonic() - killed < ERROR_SECONDS + spare_seconds() and told.wait(1.0)
         assert nodes.agents[0].result(5) == 1
 
 
