@@ -15,6 +15,7 @@ are counted in 32 bits only where that is always enough.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -22,7 +23,9 @@ from typing import Any
 import torch
 
 import kernels_triton_free.compiler.materialize
+import kernels_triton_free.compiler.quick_silu
 import kernels_triton_free.linear  # noqa: F401  (they define operators)
+from kernels_triton_free.compiler.as_one import AS_ONE
 from kernels_triton_free.inductor.build_time import (
     find_strides_without_simplifying,
     include_no_tensor_library,
@@ -45,6 +48,7 @@ def patch_inductor() -> None:
         _fetch_words_ahead,
         _lower_packed_linear,
         _lower_materialize,
+        _lower_as_one,
         _allocate_only_what_is_repacked,
         _multiply_bfloat16_without_amx,
         _multiply_several_queries_at_once,
@@ -230,6 +234,31 @@ def _lower_materialize() -> None:
     def materialize(x: TensorBox) -> TensorBox:
         x.realize()
         return x
+
+
+def _lower_as_one() -> None:
+    """See ``define_as_one``: the function is traced with few rows, and what it does is lowered operation by operation,
+    which leaves nothing to decide between."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.ir import ConcatKernel, TensorBox
+    from torch._inductor.lowering import lowerings, register_lowering
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    class Lowered(torch.fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if target is torch.ops.aten.cat.default:  # by itself Inductor writes bytes down first, and copies them
+                return TensorBox(ConcatKernel.create(*args))
+            return target(*args, **kwargs) if target is operator.getitem else lowerings[target](*args, **kwargs)
+
+    def register(name: str, function: Callable) -> None:
+        @register_lowering(getattr(torch.ops.kernels_triton_free, name).default, type_promotion_kind=None)
+        def lower(*inputs: TensorBox) -> Any:
+            sizes = [[int(n) if getattr(n, "is_number", True) else 2 for n in x.get_size()[1:]] for x in inputs]
+            examples = [torch.zeros(2, *size, dtype=x.get_dtype()) for size, x in zip(sizes, inputs)]
+            return Lowered(make_fx(function, select_decomp_table())(*examples)).run(*inputs)
+
+    for name, function in AS_ONE.items():
+        register(name, function)
 
 
 def _allocate_only_what_is_repacked() -> None:

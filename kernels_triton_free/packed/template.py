@@ -65,6 +65,7 @@ def generate_tiled_products() -> None:
     try_to_change(_lower_tiled_linear_halves)
     try_to_change(_lower_int4_tiled_linear)
     try_to_change(_lower_int8_tiled_product)
+    try_to_change(_lower_int8_tiled_product_halves)
 
 
 def _lower_tiled_linear() -> None:
@@ -81,25 +82,12 @@ def _lower_tiled_linear() -> None:
 
 
 def _lower_tiled_linear_halves() -> None:
-    """Inductor's group of two products of the same rows, with what is computed of both in their innermost loops."""
-    from torch._inductor import ir
-    from torch._inductor.codegen import cpp_grouped_gemm_template
-    from torch._inductor.codegen.cpp_grouped_gemm_template import CppGroupedGemmTemplate
-    from torch._inductor.lowering import lowerings, register_lowering
+    from torch._inductor.lowering import register_lowering
 
     @register_lowering(torch.ops.kernels_triton_free.tiled_linear_halves.default, type_promotion_kind=None)
     def lower(x: Any, tiles: Any) -> Any:
         outputs, loops = _bfloat16_loops(tiles)
-        product = _with_loops(CppGroupedGemmTemplate, cpp_grouped_gemm_template, loops)
-        blocks, part = tiles.get_size()[0] // 2, lowerings[torch.ops.aten.slice.Tensor]
-        x = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
-        group: dict[str, Any] = {"has_bias": (False, False), "act_mapping": {0: x, 1: x}, "gemm_grouped_num": 2}
-        halves = [part(tiles, 0, first, first + blocks) for first in (0, blocks)]
-        caller = _generate(product, [x, *halves], blocks * outputs, _blocking(outputs), **group)
-        both = caller.output_node().data.data
-        both.outputs = [ir.MultiOutput(both.layout, both, [(list, place)]) for place in (0, 1)]
-        both.layout = ir.MultiOutputLayout(device=x.get_device())
-        return tuple(map(ir.TensorBox.create, both.outputs))
+        return _generate_halves(x, tiles, loops, _blocking(outputs), torch.bfloat16)
 
 
 def _lower_int4_tiled_linear() -> None:
@@ -122,23 +110,41 @@ def _lower_int4_tiled_linear() -> None:
 def _lower_int8_tiled_product() -> None:
     from torch._inductor.codegen import cpp_gemm_template
     from torch._inductor.codegen.cpp_gemm_template import CppGemmTemplate
-    from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmAVX512VNNI
-    from torch._inductor.codegen.cpp_utils import GemmBlocking
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V
+
+    loops, blocking = _int8_loops()
+
+    @register_lowering(torch.ops.kernels_triton_free.int8_tiled_product.default, type_promotion_kind=None)
+    def lower(numbers: Any, tiles: Any) -> Any:
+        product = _with_loops(CppGemmTemplate, cpp_gemm_template, loops)
+        # The template asks for scales and zeros of both, and leaves them to what follows the product.
+        unused = [V.graph.add_tensor_constant(torch.zeros(1)) for _ in range(4)]
+        out_features = tiles.get_size()[0] * OUTPUTS
+        return _generate(product, [numbers, tiles, *unused], out_features, blocking, torch.int32).output_node()
+
+
+def _lower_int8_tiled_product_halves() -> None:
+    from torch._inductor.lowering import register_lowering
+
+    loops, blocking = _int8_loops()
+
+    @register_lowering(torch.ops.kernels_triton_free.int8_tiled_product_halves.default, type_promotion_kind=None)
+    def lower(numbers: Any, tiles: Any) -> Any:
+        return _generate_halves(numbers, tiles, loops, blocking, torch.int32)
+
+
+def _int8_loops() -> tuple[Callable, Any]:
+    """The innermost loops over numbers of 8 bits, and the rows, outputs and inputs that they take at a time."""
+    from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmAVX512VNNI
+    from torch._inductor.codegen.cpp_utils import GemmBlocking
 
     blocking = GemmBlocking(VNNI_ROWS, OUTPUTS, TOGETHER)
 
     def innermost_loops(name: str, *_: Any, **__: Any) -> Any:
         return CppMicroGemmAVX512VNNI(name, torch.uint8, torch.int8, torch.int32, torch.int32, blocking)
 
-    @register_lowering(torch.ops.kernels_triton_free.int8_tiled_product.default, type_promotion_kind=None)
-    def lower(numbers: Any, tiles: Any) -> Any:
-        product = _with_loops(CppGemmTemplate, cpp_gemm_template, innermost_loops)
-        # The template asks for scales and zeros of both, and leaves them to what follows the product.
-        unused = [V.graph.add_tensor_constant(torch.zeros(1)) for _ in range(4)]
-        out_features = tiles.get_size()[0] * OUTPUTS
-        return _generate(product, [numbers, tiles, *unused], out_features, blocking, torch.float32).output_node()
+    return innermost_loops, blocking
 
 
 def _bfloat16_loops(tiles: Any) -> tuple[int, Callable]:
@@ -183,6 +189,11 @@ def _with_loops(template: Any, module: Any, innermost_loops: Callable) -> Any:
     from torch._inductor.codegen.cpp_utils import GemmBlocking
 
     class Product(template):
+        @staticmethod
+        def _template_from_string(source: str) -> Any:
+            """The template of a group says that sums are of float32."""
+            return template._template_from_string(source.replace("acc_buf_dtype", "micro_gemm.compute_dtype"))
+
         def render(self, *args: Any, **kwargs: Any) -> str:
             with patch.object(module, "create_micro_gemm", innermost_loops):
                 code: str = super().render(*args, **kwargs)
@@ -243,5 +254,28 @@ def _generate(
     x, *others = (ir.ExternKernel.realize_input(argument) for argument in inputs)
     x = ir.ExternKernel.require_contiguous(x)  # itself, if it is
     device = torch.device("cpu")
-    layout = ir.FixedLayout(device, dtype, [x.get_size()[0], out_features])
-    return product([x, *others], layout, parallel_num_threads(), blocking, **group).generate()
+    layout = ir.FixedLayout(device, torch.float32, [x.get_size()[0], out_features])
+    template = product([x, *others], layout, parallel_num_threads(), blocking, **group)
+    layout.dtype = dtype  # after the constructor, which does not know that sums may be given as they are
+    return template.generate()
+
+
+def _generate_halves(x: Any, tiles: Any, loops: Callable, blocking: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Inductor's group of two products of the same rows, with what is computed of both in their innermost loops. dtype:
+    of what they give."""
+    from torch._inductor import ir
+    from torch._inductor.codegen import cpp_grouped_gemm_template
+    from torch._inductor.codegen.cpp_grouped_gemm_template import CppGroupedGemmTemplate
+    from torch._inductor.lowering import lowerings
+
+    product = _with_loops(CppGroupedGemmTemplate, cpp_grouped_gemm_template, loops)
+    blocks, part = tiles.get_size()[0] // 2, lowerings[torch.ops.aten.slice.Tensor]
+    x = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
+    group: dict[str, Any] = {"has_bias": (False, False), "act_mapping": {0: x, 1: x}, "gemm_grouped_num": 2}
+    halves = [part(tiles, 0, first, first + blocks) for first in (0, blocks)]
+    caller = _generate(product, [x, *halves], blocks * blocking.block_n, blocking, dtype, **group)
+    both = caller.output_node().data.data
+    both.outputs = [ir.MultiOutput(both.layout, both, [(list, place)]) for place in (0, 1)]
+    both.layout = ir.MultiOutputLayout(device=x.get_device())
+    first, second = map(ir.TensorBox.create, both.outputs)
+    return first, second

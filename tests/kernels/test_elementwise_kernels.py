@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kernels_triton_free.activation import gated_activation, quick_silu
+from kernels_triton_free.activation import gated_activation
+from kernels_triton_free.compiler.quick_silu import quick_silu
 from kernels_triton_free.norm import add_rms_norm, rms_norm
 from kernels_triton_free.rotary import (
     apply_rotary,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import minivllm.linear.choose
 from kernels_triton_free.loops.whole_numbers import can_multiply_whole_numbers
 from kernels_triton_free.packed.int8_tiles import can_tile_int8
 from kernels_triton_free.packed.tiles import can_tile
@@ -56,7 +57,7 @@ def chosen(quantization: str | None, policy: DevicePolicy, name: str, weight: ob
         ("int8", OLD_CPU, "o_proj", Int8Linear(BF16)),
         ("int8", AMPERE, "o_proj", DequantizedInt8Linear(BF16)),
         ("int4", CPU, "o_proj", LoopedInt4Linear(64, 32, 4, BF16)),
-        ("int4", FAST_CPU, "q_proj+k_proj+v_proj", TiledInt4Linear(64, 32, 4, BF16)),
+        ("int4", FAST_CPU, "in_proj", TiledInt4Linear(64, 32, 4, BF16)),
         ("int4", CPU, "lm_head", Int8Linear(BF16)),
         ("int4", HOPPER, "o_proj", DequantizedGroupLinear(32, 4, BF16)),
         ("int4", HOPPER, "lm_head", DequantizedInt8Linear(BF16)),
@@ -111,11 +112,15 @@ def test_a_quantised_weight_is_multiplied_as_it_is_or_restored_but_never_rounded
 
 def test_layers_that_bear_it_are_rounded_to_8_bits_where_the_cpu_gains_by_it() -> None:
     gains = can_tile_int8(64, 96)
-    for name, parts in (("o_proj", 1), ("gate_proj+up_proj", 1), ("down_proj", 4)):
-        expected = RoundedInt4Linear(64, 32, 4, BF16, parts) if gains else TiledInt4Linear(64, 32, 4, BF16)
+    for name in ("q_proj+k_proj+v_proj", "o_proj", "gate_proj+up_proj", "down_proj"):
+        expected = (RoundedInt4Linear if gains else TiledInt4Linear)(64, 32, 4, BF16)
         assert chosen("int4", FAST_CPU, name, PLAIN) == chosen(None, FAST_CPU, name, grouped(32)) == expected
         assert chosen("int4", CPU, name, grouped(32)) == LoopedInt4Linear(64, 32, 4, BF16)
         assert isinstance(chosen("int4", FAST_CPU, name, grouped(32, bits=8)), TiledInt4Linear)
+    for bits in (4, 8):
+        head = chosen(None, FAST_CPU, "lm_head", grouped(32, bits))
+        assert (head == RoundedInt4Linear(64, 32, bits, BF16)) == gains
+    assert isinstance(chosen("int4", FAST_CPU, "in_proj", PLAIN), TiledInt4Linear)
 
 
 def test_with_avx2_and_no_more_4_bits_and_the_head_become_whole_numbers_for_several_rows() -> None:
@@ -133,7 +138,10 @@ def test_with_avx2_and_no_more_4_bits_and_the_head_become_whole_numbers_for_seve
     assert chosen(None, policy, "o_proj", rounds_inputs) == RoundedInputs(Int8Linear(BF16))
 
 
-def test_a_head_of_8_bits_is_restored_where_the_cpu_multiplies_tiles() -> None:
+def test_a_head_of_8_bits_that_is_not_rounded_is_restored_where_the_cpu_multiplies_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(minivllm.linear.choose, "can_tile_int8", lambda *_: False)
     weight = grouped(32, bits=8)
     kind = RestoredInt4Linear if can_tile(64, 96) else TiledInt4Linear
     assert chosen("int4", FAST_CPU, "lm_head", weight) == kind(64, 32, 8, BF16)

@@ -170,21 +170,23 @@ def test_a_head_is_restored_for_several_rows(rows: int, monkeypatch: pytest.Monk
     assert off.norm() < 6e-3 * values_of(weight)[indices].norm()
 
 
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [1, 2, 20])
 @needs_int4
-def test_compiled_code_for_several_rows_rounds_to_8_bits(
-    rows: int, parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weight, method = grouped(4, 32, rows=128), RoundedInt4Linear(128, 32, 4, BFLOAT16, parts)
+def test_compiled_code_for_several_rows_rounds_to_8_bits(rows: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, method = grouped(bits, 32, rows=128), RoundedInt4Linear(128, 32, bits, BFLOAT16)
     tensors, x = method.prepare(weight, random(128, seed=3).bfloat16()), random(rows, IN, seed=4).bfloat16()
     assert [is_read(tensor, rows) for tensor in tensors] == [rows == 1, rows > 1, rows > 1, rows > 1, True]
     assert is_product(method, weight, tensors, x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert is_product(method, weight, without(tensors, 1, 2, 3), x) == (rows == 1)
-    exact = x.double() @ values_of(weight).T + tensors[-1].double()
-    assert (method.apply(x, tensors).double() - exact).norm() < 2e-2 * exact.norm()
-    assert method.without_tiles() == Int4Linear(128, 32, 4, BFLOAT16)
+    exact = x.double() @ values_of(weight).T
+    assert (method.apply(x, tensors).double() - exact - tensors[-1].double()).norm() < 2e-2 * exact.norm()
+    for own, bias in ((tensors[:-1], 0), (tensors, tensors[-1].double())):
+        halves = method.apply_halves(x, own)
+        assert [half.shape for half in halves] == [(rows, 64)] * 2
+        assert (torch.cat(halves, 1).double() - exact - bias).norm() < 2e-2 * exact.norm()
+    assert method.without_tiles() == Int4Linear(128, 32, bits, BFLOAT16)
 
 
 @pytest.mark.parametrize(("bits", "rounded_bits", "allowed"), [(4, 8, 2e-2), (8, 10, 5e-3)])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kernels_triton_free.packed.int8_tiles import rotate_weight
 from minivllm.errors import ModelError
 
 RESTORED_ELEMENTS, ROUNDED_ELEMENTS = 1_048_576, 4_194_304
@@ -224,6 +225,15 @@ def round_groups_to_rows(weight: QuantizedWeight, bits: int, values_dtype: torch
         numbers = codes.float()
         torch.addcmul((offset / rows).unsqueeze(-1), numbers, (own / rows).unsqueeze(-1), out=numbers)
         values[piece] = numbers.round_().clamp_(-largest, largest).flatten(1)
+    return values, scale
+
+
+def round_rotated_rows(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """weight [out, in] -> int8 [out, in] and scale float32 [out, 1] of what ``rotate_weight`` makes of it."""
+    values, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0], 1)
+    for piece in _pieces(weight.shape, RESTORED_ELEMENTS):
+        part = rotate_weight(weight.part(piece, slice(None)).restore(torch.float32))
+        values[piece], scale[piece] = round_to_int8_rows(part, torch.float32)
     return values, scale
 
 

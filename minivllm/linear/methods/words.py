@@ -18,8 +18,9 @@ from kernels_triton_free.loops.code_words import (
 )
 from kernels_triton_free.loops.whole_numbers import DTYPES, WholeNumbers, parts_of, whole_numbers_linear
 from kernels_triton_free.packed.int4_tiles import int4_tiled_linear, tile_int4
-from kernels_triton_free.packed.int8_tiles import Int8Tiles, int8_tiled_linear, tile_int8
+from kernels_triton_free.packed.int8_tiles import Int8Tiles, int8_tiled_linear, int8_tiled_linear_halves, tile_int8
 from kernels_triton_free.packed.rows import MAX_ROWS, for_few_rows, for_rows, has_few_rows, has_single_row
+from kernels_triton_free.packed.tiles import can_halve
 from kernels_triton_free.quantized_linear import INT4_LANES
 from minivllm.linear.methods.exact import TiledLinear
 from minivllm.linear.methods.int4 import Int4Linear
@@ -29,6 +30,7 @@ from minivllm.linear.methods.stored_weight import (
     StoredWeight,
     in_groups,
     round_groups_to_rows,
+    round_rotated_rows,
 )
 
 
@@ -161,27 +163,25 @@ class RestoredInt4Linear(WordsInt4Linear):
         return TiledLinear(self.out_features)
 
 
-@dataclass(frozen=True)
 class RoundedInt4Linear(WordsInt4Linear):
-    """4 bits for a single row. Compiled code for more rounds the weight once more, to 8 bits, and its inputs (see
-    ``kernels_triton_free.packed.int8_tiles``). Tensors: words, those of Int8Tiles, bias.
-
-    parts: of the inputs, which have scales of their own.
-    """
-
-    parts: int = 1
+    """4 or 8 bits for a single row. Compiled code for more rounds the weight once more, to 8 bits, and its inputs (see
+    ``kernels_triton_free.packed.int8_tiles``). Tensors: words, those of Int8Tiles, bias."""
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = in_groups(weight, self.group_size, self.dtype)
-        size = grouped.shape[1] // self.parts
-        parts = [grouped.part(slice(None), slice(part * size, (part + 1) * size)) for part in range(self.parts)]
-        tiles = tile_int8([round_groups_to_rows(part, 8, torch.int8) for part in parts])
+        tiles = tile_int8(*round_rotated_rows(grouped))
         return with_bias((self._words(grouped, 1), *(for_rows(tensor, 2) for tensor in tiles)), bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
-        words, tiles, scale, sums, *bias = tensors
+        words, tiles, scale, surplus, *bias = tensors
         if not torch.compiler.is_compiling():
             return self._apply_operator(x, words, bias)
         if has_single_row(x):
             return code_words_linear(x, words, self.bits, *bias)
-        return int8_tiled_linear(x, Int8Tiles(tiles, scale, sums), *bias)
+        return int8_tiled_linear(x, Int8Tiles(tiles, scale, surplus), *bias)
+
+    def apply_halves(self, x: Tensor, tensors: LinearTensors) -> tuple[Tensor, Tensor]:
+        is_tiled = torch.compiler.is_compiling() and not has_single_row(x)
+        if is_tiled and len(tensors) == 4 and can_halve(tensors[1]):
+            return int8_tiled_linear_halves(x, Int8Tiles(*tensors[1:]))
+        return super().apply_halves(x, tensors)
