@@ -242,9 +242,14 @@ def _lower_as_one() -> None:
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.ir import ConcatKernel, TensorBox
     from torch._inductor.lowering import lowerings, register_lowering
+    from torch._inductor.virtualized import V
     from torch.fx.experimental.proxy_tensor import make_fx
 
     class Lowered(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            with V.graph.set_current_node(n):
+                return super().run_node(n)
+
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
             if target is torch.ops.aten.cat.default:  # by itself Inductor writes bytes down first, and copies them
                 return TensorBox(ConcatKernel.create(*args))
