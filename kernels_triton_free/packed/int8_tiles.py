@@ -9,8 +9,8 @@ lost in this rounding: the largest input may be a hundred times the others, and 
 steps. So inputs are rotated before: every 16 of them, a sixteenth of the row apart, become 16 sums and differences of
 them all, which have about the same size. (Hadamard's matrix H of signs, of which H H = 16: the weight's inputs are
 rotated too when it is loaded, so that the product is 16 times what it was. Ashkboos et al., "QuaRot", 2024.) It takes
-four additions a value, and a half to a quarter of what was lost is lost then (see ``minivllm.linear.choose``). Sums of
-32 lose a fifth less, but their loops take minutes to compile.
+four additions a value, and in most layers less than half of what was lost is lost then (see
+``minivllm.linear.choose``). Sums of 32 lose a fifth less, but their loops take minutes to compile.
 
 The number n stands for (n - 128) * scale. The integers of a product are exact: the 128 times the sum of an output's
 weights that they hold too much is known beforehand.
