@@ -1,4 +1,4 @@
 """From logits to token ids: masks, penalties, truncation, stateless noise, draws, log-probabilities.
 
-May import: torch only.
+May import: kernels_triton_free.compiler.
 """

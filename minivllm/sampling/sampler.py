@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from kernels_triton_free.sampling.bisection import sortable
 from kernels_triton_free.sampling.draw import (
     draw,
+    draw_among_likeliest,
     draw_from_candidates,
     draw_from_vocabulary,
     draw_truncated,
@@ -42,6 +44,9 @@ from minivllm.sampling.token_masks import TokenMaskStage
 _NUM_CANDIDATES = (256, 4096)
 # Rows of prompt logits that are widened to float32 at once, which bounds the memory a long prompt takes.
 _PROMPT_ROWS_AT_ONCE = 64
+# What a draw takes beside the logits, and what it takes more where rows are truncated.
+_OWN = {"temperature": torch.float32, "min_p": torch.float32, "seeds": torch.int64, "positions": torch.int64}
+_TRUNCATING = {"top_k": torch.int64, "top_p": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -60,24 +65,27 @@ class Sampler:
         self._state = state
         self._masks = tuple(masks)
         self._likeliest: Callable[[Tensor], Tensor] = likeliest
-        self._draws: Sequence[Callable[..., Tensor]] | None = None  # without and with truncation
+        self._draws: Sequence[Callable[..., Any]] | None = None  # without and with truncation
+        self._draws_among_likeliest = False
         self._drawn_dtype = torch.float32
 
     def use_regions(self, compiler: RegionCompiler, logits: torch.dtype) -> None:
-        """Compiled code from now on, where logits are of this dtype: on a GPU to draw where nothing edits or masks any
-        row, which asks the device for nothing, on a CPU to find the likeliest tokens.
+        """Compiled code from now on, where logits are of this dtype: to draw where nothing edits or masks any row (on a
+        GPU this asks the device for nothing), and on a CPU to find the likeliest tokens.
 
-        The latter takes six operators, and after a model's weights have gone through the CPU's cache each takes as long
-        as if it were called for the first time: 0.2 ms of a step of 13 for one row, 0.6 for 32 (SmolLM2-135M, two
-        cores).
+        These take six operators and a draw some thirty, and after a model's weights have gone through the CPU's cache
+        each takes as long as if it were called for the first time: the six 0.2 ms of a step of 13 for one row, 0.6 for
+        32 (SmolLM2-135M, two cores).
         """
         vocab_size, device = self._state.vocab_size, self._state.temperature.device.device
         rows = Size("rows", 5, single=1)
         spec = TensorSpec((rows, vocab_size), logits, device)
+        self._drawn_dtype = logits
         if device.type != "cpu":
             self._draws = _compiled_draws(compiler, spec) if compiler.enabled else None
-            self._drawn_dtype = logits
             return
+        self._draws = _compiled_draws_on_cpu(compiler, spec) if compiler.enabled and compiler.min_rows == 1 else None
+        self._draws_among_likeliest = self._draws is not None
         if not has_runs(vocab_size):
             return
         compiled = compiler(Region("likeliest tokens", likeliest, {"logits": spec}))
@@ -105,11 +113,8 @@ class Sampler:
             return SampledTokens(self._likeliest(logits), [None] * len(slots))
         is_random = self._state.temperature.host[slots] > 0.0
         if self._draws is not None and is_random.any() and self._only_draws(logits, slots):
-            is_truncated = bool((self._is_truncated(slots) & is_random).any())
-            index, *columns = self._of_rows(slots, positions, logits.device)
-            if is_truncated:
-                columns += [self._state.top_k.device[index], self._state.top_p.device[index]]
-            token_ids = self._draws[is_truncated](logits, *columns)
+            draw_all = self._draw_by_kind if self._draws_among_likeliest else self._draw_together
+            token_ids = draw_all(self._draws, logits, slots, positions, is_random)
             return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
         needs_work = is_random | self.depends_on_output(slots)
         # Masks compare nothing and compute nothing: where there is no more to do, logits need not become wider.
@@ -136,6 +141,53 @@ class Sampler:
         touched = [stage.touches(slots) for stage in self._masks]
         touched += [stage.touches(slots) for stage in (*state.edits, *state.draw_edits)]
         return not any(rows.any() for rows in touched)
+
+    def _draw_together(
+        self,
+        draws: Sequence[Callable[..., Any]],
+        logits: Tensor,
+        slots: np.ndarray,
+        positions: Tensor | np.ndarray,
+        is_random: np.ndarray,
+    ) -> Tensor:
+        """All rows by one of the draws, which waits for nothing. Returns token ids [R] int64."""
+        is_truncated = bool((self._is_truncated(slots) & is_random).any())
+        index, *columns = self._of_rows(slots, positions, logits.device)
+        if is_truncated:
+            columns += [self._state.top_k.device[index], self._state.top_p.device[index]]
+        token_ids: Tensor = draws[is_truncated](logits, *columns)
+        return token_ids
+
+    def _draw_by_kind(
+        self,
+        draws: Sequence[Callable[..., Any]],
+        logits: Tensor,
+        slots: np.ndarray,
+        positions: Tensor | np.ndarray,
+        is_random: np.ndarray,
+    ) -> Tensor:
+        """Each row by no more than it needs. Returns token ids [R] int64."""
+        token_ids = torch.empty(len(slots), dtype=torch.int64)
+        is_truncated = self._is_truncated(slots) & is_random
+        for kind, of_kind in enumerate((~is_random, is_random & ~is_truncated, is_truncated)):
+            rows = np.flatnonzero(of_kind)
+            if len(rows) == 0:
+                continue
+            own = logits if len(rows) == len(slots) else logits[rows]
+            if kind == 0:
+                token_ids[rows] = self._likeliest(own)
+                continue
+            places = _select(positions, of_kind)
+            index, *columns = self._of_rows(slots[rows], places, logits.device)
+            if kind == 1:
+                token_ids[rows] = draws[0](own, *columns)
+                continue
+            found, exact = draws[1](own, *columns, self._state.top_k.device[index], self._state.top_p.device[index])
+            if not exact.all():
+                rest = ~exact.numpy()
+                found[~exact] = self._draw_rows(own[~exact].float(), slots[rows[rest]], _select(places, rest))
+            token_ids[rows] = found
+        return token_ids
 
     def _is_truncated(self, slots: np.ndarray) -> np.ndarray:
         top_k = self._state.top_k.host[slots]
@@ -249,22 +301,21 @@ class Sampler:
         return entries
 
 
+def _columns(rows: TensorSpec, dtypes: dict[str, torch.dtype]) -> dict[str, TensorSpec]:
+    """One number of each kind for each row of a tensor [R, V]."""
+    return {name: TensorSpec(rows.shape[:1], dtype, rows.device) for name, dtype in dtypes.items()}
+
+
 def _compiled_draws(compiler: RegionCompiler, logits: TensorSpec) -> tuple[Callable[..., Tensor], ...]:
     """``draw`` and ``draw_truncated``, compiled at once: no step of the warm-up has a temperature."""
     vocab_size, device, dtype = logits.sizes[1], logits.device, logits.dtype
-    own = {"temperature": torch.float32, "min_p": torch.float32, "seeds": torch.int64, "positions": torch.int64}
-    truncating = own | {"top_k": torch.int64, "top_p": torch.float32}
-
-    def columns(rows: int | Size, declared: dict[str, torch.dtype]) -> dict[str, TensorSpec]:
-        return {name: TensorSpec((rows,), kind, device) for name, kind in declared.items()}
-
-    free: Callable[..., Tensor] = compiler(Region("draw", draw, {"logits": logits, **columns(logits.shape[0], own)}))
+    free: Callable[..., Tensor] = compiler(Region("draw", draw, {"logits": logits, **_columns(logits, _OWN)}))
     rows = Size("rows", 64)  # any number, one row too, which comes as two: other code would take as long to compile
     values = TensorSpec((rows, vocab_size), dtype, device)
     keys = TensorSpec((rows, vocab_size), torch.int16 if dtype.itemsize == 2 else torch.int32, device)
     sort = compiler(Region("keys of logits", sortable, {"values": values}))
     cut_keys = partial(draw_truncated, dtype=dtype)
-    cut = compiler(Region("truncated draw", cut_keys, {"keys": keys, **columns(rows, truncating)}, (dtype,)))
+    cut = compiler(Region("truncated draw", cut_keys, {"keys": keys, **_columns(keys, _OWN | _TRUNCATING)}, (dtype,)))
 
     def draw_cut(*given: Tensor) -> Tensor:
         count = len(given[0])
@@ -273,11 +324,20 @@ def _compiled_draws(compiler: RegionCompiler, logits: TensorSpec) -> tuple[Calla
         token_ids: Tensor = cut(sort(given[0]), *given[1:])
         return token_ids[:count]
 
-    for function, declared in ((free, own), (draw_cut, truncating)):
+    for function, declared in ((free, _OWN), (draw_cut, _OWN | _TRUNCATING)):
         for count in (compiler.min_rows, 2):
             ones = [torch.ones(count, dtype=kind, device=device) for kind in declared.values()]
             function(torch.zeros(count, vocab_size, dtype=dtype, device=device), *ones)
     return free, draw_cut
+
+
+def _compiled_draws_on_cpu(compiler: RegionCompiler, logits: TensorSpec) -> tuple[Callable[..., Any], ...]:
+    """``draw``, and for truncated rows ``draw_among_likeliest``."""
+    count = _NUM_CANDIDATES[0]
+    among = partial(draw_among_likeliest, num_candidates=count)
+    free = Region("draw", draw, {"logits": logits, **_columns(logits, _OWN)})
+    cut = Region("draw among the likeliest", among, {"logits": logits, **_columns(logits, _OWN | _TRUNCATING)}, count)
+    return compiler(free), compiler(cut)
 
 
 def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, k: int) -> list[PositionLogprobs]:

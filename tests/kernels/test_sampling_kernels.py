@@ -14,6 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from kernels_triton_free.compiler.quick_log import quick_log, quick_log1p_of_minus
 from kernels_triton_free.sampling import noise as sampling_noise
 from kernels_triton_free.sampling.bisection import sortable, unsorted
 from kernels_triton_free.sampling.draw import (
@@ -141,6 +142,23 @@ def test_gumbel_noise_has_the_gumbel_distribution():
     assert_fits(histogram, torch.full((200,), noise.numel() / 200))
     # The upper tail decides how often unlikely tokens are drawn: P(noise > x) is exp(-x) there.
     assert int((noise > 8).sum()) == pytest.approx(noise.numel() * math.exp(-8), rel=0.4)
+
+
+def test_quick_logarithms_are_those_of_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    steps = torch.rand(200_000, generator=generator)
+    v = torch.cat([steps, 2.0 ** (-31 * steps), 1 - 2.0 ** (-24 * steps)]).clamp(2.0**-32, 1 - 2.0**-24)
+    below_one = torch.log1p(-v.double())
+    assert (quick_log1p_of_minus(v) / below_one - 1).abs().max() < 4e-7
+    x = torch.cat([2.0 ** (250 * steps - 125), 1 + (steps - 0.5) * 2.0 ** (-20 * steps)])
+    error = (quick_log(x) - x.double().log()).abs()
+    assert (error <= 4e-7 * torch.maximum(x.double().log().abs(), (x.double() - 1).abs())).all()
+
+
+def test_quick_gumbel_noise_is_the_same_noise() -> None:
+    seeds, positions = torch.arange(40) * 2**33, torch.arange(40)
+    difference = gumbel_noise(seeds, positions, 1 << 15, quick=True) - gumbel_noise(seeds, positions, 1 << 15)
+    assert difference.abs().max() < 2e-6
 
 
 def test_gumbel_noise_is_finite_for_every_extreme_hash(monkeypatch):

@@ -146,11 +146,53 @@ def test_slots_are_interchangeable_and_positions_may_be_a_tensor():
 GREEDY_REQUEST = make_request(**GREEDY)
 
 
+@pytest.fixture(scope="module")
+def regions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("regions")
+
+
 @pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
-def test_compiled_code_finds_the_first_of_the_greatest_logits(tmp_path: Path) -> None:
+def test_draws_that_nothing_edits_are_compiled_on_a_cpu(regions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are those that are drawn uncompiled, whatever is beside them; the rest takes the way it always took."""
+    vocab_size, dtype = 3 * 512, torch.bfloat16
+    requests = [variety_request(index) for index in (0, 1, 2, 3, 5, 12, 8)]
+    requests += [make_request(seed=3, temperature=30.0, top_p=0.99), make_request(seed=4, top_k=1500)]
+    edited, needs_more = 6, [5, 7, 8]  # more than 256 tokens are kept
+    plain, compiled = Bench(vocab_size, *requests), Bench(vocab_size, *requests)
+    compiler = PackagedRegionCompiler(regions)
+    compiled.sampler.use_regions(compiler, dtype)
+    compiler.build()
+    uncompiled: list[int] = []
+    draw_rows = compiled.sampler._draw_rows
+
+    def watched(logits: torch.Tensor, slots: np.ndarray, positions: Any) -> torch.Tensor:
+        uncompiled.extend(slots.tolist())
+        return draw_rows(logits, slots, positions)
+
+    monkeypatch.setattr(compiled.sampler, "_draw_rows", watched)
+    choose = np.random.default_rng(0)
+    logits = random_logits(len(requests), vocab_size).to(dtype)
+    steps = [[row] for row in range(len(requests))]
+    steps += [choose.permutation(len(requests))[: choose.integers(2, 9)].tolist() for _ in range(30)]
+    with torch.inference_mode():
+        for step, rows in enumerate(steps):
+            places = np.array(rows) * 13 + step
+            for positions in (places, torch.from_numpy(places).int()):
+                args = logits[rows], rows, positions
+                uncompiled.clear()
+                assert compiled.sample(*args) == plain.sample(*args)
+                if edited not in rows:
+                    assert uncompiled == [row for row in rows if row in needs_more]
+        assert compiled.sample(logits[:2].float(), [1, 2]) == plain.sample(logits[:2].float(), [1, 2])
+        dead = torch.full((3, vocab_size), -torch.inf, dtype=dtype)
+        assert compiled.sample(dead) == plain.sample(dead) == [0, 0, 0]
+
+
+@pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
+def test_compiled_code_finds_the_first_of_the_greatest_logits(regions: Path) -> None:
     vocab_size, rows = 3 * 512, 5
     bench = Bench(vocab_size, *[GREEDY_REQUEST] * rows)
-    compiler = PackagedRegionCompiler(tmp_path / "regions")
+    compiler = PackagedRegionCompiler(regions)
     bench.sampler.use_regions(compiler, torch.bfloat16)
     compiler.build()
     generator = torch.Generator().manual_seed(0)
