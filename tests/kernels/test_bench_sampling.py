@@ -1,10 +1,14 @@
 """Time of the sampling kernels on one step of 16 rows over a vocabulary of 49,152 (run with --benchmark-only)."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from kernels_triton_free.sampling.draw import (
     apply_penalties,
+    draw,
+    draw_among_likeliest,
     draw_from_candidates,
     draw_from_vocabulary,
     scale_by_temperature,
@@ -33,6 +37,18 @@ def test_bench_gumbel_noise(benchmark, seeds):
 def test_bench_draw_from_vocabulary(benchmark, logits, seeds):
     scaled = scale_by_temperature(logits, torch.ones(ROWS))
     benchmark(draw_from_vocabulary, scaled, torch.full((ROWS,), -torch.inf), seeds, seeds)
+
+
+def test_bench_compiled_draw(benchmark, logits, seeds):
+    compiled = torch.compile(draw, fullgraph=True, dynamic=False)
+    benchmark(compiled, logits.bfloat16(), torch.ones(ROWS), torch.zeros(ROWS), seeds, seeds)
+
+
+def test_bench_compiled_draw_among_likeliest(benchmark, logits, seeds):
+    among = partial(draw_among_likeliest, num_candidates=256)
+    compiled = torch.compile(among, fullgraph=True, dynamic=False)
+    top_k, top_p = torch.full((ROWS,), 50), torch.full((ROWS,), 0.9)
+    benchmark(compiled, logits.bfloat16(), torch.ones(ROWS), torch.zeros(ROWS), seeds, seeds, top_k, top_p)
 
 
 @pytest.mark.parametrize("num_candidates", [256, 4096, VOCAB_SIZE])
