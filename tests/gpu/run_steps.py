@@ -21,45 +21,44 @@ from pathlib import Path
 from typing import IO, Any
 
 HERE = Path(__file__).parent
-BUDGET_SECONDS = 525.0
+BUDGET_SECONDS = 1500.0
 LEAST_SECONDS = 10.0
 """With less than this left a step is not started."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """limit: seconds. checks: a file of tests, in place of a measurement of measure.py by the step's name."""
+    """limit: seconds. is_check: tests, in place of a measurement of measure.py by the step's name."""
 
     name: str
     limit: float
-    checks: str | None = None
+    is_check: bool = False
 
 
-# What matters most comes first: what does not fit into the budget is left out.
+# What matters most comes first: what does not fit into the budget is left out. Most of the time is compiling: with an
+# H100 and 16 cores the checks take five minutes, and the start of an engine that finds nothing compiled takes one.
 STEPS = (
     Step("environment", 40),
     Step("copy_bandwidth", 30),
-    Step("llama_8b", 130),
-    Step("nano_256", 90),
-    Step("decode_attention", 80),
-    Step("quantized", 90),
-    Step("check_engine", 240, "test_cuda_engine.py"),
-    Step("check_families", 150, "test_cuda_families.py"),
-    Step("check_attention", 90, "test_cuda_attention.py"),
-    Step("check_quantized", 60, "test_cuda_quantized.py"),
-    Step("graphs", 100),
-    Step("kv_dtypes", 80),
-    Step("speculation", 60),
+    Step("llama_8b", 180),
+    Step("nano_256", 150),
+    Step("checks", 600, is_check=True),
+    Step("decode_attention", 120),
+    Step("quantized", 300),
+    Step("kv_dtypes", 240),
+    Step("graphs", 360),
+    Step("speculation", 180),
 )
+CHECKS = sorted(HERE.glob("test_cuda_*.py"))
 
 
 def command_of(step: Step, device: str, tiny: bool, out: Path) -> list[str]:
-    if step.checks is not None:
+    if step.is_check:
         # No plugins and no project settings: only pytest itself may be there.
         flags = ["-c", os.devnull, f"--rootdir={HERE}", "--noconftest", "-rs", "-q", "-W", "ignore"]
         if importlib.util.find_spec("xdist") is not None:  # most of their time is compiling
-            flags += ["-p", "xdist", "-n", str(min(10, os.cpu_count() or 1))]
-        return [sys.executable, "-m", "pytest", *flags, str(HERE / step.checks)]
+            flags += ["-p", "xdist", "-n", str(min(15, os.cpu_count() or 1))]
+        return [sys.executable, "-m", "pytest", *flags, *map(str, CHECKS)]
     flags = ["--device", device, *(["--tiny"] if tiny else []), "--out", str(out)]
     return [sys.executable, str(HERE / "measure.py"), step.name, *flags]
 
@@ -68,6 +67,8 @@ def run_step(step: Step, command: list[str], out: Path, seconds: float, log: IO[
     """Run one step for at most so many seconds; its status, the seconds it took and what it found."""
     print(f"\n==== {step.name}", file=log, flush=True)
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    if step.is_check:  # many at once
+        environment["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
     began = time.perf_counter()
     process = subprocess.Popen(
         command, cwd=HERE.parents[1], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
