@@ -96,7 +96,7 @@ class PackagedRegionCompiler(RegionCompiler):
         if missing:
             # A warning reaches standard error in a program that has not set up logging.
             logger.warning(
-                "Compiling the model for this machine, %d regions. This takes a minute or two, once: later starts find "
+                "Compiling the model for this machine, %d regions. This takes some minutes, once: later starts find "
                 "them in %s.",
                 len(missing),
                 self._directory,
