@@ -5,7 +5,8 @@ machine and the command it came from; those of ``bench model`` are drawn. To pub
 then run ``python -m tutorials.speed_picture``: chart and README follow. A peer whose own way of running is more than
 5 % faster than the way it was driven gets no ratio.
 
-On a CPU three commands measure all peers, each with a --peer-python for every engine that lives in another Python:
+On a CPU three commands measure the engines that others serve with, each with a --peer-python for every engine that
+lives in another Python:
 
     cases="--case decode:1 --case decode:4 --case decode:16 --case decode:32:256 --case prefill:512"
     cases="$cases --repeats 5 --calibrate 2"
@@ -15,6 +16,12 @@ On a CPU three commands measure all peers, each with a --peer-python for every e
         --json tutorials/measurements/cpu_2_float32.json
     minivllm bench model --engine minivllm,quantization=int4 --vs llama.cpp,openvino,weights=int4 $cases \\
         --json tutorials/measurements/cpu_3_int4.json
+
+and a fourth one measures 16 requests that begin together and end together, prompts and answers in one figure:
+
+    minivllm bench model --engine minivllm,quantization=int4 --dtype bfloat16 --vs minivllm \\
+        --vs transformers,transformers-cb --case fixed:16:128:64 --repeats 5 --calibrate 1 \\
+        --json tutorials/measurements/cpu_4_transformers.json
 """
 
 from __future__ import annotations
@@ -42,10 +49,10 @@ def reports(folder: Path = MEASUREMENTS) -> list[Report]:
 
 
 def speeds(report: Report) -> dict[str, dict[str, float]]:
-    """case -> side -> the median of its speed [tok/s]."""
+    """case -> side -> the median of its speed [tok/s], of a workload that of its output."""
     found: dict[str, dict[str, float]] = {}
     for one in report.measurements:
-        if one.metric == "speed" and one.samples:
+        if one.metric in ("speed", "output") and one.samples:
             found.setdefault(one.case, {})[one.side] = median(one.samples)
     return found
 
