@@ -19,11 +19,12 @@ from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import BlockIds, EngineRequest, SchedulerOutput
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class WorkerRequest:
     """What the worker keeps of one request, also while it is preempted and owns no slot.
 
-    num_pending_tokens: sampled tokens behind output_token_ids whose values only the device knows yet.
+    num_pending_tokens: sampled tokens behind output_token_ids whose values only the device knows yet. num_tokens: of
+    the prompt, the outputs and these.
     """
 
     data: EngineRequest
@@ -31,10 +32,10 @@ class WorkerRequest:
     output_token_ids: list[int] = field(default_factory=list)
     num_pending_tokens: int = 0
     slot: int = -1
+    num_tokens: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.data.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.data.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
 
 
 class GroupTables:
@@ -144,22 +145,29 @@ class PersistentBatch:
         if request.slot >= 0:
             self.token_ids.write(request.slot, request.num_tokens, token_ids)
         request.output_token_ids += token_ids
+        request.num_tokens += len(token_ids)
 
-    def append_pending(self, requests: list[WorkerRequest], slots: np.ndarray, token_ids: Tensor) -> None:
-        """Let the next step read one sampled token per request, token_ids [len(requests)] int64 on the device; the host
-        learns them later."""
-        positions = np.fromiter((request.num_tokens for request in requests), np.int64, len(requests))
+    def append_pending(
+        self, requests: list[WorkerRequest], slots: np.ndarray, positions: np.ndarray, token_ids: Tensor
+    ) -> None:
+        """Let the next step read one sampled token per request, token_ids [len(requests)] int64 on the device, behind
+        those of each slot: at ``num_tokens``, which positions repeat. The host learns them later."""
         self.token_ids.put(slots, positions, token_ids)
         for request in requests:
             request.num_pending_tokens += 1
+            request.num_tokens += 1
 
-    def learn_token(self, request: WorkerRequest, token_id: int) -> None:
-        """Record the oldest pending token of a request, which may have left its slot."""
-        position = len(request.data.prompt_token_ids) + len(request.output_token_ids)
-        request.output_token_ids.append(token_id)
-        request.num_pending_tokens -= 1
-        if request.slot >= 0:
-            self.token_ids.host[request.slot, position] = token_id
+    def learn_pending(
+        self, requests: list[WorkerRequest], slots: np.ndarray, positions: np.ndarray, token_ids: list[int]
+    ) -> np.ndarray:
+        """Record what ``append_pending`` was given. Returns bool [len(requests)], False for those that have left the
+        slot meanwhile, finished or preempted: it may be another request's."""
+        stays = np.fromiter([request.slot for request in requests], np.int64, len(requests)) == slots
+        for request, token_id in zip(requests, token_ids):
+            request.output_token_ids.append(token_id)
+            request.num_pending_tokens -= 1
+        self.token_ids.host[slots[stays], positions[stays]] = np.asarray(token_ids)[stays]
+        return stays
 
     def write_drafts(self, request: WorkerRequest, token_ids: list[int]) -> None:
         """Put guesses behind the known tokens, to be read by the next step; sampled tokens will take their places."""

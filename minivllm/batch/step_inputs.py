@@ -18,7 +18,7 @@ from minivllm.lora.manager import BatchAdapters
 from minivllm.models.model import TOKENS, TokenInputs, token_specs
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: hundreds are made for every step, and that takes three times as long
 class Row:
     """One request's part of a step: ``count`` tokens from position ``start``, the last of them being ``drafts``."""
 
@@ -27,28 +27,30 @@ class Row:
     count: int
     drafts: Sequence[int] = ()
 
-    @property
-    def is_sampled(self) -> bool:
-        """It reaches the last known token, or the last draft, of a request that wants more of them."""
-        request = self.request
-        return self.start + self.count == request.num_tokens + len(self.drafts) and request.data.pooling is None
-
 
 @dataclass(frozen=True)
 class StepInputs:
     """One step on the device.
 
-    rows: in the order of their tokens, see ``in_step_order``. num_tokens: of them. token_ids int32 [padded]: as many as
-    compiled regions or a graph want. slots: where their keys and values go in each KV group, see LayerCache.
-    attention: what the attention backends have prepared.
+    rows: in the order of their tokens, see ``in_step_order``. places: their slots, starts and counts as arrays.
+    num_tokens: of them. token_ids int32 [padded]: as many as compiled regions or a graph want. slots: where their keys
+    and values go in each KV group, see LayerCache. attention: what the attention backends have prepared.
     """
 
     rows: list[Row]
+    places: StepRows
     num_tokens: int
     token_ids: Tensor
     tokens: TokenInputs
     slots: tuple[Tensor, ...]
     attention: Any
+
+    def is_sampled(self) -> np.ndarray:
+        """bool [rows]: which reach the last known token, or the last draft, of a request that wants more of them."""
+        ends = [
+            row.request.num_tokens + len(row.drafts) if row.request.data.pooling is None else -1 for row in self.rows
+        ]
+        return np.fromiter(ends, np.int64, len(ends)) == self.places.starts + self.places.counts
 
 
 class StepInputBuilder:
@@ -99,12 +101,12 @@ class StepInputBuilder:
         self._buffer.begin()
         host, device = self._buffer.host, self._buffer.device
         ordered, num_single, num_few = in_step_order(rows, self._verify_size)
-        slots = np.fromiter((row.request.slot for row in ordered), np.int64, len(ordered))
-        starts = np.fromiter((row.start for row in ordered), np.int64, len(ordered))
+        slots = np.fromiter([row.request.slot for row in ordered], np.int64, len(ordered))
+        starts = np.fromiter([row.start for row in ordered], np.int64, len(ordered))
         if num_single == len(ordered):
             counts, total, token_slots, positions = np.ones_like(starts), num_single, slots, starts
         else:
-            counts = np.fromiter((row.count for row in ordered), np.int64, len(ordered))
+            counts = np.fromiter([row.count for row in ordered], np.int64, len(ordered))
             total = int(counts.sum())
             row_of_token = np.repeat(np.arange(len(ordered)), counts)
             token_slots = slots[row_of_token]
@@ -121,7 +123,8 @@ class StepInputBuilder:
             values[total:padded] = 0
         self._buffer.commit()
         self._batch.flush()
-        attention = prepare(StepRows(slots, starts, counts, num_single, num_few, padded))
+        places = StepRows(slots, starts, counts, num_single, num_few, padded)
+        attention = prepare(places)
 
         token_ids = self._token_ids[:padded]
         torch.index_select(self._batch.token_ids.device.view(-1), 0, device["token_index"][:padded], out=token_ids)
@@ -131,4 +134,4 @@ class StepInputBuilder:
             adapters = RowAdapters(device["lora_slots"][:padded], pieces)
         tokens = TokenInputs(device["positions"][:padded], adapters)
         cache_slots = tuple(device[name][:padded] for name in self._slot_names)
-        return StepInputs(ordered, total, token_ids, tokens, cache_slots, attention)
+        return StepInputs(ordered, places, total, token_ids, tokens, cache_slots, attention)

@@ -7,12 +7,12 @@ of them: until then they go on with the tokens of other requests.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from itertools import compress
 
 import msgspec
 
 from minivllm.batch.persistent_batch import PersistentBatch, WorkerRequest
-from minivllm.batch.step_inputs import Row
+from minivllm.batch.step_inputs import StepInputs
 from minivllm.distributed.link import NUM_PLACES
 from minivllm.distributed.stage import Stage
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput
@@ -45,10 +45,11 @@ class TokenFeedback:
             if request is self._batch.requests[request_id]:
                 self.learn(number)
 
-    def expect(self, rows: Sequence[Row]) -> UnknownTokens:
-        """The step with these rows is on its way to the stage that samples."""
-        sampled = {row.request.data.request_id: row.request for row in rows if row.is_sampled}
-        for row in rows:
+    def expect(self, inputs: StepInputs) -> UnknownTokens:
+        """This step is on its way to the stage that samples."""
+        sampled_rows = compress(inputs.rows, inputs.is_sampled())
+        sampled = {row.request.data.request_id: row.request for row in sampled_rows}
+        for row in inputs.rows:
             row.request.num_computed_tokens = row.start + row.count
         if sampled:
             if len(self._unknown) == MAX_UNKNOWN:

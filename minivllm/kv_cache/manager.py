@@ -168,7 +168,17 @@ class KVCacheManager:
         if self.enable_prefix_caching and not delay_caching:
             # Drafts are not committed: a rejected one must never be found as the prefix of another request.
             self.cache_blocks(request, min(num_committed, len(request.all_token_ids)))
+        request.num_settled_slots = self._num_settled_slots(request_id)
         return new_block_ids
+
+    def _num_settled_slots(self, request_id: str) -> int:
+        """See Request. One less than there may be, and 0 where every step has something to do."""
+        if self._dropping or self._states:
+            return 0
+        tables = [(group.block_size, group.tables[request_id]) for group in self._groups]
+        if self.enable_prefix_caching:
+            return min(size * min(len(table.blocks), table.num_cached + 1) for size, table in tables) - 1
+        return min(size * len(table.blocks) for size, table in tables) - 1
 
     def _keep_snapshots(self, request: Request, num_computed: int) -> None:
         """Keep the states after so many tokens, if a block ends there. Those near the end of the prompt, and where a
@@ -234,10 +244,8 @@ class KVCacheManager:
     # -- the end, and a look inside --------------------------------------------------------------------------------
 
     def free(self, request: Request) -> None:
-        """Give up the blocks of a request that finished or is preempted; unknown requests are ignored.
-
-        ``num_computed_tokens`` must still say how much was computed.
-        """
+        """Give up the blocks of a request that finished or is preempted, whose ``num_computed_tokens`` must still say
+        how much was computed; unknown requests are ignored."""
         if self._states and request.request_id in self._states[0].tables:
             self._keep_snapshots(request, request.num_computed_tokens)
         for group in self._groups:
@@ -254,11 +262,8 @@ class KVCacheManager:
         return all([pool.reset_prefix_cache() for pool in self.pools])
 
     def check_integrity(self, running_requests: Iterable[Request], held: Iterable[BlocksPerGroup] = ()) -> None:
-        """Check that exactly the running requests hold blocks, enough of them, and that the pools agree.
-
-        held: blocks that are taken or held besides.
-        For tests and idle checks, between steps. Raises RuntimeError that says what is wrong.
-        """
+        """Check that exactly the running requests hold blocks, enough of them, and that the pools agree; held: blocks
+        that are taken besides. For tests, between steps. Raises RuntimeError that says what is wrong."""
         running = {request.request_id: request for request in running_requests}
         held_besides = list(held)
         for place, group in enumerate(self._groups):
@@ -271,9 +276,8 @@ class KVCacheManager:
                 num_computed = running[request_id].num_computed_tokens
                 what = group.contradiction(request_id, num_computed)
                 if what:
-                    raise RuntimeError(
-                        f"KV cache integrity: {request_id} has {num_computed} computed tokens, but {what}."
-                    )
+                    what = f"{request_id} has {num_computed} computed tokens, but {what}"
+                    raise RuntimeError(f"KV cache integrity: {what}.")
                 users.update(block.block_id for block in table.blocks if block.block_id != NULL_BLOCK_ID)
             group.pool.check_integrity(users)
 

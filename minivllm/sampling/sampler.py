@@ -207,7 +207,7 @@ class Sampler:
         """slots [R] int -> bool [R]: rows whose next token may depend on the tokens before it in other ways than
         through their logits. Masks do not count: they are there for every position in advance."""
         depends = np.zeros(len(slots), dtype=np.bool_)
-        if self._state.is_plain[slots].all():
+        if not self._state.is_edited[slots].any():
             return depends
         for stage in self._state.draw_edits:
             depends |= stage.touches(slots)

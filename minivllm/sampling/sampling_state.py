@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -237,8 +237,11 @@ class SamplingState:
         self.seed = SlotColumn(num_slots, np.int64, device)
         self.num_logprobs = np.full(num_slots, -1, dtype=np.int64)
         """Alternatives to report per token, on the host only; -1: no log-probabilities at all."""
+        self.wants_prompt_logprobs = np.zeros(num_slots, dtype=np.bool_)
+        self.is_edited = np.zeros(num_slots, dtype=np.bool_)
+        """A stage may touch the slot's rows. Of any other slot nobody has to know what it has generated."""
         self.is_plain = np.zeros(num_slots, dtype=np.bool_)
-        """The likeliest token is all that the slot's request wants: no stage ever touches its rows."""
+        """The likeliest token is all that the slot's request wants, and no stage but draw_edits touches its rows."""
         self.constraints = TokenConstraints(num_slots, vocab_size, device)
         self.penalties = Penalties(num_slots, vocab_size, device)
         self.edits: tuple[LogitsStage, ...] = (self.constraints, self.penalties)
@@ -265,17 +268,20 @@ class SamplingState:
         self.min_p[slot] = params.min_p
         self.seed[slot] = (request.seed + 2**63) % 2**64 - 2**63
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.wants_prompt_logprobs[slot] = params.prompt_logprobs is not None
         self.constraints.add(slot, request, output_token_ids)
         self.penalties.add(slot, request, output_token_ids)
         for processor in self._processors:
             processor.add(slot, request, output_token_ids)
         own = np.array([slot])
         is_touched = any(stage.touches(own)[0] for stage in self.edits)  # what is not touched now never will be
+        self.is_edited[slot] = is_touched or any(stage.touches(own)[0] for stage in self.draw_edits)
         self.is_plain[slot] = not (params.temperature > 0 or params.logprobs is not None or is_touched)
 
     def remove(self, slot: int) -> None:
         """The request left; removing an empty slot does nothing."""
-        self.num_logprobs[slot], self.is_plain[slot] = -1, False
+        self.num_logprobs[slot] = -1
+        self.wants_prompt_logprobs[slot] = self.is_edited[slot] = self.is_plain[slot] = False
         self.constraints.remove(slot)
         self.penalties.remove(slot)
         for processor in self._processors:
@@ -283,7 +289,11 @@ class SamplingState:
 
     def append(self, slots: np.ndarray | list[int], token_ids: np.ndarray | list[int]) -> None:
         """Record generated tokens, one per entry; a slot may occur several times, in the order of its tokens."""
-        for slot, token_id in zip(_as_ints(slots), _as_ints(token_ids), strict=True):
+        slots, token_ids = np.asarray(slots, dtype=np.int64), np.asarray(token_ids, dtype=np.int64)
+        is_edited = self.is_edited[slots]
+        if not is_edited.any():
+            return
+        for slot, token_id in zip(slots[is_edited].tolist(), token_ids[is_edited].tolist()):
             self.constraints.append(slot, token_id)
             self.penalties.append(slot, token_id)
             for processor in self._processors:
@@ -292,7 +302,3 @@ class SamplingState:
 
 def _within(token_ids: Iterable[int], vocab_size: int) -> list[int]:
     return [token for token in token_ids if 0 <= token < vocab_size]
-
-
-def _as_ints(values: Any) -> list[int]:
-    return np.asarray(values, dtype=np.int64).tolist()

@@ -349,7 +349,10 @@ class Scheduler:
                 continue
 
             num_ahead = min(lookahead, num_left - num_new) if lookahead else 0
-            new_block_ids = allocate_slots(request, num_new, num_lookahead_tokens=num_ahead)
+            if num_computed + num_new + num_ahead <= request.num_settled_slots:
+                new_block_ids: BlockIds | None = no_block_ids
+            else:
+                new_block_ids = allocate_slots(request, num_new, num_lookahead_tokens=num_ahead)
             if new_block_ids is None and scheduled:  # a step that admits preempts nobody
                 index += 1
                 continue

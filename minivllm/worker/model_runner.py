@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Protocol
 
 import numpy as np
@@ -165,14 +166,15 @@ class ModelRunner:
             if token_masks is not None:
                 token_masks()  # sent to all
             self._newest = None
-            return self._feedback.expect(rows)
+            return self._feedback.expect(inputs)
         pending.output.pooled = self._pooler.pool(inputs, hidden.hidden)
         self._prompt_logprobs(inputs, hidden, pending.output)
         self.token_masks.load(None if token_masks is None else token_masks(), self.batch.requests)
         self._sample(inputs, hidden, pending)
         for row in rows:
             # Rejected drafts were computed for nothing: the last known token is yet to be computed, always.
-            row.request.num_computed_tokens = min(row.start + row.count, row.request.num_tokens - 1)
+            request, end = row.request, row.start + row.count
+            request.num_computed_tokens = end if end < request.num_tokens else request.num_tokens - 1
         if self._stage.size > 1:
             self._feedback.tell(pending.result().sampled_token_ids)
         if self.speculation is not None:
@@ -194,41 +196,37 @@ class ModelRunner:
         self.graphs = graphs
 
     def _rows(self, step: SchedulerOutput) -> list[Row]:
-        rows = []
-        for request_id, count in step.num_scheduled_tokens.items():
-            request = self.batch.requests[request_id]
-            drafts = step.draft_token_ids.get(request_id, [])
-            if drafts:
-                self.batch.write_drafts(request, drafts)
-            rows.append(Row(request, request.num_computed_tokens, count, drafts))
-        return rows
+        requests, all_drafts = self.batch.requests, step.draft_token_ids
+        for request_id, drafts in all_drafts.items():
+            self.batch.write_drafts(requests[request_id], drafts)
+        return [
+            Row(request := requests[request_id], request.num_computed_tokens, count, all_drafts.get(request_id, ()))
+            for request_id, count in step.num_scheduled_tokens.items()
+        ]
 
     @spanned("sample")
     def _sample(self, inputs: StepInputs, hidden: StepHidden, pending: PendingStep) -> None:
-        last_tokens: list[int] = []
-        sampled: list[Row] = []
-        token = 0
-        for row in inputs.rows:
-            token += row.count
-            if row.is_sampled:
-                last_tokens += range(token - 1 - len(row.drafts), token)
-                sampled.append(row)
-        if not sampled:
+        is_sampled = inputs.is_sampled()
+        rows = list(compress(inputs.rows, is_sampled))
+        if not rows:
             return
-        logits = self._logits(inputs, hidden, np.asarray(last_tokens, dtype=np.int32))
-        requests = [row.request for row in sampled]
-        slots = np.fromiter((request.slot for request in requests), np.int64, len(requests))
-        positions = np.fromiter((request.num_tokens for request in requests), np.int64, len(requests))
-        has_drafts = any(row.drafts for row in sampled)
-        is_unknown = [request.num_pending_tokens > 0 for request in requests]
-        if any(is_unknown) and (has_drafts or self.sampler.depends_on_output(slots[is_unknown]).any()):
+        requests = [row.request for row in rows]
+        num_drafts = np.fromiter([len(row.drafts) for row in rows], np.int64, len(rows))
+        slots, last = inputs.places.slots[is_sampled], np.cumsum(inputs.places.counts)[is_sampled] - 1
+        positions = (inputs.places.starts + inputs.places.counts)[is_sampled] - num_drafts
+        has_drafts = bool(num_drafts.any())
+        if has_drafts:
+            last = np.concatenate([np.arange(end - drafts, end + 1) for end, drafts in zip(last, num_drafts)])
+        logits = self._logits(inputs, hidden, last.astype(np.int32))
+        depends = np.ones(len(rows), np.bool_) if has_drafts else self.sampler.depends_on_output(slots)
+        if any(request.num_pending_tokens for request in compress(requests, depends)):
             pending.finish_previous()
         if has_drafts:
-            self._verify(logits, slots, positions, sampled, pending.output)
+            self._verify(logits, slots, positions, rows, pending.output)
             return
         result = self.sampler(logits, slots, positions)
-        self.batch.append_pending(requests, slots, result.token_ids)
-        pending.expect(requests, slots, self._read_back.start(result.token_ids))
+        self.batch.append_pending(requests, slots, positions, result.token_ids)
+        pending.expect(requests, slots, positions, self._read_back.start(result.token_ids))
         for request, entry in zip(requests, result.logprobs):
             if entry is not None:
                 pending.output.logprobs[request.data.request_id] = [entry]
@@ -248,6 +246,8 @@ class ModelRunner:
                 output.logprobs[request_id] = logprobs
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: StepHidden, output: ModelRunnerOutput) -> None:
+        if not self.sampling_state.wants_prompt_logprobs[inputs.places.slots].any():
+            return
         first_token = 0
         for row in inputs.rows:
             k = row.request.data.sampling_params.prompt_logprobs

@@ -24,12 +24,15 @@ class PendingStep:
         self.output = ModelRunnerOutput()
         self._batch, self._sampling_state, self._previous = batch, sampling_state, previous
         self._requests: list[WorkerRequest] = []
-        self._slots = np.empty(0, dtype=np.int64)
+        self._slots = self._positions = np.empty(0, dtype=np.int64)
         self._wait: Callable[[], list[int]] | None = None
 
-    def expect(self, requests: list[WorkerRequest], slots: np.ndarray, wait: Callable[[], list[int]]) -> None:
-        """One token for each request, in these slots [len(requests)]; ``wait`` returns them when they have arrived."""
-        self._requests, self._slots, self._wait = requests, slots, wait
+    def expect(
+        self, requests: list[WorkerRequest], slots: np.ndarray, positions: np.ndarray, wait: Callable[[], list[int]]
+    ) -> None:
+        """One token for each request, at these positions of these slots; ``wait`` returns them when they have
+        arrived."""
+        self._requests, self._slots, self._positions, self._wait = requests, slots, positions, wait
 
     def finish_previous(self) -> None:
         """Wait for the tokens of all steps before this one."""
@@ -45,10 +48,8 @@ class PendingStep:
             return self.output
         token_ids = self._wait()
         self._wait = None
-        # Who left meanwhile, finished or preempted, has no slot, and the slot may be another request's.
-        stays = np.fromiter((r.slot == slot for r, slot in zip(self._requests, self._slots)), np.bool_, len(token_ids))
-        for request, token_id in zip(self._requests, token_ids):
-            self._batch.learn_token(request, token_id)
-            self.output.sampled_token_ids[request.data.request_id] = [token_id]
+        stays = self._batch.learn_pending(self._requests, self._slots, self._positions, token_ids)
+        sampled = {request.data.request_id: [token_id] for request, token_id in zip(self._requests, token_ids)}
+        self.output.sampled_token_ids = sampled
         self._sampling_state.append(self._slots[stays], np.asarray(token_ids)[stays])
         return self.output

@@ -173,12 +173,13 @@ def test_a_token_that_comes_after_its_request_left_is_remembered_and_written_ove
     batch = PersistentBatch(1, MAX_LENGTH, [one_group(1, PAGE_SIZE, num_blocks=NUM_PAGES)], CPU)
     batch.apply(SchedulerOutput(new_requests=[new_request("a", [1, 2], [1], 0)]))
     request = batch.requests["a"]
-    batch.append_pending([request], np.array([request.slot]), torch.tensor([5]))
+    places = np.array([request.slot]), np.array([request.num_tokens])
+    batch.append_pending([request], *places, torch.tensor([5]))
     assert (request.num_tokens, request.output_token_ids) == (3, [])
     assert batch.token_ids.device[0, :3].tolist() == [1, 2, 5]
     new = new_request("b", [7, 8, 9, 10], [2], 0)
     batch.apply(SchedulerOutput(preempted_request_ids=["a"], new_requests=[new]))
-    batch.learn_token(request, 5)
+    assert batch.learn_pending([request], *places, [5]).tolist() == [False]
     assert (request.num_tokens, request.output_token_ids) == (3, [5])
     assert batch.token_ids.host[0, :4].tolist() == [7, 8, 9, 10]
     batch.apply(SchedulerOutput(finished_request_ids=["b"]))
