@@ -83,8 +83,8 @@ class Request:
 
     Known tokens are the prompt and the answer so far (``num_tokens``). Drafts are guesses behind them and are not
     known. Computed tokens have their keys and values in the cache, or will have when the steps in flight are done.
-    There is no prefill and no decode: ``num_computed_tokens`` catches up with ``num_tokens_with_drafts``, and a new
-    token is sampled whenever it does. (vLLM V1's unified scheduler.)
+    There is no prefill and no decode: ``num_computed_tokens`` catches up with ``num_tokens`` and the drafts, and a
+    new token is sampled whenever it does. (vLLM V1's unified scheduler.)
 
     num_output_placeholders: steps in flight that will each add a token of unknown value. load_failed: keys and values
     that a connector promised did not arrive, so it is not asked again. num_settled_slots: up to so many tokens, drafts
@@ -123,11 +123,6 @@ class Request:
     def num_tokens(self) -> int:
         """Known tokens: the prompt and the answer so far."""
         return len(self.all_token_ids)
-
-    @property
-    def num_tokens_with_drafts(self) -> int:
-        """Known tokens and the guesses behind them."""
-        return len(self.all_token_ids) + len(self.draft_token_ids)
 
     @property
     def num_output_tokens(self) -> int:

@@ -15,6 +15,7 @@ from minivllm.attention import StepRows, in_step_order
 from minivllm.batch.persistent_batch import GroupTables, PersistentBatch, WorkerRequest
 from minivllm.device.buffers import StagingBuffer, rounded_capacity
 from minivllm.lora.manager import BatchAdapters
+from minivllm.messages import SchedulerOutput
 from minivllm.models.model import TOKENS, TokenInputs, token_specs
 
 
@@ -26,6 +27,17 @@ class Row:
     start: int
     count: int
     drafts: Sequence[int] = ()
+
+
+def scheduled_rows(batch: PersistentBatch, step: SchedulerOutput) -> list[Row]:
+    """The rows of a step, in the scheduler's order. Writes their drafts behind the known tokens."""
+    requests, all_drafts = batch.requests, step.draft_token_ids
+    for request_id, drafts in all_drafts.items():
+        batch.write_drafts(requests[request_id], drafts)
+    return [
+        Row(request := requests[request_id], request.num_computed_tokens, count, all_drafts.get(request_id, ()))
+        for request_id, count in step.num_scheduled_tokens.items()
+    ]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ rows that need nothing cost an argmax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import Region, Size, TensorSpec
 from minivllm.device.buffers import to_device
 from minivllm.messages import PositionLogprobs
-from minivllm.sampling.sampling_state import SamplingState
+from minivllm.sampling.sampling_state import LogitsStage, SamplingState
 from minivllm.sampling.token_masks import TokenMaskStage
 
 # How many of the likeliest tokens are sorted, in turn, before the whole vocabulary is.
@@ -112,10 +112,16 @@ class Sampler:
         if self._state.is_plain[slots].all() and not any(mask.touches(slots).any() for mask in self._masks):
             return SampledTokens(self._likeliest(logits), [None] * len(slots))
         is_random = self._state.temperature.host[slots] > 0.0
-        if self._draws is not None and is_random.any() and self._only_draws(logits, slots):
-            draw_all = self._draw_by_kind if self._draws_among_likeliest else self._draw_together
-            token_ids = draw_all(self._draws, logits, slots, positions, is_random)
-            return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
+        is_declared = logits.dtype == self._drawn_dtype and logits.is_contiguous()
+        if self._draws is not None and is_declared and is_random.any():
+            is_masked, is_edited = self._touched(self._masks, slots), self._touched(self._state.edits, slots)
+            is_edited |= is_random & self._touched(self._state.draw_edits, slots)
+            if self._draws_among_likeliest:
+                token_ids = self._draw_by_kind(self._draws, logits, slots, positions, is_random, is_masked, is_edited)
+                return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
+            if not (is_masked | is_edited).any():
+                token_ids = self._draw_together(self._draws, logits, slots, positions, is_random)
+                return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
         needs_work = is_random | self.depends_on_output(slots)
         # Masks compare nothing and compute nothing: where there is no more to do, logits need not become wider.
         dtype = torch.float32 if needs_work.any() else logits.dtype
@@ -133,14 +139,10 @@ class Sampler:
                 )
         return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
 
-    def _only_draws(self, logits: Tensor, slots: np.ndarray) -> bool:
-        """Whether nothing edits or masks any of these rows, and logits are as compiled code takes them."""
-        state = self._state
-        if logits.dtype != self._drawn_dtype or not logits.is_contiguous():
-            return False
-        touched = [stage.touches(slots) for stage in self._masks]
-        touched += [stage.touches(slots) for stage in (*state.edits, *state.draw_edits)]
-        return not any(rows.any() for rows in touched)
+    @staticmethod
+    def _touched(stages: Iterable[LogitsStage | TokenMaskStage], slots: np.ndarray) -> np.ndarray:
+        """slots [R] int -> bool [R]: rows that one of the stages would change."""
+        return np.logical_or.reduce([np.zeros(len(slots), np.bool_), *(stage.touches(slots) for stage in stages)])
 
     def _draw_together(
         self,
@@ -165,21 +167,41 @@ class Sampler:
         slots: np.ndarray,
         positions: Tensor | np.ndarray,
         is_random: np.ndarray,
+        is_masked: np.ndarray,
+        is_edited: np.ndarray,
     ) -> Tensor:
-        """Each row by no more than it needs. Returns token ids [R] int64."""
+        """Each row by no more than it needs, on a CPU. Returns token ids [R] int64.
+
+        Masks need no wider numbers than those of the logits, edits do: only edited rows miss the compiled code.
+        """
         token_ids = torch.empty(len(slots), dtype=torch.int64)
+        if (is_masked & ~is_edited).any():
+            own_logits = logits.clone()
+            for mask in self._masks:
+                mask.apply(own_logits, slots, np.asarray(positions))
+        else:
+            own_logits = logits
         is_truncated = self._is_truncated(slots) & is_random
-        for kind, of_kind in enumerate((~is_random, is_random & ~is_truncated, is_truncated)):
+        kinds = {
+            "edited": is_edited,
+            "greedy": ~is_random & ~is_edited,
+            "free": is_random & ~is_truncated & ~is_edited,
+            "truncated": is_truncated & ~is_edited,
+        }
+        for kind, of_kind in kinds.items():
             rows = np.flatnonzero(of_kind)
             if len(rows) == 0:
                 continue
-            own = logits if len(rows) == len(slots) else logits[rows]
-            if kind == 0:
+            places = _select(positions, of_kind)
+            if kind == "edited":
+                token_ids[rows] = self._process(logits[rows].float(), slots[rows], places, is_random[rows])
+                continue
+            own = own_logits if len(rows) == len(slots) else own_logits[rows]
+            if kind == "greedy":
                 token_ids[rows] = self._likeliest(own)
                 continue
-            places = _select(positions, of_kind)
             index, *columns = self._of_rows(slots[rows], places, logits.device)
-            if kind == 1:
+            if kind == "free":
                 token_ids[rows] = draws[0](own, *columns)
                 continue
             found, exact = draws[1](own, *columns, self._state.top_k.device[index], self._state.top_p.device[index])

@@ -15,7 +15,7 @@ from minivllm.attention.registry import AttentionFactory
 from minivllm.batch.layer_caches import too_large
 from minivllm.batch.paged_model import PagedModel, RunnerLimits
 from minivllm.batch.persistent_batch import PersistentBatch
-from minivllm.batch.step_inputs import Row, StepInputs
+from minivllm.batch.step_inputs import Row, StepInputs, scheduled_rows
 from minivllm.batch.token_feedback import TokenFeedback, UnknownTokens
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.config import CudaGraphMode, SpeculativeConfig
@@ -154,7 +154,7 @@ class ModelRunner:
             return pending
         if not self._stage.is_last:
             self._feedback.learn_for(step)
-        rows = self._rows(step)
+        rows = scheduled_rows(self.batch, step)
         graph = None if self.graphs is None else self.graphs.choose([row.count for row in rows])
         with span("prepare"):
             inputs = self.model.build(rows, 0 if graph is None else graph.num_tokens)
@@ -194,15 +194,6 @@ class ModelRunner:
         )
         graphs.capture(lambda num_tokens: self.model.build([], num_tokens))
         self.graphs = graphs
-
-    def _rows(self, step: SchedulerOutput) -> list[Row]:
-        requests, all_drafts = self.batch.requests, step.draft_token_ids
-        for request_id, drafts in all_drafts.items():
-            self.batch.write_drafts(requests[request_id], drafts)
-        return [
-            Row(request := requests[request_id], request.num_computed_tokens, count, all_drafts.get(request_id, ()))
-            for request_id, count in step.num_scheduled_tokens.items()
-        ]
 
     @spanned("sample")
     def _sample(self, inputs: StepInputs, hidden: StepHidden, pending: PendingStep) -> None:
