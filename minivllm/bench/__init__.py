@@ -1,4 +1,5 @@
 """``minivllm bench``: measured speed, always against something and always in turn.
 
-May import: bench.parts, bench.reports, bench.rounds, bench.sides, cli.engine, config, server.proxy, tokenizer.
+May import: bench.accuracy, bench.parts, bench.reports, bench.rounds, bench.sides, cli.engine, config, server.proxy,
+tokenizer.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from minivllm.bench.accuracy.accuracy import accuracy
 from minivllm.bench.disaggregated import disaggregated
 from minivllm.bench.engines import model, throughput
 from minivllm.bench.parts.overhead import overhead
@@ -13,5 +14,5 @@ from minivllm.bench.reports.report import compare
 from minivllm.bench.serve import serve
 
 bench = typer.Typer(rich_markup_mode=None)
-for command in (model, throughput, serve, disaggregated, startup, overhead, roofline, compare):
+for command in (model, throughput, serve, accuracy, disaggregated, startup, overhead, roofline, compare):
     bench.command(command.__name__)(command)

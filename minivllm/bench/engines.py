@@ -15,7 +15,7 @@ import typer
 
 from minivllm.bench.reports.figures import knee, median
 from minivllm.bench.reports.report import Comparison, Measurement, OutputOptions, make_report, publish
-from minivllm.bench.rounds.rounds import SideOptions
+from minivllm.bench.rounds.rounds import SideOptions, common_room
 from minivllm.bench.rounds.side_processes import SideSpec
 from minivllm.bench.rounds.workloads import FORMS, Case, WorkloadCase, parse_case
 from minivllm.bench.texts import PROMPTS, text_cases
@@ -112,8 +112,7 @@ def without_features(base: SideSpec, cases: Sequence[Case]) -> dict[str, SideSpe
         if argument in known and base.arguments.get(argument, known[argument]) != off:
             found[feature] = _changed(base, argument, off)
     # A budget for all prompts at once: no prompt is ever cut into chunks.
-    whole = max(one.room.tokens for one in cases)
-    found["chunked prefill"] = _changed(base, "max_num_batched_tokens", max(whole, 2048))
+    found["chunked prefill"] = _changed(base, "max_num_batched_tokens", max(2048, common_room(cases).tokens))
     return found
 
 
@@ -182,9 +181,8 @@ def throughput(
         cases = [WorkloadCase(":".join(["fixed", str(size), *lengths]), size, seed, x=size) for size in sizes]
     outcome = sides.measure(cases, model)
     over = "rate" if rates is not None else "batch"
-    notes = outcome.notes
-    if len(texts) == 1 and len(cases) > 1:
-        notes = [*(knee_note(name, over, outcome.measurements) for name in outcome.facts), *notes]
+    curves = outcome.facts if len(texts) == 1 and len(cases) > 1 else ()
+    notes = [knee_note(name, over, outcome.measurements) for name in curves] + outcome.notes
     configuration = {"model": model, **sides.settings(), "cases": list(map(asdict, cases)), "sides": outcome.facts}
     publish(make_report("throughput", configuration, outcome.measurements, outcome.comparisons, notes), output)
 

@@ -4,6 +4,7 @@ as the peer computes them best, in a Python of its own."""
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import subprocess
 import sys
@@ -57,6 +58,10 @@ class LLM:
         assert not self.requests
 
     def generate(self, prompts, params, use_tqdm):
+        if "prompt_logprobs" in params:  # of one prompt, in place of a list
+            [prompt] = prompts
+            entries = [{token: Made(logprob=-token / 8)} for token in prompt["prompt_token_ids"]]
+            return [Made(prompt_logprobs=[None, *entries[1:]])]
         for number, (prompt, own) in enumerate(zip(prompts, params)):
             self.add_request(str(number), prompt, own)
         while self.requests:
@@ -107,6 +112,7 @@ def test_a_peer_runs_in_a_python_of_its_own_and_sleeps_while_it_is_not_asked(oth
             wait_for(pids, "T")
             assert [record.token_ids for record in side.run(tasks).records] == [[6, 7, 8], [10]]
         assert side.run(tasks, own_way=True).records == []
+        assert side.log_probabilities([5, 8, 9]) == [-1.0, -1.125]
         wait_for(pids, "T")
     wait_for(pids, "X")
 
@@ -242,18 +248,32 @@ def test_llama_cpp_s_own_way_is_one_batch_of_prompts_and_one_per_token(monkeypat
     assert fake.caches == {}
 
 
+def test_llama_cpp_tells_the_probability_of_every_token_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeLlamaCpp()
+    monkeypatch.setitem(sys.modules, "llama_cpp", fake)
+    monkeypatch.setattr(peers, "BATCH_TOKENS", fake.N_BATCH)
+    engine = peers.load_llama_cpp({"path": "m.gguf", "longest": 30, "running": 1, "threads": 1, "gpu_layers": 0})
+    text = [3, 3, 6, 7, 19, 38, 1, 2, 29, 8, 16]
+    is_expected = [text[place] == sum(text[:place]) % fake.VOCAB for place in range(1, len(text))]
+    assert 0 < sum(is_expected) < len(is_expected)
+    total = math.log(math.e + fake.VOCAB - 1)
+    assert engine.log_probabilities(text) == pytest.approx([hit - total for hit in is_expected])
+    assert max(fake.batch_sizes) == fake.N_BATCH and fake.caches == {}
+
+
 def fake_openvino() -> dict[str, ModuleType]:
     """OpenVINO GenAI's pipeline, whose every step adds one to the last token of each request."""
 
     class Handle:
-        def __init__(self, last: int, left: int) -> None:
-            self.last, self.left, self.unread = last, left, list[int]()
+        def __init__(self, last: int, left: int, echoed: list[int]) -> None:
+            self.last, self.left, self.unread, self.echoed = last, left, list[int](), echoed
 
         def can_read(self) -> bool:
             return bool(self.unread)
 
         def read(self) -> dict[int, Any]:
-            return {0: SimpleNamespace(generated_ids=[self.unread.pop(0)])}
+            told, self.echoed = [*self.echoed, self.unread.pop(0)], []
+            return {0: SimpleNamespace(generated_ids=told, generated_log_probs=[-token / 8 for token in told])}
 
     class Pipeline:
         def __init__(self, path: str, scheduler: Any, device: str, properties: dict[str, Any]) -> None:
@@ -262,8 +282,12 @@ def fake_openvino() -> dict[str, ModuleType]:
 
         def add_request(self, index: int, ids: Any, config: Any) -> Handle:
             assert ids.shape == (1, ids.size) and config.ignore_eos and not config.do_sample
-            self.handles.append(Handle(int(ids[0, -1]), config.max_new_tokens))
+            echoes = getattr(config, "echo", False) and config.logprobs == 1
+            self.handles.append(Handle(int(ids[0, -1]), config.max_new_tokens, ids[0].tolist() * echoes))
             return self.handles[-1]
+
+        def has_non_finished_requests(self) -> bool:
+            return any(handle.left or handle.unread for handle in self.handles)
 
         def step(self) -> None:
             for handle in self.handles:
@@ -293,6 +317,8 @@ def test_openvino_is_driven_step_by_step(monkeypatch: pytest.MonkeyPatch) -> Non
     records, _ = drive(engine, tasks)
     assert [record.token_ids for record in records] == [[6, 7, 8], [10]]
     engine.own_way(tasks)
+    engine = load({"path": "m", "weights": "int4", "properties": {}, **sizes})
+    assert engine.log_probabilities([5, 8, 9]) == [-1.0, -1.125]
 
 
 def test_a_checkpoint_directory_is_what_peers_read_already(tiny_model: Callable[..., Path]) -> None:

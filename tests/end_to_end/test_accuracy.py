@@ -16,19 +16,10 @@ from kernels_triton_free.linear import can_pack
 from kernels_triton_free.loops.whole_numbers import can_multiply_whole_numbers
 from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm import LLM
+from minivllm.bench.accuracy.passages import PASSAGES
 from tests.parity_reference import engine_logits, reference_logits
 
-TEXT = """\
-A lighthouse is a tower with a bright light at the top. It stands on a coast or on a rock in the sea, and shows \
-sailors where they are. For a long time the light was a fire of wood or coal, which a keeper had to feed all night. \
-Later came lamps that burned oil, and mirrors behind them that threw the light in one direction. In 1822 the French \
-engineer Augustin Fresnel built a lens out of many rings of glass. It was far thinner than a lens in one piece, and \
-it bent almost all of the light of the lamp into a beam that could be seen more than thirty kilometers away. Every \
-lighthouse has its own pattern of flashes, so that a captain who counts the seconds between them can find the tower \
-on a chart. Today most of the lamps are electric, and nobody lives in the towers any more. Ships know their position \
-from satellites. But when the electronics fail in a storm, an old light on the horizon is still the best thing that \
-a crew can hope to see."""
-
+TEXT = PASSAGES[0]
 needs_int4 = pytest.mark.skipif(not can_multiply_int4(), reason="this CPU has no 4-bit operator")
 needs_bfloat16 = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this CPU does not multiply bfloat16")
 BF16, INT8, INT4 = {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}

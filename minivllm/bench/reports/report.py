@@ -269,6 +269,8 @@ def figure_text(value: float | None, unit: str) -> str:
         return f"{value:,.3g} ms" if value < 1000 else f"{value:,.0f} ms"
     if unit == "count":
         return f"{value:,.0f}"
+    if not unit:
+        return f"{value:,.4g}"
     return f"{value:,.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
 
 

@@ -29,7 +29,7 @@ from minivllm.bench.sides.drive import Answer, Room, Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class SideOptions:
+class EngineOptions:
     """What is measured, and against whom."""
 
     engine: Annotated[
@@ -53,15 +53,6 @@ class SideOptions:
         list[str] | None,
         typer.Option(help="The Python that has an engine, if it is not this one. Repeatable.", metavar="ENGINE=PATH"),
     ] = None
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each case, after one warm-up.")] = 5
-    calibrate: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Repetitions in which other engines run each case their own documented way too: where that is more "
-            "than 5 % faster, no ratio is shown.",
-        ),
-    ] = 3
 
     def specs(self) -> list[SideSpec]:
         """The sides, all of them installed. Raises ConfigError."""
@@ -74,6 +65,21 @@ class SideOptions:
     def settings(self) -> dict[str, Any]:
         """For the report; of other Pythons, which engines have one."""
         return asdict(self) | {"peer_python": sorted(parse_peer_pythons(self.peer_python or []))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideOptions(EngineOptions):
+    """And how often."""
+
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each case, after one warm-up.")] = 5
+    calibrate: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Repetitions in which other engines run each case their own documented way too: where that is more "
+            "than 5 % faster, no ratio is shown.",
+        ),
+    ] = 3
 
     def measure(self, cases: Sequence[Case], model: str, specs: Sequence[SideSpec] | None = None) -> Outcome:
         """specs: in place of what the options name. Raises ConfigError or ModelError."""

@@ -308,16 +308,24 @@ class Side:
 
     def run(self, tasks: Sequence[Task], own_way: bool = False) -> Answer:
         """Run the tasks; own_way: as the peer's documentation does. Raises ModelError if the process ends instead."""
+        answer = self._ask({"tasks": [asdict(task) for task in tasks], "own_way": own_way})
+        records = [Record(**record) for record in answer.pop("records")]
+        return Answer(records=records, **answer)
+
+    def log_probabilities(self, token_ids: Sequence[int]) -> list[float]:
+        """Of every token but the first, given those before it [nats]. Raises ModelError if the process ends instead."""
+        found: list[float] = self._ask({"text": list(token_ids)})["log_probabilities"]
+        return found
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         self._signal(signal.SIGCONT)
         try:
-            asked = {"tasks": [asdict(task) for task in tasks], "own_way": own_way}
-            print(json.dumps(asked), file=self._stdin, flush=True)
+            print(json.dumps(question), file=self._stdin, flush=True)
         except BrokenPipeError:
             raise self._ended() from None
         answer = self._receive()
         self._signal(signal.SIGSTOP)
-        records = [Record(**record) for record in answer.pop("records")]
-        return Answer(records=records, **answer)
+        return answer
 
     def __enter__(self) -> Side:
         return self

@@ -36,6 +36,10 @@ class Peer:
     def counters(self) -> dict[str, float]:
         return {}
 
+    def log_probabilities(self, token_ids: list[int]) -> list[float]:
+        """See Side. By those that tell what a prompt's tokens are worth."""
+        raise ModelError(f"{type(self).__name__} tells nothing about the tokens of a prompt.")
+
 
 @dataclass
 class Slot:
@@ -119,6 +123,23 @@ class LlamaCppEngine(Peer):
                 heapq.heappush(self._free_slots, sequence.slot)
                 self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._context), sequence.slot, -1, -1)
             yield Progress(sequence.index, [token], [now], finished)
+
+    def log_probabilities(self, token_ids: list[int]) -> list[float]:
+        import numpy as np
+
+        found: list[float] = []
+        for first in range(0, len(token_ids), self._batch_tokens):
+            part = token_ids[first : first + self._batch_tokens]
+            self._batch.n_tokens = 0
+            for position, token in enumerate(part, first):
+                self._put(token, position, 0, True)
+            self._decode()
+            for row, following in enumerate(token_ids[first + 1 : first + 1 + len(part)]):
+                pointer = self._api.llama_get_logits_ith(self._context, row)
+                logits = np.ctypeslib.as_array(pointer, shape=(self._vocab_size,)).astype(np.float64)
+                found.append(float(logits[following] - np.logaddexp.reduce(logits)))
+        self.reset()
+        return found
 
     def _fill_batch(self) -> list[tuple[Slot, int]]:
         """Put this step's tokens into the batch. Returns who gets logits, and in which row.
@@ -208,6 +229,19 @@ class OpenvinoEngine(Peer):
     def own_way(self, tasks: Sequence[Task]) -> None:
         self._pipeline.generate([_ids(task) for task in tasks], [_config(task) for task in tasks])
 
+    def log_probabilities(self, token_ids: list[int]) -> list[float]:
+        task = Task(token_ids, 1)
+        config = _config(task)
+        config.echo, config.logprobs = True, 1  # also of the prompt
+        handle = self._pipeline.add_request(0, _ids(task), config)
+        found: list[float] = []
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+            while handle.can_read():
+                for output in handle.read().values():
+                    found += output.generated_log_probs
+        return found[1 : len(token_ids)]
+
 
 def _ids(task: Task) -> Any:
     import numpy as np
@@ -275,12 +309,20 @@ class VllmEngine(Peer):
         params = [_params(task, RequestOutputKind.FINAL_ONLY) for task in tasks]
         self._llm.generate(prompts, params, use_tqdm=False)
 
+    def log_probabilities(self, token_ids: list[int]) -> list[float]:
+        from vllm.sampling_params import RequestOutputKind
 
-def _params(task: Task, kind: Any) -> Any:
+        # 0: no other tokens than those of the text.
+        params = _params(Task(token_ids, 1), RequestOutputKind.FINAL_ONLY, prompt_logprobs=0)
+        [output] = self._llm.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)
+        return [entry[token].logprob for token, entry in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)]
+
+
+def _params(task: Task, kind: Any, **others: Any) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(
-        temperature=0.0, max_tokens=task.max_tokens, ignore_eos=True, detokenize=False, output_kind=kind
+        temperature=0.0, max_tokens=task.max_tokens, ignore_eos=True, detokenize=False, output_kind=kind, **others
     )
 
 
@@ -343,6 +385,15 @@ class GenerateEngine(Peer):
     def own_way(self, tasks: Sequence[Task]) -> None:
         for first in range(0, len(tasks), self._running):
             self._generate(tasks[first : first + self._running])
+
+    def log_probabilities(self, token_ids: list[int]) -> list[float]:
+        import torch
+
+        ids = torch.tensor([token_ids], device=self._model.device)
+        with torch.inference_mode():
+            logits = self._model(ids).logits[0, :-1].double()
+        found: list[float] = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+        return found
 
     def _generate(self, batch: Sequence[Task], **others: Any) -> list[list[int]]:
         import torch

@@ -104,6 +104,15 @@ class MinivllmEngine:
             error = None if output.error is None else f"EngineError: {output.error}"
             yield Progress(int(output.request_id), token_ids, [now] * len(token_ids), output.finished, error)
 
+    def log_probabilities(self, token_ids: list[int]) -> list[float]:
+        """See Side."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, output_kind=OutputKind.FINAL_ONLY)
+        self.engine.add_request("text", {"prompt_token_ids": token_ids}, params)
+        while not (outputs := self.engine.step()):
+            pass
+        entries = outputs[0].prompt_logprobs or []
+        return [entry[token].logprob for token, entry in zip(token_ids[1:], entries[1:], strict=True) if entry]
+
     def counters(self) -> dict[str, float]:
         after, before = self.engine.stats(), self._before
         queried = after.prefix_cache_queried_tokens - before.prefix_cache_queried_tokens

@@ -2,7 +2,8 @@
 
 It reads one JSON object per line, ``{"tasks": [{"prompt", "max_tokens", "arrival", "after"}], "own_way": false}``, and
 answers ``{"seconds", "records", "peak_bytes", "counters"}``; with own_way the engine runs the tasks its own documented
-way, which tells no more than the seconds. Its first line is ``{"ready": {facts}}``. What the engine prints goes to
+way, which tells no more than the seconds. ``{"text": [ids]}`` it answers with ``{"log_probabilities": […]}``, of every
+token but the first. Its first line is ``{"ready": {facts}}``. What the engine prints goes to
 standard error. A peer's Python needs nothing of what this package depends on.
 
     python -m minivllm.bench.sides.side_process minivllm '{"model": "smollm2"}'
@@ -108,6 +109,10 @@ def main() -> None:
     print(json.dumps({"ready": engine.facts}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
+        if "text" in asked:
+            found = engine.log_probabilities(asked["text"])
+            print(json.dumps({"log_probabilities": found}), file=answers, flush=True)
+            continue
         tasks = [Task(**task) for task in asked["tasks"]]
         engine.reset()
         records: list[Record] = []
