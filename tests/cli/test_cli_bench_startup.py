@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from minivllm.bench.engines import spinning_processes
+from minivllm.bench.parts.startup import cold_and_warm
 
 
 def children() -> set[int]:
@@ -69,3 +71,18 @@ def test_nothing_imports_torch_before_the_wait_policy_is_chosen() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False False", done.stderr
+
+
+def test_a_warm_start_finds_what_the_cold_one_left_to_be_compiled_behind_it() -> None:
+    found: list[bool] = []
+
+    def start(environment: Mapping[str, str]) -> dict[str, float]:
+        found.append(Path(environment["TORCHINDUCTOR_CACHE_DIR"]).exists())
+        return {}
+
+    def finish(environment: Mapping[str, str]) -> None:
+        Path(environment["TORCHINDUCTOR_CACHE_DIR"]).mkdir()
+
+    assert cold_and_warm(start, finish) == [("cold", {}), ("warm", {})]
+    assert cold_and_warm(start) == [("cold", {}), ("warm", {})]
+    assert found == [False, True, False, False]
