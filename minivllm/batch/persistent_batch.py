@@ -24,7 +24,7 @@ class WorkerRequest:
     """What the worker keeps of one request, also while it is preempted and owns no slot.
 
     num_pending_tokens: sampled tokens behind output_token_ids whose values only the device knows yet. num_tokens: of
-    the prompt, the outputs and these.
+    the prompt, the outputs and these; counted along, since every step asks it of every row.
     """
 
     data: EngineRequest

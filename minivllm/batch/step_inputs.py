@@ -19,7 +19,7 @@ from minivllm.messages import SchedulerOutput
 from minivllm.models.model import TOKENS, TokenInputs, token_specs
 
 
-@dataclass(slots=True)  # not frozen: hundreds are made for every step, and that takes three times as long
+@dataclass(slots=True)  # not frozen: hundreds are made for every step, and that would take longer
 class Row:
     """One request's part of a step: ``count`` tokens from position ``start``, the last of them being ``drafts``."""
 

@@ -1,4 +1,4 @@
-"""``minivllm bench``: measured speed, always against something and always in turn.
+"""``minivllm bench``: measured speed and accuracy, always against something.
 
 May import: bench.accuracy, bench.parts, bench.reports, bench.rounds, bench.sides, cli.engine, config, server.proxy,
 tokenizer.

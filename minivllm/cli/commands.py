@@ -86,7 +86,7 @@ app.add_typer(
         no_args_is_help=True,
         rich_markup_mode=None,
         help=(
-            "Measure speed: medians of repetitions, engines in turn, same token ids.\n\n"
+            "Measure speed and accuracy: medians of repetitions, engines in turn, same token ids.\n\n"
             "Example: minivllm bench model --vs transformers"
         ),
     ),

@@ -65,7 +65,7 @@ class Sampler:
         self._state = state
         self._masks = tuple(masks)
         self._likeliest: Callable[[Tensor], Tensor] = likeliest
-        self._draws: Sequence[Callable[..., Any]] | None = None  # without and with truncation
+        self._draws: Sequence[Callable[..., Any]] = ()  # without and with truncation, where they are compiled
         self._draws_among_likeliest = False
         self._drawn_dtype = torch.float32
 
@@ -83,10 +83,10 @@ class Sampler:
         spec = TensorSpec((rows, vocab_size), logits, device)
         self._drawn_dtype = logits
         if device.type != "cpu":
-            self._draws = _compiled_draws(compiler, spec) if compiler.enabled else None
+            self._draws = _compiled_draws(compiler, spec) if compiler.enabled else ()
             return
-        self._draws = _compiled_draws_on_cpu(compiler, spec) if compiler.enabled and compiler.min_rows == 1 else None
-        self._draws_among_likeliest = self._draws is not None
+        self._draws = _compiled_draws_on_cpu(compiler, spec) if compiler.enabled and compiler.min_rows == 1 else ()
+        self._draws_among_likeliest = bool(self._draws)
         if not has_runs(vocab_size):
             return
         compiled = compiler(Region("likeliest tokens", likeliest, {"logits": spec}))
@@ -114,14 +114,10 @@ class Sampler:
             return SampledTokens(self._likeliest(logits), [None] * len(slots))
         is_random = self._state.temperature.host[slots] > 0.0
         is_declared = logits.dtype == self._drawn_dtype and logits.is_contiguous()
-        if self._draws is not None and is_declared and is_random.any():
-            is_masked, is_edited = self._touched(self._masks, slots), self._touched(self._state.edits, slots)
-            is_edited |= is_random & self._touched(self._state.draw_edits, slots)
-            if self._draws_among_likeliest:
-                token_ids = self._draw_by_kind(self._draws, logits, slots, positions, is_random, is_masked, is_edited)
-                return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
-            if not (is_masked | is_edited).any():
-                token_ids = self._draw_together(self._draws, logits, slots, positions, is_random)
+        if self._draws and is_declared and is_random.any():
+            draw_all = self._draw_by_kind if self._draws_among_likeliest else self._draw_together
+            if self._draws_among_likeliest or not np.any(self._masked_and_edited(slots, is_random)):
+                token_ids = draw_all(logits, slots, positions, is_random)
                 return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
         needs_work = is_random | self.depends_on_output(slots)
         # Masks compare nothing and compute nothing: where there is no more to do, logits need not become wider.
@@ -140,42 +136,35 @@ class Sampler:
                 )
         return SampledTokens(token_ids, self._logprobs(logits, token_ids, slots))
 
-    @staticmethod
-    def _touched(stages: Iterable[LogitsStage | TokenMaskStage], slots: np.ndarray) -> np.ndarray:
-        """slots [R] int -> bool [R]: rows that one of the stages would change."""
-        return np.logical_or.reduce([np.zeros(len(slots), np.bool_), *(stage.touches(slots) for stage in stages)])
+    def _masked_and_edited(self, slots: np.ndarray, is_random: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """slots [R] int, is_random [R] bool -> bool [R] each: rows that a mask, or a stage, would change."""
+
+        def touched(stages: Iterable[LogitsStage | TokenMaskStage]) -> np.ndarray:
+            return np.logical_or.reduce([np.zeros(len(slots), np.bool_), *(stage.touches(slots) for stage in stages)])
+
+        return touched(self._masks), touched(self._state.edits) | (touched(self._state.draw_edits) & is_random)
 
     def _draw_together(
-        self,
-        draws: Sequence[Callable[..., Any]],
-        logits: Tensor,
-        slots: np.ndarray,
-        positions: Tensor | np.ndarray,
-        is_random: np.ndarray,
+        self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray, is_random: np.ndarray
     ) -> Tensor:
         """All rows by one of the draws, which waits for nothing. Returns token ids [R] int64."""
         is_truncated = bool((self._is_truncated(slots) & is_random).any())
         index, *columns = self._of_rows(slots, positions, logits.device)
         if is_truncated:
             columns += [self._state.top_k.device[index], self._state.top_p.device[index]]
-        token_ids: Tensor = draws[is_truncated](logits, *columns)
+        token_ids: Tensor = self._draws[is_truncated](logits, *columns)
         return token_ids
 
     def _draw_by_kind(
-        self,
-        draws: Sequence[Callable[..., Any]],
-        logits: Tensor,
-        slots: np.ndarray,
-        positions: Tensor | np.ndarray,
-        is_random: np.ndarray,
-        is_masked: np.ndarray,
-        is_edited: np.ndarray,
+        self, logits: Tensor, slots: np.ndarray, positions: Tensor | np.ndarray, is_random: np.ndarray
     ) -> Tensor:
         """Each row by no more than it needs, on a CPU. Returns token ids [R] int64.
 
         Masks need no wider numbers than those of the logits, edits do: only edited rows miss the compiled code.
         """
         token_ids = torch.empty(len(slots), dtype=torch.int64)
+        is_masked, is_edited = self._masked_and_edited(slots, is_random)
+        draw_free, draw_cut = self._draws
         if (is_masked & ~is_edited).any():
             own_logits = logits.clone()
             for mask in self._masks:
@@ -203,9 +192,9 @@ class Sampler:
                 continue
             index, *columns = self._of_rows(slots[rows], places, logits.device)
             if kind == "free":
-                token_ids[rows] = draws[0](own, *columns)
+                token_ids[rows] = draw_free(own, *columns)
                 continue
-            found, exact = draws[1](own, *columns, self._state.top_k.device[index], self._state.top_p.device[index])
+            found, exact = draw_cut(own, *columns, self._state.top_k.device[index], self._state.top_p.device[index])
             if not exact.all():
                 rest = ~exact.numpy()
                 found[~exact] = self._draw_rows(own[~exact].float(), slots[rows[rest]], _select(places, rest))

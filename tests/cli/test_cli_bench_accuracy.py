@@ -72,7 +72,20 @@ def test_an_engine_that_computes_in_float32_makes_no_error(tiny_model: Callable[
     assert "of text.txt" in result.stdout and "perplexity" in result.stdout
 
 
-def test_a_peer_that_tells_no_probabilities_is_refused() -> None:
-    result = bench("accuracy", "--vs", "transformers-cb")
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--vs", "transformers-cb"], "name transformers, whose layers it runs"),
+        (["--engine", "minivllm,lora=2"], "name minivllm,lora=2 without lora and regex"),
+    ],
+)
+def test_what_tells_no_probabilities_of_a_text_is_refused(given: list[str], told: str) -> None:
+    result = bench("accuracy", *given)
     assert result.returncode == 2
-    assert "name transformers, whose layers it runs" in result.stderr and "Traceback" not in result.stderr
+    assert told in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_text_that_an_engine_refuses_ends_with_its_sentence(tiny_model: Callable[..., Path]) -> None:
+    result = bench("accuracy", str(tiny_model("llama")), "--engine", "minivllm,enforce_eager=true,max_model_len=64")
+    assert result.returncode == 1
+    assert "stopped: The prompt has" in result.stderr and "Traceback" not in result.stderr

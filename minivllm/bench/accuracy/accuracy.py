@@ -13,7 +13,7 @@ import typer
 from minivllm.bench.accuracy.passages import PASSAGES
 from minivllm.bench.reports.report import Measurement, OutputOptions, compared, make_report, publish
 from minivllm.bench.rounds.rounds import EngineOptions
-from minivllm.bench.rounds.side_processes import Side, SideSpec, check_installed, complete
+from minivllm.bench.rounds.side_processes import Side, SideSpec, complete
 from minivllm.bench.sides.drive import Room
 from minivllm.cli.engine.options import ModelArgument, with_options
 from minivllm.cli.terminal.typed import read_typed_file
@@ -30,7 +30,7 @@ def accuracy(
     output: OutputOptions,
     model: ModelArgument = "smollm2",
     text: Annotated[
-        Path | None, typer.Option(help="A file of UTF-8, in place of three short passages of about 600 tokens.")
+        Path | None, typer.Option(help="A file of UTF-8, in place of three passages of about 200 tokens each.")
     ] = None,
     window: Annotated[int, typer.Option(min=2, help="Tokens of a file that are read together, from its start.")] = 512,
 ) -> None:
@@ -42,10 +42,12 @@ def accuracy(
 
     Example: minivllm bench accuracy --engine minivllm,quantization=int4 --vs llama.cpp,openvino,weights=int4
     """
-    specs = [SideSpec(REFERENCE, "transformers"), *engines.specs()]
-    check_installed(specs[0])
+    # What may be refused starts before the one that takes longest.
+    specs = [*engines.specs(), SideSpec(REFERENCE, "transformers")]
     if cannot := [spec.name for spec in specs if spec.engine == "transformers-cb"]:
         raise ConfigError(f"{cannot[0]} gives no probabilities of a prompt: name transformers, whose layers it runs.")
+    if senseless := [spec.name for spec in specs if {"lora", "regex"} & set(spec.arguments)]:
+        raise ConfigError(f"A text is neither adapted nor matched: name {senseless[0]} without lora and regex.")
     windows = tokenized(model, text, window)
     longest = max(map(len, windows)) + 1
     found: dict[str, list[float]] = {}
@@ -57,8 +59,9 @@ def accuracy(
             facts[spec.name] = side.facts
     num_tokens = len(found[REFERENCE])
     case = f"{num_tokens:,} tokens" + ("" if text is None else f" of {text.name}")
-    figures = {name: accuracy_figures(case, name, found[name], found[REFERENCE]) for name in found}
-    _, first, *others = figures
+    first, *others = [name for name in found if name != REFERENCE]
+    names = [REFERENCE, first, *others]
+    figures = {name: accuracy_figures(case, name, found[name], found[REFERENCE]) for name in names}
     comparisons = [one for name in others for one in compared(figures[first], figures[name])]
     # Float32 is without an error against itself.
     comparisons += compared(figures[first], {"perplexity": figures[REFERENCE]["perplexity"]})

@@ -36,10 +36,6 @@ class Peer:
     def counters(self) -> dict[str, float]:
         return {}
 
-    def log_probabilities(self, token_ids: list[int]) -> list[float]:
-        """See Side. By those that tell what a prompt's tokens are worth."""
-        raise ModelError(f"{type(self).__name__} tells nothing about the tokens of a prompt.")
-
 
 @dataclass
 class Slot:

@@ -11,7 +11,7 @@ from typing import Any
 
 from minivllm.bench.sides.drive import Progress, Task
 from minivllm.config import EngineArgs
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, ModelError
 from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.messages import LoRARequest, SchedulerStats
 from minivllm.sampling_params import OutputKind, SamplingParams, StructuredOutputs
@@ -105,11 +105,13 @@ class MinivllmEngine:
             yield Progress(int(output.request_id), token_ids, [now] * len(token_ids), output.finished, error)
 
     def log_probabilities(self, token_ids: list[int]) -> list[float]:
-        """See Side."""
+        """See Side. Raises ModelError for a text that the engine refuses."""
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, output_kind=OutputKind.FINAL_ONLY)
         self.engine.add_request("text", {"prompt_token_ids": token_ids}, params)
         while not (outputs := self.engine.step()):
             pass
+        if outputs[0].error is not None:
+            raise ModelError(outputs[0].error)
         entries = outputs[0].prompt_logprobs or []
         return [entry[token].logprob for token, entry in zip(token_ids[1:], entries[1:], strict=True) if entry]
 

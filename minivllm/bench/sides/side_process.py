@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import IO, Any
 
 from minivllm.bench.sides.drive import Answer, Record, Task, drive
 from minivllm.errors import MinivllmError
@@ -102,10 +102,14 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         module, load = LOADERS[name]
-        engine: Any = getattr(importlib.import_module(f"minivllm.bench.sides.{module}"), load)(arguments)
+        _serve(getattr(importlib.import_module(f"minivllm.bench.sides.{module}"), load)(arguments), answers)
     except MinivllmError as error:
         print(error, file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+
+
+def _serve(engine: Any, answers: IO[str]) -> None:
+    """Say that the engine is there, and answer what is asked until the input ends."""
     print(json.dumps({"ready": engine.facts}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
