@@ -15,7 +15,7 @@ from minivllm.kv_cache.coordinator import BlocksPerGroup
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.kv_transfer.connector import KVConnectorScheduler
 from minivllm.kv_transfer.inbox import KVConnectorOutput
-from minivllm.kv_transfer.taken_blocks import give_back, hold, num_missing_behind, take_for_load, without_states
+from minivllm.kv_transfer.taken_blocks import give_back, hold, num_missing_behind, read_after_load, take_for_load
 from minivllm.messages import BlockIds, KVTransferStats
 from minivllm.request import Request
 
@@ -25,8 +25,8 @@ LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 class Load:
     """keys: hashes of its blocks. blocks: one for each key in every KV group, the null block where nothing is read.
-    hits: what the prefix cache holds before them, kept from eviction meanwhile. valid: rank -> how many of the first
-    blocks hold what they should, as far as that worker has reported. begun: time.monotonic()."""
+    hits: those blocks before them that the request reads after the load, kept from eviction meanwhile. valid: rank ->
+    how many of the first blocks hold what they should, as far as that worker has reported. begun: time.monotonic()."""
 
     __slots__ = ("begun", "blocks", "hits", "keys", "request", "transfer_id", "valid")
 
@@ -91,7 +91,7 @@ class RemoteLoads:
     ) -> bool:
         """Take blocks for the tokens behind the hits and have them filled; False, and nothing has changed, if there is
         no room for all known tokens of the request besides the reserved blocks."""
-        hits = without_states(self._manager, hits)
+        hits = read_after_load(self._manager, hits, num_hit_tokens + num_tokens)
         blocks = take_for_load(self._manager, request, hits, num_hit_tokens, num_tokens, reserved)
         if blocks is None:
             return False

@@ -11,9 +11,19 @@ from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.request import Request
 
 
-def without_states(manager: KVCacheManager, hits: BlocksPerGroup) -> BlocksPerGroup:
-    """The hits on which what comes from elsewhere builds: a state that it brings replaces the one before."""
-    return tuple([] if isinstance(group, StateManager) else found for group, found in zip(manager.groups, hits))
+def read_after_load(manager: KVCacheManager, hits: BlocksPerGroup, num_loaded_to: int) -> BlocksPerGroup:
+    """The hits that a request still reads once it has its first ``num_loaded_to`` tokens; null blocks for the rest.
+
+    A window that the load moves past its hits needs none of them, and a state that arrives replaces the one before.
+    """
+    kept = []
+    for group, found in zip(manager.groups, hits):
+        if isinstance(group, StateManager):
+            kept.append([])
+        else:
+            num_skipped = min(group.first_read(num_loaded_to) // group.block_size, len(found))
+            kept.append([group.pool.null_block] * num_skipped + found[num_skipped:])
+    return tuple(kept)
 
 
 def take_for_load(
@@ -27,8 +37,9 @@ def take_for_load(
     """Blocks for the ``num_tokens`` tokens of a waiting request that lie behind its hits and come from elsewhere; of
     layers that keep a state, a slot for the one after the last of these tokens.
 
-    Null blocks in groups that will not read what lies there. The hits are kept from eviction as well: all of it goes
-    back with give_back. None, and nothing is taken, if not all known tokens have room besides the reserved blocks.
+    Null blocks in groups that will not read what lies there. The hits, as read_after_load returns them, are kept from
+    eviction as well: all of it goes back with give_back. None, and nothing is taken, if not all known tokens have room
+    besides the reserved blocks. In a pool that is free and reserved for nothing, a request that fits it has room.
     """
     size = manager.hash_block_size
     start, end = num_hit_tokens // size, (num_hit_tokens + num_tokens) // size

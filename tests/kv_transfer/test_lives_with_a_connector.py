@@ -5,18 +5,30 @@ The transport delays, repeats, loses and breaks what it carries, and dies. The r
 
 from __future__ import annotations
 
+from itertools import combinations, product
 from random import Random
+from typing import Literal
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
+from minivllm.kv_cache.hashing import extend_block_hashes
+from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.kv_transfer.inbox import KVConnectorOutput
+from minivllm.kv_transfer.taken_blocks import read_after_load, take_for_load
+from minivllm.request import Request
 from minivllm.scheduler.scheduler import Scheduler
 from tests.kv_transfer.simulated_connector import MultiTransport, SimulatedMulti, SimulatedStore, Transport
-from tests.scheduler.simulated_worker import Layers
-from tests.scheduler.test_scheduler_properties import SchedulerMachine
+from tests.scheduler.simulated_worker import Layers, make_engine_request
+from tests.scheduler.test_scheduler_properties import MAX_MODEL_LEN, SchedulerMachine
+
+
+def smallest_pool(layers: Layers, longest_chunk: int) -> int:
+    """Blocks, the null block included, with which a request of MAX_MODEL_LEN can be served alone."""
+    return 1 + layers.manager(2, longest_chunk).max_blocks(MAX_MODEL_LEN)
 
 
 class ConnectorMachine(SchedulerMachine):
@@ -34,7 +46,7 @@ class ConnectorMachine(SchedulerMachine):
         max_num_seqs=st.integers(1, 5),
         block_size=st.integers(1, 3),
         kinds=st.lists(
-            st.tuples(st.sampled_from(["full", "window", "chunk"]), st.integers(1, 9), st.integers(4, 14)),
+            st.tuples(st.sampled_from(["full", "window", "chunk"]), st.integers(1, 9), st.just(0) | st.integers(4, 14)),
             min_size=1,
             max_size=3,
         ),
@@ -59,7 +71,10 @@ class ConnectorMachine(SchedulerMachine):
         num_ranks: int,
         are_several: bool,
     ) -> None:
+        """kinds: of each KV group its kind, reach and number of blocks; 0 for as many as one request of
+        MAX_MODEL_LEN needs."""
         groups = [(Layers(block_size, kind, reach), num_blocks) for kind, reach, num_blocks in kinds]
+        groups = [(layers, num_blocks or smallest_pool(layers, budget)) for layers, num_blocks in groups]
         num_ranks = 1 if self.is_alone else num_ranks
         if are_several and not self.is_alone:
             self.store = several = SimulatedMulti(block_size, sends_every, num_ranks=num_ranks)
@@ -171,14 +186,14 @@ def busy_life(seed: int, num_actions: int, make_machine: type[ConnectorMachine] 
     """The same machine under load: few blocks, few different prompts, so that much of it travels."""
     random = Random(seed)
     life = make_machine()
-    kinds = [("full", 1, random.randint(7, 18))]
-    if random.random() < 0.4:
-        kinds.append((random.choice(["window", "chunk"]), random.randint(1, 9), random.randint(6, 14)))
+    full = ("full", 1, random.choice([0, random.randint(7, 18)]))
+    local = (random.choice(["window", "chunk"]), random.randint(1, 9), random.choice([0, random.randint(6, 14)]))
+    kinds = random.choice([[full], [full, local], [local]])
     life.start(
         policy=random.choice(["fcfs", "priority"]),
-        budget=random.randint(2, 12),
+        budget=random.choice([2, random.randint(2, 12)]),
         max_num_seqs=random.randint(1, 5),
-        block_size=random.randint(1, 3),
+        block_size=random.choice([1, random.randint(1, 3)]),
         kinds=kinds,
         threshold=random.choice([0, 0, 3]),
         depth=random.choice([1, 1, 2, 3]),
@@ -187,12 +202,13 @@ def busy_life(seed: int, num_actions: int, make_machine: type[ConnectorMachine] 
         num_ranks=random.choice([1, 1, 2]),
         are_several=random.random() < 0.6,
     )
+    longest_tail, longest_answer = random.choice([3, 6, 9]), random.choice([2, 9])
     for _ in range(num_actions):
         action = random.random()
         if action < 0.12 and len(life.scheduler.waiting) < 8:
             life.arrive(
-                prompt=[random.randint(0, 1)] * random.randint(1, 6) + [1] * random.randint(0, 6),
-                max_tokens=random.randint(1, 9),
+                prompt=[random.randint(0, 1)] * random.randint(1, 6) + [1] * random.randint(0, longest_tail),
+                max_tokens=random.randint(1, longest_answer),
                 eos=[],
                 stop=[],
                 ignore_eos=True,
@@ -244,8 +260,44 @@ def test_long_busy_lives_keep_every_invariant(seed: int) -> None:
     assert not busy_life(seed, num_actions=2000).scheduler.has_requests()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("first_seed", range(5000, 7000, 250))
+def test_many_busy_lives_keep_every_invariant(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 250):
+        assert not busy_life(seed, num_actions=400).scheduler.has_requests()
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "chunk"])
+def test_a_load_always_finds_room_in_a_free_pool_that_fits_its_request(
+    kind: Literal["full", "window", "chunk"],
+) -> None:
+    """Every reach, chunk, block size, hit and load: with nothing else in the pool, no request waits for ever."""
+    num_cases = 0
+    for reach, longest_chunk, size in product(range(1, 10), (1, 4), (1, 2)):
+        layers = Layers(size, kind, reach)
+        for hit, end in combinations(range(0, MAX_MODEL_LEN, size), 2):
+            groups = [layers.manager(smallest_pool(layers, longest_chunk), longest_chunk)]
+            manager, request = KVCacheManager(groups, MAX_MODEL_LEN), Request(make_engine_request("r", [1] * 16))
+            pool = manager.pools[0]
+            extend_block_hashes(request, size)
+            first = groups[0].first_read(hit) // size
+            blocks = pool.get_new_blocks(hit // size - first)
+            pool.cache_full_blocks(blocks, request.block_hashes[first : hit // size])
+            pool.free_blocks(blocks)
+            hits, num_hit_tokens = manager.get_computed_blocks(request)
+            if num_hit_tokens != hit:  # windows of one token find every prefix, cached or not
+                continue
+            hits = read_after_load(manager, hits, end)
+            taken = take_for_load(manager, request, hits, hit, end - hit, reserved=[0])
+            assert taken is not None, f"{layers}, {hit} tokens cached, {end - hit} to load"
+            table = [block.block_id for block in hits[0] + taken[0]]
+            assert NULL_BLOCK_ID not in table[layers.first_visible(end) // size :], "the next token reads these"
+            num_cases += 1
+    assert num_cases > 2000
+
+
 def test_busy_lives_do_meet_hits_failures_and_preempted_requests_that_come_back() -> None:
-    lives = [busy_life(seed, num_actions=400) for seed in range(100, 108)]
+    lives = [busy_life(seed, num_actions=400) for seed in range(100, 116)]
     stats = [life.scheduler.stats() for life in lives]
     transfers = [tier for entry in stats for tier in entry.kv_transfer]
     assert sum(entry.num_loaded_blocks for entry in transfers) > 50

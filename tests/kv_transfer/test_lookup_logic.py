@@ -195,7 +195,7 @@ TestLivesThroughABufferLong.settings = settings(
 
 
 def test_busy_lives_through_a_buffer_meet_hits_and_blocks_that_were_dropped() -> None:
-    lives = [busy_life(seed, 300, LookupMachine) for seed in Random(0).sample(range(1000), 8)]
+    lives = [busy_life(seed, 300, LookupMachine) for seed in Random(0).sample(range(1000), 16)]
     assert not any(life.scheduler.has_requests() for life in lives)
     stats = [tier for life in lives for tier in life.scheduler.stats().kv_transfer]
     assert sum(one.num_loaded_blocks for one in stats) > 10

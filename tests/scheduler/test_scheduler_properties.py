@@ -172,7 +172,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             for counts, pool in zip(missing, self.manager.pools):
                 assert sum(counts) <= pool.num_free_blocks, "somebody was admitted whose prompt has no room"
         assert step.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
-        assert step.num_scheduled_tokens or not (idle and ready) or self.is_held_up, "a step made no progress"
+        if idle and ready and not self.is_held_up:
+            assert step.num_scheduled_tokens, "nothing runs, and the head of the queue is neither admitted nor refused"
         if self.config.long_prefill_token_threshold:
             assert all(
                 count <= self.config.long_prefill_token_threshold for count in step.num_scheduled_tokens.values()

@@ -83,12 +83,16 @@ class Life:
 
     def __init__(self, random: Random) -> None:
         self.random, self.block_size = random, random.choice([1, 2, 4])
-        blocks, num_slots = random.randint(2 + MAX_MODEL_LEN // self.block_size, 60), random.randint(3, 12)
+        smallest = 1 + MAX_MODEL_LEN // self.block_size
+        blocks, num_slots = random.choice([smallest, random.randint(smallest, 60)]), random.randint(3, 12)
         self.states = StateManager(num_slots, self.block_size)
         attending = [FullAttentionManager(blocks, self.block_size)]
         if random.random() < 0.3:
             size = self.block_size * random.choice([1, 1 if self.travels else 2])
-            attending.append(SlidingWindowManager(blocks, size, 5, 12))
+            window = SlidingWindowManager(blocks, size, 5, 14)
+            if random.random() < 0.5:  # room for one request alone
+                window = SlidingWindowManager(1 + window.max_blocks(MAX_MODEL_LEN), size, 5, 14)
+            attending.append(window)
         self.caching = random.random() < 0.8 or self.travels
         self.manager = KVCacheManager([*attending, self.states], MAX_MODEL_LEN, enable_prefix_caching=self.caching)
         is_async, max_num_seqs = random.random() < 0.5, random.randint(1, 4)
@@ -114,6 +118,11 @@ class Life:
     def make_connector(self) -> KVConnectorScheduler | None:
         """None: nothing travels."""
 
+    @property
+    def is_held_up(self) -> bool:
+        """Whether requests may wait although nothing runs."""
+        return self.scheduler.loads.num_transfers > 0
+
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         return self.worker.execute(step)
 
@@ -135,7 +144,10 @@ class Life:
     def schedule(self) -> None:
         for request in self.scheduler.waiting:
             self.check_longest_hit(request)
+        is_idle = not self.in_flight and self.scheduler.has_unfinished_requests()
         step = self.scheduler.schedule()
+        if is_idle and not self.is_held_up:
+            assert step.num_scheduled_tokens, "nothing runs, and the head of the queue is neither admitted nor refused"
         self.num_hit_tokens += sum(new.num_computed_tokens for new in step.new_requests)
         self.in_flight.append((step, self.execute(step)))
         self.check()
