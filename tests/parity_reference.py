@@ -71,6 +71,7 @@ def tiny_settings(model: Path, **settings: Any) -> dict[str, Any]:
         "dtype": "float32",
         "device": "cpu",
         "enforce_eager": True,
+        "compile_in_background": False,
         "block_size": BLOCK_SIZE,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": 8,

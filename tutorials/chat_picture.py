@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("path", type=Path)
     parser.add_argument("--model", default="smollm2")
     chosen = parser.parse_args()
-    with LLMEngine.from_args(EngineArgs(model=chosen.model)) as engine:
+    with LLMEngine.from_args(EngineArgs(model=chosen.model, compile_in_background=False)) as engine:
         # The first answer warms the machine up: the one in the picture is as fast as all that follow.
         draw(engine, chosen.model, QUESTIONS[:1], max_tokens=16)
         engine.reset_prefix_cache()

@@ -54,7 +54,13 @@ NAMES = {"ALiBi": "tutorials.attention_variants:alibi", "window with sinks": "wi
 
 def in_engine(backend: str, **arguments: object) -> list[list[dict[int, float]]]:
     """Log-probabilities of the likeliest tokens, for every token of every answer."""
-    settings = {"enforce_eager": False, "max_num_seqs": 8, "num_gpu_blocks_override": 64, "dtype": "float32"}
+    settings = {
+        "enforce_eager": False,
+        "compile_in_background": False,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": 64,
+        "dtype": "float32",
+    }
     with LLM(**engine_arguments(attention_backend=backend, **(settings | arguments))) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=5)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)

@@ -250,6 +250,7 @@ def start(directory: str = "", role: str = "") -> LLM:
     given: dict[str, Any] = {"max_num_batched_tokens": BUDGET, "max_model_len": 2048, "num_gpu_blocks_override": 600}
     if NAMED is not None:
         given |= {"model": NAMED, "load_format": "auto", "enforce_eager": False}
+        given |= {"compile_in_background": False}
     return LLM(**engine_arguments(**given, kv_transfer_config=config if role else None))
 
 

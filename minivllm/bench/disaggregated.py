@@ -91,7 +91,8 @@ def started(args: EngineArgs) -> Iterator[Servers]:
     """All servers, ready; they end with the block. Raises EngineDeadError for one that does not start."""
     from minivllm.server.proxy.children import Children, Shape, started_child
 
-    command = ["serve", args.model, *engine_flags(args), "--stats-interval=0", "--drain-timeout=1"]
+    command = ["serve", args.model, *engine_flags(args), "--wait-for-compilation"]
+    command += ["--stats-interval=0", "--drain-timeout=1"]
     children = Children(Shape(1, 1), command, (), drain_timeout=1.0, num_workers=args.num_workers)
 
     def target(child: Child) -> Target:

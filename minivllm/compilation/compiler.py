@@ -142,8 +142,17 @@ class RegionCompiler:
     def build(self) -> None:
         """Make ``is_complete`` true, however long it takes."""
 
+    def num_built(self) -> int:
+        """How many of ``num_regions`` have their code, on disk or loaded."""
+        return self.num_regions
+
+    @property
+    def num_regions(self) -> int:
+        """Regions that ``is_complete`` speaks of."""
+        return 0
+
     def build_in_background(self) -> bool:
-        """Have another process do it, at a low priority; False where that is not possible."""
+        """Build in another process, at a low priority; False where that is not possible."""
         return False
 
     @property

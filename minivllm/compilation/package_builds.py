@@ -81,9 +81,13 @@ class Child:
     def is_running(self) -> bool:
         """False once it has ended; then its log is in this process's."""
         if self._status is None:
-            ended, status = os.waitpid(self._pid, os.WNOHANG)
-            if ended:
-                self._end(status)
+            ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                # A child that was killed leaves the C++ compilers of its process group running. The group is ended
+                # before the child is reaped: until then its number belongs to no other process.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._pid, signal.SIGKILL)
+                self._end(os.waitpid(self._pid, 0)[1])
         return self._status is None
 
     def release(self) -> None:

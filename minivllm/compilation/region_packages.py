@@ -91,6 +91,15 @@ class PackagedRegionCompiler(RegionCompiler):
     def _missing(self) -> list[_PackagedRegion]:
         return [packaged for packaged in self._regions.values() if not packaged.is_ready]
 
+    @property
+    def num_regions(self) -> int:
+        return len(self._regions)
+
+    def num_built(self) -> int:
+        return sum(
+            packaged.is_ready or any(self._directory.glob(f"{key}-*.pt2")) for key, packaged in self._regions.items()
+        )
+
     def build(self) -> None:
         missing = self._missing
         if missing:

@@ -199,7 +199,8 @@ class EngineArgs:
     compile_in_background: Annotated[
         bool | None,
         "On a CPU, answer uncompiled until everything is compiled; the tokens are the same but for rounding, and in "
-        "float32 the very same. chat does.",
+        "float32 the very same. The default, except with speculative_config, with experts that several engines share, "
+        "and under external_launcher. Those who measure should wait.",
     ] = None
     cudagraph_mode: Annotated[
         str | None,

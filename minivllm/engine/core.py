@@ -94,8 +94,7 @@ class EngineCore:
         outputs: list[EngineOutput] = []
         self.take_transfers()
         self._release_blocked_requests()
-        if self._builds is not None:
-            self._builds.poll()
+        self.poll_builds()
         while may_schedule and len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
             with span("schedule"):
                 step = self.scheduler.schedule()
@@ -114,6 +113,16 @@ class EngineCore:
             outputs += self._update(step, output)
         self.scheduler.set_draft_token_ids(self.structured_output.jump_ahead(self.scheduler.running))
         return outputs
+
+    @property
+    def is_building(self) -> bool:
+        """Whether code is being compiled in the background, which ``poll_builds`` has to look at."""
+        return self._builds is not None and not self._builds.are_done and not self.is_asleep
+
+    def poll_builds(self) -> None:
+        """Change over to compiled code once it is there; between two steps."""
+        if self._builds is not None and not self.is_asleep:
+            self._builds.poll()
 
     def _dispatch(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> None:
         if self._lockstep is not None:

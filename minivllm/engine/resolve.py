@@ -111,7 +111,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         device=device,
         seed=args.seed,
         enforce_eager=args.enforce_eager,
-        compile_in_background=bool(args.compile_in_background),
+        compile_in_background=resolve_background(args, device),
         cudagraph_mode=resolve_graph_mode(args.cudagraph_mode, device, args.enforce_eager, decoder),
         cache=CacheConfig(
             block_size=args.block_size or DEFAULT_BLOCK_SIZE,
@@ -256,6 +256,16 @@ def resolve_token_budget(args: EngineArgs, defaults: DeviceDefaults, max_num_seq
     if args.performance_mode == "interactivity":
         return max(defaults.interactive_max_num_batched_tokens, 2 * max_num_seqs)
     return defaults.max_num_batched_tokens
+
+
+def resolve_background(args: EngineArgs, device: str) -> bool:
+    """What compile_in_background means on this device: only a CPU's compiled code is kept on disk, where the engine
+    can find what another process compiled. Left open, it is on where nothing speaks against it."""
+    if device != "cpu" or args.enforce_eager:
+        return False
+    if args.compile_in_background is not None:
+        return args.compile_in_background
+    return args.speculative_config is None and not args.shares_experts and args.executor != "external_launcher"
 
 
 def resolve_graph_mode(

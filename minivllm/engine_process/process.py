@@ -27,6 +27,7 @@ import zmq
 from minivllm.device.freed_memory import return_freed_memory
 from minivllm.engine import wire
 from minivllm.engine.administration import Administration
+from minivllm.engine.background_builds import POLL_SECONDS
 from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError, RequestError
 from minivllm.executor.wire.child_reports import FRONTEND_SIGNALS, LogSender, printable
@@ -130,11 +131,17 @@ class EngineProcess:
         """Empty the input queue; False if it is time to stop."""
         block = not (core.is_behind if self._paused else core.has_work())
         while True:
+            timeout = IDLE_SECONDS if self._has_worked else None
+            if core.is_building:
+                timeout = POLL_SECONDS
             try:
-                item = self._inputs.get(block=block, timeout=IDLE_SECONDS if self._has_worked else None)
+                item = self._inputs.get(block=block, timeout=timeout)
             except Empty:
                 if not block:
                     return True
+                if core.is_building:
+                    core.poll_builds()
+                    continue
                 self._has_worked = False
                 return_freed_memory()
                 continue

@@ -165,10 +165,12 @@ class Worker:
             verify_size = min(verify_size, scheduler.max_model_len - 1)
             # Chunks are what does not fit into one tile of drafts.
             warm_up = [1] * WARM_UP_DECODES + [2] * WARM_UP_DRAFTS + [verify_size + 1] * WARM_UP_CHUNKS
+        warms_up_later = self.config.compile_in_background
         self.runner = self._make_runner(
             self._compiler,
             RunnerLimits(
-                max_num_seqs=max(scheduler.max_num_seqs, len(warm_up)),
+                # A later warm-up finds requests in all slots that the scheduler knows.
+                max_num_seqs=max(scheduler.max_num_seqs, len(warm_up)) + warms_up_later * len(warm_up),
                 max_num_batched_tokens=max(scheduler.max_num_batched_tokens, sum(warm_up)),
                 max_model_len=scheduler.max_model_len,
                 groups=tuple(groups),
@@ -179,7 +181,7 @@ class Worker:
             self._agree_on_costs(self.runner.speculate(speculative, self._draft_decoder))
         if self.config.kv_transfer is not None:
             self._connector = self._make_connector(self.config.kv_transfer, groups, block_bytes)
-        if self.config.compile_in_background and self.policy.keeps_packages:
+        if warms_up_later:
             self._unfinished_warm_up = warm_up
         else:
             self._warm_up(warm_up)
@@ -221,25 +223,23 @@ class Worker:
         compiler.freeze()
         logger.info("Warmed up in %.1f s.", time.perf_counter() - started)
 
-    def is_compiled(self) -> bool:
-        """Whether all is compiled that ``change_over`` wants, and there are slots to warm up with."""
-        is_built = not self._compiler.is_building if self._is_uncompiled else self._compiler.is_complete
-        return is_built and len(self._unfinished_warm_up) <= self.runner.batch.num_free_slots
+    def build_progress(self) -> tuple[int, int, bool]:
+        """(regions that are built, all regions, whether a process in the background is building)."""
+        return self._compiler.num_built(), self._compiler.num_regions, self._compiler.is_building
 
     @torch.inference_mode()
-    def serve_uncompiled(self) -> None:
-        """Until ``change_over``; what is not compiled yet is built meanwhile, in another process."""
-        if self._compiler.is_complete or self._compiler.build_in_background():
-            logger.info(
-                "Serving uncompiled, which is slower, while the model is compiled in the background.",
-                extra={"is_notice": True},
-            )
+    def serve_uncompiled(self) -> bool:
+        """Serve uncompiled until ``change_over``, while another process builds what is missing. False, and nothing has
+        changed, where no other process can do so."""
+        if not self._compiler.is_complete and not self._compiler.build_in_background():
+            return False
         self._is_uncompiled = True
         self.runner.use_regions(RegionCompiler(enabled=False))
+        return True
 
     @torch.inference_mode()
     def change_over(self) -> None:
-        """Use compiled regions from now on. All workers do so behind the same step: they warm up together."""
+        """Use compiled regions from now on. All workers do so after the same step: they warm up together."""
         if self._is_uncompiled:
             self.runner.use_regions(self._compiler)
         self._warm_up(self._unfinished_warm_up)

@@ -85,6 +85,7 @@ def engine(path: Path, **settings: Any) -> LLM:
         "max_num_seqs": 20,
         "num_gpu_blocks_override": 200,
         "block_size": BLOCK_SIZE,
+        "compile_in_background": False,
     }
     return LLM(str(path), **{**defaults, **settings})
 

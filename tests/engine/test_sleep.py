@@ -99,7 +99,7 @@ def test_sleeping_process_gives_its_memory_back(model: Path) -> None:
 
 @pytest.mark.slow
 def test_compiled_regions_survive_a_sleep(model: Path) -> None:
-    with LLM(**engine_args(model, enforce_eager=False)) as llm:
+    with LLM(**engine_args(model, enforce_eager=False, compile_in_background=False)) as llm:
         expected = texts(llm)
         llm.sleep(2)
         llm.wake_up()

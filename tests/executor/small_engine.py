@@ -15,6 +15,7 @@ def small_engine(model: Path, **more: Any) -> dict[str, Any]:
         "dtype": "float32",
         "device": "cpu",
         "enforce_eager": True,
+        "compile_in_background": False,
         "max_model_len": 128,
         "block_size": 16,
         "max_num_batched_tokens": 32,

@@ -32,6 +32,7 @@ def divided_llm(model: Path, size: int, **settings: Any) -> LLM:
         "dtype": "float32",
         "device": "cpu",
         "enforce_eager": True,
+        "compile_in_background": False,
         "block_size": 8,
         "max_model_len": 64,
         "max_num_seqs": 8,

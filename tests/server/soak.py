@@ -37,6 +37,7 @@ def engine_args(model: str, compiled: bool = False, max_num_seqs: int = 8) -> En
         model=model,
         dtype="float32",
         enforce_eager=not compiled,
+        compile_in_background=False,
         block_size=8,
         max_model_len=128,
         max_num_seqs=max_num_seqs,

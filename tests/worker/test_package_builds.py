@@ -174,3 +174,24 @@ def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:
         inside.append("first")
     thread.join()
     assert inside == ["first", "second"]
+
+
+def test_a_child_that_is_killed_leaves_no_compiler_running(tmp_path: Path) -> None:
+    noted = tmp_path / "compiler"
+
+    def compile_for_long() -> None:
+        compiler = subprocess.Popen(["sleep", "300"])
+        noted.with_suffix(".new").write_text(str(compiler.pid))
+        noted.with_suffix(".new").rename(noted)
+        compiler.wait()
+
+    child = Child(compile_for_long)
+    while not noted.exists():
+        assert child.is_running()
+        time.sleep(0.01)
+    compiler = psutil.Process(int(noted.read_text()))
+    os.kill(child._pid, signal.SIGKILL)
+    while child.is_running():
+        time.sleep(0.01)
+    assert not child.succeeded
+    compiler.wait(timeout=60)

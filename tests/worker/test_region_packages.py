@@ -230,7 +230,8 @@ def test_steps_of_a_few_rows_are_padded_and_give_what_uncompiled_code_gives(
     def entries(dtype: str) -> list[list[dict[int, Logprob]]]:
         """Uncompiled in float32."""
         is_exact = dtype == "float32"
-        with LLM(str(model), dtype=dtype, enforce_eager=is_exact, max_num_seqs=8, max_model_len=64) as llm:
+        settings: dict[str, Any] = {"dtype": dtype, "max_num_seqs": 8, "max_model_len": 64}
+        with LLM(str(model), enforce_eager=is_exact, compile_in_background=False, **settings) as llm:
             runner = llm.llm_engine.client.core.executor.worker.runner  # type: ignore[attr-defined]
             assert runner.model.few_rows == (0 if is_exact else MAX_ROWS)
             outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -515,7 +516,7 @@ def test_an_engine_that_compiles_in_the_background_changes_over_without_changing
     model = str(tiny_model("llama"))
     monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # which making the model may have set
-    monkeypatch.setattr(background_builds, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(background_builds, "POLL_SECONDS", 0.0)
     prompts = [{"prompt_token_ids": [5 + index, 6, 7, 8]} for index in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     settings = {"dtype": "float32", "num_gpu_blocks_override": 24, "max_model_len": 128}

@@ -96,13 +96,15 @@ def time_steps(engine: LLMEngine, steps: int, parts: Mapping[str, str] | None = 
 
 
 def decode_args(args: EngineArgs, running: int, length: int) -> EngineArgs:
-    """The arguments with room for ``running`` requests of ``length`` tokens where the user left it open."""
+    """The arguments with room for ``running`` requests of ``length`` tokens where the user left it open, of an engine
+    that waits until the model is compiled."""
     from dataclasses import replace
 
     return replace(
         args,
         max_num_seqs=args.max_num_seqs or running,
         max_model_len=args.max_model_len or length,
+        compile_in_background=bool(args.compile_in_background),
     )
 
 

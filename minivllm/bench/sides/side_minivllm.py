@@ -131,11 +131,11 @@ class MinivllmEngine:
 
 def load(arguments: dict[str, Any]) -> MinivllmEngine:
     """The engine with its arguments, and two more: ``lora`` is how many random adapters the requests use in turn,
-    ``regex`` what all answers match: they end where it lets them.
+    ``regex`` what all answers match: they end where it lets them. It waits until the model is compiled.
 
     Raises ConfigError or ModelError.
     """
-    arguments = dict(arguments)
+    arguments = {"compile_in_background": False} | arguments
     count = arguments.pop("lora", 0)
     if type(count) is not int or count < 0:
         raise ConfigError(f"lora is {count!r}, but must be a number of adapters, 0 for none.")

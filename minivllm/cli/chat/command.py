@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -393,8 +392,6 @@ def chat(
         from minivllm.cli.chat.chat_remote import check_engine_args
 
         check_engine_args(args)
-    if args.compile_in_background is None and args.speculative_config is None and not args.shares_experts:
-        args = replace(args, compile_in_background=True)
     sampling.params({"max_tokens": None, **FALLBACK})  # wrong values are reported before a model is loaded
     interactive = prompt is None and sys.stdin.isatty()
     if interactive and as_json:

@@ -36,6 +36,8 @@ _WRITTEN: dict[str, tuple[Any, str]] = {
     "profile": (str | None, "DIR"),
 }
 """Engine argument -> the type that its flag has on a command line, and how its value is called there."""
+_NAMED = {"compile_in_background": ("--compile-in-background/--no-compile-in-background", " /--wait-for-compilation")}
+"""Engine argument -> what its flag is called, where that does not follow from its name."""
 _JSON_EXAMPLES = {
     "hf_overrides": '{"num_hidden_layers": 2}',
     "speculative_config": '{"method": "ngram"}',
@@ -88,7 +90,8 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
     if group is EngineArgs:
         for name, hint in hints.items():
             kind, metavar = _WRITTEN.get(name, (hint.__origin__, None))
-            hints[name] = Annotated[kind, typer.Option(help=hint.__metadata__[0], metavar=metavar)]
+            option = typer.Option(*_NAMED.get(name, ()), help=hint.__metadata__[0], metavar=metavar)
+            hints[name] = Annotated[kind, option]
         hints["model"] = ModelArgument
     keyword = inspect.Parameter.KEYWORD_ONLY
     return [
