@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
+from minivllm.kv_cache.block_pool import NULL_BLOCK_ID, KVCacheBlock
 from minivllm.kv_cache.coordinator import BlocksPerGroup
 from minivllm.kv_cache.group_manager import StateManager
 from minivllm.kv_cache.manager import KVCacheManager
@@ -16,7 +16,7 @@ def read_after_load(manager: KVCacheManager, hits: BlocksPerGroup, num_loaded_to
 
     A window that the load moves past its hits needs none of them, and a state that arrives replaces the one before.
     """
-    kept = []
+    kept: list[list[KVCacheBlock]] = []
     for group, found in zip(manager.groups, hits):
         if isinstance(group, StateManager):
             kept.append([])

@@ -38,7 +38,7 @@ TOP_LEVEL = {
 VOCABULARY = "minivllm"
 """Modules beside the packages: configuration, messages, errors. All packages of minivllm may import them."""
 
-MAX_PACKAGE_LINES = 1100
+MAX_PACKAGE_LINES = 1200
 """Of a package's own files: what a reader opens and keeps in mind."""
 
 # Everything that can run code while it reads data, and everything that would be a handwritten kernel.
