@@ -13,7 +13,6 @@ from minivllm.models.families.dense import Description, dense
 from minivllm.models.families.family import IMAGE_PARTS, TEXT_PREFIXES, Family, defaults, text_part
 from minivllm.models.layer_specs import LayerSpec, PositionScaling
 
-
 logger = logging.getLogger(__name__)
 
 
