@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from minivllm.errors import ModelError
 from minivllm.gguf.gguf_config import read_gguf_config
@@ -30,6 +30,7 @@ TokenIds = tuple[str, Mapping[str, Any]]
 MAX_CONFIG_BYTES = 64 * 1024 * 1024
 
 DTYPES = ("float32", "bfloat16", "float16")
+_AS_FLOAT32 = ("auto", "float64")
 
 
 def read_decoder_config(
@@ -109,12 +110,15 @@ def build_decoder_config(entries: Mapping[str, Any], generation: Mapping[str, An
 
 
 def read_dtype(entries: Mapping[str, Any], source: str) -> str:
-    """A configuration without a dtype predates the entry, when checkpoints were float32."""
-    value = entries.get("dtype") or entries.get("torch_dtype") or "float32"
+    """A configuration without a dtype, or with "auto", is read as float32, which holds the numbers of all types."""
+    value = entries.get("dtype") or entries.get("torch_dtype") or "auto"
     name = value.removeprefix("torch.") if isinstance(value, str) else value
-    if name not in DTYPES:
-        raise ModelError(f"{source}: dtype is {value!r}, but must be one of {', '.join(DTYPES)}.")
-    return cast(str, name)
+    if name == "float64":
+        logger.warning("%s: dtype is float64, but models are computed in float32 at most.", source)
+    if not isinstance(name, str) or name not in (*DTYPES, *_AS_FLOAT32):
+        listed = ", ".join((*DTYPES, *_AS_FLOAT32))
+        raise ModelError(f"{source}: dtype is {value!r}, but must be one of {listed}.")
+    return "float32" if name in _AS_FLOAT32 else name
 
 
 def read_token_ids(name: str, files: Sequence[TokenIds], default: Any, vocab_size: int) -> tuple[int, ...]:

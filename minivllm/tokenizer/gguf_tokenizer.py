@@ -27,9 +27,7 @@ class GGUFTokenizer:
     special_tokens: bos_token, eos_token, unk_token and pad_token, where there is such a token.
     """
 
-    def __init__(
-        self, backend: Tokenizer, special_tokens: Mapping[str, str], chat_template: str | None
-    ) -> None:
+    def __init__(self, backend: Tokenizer, special_tokens: Mapping[str, str], chat_template: str | None) -> None:
         self.backend_tokenizer, self.special_tokens, self.chat_template = (
             backend,
             special_tokens,

@@ -146,18 +146,14 @@ def spelt_vocabulary() -> tuple[list[str], list[int], list[str]]:
     """Tokens, types and merges of a vocabulary whose tokens are text with visible spaces."""
     merges = ["t h", "th e", "▁ the", "▁ ▁", "▁▁ ▁▁", "o m", "k o", "! ?", "1 2", "の ▁"]
     words = [left + right for left, right in (line.split(" ") for line in merges)]
-    letters = sorted(
-        {letter for line in merges for letter in line.replace(" ", "")} | set("abcdefghij.,'漢字é▁\n")
-    )
+    letters = sorted({letter for line in merges for letter in line.replace(" ", "")} | set("abcdefghij.,'漢字é▁\n"))
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     texts = dict.fromkeys([*letters, *words, *("\n" * length for length in range(2, 32))])
     tokens = [*SPECIAL, *bytes_, *(text for text in texts), "<tool>"]
     return tokens, [3] * len(SPECIAL) + [6] * 256 + [1] * len(texts) + [4], merges
 
 
-def write_vocabulary(
-    path: Path, tokens: list[str], types: list[int], merges: list[str], **entries: Any
-) -> Path:
+def write_vocabulary(path: Path, tokens: list[str], types: list[int], merges: list[str], **entries: Any) -> Path:
     writer: Any = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(8)
@@ -209,10 +205,7 @@ def test_token_ids_are_those_of_llama_cpp(name: str, word_tokenizer: Path, tmp_p
 @pytest.mark.parametrize(
     "texts",
     [
-        *[
-            [text]
-            for text in ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>")
-        ],
+        *[[text] for text in ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>")],
         *[
             [text]
             for text in (
@@ -231,9 +224,7 @@ def test_token_ids_are_those_of_llama_cpp(name: str, word_tokenizer: Path, tmp_p
     ],
 )
 @pytest.mark.parametrize("kind", [1, 3])
-def test_answers_end_where_llama_cpp_ends_them(
-    texts: list[str], kind: int, with_entries: bool, tmp_path: Path
-) -> None:
+def test_answers_end_where_llama_cpp_ends_them(texts: list[str], kind: int, with_entries: bool, tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp", reason=JUDGE)
     tokens = [*SPECIAL[:2], *byte_letters(), "ab", *texts]
     types = [3, 3] + [1] * (len(tokens) - 2 - len(texts)) + [kind] * len(texts)
@@ -252,9 +243,7 @@ def test_answers_end_where_llama_cpp_ends_them(
         found = end_of_generation(file.metadata)
     with read_by_llama_cpp(path) as theirs:
         vocabulary = llama_cpp.llama_model_get_vocab(theirs.model)
-        assert sorted(found) == [
-            id for id in range(len(tokens)) if llama_cpp.llama_vocab_is_eog(vocabulary, id)
-        ]
+        assert sorted(found) == [id for id in range(len(tokens)) if llama_cpp.llama_vocab_is_eog(vocabulary, id)]
 
 
 @pytest.mark.parametrize(
@@ -275,19 +264,13 @@ def test_answers_end_where_llama_cpp_ends_them(
         ("gemma4", "two words\n\nx", ["two▁words", "\n\n", "x"]),
     ],
 )
-def test_a_rule_splits_text_into_these_pieces(
-    name: str, text: str, pieces: list[str], tmp_path: Path
-) -> None:
+def test_a_rule_splits_text_into_these_pieces(name: str, text: str, pieces: list[str], tmp_path: Path) -> None:
     letters = sorted(set(byte_letters()) | set("two▁wordsx\n"))
-    path = write_vocabulary(
-        tmp_path / "vocabulary.gguf", [*letters, "ab"], [1] * (len(letters) + 1), ["a b"], pre=name
-    )
+    path = write_vocabulary(tmp_path / "vocabulary.gguf", [*letters, "ab"], [1] * (len(letters) + 1), ["a b"], pre=name)
     backend = load_tokenizer(path).backend
     normalized = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
     found = backend.pre_tokenizer.pre_tokenize_str(normalized)
-    spelt = (
-        found if not SPLIT_RULES[name].is_byte_level else [(_from_bytes(piece), at) for piece, at in found]
-    )
+    spelt = found if not SPLIT_RULES[name].is_byte_level else [(_from_bytes(piece), at) for piece, at in found]
     assert [piece for piece, _ in spelt] == pieces
 
 
@@ -299,9 +282,7 @@ def _from_bytes(piece: str) -> str:
     return bytes(byte_of[letter] for letter in piece).decode()
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-bpe", "tekken", "falcon3", "lfm2", "smaug-bpe", "dbrx", "glm4", "gpt-4o"]
-)
+@pytest.mark.parametrize("name", ["llama-bpe", "tekken", "falcon3", "lfm2", "smaug-bpe", "dbrx", "glm4", "gpt-4o"])
 def test_a_rule_implies_a_beginning_of_text_and_whole_pieces(name: str, tmp_path: Path) -> None:
     adds_bos = name in ("llama-bpe", "tekken", "falcon3", "lfm2")
     tokens = ["<s>", *byte_letters(), "ab", "xyz"]

@@ -557,3 +557,21 @@ def test_a_mistral_with_layer_types_has_the_windows_that_autoconfig_gives_it() -
     config = build("MistralForCausalLM", num_hidden_layers=2, layer_types=types, sliding_window=32)
     assert windows(config) == (None, 32)
     assert windows(build("MistralForCausalLM", num_hidden_layers=2, sliding_window=32)) == (32, 32)
+
+
+@pytest.mark.parametrize(
+    "activation", ["gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate", "gelu_python", "relu"]
+)
+def test_an_activation_computes_what_transformers_computes_by_that_name(activation: str) -> None:
+    from transformers.activations import ACT2FN
+
+    from kernels_triton_free.activation import gated_product
+
+    (layer,) = set(build(hidden_act=activation).layers)
+    x = torch.linspace(-8, 8, 4001)
+    assert torch.allclose(gated_product(x, torch.ones(4001), layer.mlp.activation), ACT2FN[activation](x), atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64", "torch.float64"])
+def test_a_type_without_a_computation_of_its_own_is_computed_in_float32(dtype: str) -> None:
+    assert build(dtype=dtype).dtype == "float32"

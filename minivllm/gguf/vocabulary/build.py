@@ -45,9 +45,7 @@ def build_vocabulary(path: Path) -> BuiltVocabulary:
         "llama": _merged_by_score,
     }
     if not isinstance(model, str) or model not in builders:
-        raise ModelError(
-            f"{path} holds a tokenizer of the kind {model!r}, but supported are: {', '.join(builders)}."
-        )
+        raise ModelError(f"{path} holds a tokenizer of the kind {model!r}, but supported are: {', '.join(builders)}.")
     vocabulary = _Vocabulary(metadata, path)
     backend = builders[model](vocabulary)
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -92,9 +90,7 @@ class _Vocabulary:
             space = line.find(" ", 1)
             left, right = line[:space], line[space + 1 :]
             if space < 0 or left not in self.ids or right not in self.ids or left + right not in self.ids:
-                raise ModelError(
-                    f"{self.path}: the merge {line!r} uses a token that is not in the vocabulary."
-                )
+                raise ModelError(f"{self.path}: the merge {line!r} uses a token that is not in the vocabulary.")
             pairs.append((left, right))
         if not pairs and self._rule_name() != "kimi-k2":  # whose tokens are found as a whole or byte by byte
             raise ModelError(f"{self.path} holds no merges (tokenizer.ggml.merges).")
@@ -103,9 +99,7 @@ class _Vocabulary:
     def scores(self) -> list[float]:
         scores = self._list("scores", float)
         if len(scores) != len(self.tokens):
-            raise ModelError(
-                f"{self.path}: tokenizer.ggml.scores and tokenizer.ggml.tokens differ in length."
-            )
+            raise ModelError(f"{self.path}: tokenizer.ggml.scores and tokenizer.ggml.tokens differ in length.")
         return scores
 
     def token(self, name: str) -> str | None:
@@ -147,9 +141,7 @@ def _merged_by_rank(vocabulary: _Vocabulary) -> Tokenizer:
             byte_fallback=not rule.is_byte_level,
         )
     )
-    splits: list[Any] = [
-        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rule.patterns
-    ]
+    splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rule.patterns]
     if rule.is_byte_level:
         splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         backend.decoder = decoders.ByteLevel()
@@ -167,16 +159,12 @@ def _merged_by_rank(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _decoder_of_visible_spaces(*further: Any) -> Any:
-    return decoders.Sequence(
-        [decoders.Replace(WORD_BOUNDARY, " "), decoders.ByteFallback(), decoders.Fuse(), *further]
-    )
+    return decoders.Sequence([decoders.Replace(WORD_BOUNDARY, " "), decoders.ByteFallback(), decoders.Fuse(), *further])
 
 
 def _merged_by_score(vocabulary: _Vocabulary) -> Tokenizer:
     add_prefix = vocabulary.flag("add_space_prefix", True)
-    unknown = next(
-        (token for token, kind in zip(vocabulary.tokens, vocabulary.types) if kind == UNKNOWN), None
-    )
+    unknown = next((token for token, kind in zip(vocabulary.tokens, vocabulary.types) if kind == UNKNOWN), None)
     backend = Tokenizer(
         models.BPE(
             vocab=vocabulary.ids,
@@ -187,9 +175,7 @@ def _merged_by_score(vocabulary: _Vocabulary) -> Tokenizer:
         )
     )
     spaces = normalizers.Replace(" ", WORD_BOUNDARY)
-    backend.normalizer = (
-        normalizers.Sequence([normalizers.Prepend(WORD_BOUNDARY), spaces]) if add_prefix else spaces
-    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(WORD_BOUNDARY), spaces]) if add_prefix else spaces
     strip = [decoders.Strip(content=" ", left=1)] if add_prefix else []
     backend.decoder = _decoder_of_visible_spaces(*strip)
     return backend

@@ -55,22 +55,16 @@ _QWEN35 = (
 )
 _JAIS2 = (
     rf"{_SHORT_FORMS}|{_LETTERS}|{_THREE_DIGITS}|{_SYMBOLS}[\r\n]*|\s*[\r\n]+|"
-    + "".join(
-        rf"\s{{{length}}}(?!\S)|" for length in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")
-    )
+    + "".join(rf"\s{{{length}}}(?!\S)|" for length in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
     + r"\s"
 )
 _OPTIONAL_SHORT_FORMS = rf"{_SHORT_FORMS}?"
 _SYMBOLS_AND_SLASHES = rf"{_SYMBOLS}[\r\n/]*|{_LINES_AND_BLANKS}"
 _TEKKEN = f"{_by_case(_LETTER)}|{_DIGIT}|{_SYMBOLS_AND_SLASHES}"
 _GPT4O = f"{_by_case(_LETTER, _OPTIONAL_SHORT_FORMS)}|{_THREE_DIGITS}|{_SYMBOLS_AND_SLASHES}"
-_GRANITE_EMBEDDING = (
-    f"{_by_case(_LETTER_OR_MARK, _OPTIONAL_SHORT_FORMS)}|{_THREE_DIGITS}|{_SYMBOLS_AND_SLASHES}"
-)
+_GRANITE_EMBEDDING = f"{_by_case(_LETTER_OR_MARK, _OPTIONAL_SHORT_FORMS)}|{_THREE_DIGITS}|{_SYMBOLS_AND_SLASHES}"
 _MARKED_LETTERS = rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+{_OPTIONAL_SHORT_FORMS}"
-_KIMI = (
-    rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+{_OPTIONAL_SHORT_FORMS}|{_THREE_DIGITS}|{_REST}"
-)
+_KIMI = rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+{_OPTIONAL_SHORT_FORMS}|{_THREE_DIGITS}|{_REST}"
 _DEEPSEEK3_WORDS = rf"{_ASCII_SYMBOLS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
 _DEEPSEEK3 = rf"{_DEEPSEEK3_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES_AND_BLANKS}"
 
@@ -108,9 +102,7 @@ SPLIT_RULES: dict[str, SplitRule] = {
         "dbrx smaug-bpe chatglm-bpe": SplitRule((_LLAMA3,)),
         "glm4 glm5": SplitRule((_LLAMA3,), ignores_merges=True),
         "jais-2": SplitRule((_JAIS2,)),
-        "minicpm5": SplitRule(
-            (_THREE_DIGITS, rf"{_SHORT_FORMS}|{_LETTERS}|\p{{N}}+|{_REST}"), ignores_merges=True
-        ),
+        "minicpm5": SplitRule((_THREE_DIGITS, rf"{_SHORT_FORMS}|{_LETTERS}|\p{{N}}+|{_REST}"), ignores_merges=True),
         "qwen2": SplitRule((_QWEN2,), composes=True),
         "qwen35": SplitRule((_QWEN35,), composes=True),
         "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": SplitRule((_QWEN2,)),
@@ -140,8 +132,7 @@ SPLIT_RULES: dict[str, SplitRule] = {
         "youtu": SplitRule(
             (
                 r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}\x{2014}"
-                r"\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+|[\x{3105}-\x{312F}]+|"
-                + _HAN_AND_KANA,
+                r"\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+|[\x{3105}-\x{312F}]+|" + _HAN_AND_KANA,
                 rf"{_MARKED_LETTERS}|{_DIGIT}|{_SYMBOLS_AND_SLASHES}",
             ),
             ignores_merges=True,
