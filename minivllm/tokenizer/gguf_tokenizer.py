@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from minivllm.gguf import end_of_generation
 from minivllm.gguf.gguf_file import SETTLED_NANOSECONDS
 from minivllm.gguf.vocabulary import build, split_rules
-from minivllm.hub.fetch import model_cache
+from minivllm.hub.home import home_directory
 
 _SOURCES = [Path(str(module.__file__)) for module in (build, split_rules, end_of_generation)]
 
@@ -83,7 +83,7 @@ def cache_path(path: Path) -> Path | None:
     parts = (str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino, version("tokenizers"))
     sources = b"".join(path.read_bytes() for path in (Path(__file__), *_SOURCES))
     digest = hashlib.sha256(repr(parts).encode() + sources).hexdigest()
-    return model_cache().parent / "tokenizers" / f"{digest[:32]}.json"
+    return home_directory() / "tokenizers" / f"{digest[:32]}.json"
 
 
 def _read_cached(cached: Path) -> GGUFTokenizer | None:
