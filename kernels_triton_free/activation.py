@@ -10,7 +10,7 @@ from kernels_triton_free.compiler.quick_silu import quick_silu_product
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     """gate_up [tokens, 2 * n], gate in the first half -> act(gate) * up [tokens, n].
 
-    activation: "silu", "gelu" or "gelu_pytorch_tanh". Raises ValueError for another one.
+    activation: "silu", "gelu", "gelu_pytorch_tanh" or "relu". Raises ValueError for another one.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return gated_product(gate, up, activation)
@@ -25,7 +25,9 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         return F.gelu(gate) * up
     if activation == "gelu_pytorch_tanh":
         return F.gelu(gate, approximate="tanh") * up
-    raise ValueError(f"activation is {activation!r}, but must be silu, gelu or gelu_pytorch_tanh.")
+    if activation == "relu":
+        return F.relu(gate) * up
+    raise ValueError(f"activation is {activation!r}, but must be silu, gelu, gelu_pytorch_tanh or relu.")
 
 
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -50,6 +50,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 FLOAT_TYPES = FLOATS
 DUMMY_STD = 0.02
+_ROWS_COMPARED = 8192
+"""Rows of a head and of embeddings that are compared at a time."""
 # Used in float32, and read as they are stored: rounded scores may choose other experts.
 _EXACT = (
     "mlp.gate.weight",
@@ -348,41 +350,44 @@ def _safetensors_weights(
     packed: PackedWeights | None,
     wants: Callable[[str], bool],
 ) -> Iterator[tuple[str, StoredWeight]]:
-    files, listed = safetensors_files(directory)
     stored_in: dict[str, Path] = {}
     # weight -> its parts; a tensor that is a weight by itself is the part without a name
     parts_of: dict[str, dict[str, _StoredTensor]] = {}
+
+    def own_name(stored: str) -> str:
+        return family.own_name(_full_name(stored))
 
     def is_unused(stored: str, name: str) -> bool:
         left_out = family.leaves_out(stored, num_layers) or (packed is not None and packed.is_unused(name))
         return left_out or _is_ignored(name, expected)
 
-    for path in files:
-        for stored, header in read_header(path, packed).items():
-            name = family.own_name(_full_name(stored))
-            if is_unused(stored, name):
-                continue
-            if name in stored_in:
-                raise ModelError(f"{path}: tensor {name!r} is also in {stored_in[name]}.")
-            stored_in[name] = path
-            weight, part = (packed.place(name, _full_name(stored)) if packed is not None else None) or (name, "")
-            parts = parts_of.setdefault(weight, {})
-            if part in parts:
-                raise ModelError(f"{path}: tensor {name!r} is what {parts[part].name!r} in {parts[part].path} is too.")
-            parts[part] = _StoredTensor(stored, path, header)
-    for stored, path in listed.items():
-        name = family.own_name(_full_name(stored))
-        if not is_unused(stored, name) and stored_in.get(name) != path:
-            raise ModelError(
-                f"{directory / INDEX_NAME} places tensor {stored!r} in {path.name}, which does not hold it."
-            )
+    def is_called_for(weight: str) -> bool:
+        return any(part in expected for part in family.parts(weight)) or ".experts." in weight
+
+    tensors = stored_tensors(directory, packed, lambda stored: not is_unused(stored, own_name(stored)))
+    for stored, (path, header, is_listed) in tensors.items():
+        name = own_name(stored)
+        if is_unused(stored, name):
+            continue
+        weight, part = (packed.place(name, _full_name(stored)) if packed is not None else None) or (name, "")
+        if not is_listed and not is_called_for(weight):
+            logger.warning("%s: tensor %r is left out: no weight, and not in %s.", path, stored, INDEX_NAME)
+            continue
+        if name in stored_in:
+            raise ModelError(f"{path}: tensor {name!r} is also in {stored_in[name]}.")
+        stored_in[name] = path
+        parts = parts_of.setdefault(weight, {})
+        if part in parts:
+            raise ModelError(f"{path}: tensor {name!r} is what {parts[part].name!r} in {parts[part].path} is too.")
+        parts[part] = _StoredTensor(stored, path, header)
 
     def is_depthwise(name: str, shape: Shape) -> bool:
         """Of a convolution of every channel by itself: the one input of each is a dimension of its own."""
         return len(shape) == 3 and shape[1] == 1 and len(expected.get(name, ())) == 2
 
     with ExitStack() as stack:
-        handles: dict[Path, Any] = {path: stack.enter_context(open_safetensors(path)) for path in files}
+        files = {tensor.path for parts in parts_of.values() for tensor in parts.values()}
+        handles: dict[Path, Any] = {path: stack.enter_context(open_safetensors(path)) for path in sorted(files)}
 
         def read(tensor: _StoredTensor) -> torch.Tensor:
             result: torch.Tensor = handles[tensor.path].get_tensor(tensor.name)
@@ -483,6 +488,64 @@ def rows_of_layers(config: DecoderConfig, shapes: Mapping[str, Shape], module: s
 def _full_name(stored: str) -> str:
     """The decoder's name. Checkpoints of the bare decoder leave out the leading ``model.``."""
     return expert_name("model." + stored if stored.startswith(("embed_tokens.", "layers.", "norm.")) else stored)
+
+
+class PlacedTensor(NamedTuple):
+    """Where a tensor of a checkpoint lies, and whether the index says so (or there is none)."""
+
+    path: Path
+    header: StoredPart
+    is_listed: bool
+
+
+def stored_tensors(
+    directory: Path, packed: PackedWeights | None, is_used: Callable[[str], bool]
+) -> dict[str, PlacedTensor]:
+    """Every tensor of a checkpoint once, in the file in which the index places it: a copy elsewhere is an older one.
+
+    is_used: tells the tensors that must be where the index says. Raises ModelError where they are not, and for a tensor
+    in two files of which the index names neither.
+    """
+    files, listed = safetensors_files(directory)
+    found: dict[str, PlacedTensor] = {}
+    for path in files:
+        for stored, header in read_header(path, packed).items():
+            if listed.get(stored, path) != path:
+                continue
+            if stored in found:
+                raise ModelError(f"{path}: tensor {stored!r} is also in {found[stored].path}.")
+            found[stored] = PlacedTensor(path, header, not listed or stored in listed)
+    for stored, path in listed.items():
+        if stored not in found and is_used(stored):
+            raise ModelError(
+                f"{directory / INDEX_NAME} places tensor {stored!r} in {path.name}, which does not hold it."
+            )
+    return found
+
+
+def has_other_head(directory: Path, config: DecoderConfig) -> bool:
+    """Whether a checkpoint stores a head whose values, in the type it was saved in, are not those of its embeddings.
+
+    Then the head counts, even where the configuration ties both, as in transformers.
+    """
+    family = FAMILIES[config.architecture].for_model(config)
+    packed = None if config.quantization is None else PackedWeights(config.quantization)
+    dtype = getattr(torch, config.dtype)
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    with ExitStack() as stack:
+        slices: dict[str, Any] = {}
+        for stored, tensor in stored_tensors(directory, packed, lambda stored: False).items():
+            name = family.own_name(_full_name(stored))
+            if name in names and tensor.header.type in FLOAT_TYPES:
+                slices[name] = stack.enter_context(open_safetensors(tensor.path)).get_slice(stored)
+        if len(slices) < len(names):
+            return False
+        head, embedding = (slices[name] for name in names)
+        num_rows = embedding.get_shape()[0]
+        chunks = (slice(first, first + _ROWS_COMPARED) for first in range(0, num_rows, _ROWS_COMPARED))
+        return head.get_shape() != embedding.get_shape() or any(
+            not torch.equal(head[rows].to(dtype), embedding[rows].to(dtype)) for rows in chunks
+        )
 
 
 def safetensors_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:

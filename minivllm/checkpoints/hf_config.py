@@ -8,21 +8,29 @@ metadata is first translated into the same entries. Nothing of transformers is i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from minivllm.errors import ModelError
 from minivllm.gguf.gguf_config import read_gguf_config
 from minivllm.gguf.gguf_file import find_gguf
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.entries.entries import MAX_VOCAB_SIZE, MAX_WIDTH, Entries
+from minivllm.models.entries.rotary import usable_positions
 from minivllm.models.registry.registry import find_family
 from minivllm.weight_formats.quantization_config import read_quantization
 
+logger = logging.getLogger(__name__)
+
+GENERATION_NAME = "generation_config.json"
+TokenIds = tuple[str, Mapping[str, Any]]
+"""A file's name and its entries."""
 MAX_CONFIG_BYTES = 64 * 1024 * 1024
 
 DTYPES = ("float32", "bfloat16", "float16")
+_AS_FLOAT32 = ("auto", "float64")
 
 
 def read_decoder_config(
@@ -43,7 +51,7 @@ def read_decoder_config(
         if not (directory / "config.json").is_file():
             raise ModelError(f"{directory} holds no config.json; give a model directory or a .gguf file.")
         entries = read_json_object(directory / "config.json")
-        generation_path = directory / "generation_config.json"
+        generation_path = directory / GENERATION_NAME
         generation = read_json_object(generation_path) if generation_path.is_file() else {}
     return build_decoder_config({**entries, **(overrides or {})}, generation, source)
 
@@ -77,11 +85,16 @@ def build_decoder_config(entries: Mapping[str, Any], generation: Mapping[str, An
     fields = Entries(entries, family.defaults, source)
     described = family.describe(fields)
     vocab_size = fields.whole("vocab_size", 1, MAX_VOCAB_SIZE)
+    files = [(source, entries), (str(Path(source).with_name(GENERATION_NAME)), generation)]
+
+    def token_ids(name: str) -> tuple[int, ...]:
+        return read_token_ids(name, files, family.defaults.get(name), vocab_size)
+
     return DecoderConfig(
         architecture=family.architecture,
         vocab_size=vocab_size,
         hidden_size=fields.whole("hidden_size", 1, MAX_WIDTH),
-        max_position_embeddings=fields.max_positions,
+        max_position_embeddings=usable_positions(fields.max_positions, described.rotary),
         rms_norm_eps=described.norm_eps,
         layers=described.layers,
         rotary=described.rotary,
@@ -91,56 +104,43 @@ def build_decoder_config(entries: Mapping[str, Any], generation: Mapping[str, An
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         dtype=read_dtype(entries, source),
         quantization=read_quantization(entries.get("quantization_config"), source),
-        bos_token_id=_bos_token_id(fields, generation, vocab_size),
-        eos_token_ids=_eos_token_ids(fields, generation, vocab_size),
+        bos_token_id=next(iter(token_ids("bos_token_id")), None),
+        eos_token_ids=token_ids("eos_token_id"),
     )
 
 
 def read_dtype(entries: Mapping[str, Any], source: str) -> str:
-    """A configuration without a dtype predates the entry, when checkpoints were float32."""
-    value = entries.get("dtype") or entries.get("torch_dtype") or "float32"
+    """A configuration without a dtype, or with "auto", is read as float32, which holds the numbers of all types."""
+    value = entries.get("dtype") or entries.get("torch_dtype") or "auto"
     name = value.removeprefix("torch.") if isinstance(value, str) else value
-    if name not in DTYPES:
-        raise ModelError(f"{source}: dtype is {value!r}, but must be one of {', '.join(DTYPES)}.")
-    return cast(str, name)
+    if name == "float64":
+        logger.warning("%s: dtype is float64, but models are computed in float32 at most.", source)
+    if not isinstance(name, str) or name not in (*DTYPES, *_AS_FLOAT32):
+        listed = ", ".join((*DTYPES, *_AS_FLOAT32))
+        raise ModelError(f"{source}: dtype is {value!r}, but must be one of {listed}.")
+    return "float32" if name in _AS_FLOAT32 else name
 
 
-def _bos_token_id(fields: Entries, generation: Mapping[str, Any], vocab_size: int) -> int | None:
-    ids = _token_ids("bos_token_id", fields, [fields.entries, generation], vocab_size)
-    return ids[0] if ids else None
+def read_token_ids(name: str, files: Sequence[TokenIds], default: Any, vocab_size: int) -> tuple[int, ...]:
+    """The token ids that the entry ``name`` of any file holds, in order; those of ``default`` if no file has it.
 
-
-def _eos_token_ids(fields: Entries, generation: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    return _token_ids("eos_token_id", fields, [fields.entries, generation], vocab_size)
-
-
-def _token_ids(name: str, fields: Entries, sources: list[Mapping[str, Any]], vocab_size: int) -> tuple[int, ...]:
-    """Ids of config.json first, then those only generation_config.json has; the family's default if neither names any.
-
-    A default outside the vocabulary belongs to the family's full-size models and is left out.
+    An id outside the vocabulary is left out, with a warning that names its file: no model can generate it. So is a
+    default of that kind, which belongs to the family's full-size models. Raises ModelError for what is no id.
     """
-    given = [entries[name] for entries in sources if name in entries]
-    if not given:
-        default = fields.defaults.get(name)
-        known = default if isinstance(default, list) else [] if default is None else [default]
-        return tuple(token for token in known if token < vocab_size)
+    given = [(source, entries[name]) for source, entries in files if name in entries]
     ids: dict[int, None] = {}
-    for value in given:
+    for source, value in given or [("", default)]:
         for token in value if isinstance(value, list) else [] if value is None else [value]:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise fields.refuse(name, value, f"must hold token ids from 0 to {vocab_size - 1}")
-            ids[token] = None
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise Entries({}, {}, source).refuse(name, value, "must hold token ids, which are whole numbers")
+            if 0 <= token < vocab_size:
+                ids[token] = None
+            elif source:
+                logger.warning(
+                    "%s: %s names %d, but the vocabulary has ids from 0 to %d: it is left out.",
+                    source,
+                    name,
+                    token,
+                    vocab_size - 1,
+                )
     return tuple(ids)
-
-
-def read_token_ids(
-    name: str, sources: list[Mapping[str, Any]], default: Any, vocab_size: int, source: str
-) -> tuple[int, ...]:
-    """The token ids that the entry ``name`` of any source holds, or those of ``default`` that are in the vocabulary.
-
-    source: the file to name in the ModelError for an id outside the vocabulary.
-    """
-    if not any(name in entries for entries in sources):
-        ids = default if isinstance(default, list) else [default]
-        sources = [{name: [token for token in ids if token is not None and token < vocab_size]}]
-    return _token_ids(name, Entries({}, {}, source), sources, vocab_size)

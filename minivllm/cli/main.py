@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import sys
 import threading
@@ -14,9 +15,13 @@ from typing import NoReturn
 
 from minivllm.errors import MinivllmError
 
+_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO}
+"""What a full disk, a limit and a closed stream answer to a write."""
+
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 failed, 2 wrong usage or input, 130 interrupted."""
+    _open_what_is_closed()
     for stream in (sys.stdout, sys.stderr):
         # A model's text may hold what the terminal's encoding lacks; a replacement beats a crash.
         with contextlib.suppress(AttributeError):
@@ -27,15 +32,45 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except MinivllmError as error:
         from minivllm.cli.terminal.terminal_text import printable
 
-        print(f"minivllm: {printable(str(error))}", file=sys.stderr)
+        _say(printable(str(error)))
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        # The reader left (for example `| head`): nothing more to say, and nothing for the interpreter to flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader left (for example `| head`): nothing more to say.
+        _discard_output()
+        code = 1
+    except OSError as error:
+        if error.filename is not None or error.errno not in _CANNOT_WRITE:
+            raise
+        _discard_output()
+        _say(f"The output cannot be written: {error.strerror}.")
         code = 1
     sys.exit(code)
+
+
+def _open_what_is_closed() -> None:
+    """Closed standard streams become /dev/null: else the next file or socket that is opened would take their place.
+
+    Standard input is then empty. Writing to standard output fails as it does for a closed one.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_WRONLY if name == "stderr" else os.O_RDONLY)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - for the life of the process
+
+
+def _discard_output() -> None:
+    """Leave nothing that the interpreter would try to write at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say(sentence: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"minivllm: {sentence}", file=sys.stderr, flush=True)
 
 
 def _run(arguments: list[str] | None) -> int:

@@ -21,6 +21,7 @@ from kernels_triton_free.loops.whole_numbers import generate_whole_number_loops
 from kernels_triton_free.loops.word_loops import generate_word_loops
 from kernels_triton_free.packed.template import generate_tiled_products
 from minivllm.compilation.regions import MAX_SIZE, Region, Size, flatten
+from minivllm.hub.home import home_directory
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def cache_directory() -> Path:
     Inductor writes its own default into that variable as soon as it is used: a folder in the system's folder for files
     that programs throw away. The user did not choose it, and other users can write there: no place for code to load.
     """
-    home = Path(os.environ.get("MINIVLLM_HOME") or Path.home() / ".cache" / "minivllm")
+    home = home_directory()
     chosen = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or home / "inductor")
     is_default = chosen.parent == Path(tempfile.gettempdir()) and chosen.name.startswith("torchinductor_")
     return home / "inductor" if is_default else chosen

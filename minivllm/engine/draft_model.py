@@ -41,16 +41,17 @@ def resolve_draft_model(
         return replace(config, model_path=str(path))
     draft = read_model_facts(path, "dummy" if is_dummy else "auto")
     advice = "take a smaller model of the same family"
-    if draft.vocab_size != target.vocab_size:
+    own, theirs = stored_tokens(path), stored_tokens(target_path)
+    shared, width = own.keys() & theirs.keys(), min(draft.vocab_size, target.vocab_size)
+    is_padded = 0 <= max(shared, default=-1) < width and min(own.keys() ^ theirs.keys(), default=width) >= width
+    if draft.vocab_size != target.vocab_size and not is_padded:
         raise ConfigError(
             f"The draft model {config.model} has a vocabulary of {draft.vocab_size} tokens, but the model it guesses "
-            f"for has {target.vocab_size}: {advice}."
+            f"for has {target.vocab_size}, and no tokenizers show that both mean the same: {advice}."
         )
-    own, theirs = stored_tokens(path), stored_tokens(target_path)
-    if any(own[token_id] != theirs[token_id] for token_id in own.keys() & theirs.keys()):
+    if any(own[token_id] != theirs[token_id] for token_id in shared):
         raise ConfigError(
-            f"The draft model {config.model} has another tokenizer than the model it guesses for, though as many "
-            f"tokens: {advice}."
+            f"The draft model {config.model} has another tokenizer than the model it guesses for: {advice}."
         )
     if draft.max_position_embeddings < max_model_len and not draft.can_be_longer:
         raise ConfigError(

@@ -209,7 +209,7 @@ def check_workers(args: EngineArgs, facts: ModelFacts, device: Device) -> None:
     if device == "cuda":
         check_gpus(size, is_one_host=args.nnodes == 1 and args.executor == "mp" and not args.shares_experts)
     formats = () if facts.quantization is None else facts.quantization.formats
-    rounds_inputs = any(form.layout == "int8" and form.rounds_inputs for _, form in formats)
+    rounds_inputs = any(form is not None and form.layout == "int8" and form.rounds_inputs for _, form in formats)
     if size > 1 and rounds_inputs and not (isinstance(facts, DecoderConfig) and agrees_on_scales(facts)):
         raise ConfigError(
             f"tensor_parallel_size is {size}, but this checkpoint rounds the inputs of its layers to int8, with one "

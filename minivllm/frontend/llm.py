@@ -111,8 +111,8 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params is a {type(params).__name__}, but must be a BeamSearchParams.")
         prepared = self._prepare(prompts, SamplingParams(max_tokens=params.max_tokens), lora_request)
-        client = self.llm_engine.client
-        searches = [BeamSearch(params, client.eos_token_ids, client.model_vocab_size) for _ in prepared]
+        ends, width = self.llm_engine.eos_token_ids, self.llm_engine.client.model_vocab_size
+        searches = [BeamSearch(params, ends, width) for _ in prepared]
 
         def extend(asked: list[tuple[int, list[int], int]]) -> list[PositionLogprobMap]:
             requests = []

@@ -32,11 +32,18 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 class TextFrontend(InputProcessor):
-    """The text side of an engine: prompts become requests (``prepare``), tokens become text (``output_processor``)."""
+    """The text side of an engine: prompts become requests (``prepare``), tokens become text (``output_processor``).
+
+    eos_token_ids: all ids that end a sequence, of the model's configuration and of its tokenizer.
+    """
 
     def __init__(self, client: EngineClient | AsyncEngineClient, tokenizer: Tokenizer | None) -> None:
+        # Fine-tunes change the tokenizer's end of a turn, and often leave the base model's in config.json.
+        end = None if tokenizer is None else tokenizer.eos_token_id
+        ends = client.eos_token_ids if end is None or end >= client.model_vocab_size else (*client.eos_token_ids, end)
+        self.eos_token_ids = tuple(dict.fromkeys(ends))
         super().__init__(
-            client.config, tokenizer, model_vocab_size=client.model_vocab_size, eos_token_ids=client.eos_token_ids
+            client.config, tokenizer, model_vocab_size=client.model_vocab_size, eos_token_ids=self.eos_token_ids
         )
         self.output_processor = OutputProcessor(None if tokenizer is None else TokenDecoder(tokenizer.backend))
 

@@ -10,6 +10,7 @@ import torch
 
 from kernels_triton_free.rotary import default_frequencies, llama3_frequencies
 from minivllm.errors import ModelError
+from minivllm.gguf.end_of_generation import end_of_generation
 from minivllm.gguf.gguf_file import LONGROPE_FACTORS, ROPE_FACTORS, GGUFFile
 from minivllm.models.registry.registry import FAMILIES, find_gguf_family
 
@@ -28,7 +29,6 @@ _OPTIONAL = {
     "rope_theta": "rope.freq_base",
 }
 MAX_ROTARY_FACTORS = 4096
-_END_OF_TURN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
@@ -89,8 +89,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
             entries.update(family.from_gguf(own, entries))
         entries["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
-        ends = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_OF_TURN_KEYS]
-        entries["eos_token_id"] = [token for token in ends if token is not None]
+        entries["eos_token_id"] = end_of_generation(metadata)
         return entries
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from minivllm.errors import ModelError
+from minivllm.hub.home import home_directory
 
 # (what is happening, bytes done, bytes in total)
 Progress = Callable[[str, int, int], None]
@@ -61,8 +62,7 @@ WHEEL_MODELS = {
 
 def model_cache() -> Path:
     """Where fetched models are kept: ``$MINIVLLM_HOME/models``, else ``~/.cache/minivllm/models``."""
-    home = os.environ.get("MINIVLLM_HOME")
-    return (Path(home).expanduser() if home else Path.home() / ".cache" / "minivllm") / "models"
+    return home_directory() / "models"
 
 
 def resolve_model(

@@ -14,11 +14,11 @@ import logging
 import os
 import tempfile
 import time
-from pathlib import Path
 
 import msgspec
 
 from minivllm.errors import ModelError
+from minivllm.hub.home import home_directory
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,7 @@ class _KnownDigests:
     """Digests by path, in ``file_digests.json`` below MINIVLLM_HOME. What cannot be read there is not known."""
 
     def __init__(self) -> None:
-        home = Path(os.environ.get("MINIVLLM_HOME") or Path.home() / ".cache" / "minivllm")
-        self._path, self._is_new = home / "file_digests.json", False
+        self._path, self._is_new = home_directory() / "file_digests.json", False
         self._entries: dict[str, _Entry] = {}
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             self._entries = msgspec.json.decode(self._path.read_bytes(), type=dict[str, _Entry])

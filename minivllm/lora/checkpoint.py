@@ -21,6 +21,7 @@ from torch import Tensor
 from minivllm.checkpoints.checkpoint import FLOAT_TYPES, Shape
 from minivllm.checkpoints.hf_config import read_json_object
 from minivllm.errors import ModelError, RequestError
+from minivllm.stop_conditions.name_pattern import NamePattern, name_pattern
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -145,19 +146,28 @@ class _Options:
         for name, value in {"lora_alpha": alpha, **patterns}.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise RequestError(f"{path}: {name} is {value!r}, but must be a finite number.")
-            if not re.fullmatch(r"[\w.]+", name):
-                raise RequestError(f"{path}: alpha_pattern has {name!r}, but only plain names of layers are served.")
-        self._alpha, self._patterns = alpha, patterns
+        self._alpha = alpha
+        self._patterns = [(_ending(pattern, path), value) for pattern, value in patterns.items()]
         self._is_rank_stabilized = bool(entries.get("use_rslora"))
 
     def scaling(self, name: str, rank: int) -> float:
         """Factor of the update of one layer: alpha / r, or alpha / sqrt(r) (rsLoRA, Kalajdzievski 2023)."""
         alpha = self._alpha
-        for pattern, value in self._patterns.items():
-            if name == pattern or name.endswith("." + pattern):
+        for pattern, value in self._patterns:
+            if pattern.is_all_of(name):
                 alpha = value
                 break
         return float(alpha) / (math.sqrt(rank) if self._is_rank_stabilized else rank)
+
+
+def _ending(pattern: str, path: Path) -> NamePattern:
+    """As PEFT reads a key of alpha_pattern: an expression for the name of a layer, or for what ends it after a dot."""
+    try:
+        return name_pattern(rf"(?:.*\.)?(?:{pattern})$")
+    except ValueError as error:
+        raise RequestError(
+            f"{path}: the expression {pattern!r} of alpha_pattern is not searched for: {error}."
+        ) from None
 
 
 def _read_matrices(

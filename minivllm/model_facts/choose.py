@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from minivllm.checkpoints.checkpoint import INDEX_NAME, SINGLE_NAME, has_other_head
 from minivllm.checkpoints.hf_config import read_decoder_config, read_json_object
 from minivllm.gguf.gguf_file import find_gguf
 from minivllm.model_facts.facts import ModelFacts
 from minivllm.model_facts.transformers_config import read_transformers_config
+from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.registry.registry import is_in_table
+
+logger = logging.getLogger(__name__)
 
 
 def read_model_facts(
@@ -24,7 +30,22 @@ def read_model_facts(
     implementation, _ = choose_implementation(model_path, load_format, overrides, wanted)
     if implementation == "transformers":
         return read_transformers_config(model_path, overrides)
-    return read_decoder_config(model_path, load_format, overrides)
+    config = read_decoder_config(model_path, load_format, overrides)
+    return _with_stored_head(config, Path(model_path), load_format)
+
+
+def _with_stored_head(config: DecoderConfig, path: Path, load_format: str) -> DecoderConfig:
+    """Without the tie between head and embeddings where the checkpoint stores both, and they differ."""
+    has_weights = path.is_dir() and any((path / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
+    if not config.tie_word_embeddings or load_format == "dummy" or not has_weights:
+        return config
+    if find_gguf(path, load_format) is not None or not has_other_head(path, config):
+        return config
+    logger.warning(
+        "%s: tie_word_embeddings is true, but the checkpoint stores a head of its own, lm_head.weight: that is used.",
+        path / "config.json",
+    )
+    return replace(config, tie_word_embeddings=False)
 
 
 def choose_implementation(

@@ -7,11 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.checkpoints.hf_config import (
-    read_dtype,
-    read_json_object,
-    read_token_ids,
-)
+from minivllm.checkpoints.hf_config import GENERATION_NAME, read_dtype, read_json_object, read_token_ids
 from minivllm.errors import ModelError
 from minivllm.model_facts.transformers_checks import check_config, check_entries, rope_sets
 from minivllm.models.decoder_config import StoredQuantization
@@ -65,7 +61,10 @@ def read_transformers_config(directory: str | Path, overrides: Mapping[str, Any]
         raise ModelError(f"{directory} holds no config.json, which transformers needs; a GGUF file has none.")
     source = str(path)
     entries = {**read_json_object(path), **(overrides or {})}
-    generation_path = path.with_name("generation_config.json")
+    if entries.get("model_type") == "mistral" and entries.get("layer_types"):
+        # As AutoConfig does: only a Ministral has layers of two kinds.
+        entries.update(model_type="ministral", architectures=["MinistralForCausalLM"])
+    generation_path = path.with_name(GENERATION_NAME)
     generation = read_json_object(generation_path) if generation_path.is_file() else {}
     check_entries(entries, source)
     config = _load(entries, source)
@@ -84,11 +83,16 @@ def read_transformers_config(directory: str | Path, overrides: Mapping[str, Any]
         architecture=architecture,
         vocab_size=config.vocab_size,
         num_layers=config.num_hidden_layers,
-        max_position_embeddings=config.max_position_embeddings,
+        max_position_embeddings=_usable_positions(config),
         can_be_longer="dynamic" in _rope_types(config),
         dtype=read_dtype(entries, source),
         quantization=read_quantization(entries.get("quantization_config"), source),
-        eos_token_ids=_eos_token_ids(config, entries, generation, source),
+        eos_token_ids=read_token_ids(
+            "eos_token_id",
+            [(source, entries), (str(generation_path), generation)],
+            getattr(config, "eos_token_id", None),
+            config.vocab_size,
+        ),
         entries=entries,
         source=source,
     )
@@ -145,18 +149,20 @@ def _sizes(config: PretrainedConfig) -> list[tuple[str, Any, int]]:
     return [(name, getattr(config, name, None), most) for name, most in limits.items()]
 
 
+def _usable_positions(config: PretrainedConfig) -> int:
+    """As ``usable_positions`` has it for the families of minivllm."""
+    trained = config.max_position_embeddings
+    reaches = []
+    for rope in rope_sets(getattr(config, "rope_parameters", None)):
+        original, factor = rope.get("original_max_position_embeddings") or trained, rope.get("factor")
+        start = {"linear": trained, "yarn": original}.get(str(rope.get("rope_type")))
+        reaches.append(trained if start is None or not factor else round(start * factor))
+    return int(max(trained, min(reaches, default=0)))
+
+
 def _rope_types(config: PretrainedConfig) -> set[str]:
     """Of all layers: rope_parameters is one set of values, or one for every type of layer."""
     return {str(one.get("rope_type", "default")) for one in rope_sets(getattr(config, "rope_parameters", None))}
-
-
-def _eos_token_ids(
-    config: PretrainedConfig, entries: Mapping[str, Any], generation: Mapping[str, Any], source: str
-) -> tuple[int, ...]:
-    """Those of both files; what the family has by default only if neither names any."""
-    named = [given for given in (entries, generation) if "eos_token_id" in given]
-    default = getattr(config, "eos_token_id", None)
-    return read_token_ids("eos_token_id", named, default, config.vocab_size, source)
 
 
 def one_sentence(error: Exception) -> str:

@@ -75,6 +75,7 @@ class AttentionSpec(NamedTuple):
 class DecoderConfig:
     """A decoder: what is true of the whole model, and its layers.
 
+    max_position_embeddings: tokens that a text may have, with the context's extension by YaRN or linear scaling.
     layers: one spec each, see ``layer_specs``. rotary: the rotary tables that they name by index. rms_norm_eps: of the
     norm behind the last layer. embedding_scale: factor of the embeddings (not of a head that shares their weights).
     logits_scale: factor of the logits. logits_soft_cap: scaled logits become cap * tanh(logits / cap). dtype: what the

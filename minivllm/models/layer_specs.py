@@ -17,7 +17,7 @@ from kernels_triton_free.experts.routing import Routing
 from minivllm.linear.experts.methods import ClampedSwiglu
 from minivllm.models.decoder_config import AttentionSpec
 
-Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu"]
 QueryKeyNorm = Literal["per head", "whole width"]
 NormPlace = Literal["before", "after", "both"]
 

@@ -13,6 +13,7 @@ import reprlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,6 +193,12 @@ class InputProcessor:
             self._default_params = default_sampling_params(self.config.model_path)
         return self._default_params
 
+    @cached_property
+    def _tokens_of_the_model(self) -> int | None:
+        """max_new_tokens of generation_config.json, which means "at most"."""
+        value = _generation_config(self.config.model_path)[1].get("max_new_tokens")
+        return value if isinstance(value, int) else None
+
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         """(text, token ids, cache salt), all of them valid."""
         fields: Mapping[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else prompt
@@ -258,7 +265,10 @@ class InputProcessor:
                 )
 
     def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """params.max_tokens, or what the prompt leaves of the context; never more than fits."""
+        """params.max_tokens, or what the prompt leaves of the context; never more than fits.
+
+        More than fits is refused, but for the number of the model's generation_config.json, which no caller chose.
+        """
         limit = self._max_model_len
         asked = "the rest of the context" if params.max_tokens is None else params.max_tokens
         if num_prompt_tokens >= limit:
@@ -268,6 +278,8 @@ class InputProcessor:
             )
         room = limit - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_tokens > room and max_tokens == self._tokens_of_the_model:
+            max_tokens = room
         if max_tokens > room:
             raise ContextLengthError(
                 f"The prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together "
@@ -387,23 +399,30 @@ def default_sampling_params(model_path: str) -> SamplingParams:
 
     An explicit ``do_sample: false`` means greedy. Raises ModelError if the file is broken or holds impossible values.
     """
+    path, values = _generation_config(model_path)
+    given = {name: values.get(name) for name in _IN_GENERATION_CONFIG}
+    given["max_tokens"] = given.pop("max_new_tokens")
+    if values.get("do_sample") is False:
+        given["temperature"] = 0.0
+    try:
+        return SamplingParams.from_dict({name: value for name, value in given.items() if value is not None})
+    except MinivllmError as error:
+        raise ModelError(f"{path} cannot be used: {error}") from None
+
+
+def _generation_config(model_path: str) -> tuple[Path, dict[str, Any]]:
+    """The path and the entries of the generation_config.json beside a model; no entries if there is none."""
     path = Path(model_path)
     path = (path if path.is_dir() else path.parent) / GENERATION_CONFIG
     if not path.is_file():
-        return SamplingParams()
+        return path, {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ModelError(f"{path} holds a {type(values).__name__}, but must hold a JSON object.")
-        given = {name: values.get(name) for name in _IN_GENERATION_CONFIG}
-        given["max_tokens"] = given.pop("max_new_tokens")
-        if values.get("do_sample") is False:
-            given["temperature"] = 0.0
-        return SamplingParams.from_dict({name: value for name, value in given.items() if value is not None})
     except (OSError, ValueError) as error:
-        if isinstance(error, MinivllmError):
-            raise ModelError(f"{path} cannot be used: {error}") from None
         raise ModelError(f"{path} is not readable as JSON: {error}.") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} holds a {type(values).__name__}, but must hold a JSON object.")
+    return path, values
 
 
 def _sequence_params(params: SamplingParams, index: int) -> SamplingParams:

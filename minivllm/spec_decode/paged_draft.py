@@ -169,7 +169,15 @@ class CachedDraft(PagedDraft):
 
 class DraftDecoder(CachedDraft):
     """Guesses with a second, smaller model (Leviathan et al. 2023). Its attention reads everything before a token, so
-    it computes from the first place on that is missing."""
+    it computes from the first place on that is missing.
+
+    Its vocabulary is the target's, but may be padded to another width: logits of ids that only one of them has are cut
+    or minus infinity, and an id of a prompt that its embedding lacks is read as the last one it has.
+    """
+
+    def __init__(self, context: DraftContext, model: Model) -> None:
+        super().__init__(context, model)
+        self._width = context.target.model.vocab_size
 
     def _missing(self, row: Row) -> list[Row]:
         places = self._places(row.request.slot, np.arange(row.start))
@@ -179,6 +187,8 @@ class DraftDecoder(CachedDraft):
 
     def _compute(self, rows: list[Row]) -> Any:
         inputs = self._paged.build(rows)
+        if self.model.vocab_size < self._width:
+            inputs.token_ids.clamp_(max=self.model.vocab_size - 1)
         hidden = self._paged.forward(inputs)
         for row in rows:
             end = row.start + row.count
@@ -189,4 +199,5 @@ class DraftDecoder(CachedDraft):
     def _logits(self, rows: list[Row]) -> Tensor:
         inputs, hidden = self._compute(rows)
         index = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=self.model.device)
-        return self.model.logits(hidden, index, inputs.tokens)
+        logits = self.model.logits(hidden, index, inputs.tokens)
+        return torch.nn.functional.pad(logits, (0, self._width - logits.shape[1]), value=-torch.inf)

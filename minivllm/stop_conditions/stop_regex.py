@@ -28,7 +28,7 @@ MAX_ELEMENTS = 256
 """Of all stop expressions of a request: their characters, classes and groups, repeated ones as often as they may be.
 So many matches can be in progress at once, each about half a microsecond per character, in the loop that serves all."""
 
-_ACCEPT = 1  # the first bit of a set of places: the match is complete
+ACCEPT = 1  # the first bit of a set of places: the match is complete
 
 _REFUSED = {
     "AT": "anchors and word boundaries",
@@ -54,7 +54,7 @@ MAX_DEPTH = 50
 """Groups inside one another: the parser calls itself for each."""
 
 
-def _depth(pattern: str) -> int:
+def group_depth(pattern: str) -> int:
     """At least as many groups as lie inside one another: a parenthesis that is not escaped counts until it closes."""
     depth = deepest = 0
     is_escaped = False
@@ -72,11 +72,11 @@ def compile_stop_patterns(patterns: Iterable[str]) -> list[StopPattern]:
     room = MAX_ELEMENTS
     for index, pattern in enumerate(patterns):
         name = f"stop_regex[{index}] is {reprlib.repr(pattern)}, but"
-        if _depth(pattern) > MAX_DEPTH:
+        if group_depth(pattern) > MAX_DEPTH:
             raise RequestError(f"{name} its groups lie too deep inside each other: simplify it.")
         try:
             compiled.append(StopPattern(pattern, room))
-        except _TooLargeError:
+        except TooLargeError:
             raise RequestError(
                 f"{name} with it the stop expressions have more than {MAX_ELEMENTS} elements, repeated ones counted as "
                 "often as they may occur: use * or + for large counts."
@@ -105,9 +105,9 @@ class StopPattern:
     def __init__(self, pattern: str, max_elements: int = MAX_ELEMENTS) -> None:
         """Raises what ``compile_stop_patterns`` makes sentences of."""
         tree = re_parser.parse(pattern)
-        compiler = _Compiler(max_elements)
-        self._first = compiler.sequence(tree, tree.state.flags, _ACCEPT)
-        if self._first & _ACCEPT:
+        compiler = Compiler(max_elements)
+        self._first = compiler.sequence(tree, tree.state.flags, ACCEPT)
+        if self._first & ACCEPT:
             raise ValueError("must not match the empty text, which is everywhere.")
         self.pattern = pattern
         self.num_elements = compiler.num_elements
@@ -132,10 +132,10 @@ class StopPattern:
                 position += 1
                 continue
             advanced: list[tuple[int, int]] = []
-            taken = _ACCEPT
+            taken = ACCEPT
             for began, places in (*matches, (position, self._first)):
                 reached = self._advance(places & places_of_char)
-                if may_match and reached & _ACCEPT:
+                if may_match and reached & ACCEPT:
                     match = StopMatch(self.pattern, position + 1 - began)
                     return Progress(position + 1, ()), num_read, match
                 reached &= ~taken
@@ -166,17 +166,17 @@ class StopPattern:
         return reached
 
 
-class _TooLargeError(Exception):
+class TooLargeError(Exception):
     """There is no room for so many elements."""
 
 
-class _Compiler:
+class Compiler:
     """Goes through a parsed expression from its end to its start: each part is told what follows (a set of places) and
     gives the places where it may begin, with what follows among them if it may be empty."""
 
     def __init__(self, max_elements: int) -> None:
         self.num_elements = 0
-        self.following = [0]  # by place; _ACCEPT takes no character
+        self.following = [0]  # by place; ACCEPT takes no character
         self.classes: dict[tuple[str, int], int] = {}  # (expression for one character, flags) -> its places
         self._max_elements = max_elements
 
@@ -188,7 +188,7 @@ class _Compiler:
     def _element(self, kind: str, argument: Any, flags: int, then: int) -> int:
         self.num_elements += 1
         if self.num_elements > self._max_elements:
-            raise _TooLargeError
+            raise TooLargeError
         if kind in ("MAX_REPEAT", "MIN_REPEAT"):
             least, most, inner = argument
             return self._repetition(least, most, inner, flags, then)

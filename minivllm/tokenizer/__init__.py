@@ -1,5 +1,5 @@
 """From text to tokens and back: tokenizers of both formats, chat templates, incremental detokenizing.
 
-May import: gguf, hub, stop_conditions.
+May import: gguf, gguf.vocabulary, hub, stop_conditions.
 Door: `Tokenizer` in tokenizer.py.
 """

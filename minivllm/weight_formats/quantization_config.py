@@ -7,12 +7,12 @@ format for every group of layers.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from minivllm.errors import ModelError
+from minivllm.stop_conditions.name_pattern import MAX_NAME_LENGTH, name_pattern
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,7 @@ COMPRESSED_FORMATS = {
     "naive-quantized": ("int", "float"),
 }
 """Formats of compressed-tensors -> the types of numbers that may be stored so."""
-MAX_PATTERNS, MAX_PATTERN_LENGTH, MAX_REPEATS, MAX_MODULE_NAME = 10_000, 256, 3, 256
-"""What bounds the search of a regular expression from a file: so few repeats, in names so short, come to an end."""
+MAX_PATTERNS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +55,18 @@ class StoredQuantization:
     """How a checkpoint's linear layers are quantised.
 
     method: the name that config.json gives it. formats: (targets, format): layers by name, by a regular expression
-    behind "re:", or all with "Linear". ignore: such targets too, of layers that are left as they are.
+    after "re:", or all with "Linear"; None for layers that are left as they are. ignore: such targets too, of layers
+    that are left as they are whatever else names them.
     """
 
     method: str
-    formats: tuple[tuple[tuple[str, ...], WeightFormat], ...]
+    formats: tuple[tuple[tuple[str, ...], WeightFormat | None], ...]
     ignore: tuple[str, ...] = ()
 
     def format_of(self, module: str) -> WeightFormat | None:
-        """The format of a layer: a name counts before an expression, that before all; None if none is meant."""
-        if len(module) > MAX_MODULE_NAME or any(_rank(target, module) for target in self.ignore):
+        """The format of a layer: a name counts before an expression, the first one of them, that before all; None if
+        none is meant."""
+        if len(module) > MAX_NAME_LENGTH or any(_rank(target, module) for target in self.ignore):
             return None
         ranks = [(_rank(target, module), stored) for targets, stored in self.formats for target in targets]
         best = max(ranks, key=lambda pair: pair[0], default=(0, None))
@@ -75,7 +76,7 @@ class StoredQuantization:
 def _rank(target: str, module: str) -> int:
     """How closely a target means a module: 3 by its name, 2 by an expression, 1 as one of all, 0 not at all."""
     if target.startswith("re:"):
-        return 2 if re.match(target[3:], module) else 0
+        return 2 if name_pattern(target[3:]).begins(module) else 0
     return 3 if target == module else int(target == "Linear")
 
 
@@ -96,6 +97,7 @@ def read_quantization(entry: Any, source: str) -> StoredQuantization | None:
         stored = WeightFormat(layout="mxfp4")
     elif method in ("awq", "gptq"):
         stored = _awq_or_gptq(method, entry, source)
+        return StoredQuantization(method=method, formats=(*_dynamic(entry, source), (("Linear",), stored)))
     else:
         raise ModelError(f"{source}: quantization_config names {method!r}, but supported are {SUPPORTED}; {ADVICE}.")
     return StoredQuantization(method=method, formats=((("Linear",), stored),))
@@ -121,6 +123,22 @@ def _awq_or_gptq(method: Literal["awq", "gptq"], entry: Mapping[str, Any], sourc
         has_zeros=True,
         zeros_minus_one=method == "gptq" and entry.get("checkpoint_format", "gptq") != "gptq_v2",
     )
+
+
+def _dynamic(entry: Mapping[str, Any], source: str) -> list[tuple[tuple[str, ...], WeightFormat | None]]:
+    """GPTQ's rules for single layers: an expression after "-:" leaves a layer as it is, others change its settings."""
+    rules = entry.get("dynamic") or {}
+    if not isinstance(rules, Mapping) or len(rules) > MAX_PATTERNS:
+        raise ModelError(f"{source}: dynamic is {rules!r}, but must be an object of at most {MAX_PATTERNS} rules.")
+    formats: list[tuple[tuple[str, ...], WeightFormat | None]] = []
+    for rule, changes in rules.items():
+        pattern = rule.removeprefix("-:").removeprefix("+:")
+        _check_pattern(pattern, f"{source}: dynamic")
+        if not rule.startswith("-:") and not isinstance(changes, Mapping):
+            raise ModelError(f"{source}: dynamic[{rule!r}] is {changes!r}, but must be an object of settings.")
+        stored = None if rule.startswith("-:") else _awq_or_gptq("gptq", {**entry, **changes}, source)
+        formats.append(((f"re:{pattern}",), stored))
+    return formats
 
 
 def _block(entry: Any, source: str) -> tuple[int, int] | None:
@@ -169,19 +187,16 @@ def _targets(entry: Any, where: str) -> tuple[str, ...]:
     if len(entry) > MAX_PATTERNS:
         raise ModelError(f"{where} lists {len(entry)} targets, but at most {MAX_PATTERNS} are read.")
     for target in entry:
-        if not target.startswith("re:"):
-            continue
-        pattern = target[3:]
-        # Repeats of groups and many repeats in a row are what keeps a backtracking search busy for ages.
-        if len(pattern) > MAX_PATTERN_LENGTH or re.search(r"\)[*+{]", pattern):
-            raise ModelError(f"{where}: {target!r} is too long, or repeats a group, and is not searched for.")
-        if len(re.findall(r"[*+{]", pattern)) > MAX_REPEATS:
-            raise ModelError(f"{where}: {target!r} repeats more than {MAX_REPEATS} times and is not searched for.")
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ModelError(f"{where}: {target!r} is no regular expression: {error}.") from error
+        if target.startswith("re:"):
+            _check_pattern(target[3:], where)
     return tuple(entry)
+
+
+def _check_pattern(pattern: str, where: str) -> None:
+    try:
+        name_pattern(pattern)
+    except ValueError as error:
+        raise ModelError(f"{where}: the expression {pattern!r} is not searched for: {error}.") from None
 
 
 def _scheme(group: Mapping[str, Any], name: Any, where: str) -> WeightFormat:

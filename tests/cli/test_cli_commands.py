@@ -47,6 +47,24 @@ def run(*arguments: str, stdin: bytes = b"", **environment: str) -> subprocess.C
     )
 
 
+@pytest.mark.parametrize(
+    ("redirection", "sentence", "code"),
+    [
+        ("<&-", "minivllm: The prompt on standard input is empty, but must hold at least one character", 2),
+        (">/dev/full", "minivllm: The output cannot be written: No space left on device.", 1),
+        (">&-", "minivllm: The output cannot be written: Bad file descriptor.", 1),
+        (">/dev/full 2>/dev/full", "", 1),
+        ("<&- >&- 2>&-", "", 2),
+    ],
+)
+def test_closed_and_full_standard_streams_end_in_a_sentence(redirection: str, sentence: str, code: int) -> None:
+    prompt = "" if redirection.startswith("<") else "-p hello"
+    line = f"{shlex.quote(sys.executable)} {shlex.quote(SCRIPT)} generate {prompt} {redirection}"
+    result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
+    assert result.returncode == code
+    assert result.stderr.startswith(sentence) and len(result.stderr.splitlines()) == bool(sentence)
+
+
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedEngine]:
     """Commands in this process run on scripted engines, which are collected here."""

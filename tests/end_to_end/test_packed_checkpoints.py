@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -63,11 +64,13 @@ def quantised_copy(
     random = np.random.default_rng(0)
     weights, stored = load_file(source / "model.safetensors"), {}
     for name in list(weights):
-        if not name.endswith("_proj.weight"):
+        rules = settings.get("dynamic", {}).items()
+        rule, changes = next(((r, c) for r, c in rules if re.match(r[2:], name.removesuffix(".weight"))), ("+:", {}))
+        if not name.endswith("_proj.weight") or rule.startswith("-:"):
             stored[name] = weights[name]
             continue
         out, inner = weights[name].shape
-        bits = settings.get("bits", 4)
+        bits = {**settings, **changes}.get("bits", 4)
         codes, group_of = random.integers(0, 2**bits, (inner, out)), np.arange(inner) // GROUP
         zeros = random.integers(0, 2**bits, (inner // GROUP, out))
         scales = (random.uniform(0.01, 0.05, zeros.shape) * 16 / 2**bits).astype(np.float16)
@@ -166,6 +169,21 @@ def test_an_engine_multiplies_packed_weights_as_transformers_multiplies_their_va
     tiny_model: TinyModel, tmp_path: Path, method: str, settings: dict[str, Any], kind: type
 ) -> None:
     path, reference, _ = quantised_copy(tiny_model("qwen2"), tmp_path, method, settings)
+    assert_same_logits(path, reference)
+
+
+def test_rules_of_gptq_change_single_layers_and_the_first_that_means_one_counts(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    rules = {r"+:.*\.1\.mlp\..*": {"bits": 8}, r"-:.*\.(?:1|2)\.(?:mlp|self_attn)\..*_proj.*": {}}
+    path, reference, values = quantised_copy(tiny_model("qwen2"), tmp_path, "gptq", {"dynamic": rules})
+    weights = loaded(path)
+    kinds = {name: type(weight) for name, weight in weights.items()}
+    assert kinds["model.layers.0.mlp.up_proj.weight"] is kinds["model.layers.1.mlp.up_proj.weight"] is GroupedWeight
+    assert kinds["model.layers.1.self_attn.q_proj.weight"] is kinds["model.layers.2.mlp.up_proj.weight"] is torch.Tensor
+    for name, weight in weights.items():
+        got = weight.restore(torch.float32) if isinstance(weight, QuantizedWeight) else weight
+        torch.testing.assert_close(got, values[name], rtol=1e-6, atol=1e-6)
     assert_same_logits(path, reference)
 
 

@@ -145,7 +145,7 @@ def test_searches_that_cannot_run_are_refused_before_anything_runs(ending_model:
     with tiny_llm(ending_model) as llm:
         with pytest.raises(RequestError, match="Prompt 1: The prompt has 120 tokens and max_tokens is 20"):
             llm.beam_search(prompts, BeamSearchParams(beam_width=2, max_tokens=20))
-        with pytest.raises(RequestError, match=r"beam_width is 50, but must be at most 33 .* 2 end-of-sequence ids"):
+        with pytest.raises(RequestError, match=r"beam_width is 50, but must be at most 25 .* 3 end-of-sequence ids"):
             llm.beam_search(prompts, BeamSearchParams(beam_width=50, max_tokens=2))
         with pytest.raises(RequestError, match="params is a SamplingParams, but must be a BeamSearchParams"):
             llm.beam_search(prompts, SamplingParams())  # type: ignore[arg-type]

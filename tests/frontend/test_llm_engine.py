@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from minivllm.config import EngineArgs
-from minivllm.errors import ConfigError, EngineDeadError, ModelError, RequestError
+from minivllm.errors import ConfigError, ContextLengthError, EngineDeadError, ModelError, RequestError
 from minivllm.frontend.llm import LLM
 from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.messages import EngineRequest
@@ -285,6 +285,17 @@ def test_defaults_come_from_the_models_generation_config(tmp_path: Path) -> None
     assert (core.requests[0].sampling_params.temperature, core.requests[0].max_tokens) == (0.6, 40)
 
 
+def test_a_limit_of_the_model_is_cut_to_what_the_prompt_leaves_and_a_callers_number_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 4096}')
+    model, core = llm(config=engine_config(model_path=str(tmp_path)))
+    room = model.llm_engine.config.scheduler.max_model_len - 3
+    model.generate({"prompt_token_ids": [1, 2, 3]})
+    model.generate({"prompt_token_ids": [1, 2, 3]}, model.get_default_sampling_params())
+    assert [request.max_tokens for request in core.requests] == [room, room]
+    with pytest.raises(ContextLengthError, match="max_tokens is 4095"):
+        model.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=4095))
+
+
 def test_model_that_does_not_sample_is_greedy(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
     assert default_sampling_params(str(tmp_path)).is_greedy
@@ -296,3 +307,12 @@ def test_broken_generation_config_is_named(tmp_path: Path, content: str) -> None
     path.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ModelError, match=r"generation_config\.json"):
         default_sampling_params(str(tmp_path))
+
+
+def test_the_end_of_the_tokenizer_ends_sequences_too() -> None:
+    """Fine-tunes often change the tokenizer's end of a turn, and leave the base model's in config.json."""
+    tokenizer = wrapped(byte_level_bpe(), TEMPLATE)
+    tokenizer.eos_token_id = 7
+    core = ScriptedClient(echo, vocab_size=tokenizer.vocab_size, eos_token_ids=(END,))
+    LLM(engine=LLMEngine(core, tokenizer)).generate({"prompt_token_ids": [1, 2, 3]})
+    assert core.requests[0].eos_token_ids == [END, 7]

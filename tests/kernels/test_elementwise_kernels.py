@@ -85,7 +85,7 @@ def gelu_tanh_float64(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "reference"),
-    [("silu", silu_float64), ("gelu", gelu_float64), ("gelu_pytorch_tanh", gelu_tanh_float64)],
+    [("silu", silu_float64), ("gelu", gelu_float64), ("gelu_pytorch_tanh", gelu_tanh_float64), ("relu", torch.relu)],
 )
 def test_gated_activation_equals_float64(name: str, reference: Any, dtype: torch.dtype) -> None:
     gate_up = random(5, 2 * 48, dtype=dtype) * 3
@@ -97,8 +97,8 @@ def test_gated_activation_equals_float64(name: str, reference: Any, dtype: torch
 
 
 def test_an_unknown_activation_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"relu.*silu, gelu or gelu_pytorch_tanh"):
-        gated_activation(random(1, 4), "relu")
+    with pytest.raises(ValueError, match=r"tanh.*silu, gelu, gelu_pytorch_tanh or relu"):
+        gated_activation(random(1, 4), "tanh")
 
 
 def transformers_frequencies(kind: str, seq_len: int | None = None, **parameters: Any) -> tuple[Tensor, float]:

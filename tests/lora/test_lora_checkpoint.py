@@ -34,7 +34,7 @@ def load(model: Path, directory: Path, max_rank: int = 8, dtype: torch.dtype = t
         ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights to 'pissa_niter_16', which changes the base"),
         ({"lora_alpha": "16"}, "lora_alpha is '16', but must be a finite number"),
         ({"lora_alpha": math.inf}, "lora_alpha is inf, but must be a finite number"),
-        ({"alpha_pattern": {"(.*)q_proj": 3}}, "only plain names of layers are served"),
+        ({"alpha_pattern": {"(q_proj": 3}}, "is not searched for: it is no regular expression"),
         ({"alpha_pattern": [3]}, "alpha_pattern is .3., but must be an object"),
     ],
 )
@@ -127,7 +127,17 @@ def test_broken_files_are_refused(tiny_model: TinyModel, tmp_path: Path, broken:
         load(model, directory)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"alpha_pattern": {"layers.0.self_attn.q_proj": 3}}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rslora": True},
+        {"alpha_pattern": {"layers.0.self_attn.q_proj": 3}},
+        {"alpha_pattern": {r"self_attn\.v_proj": 5, r"layers\.0\..*\.(q|k)_proj": 3, "q_proj": 20}},
+        {"alpha_pattern": {r"^model\.layers\.(0|9)\.(.*)_proj$": 3, "proj": 9}},
+        {"alpha_pattern": {r".*\.0(\.\w+)*": 3}},
+    ],
+)
 def test_scaling_is_alpha_over_rank_or_its_root(tiny_model: TinyModel, tmp_path: Path, options: dict[str, Any]) -> None:
     model = tiny_model("llama")
     matrices = random_matrices(model, 4, ("q_proj",), 0)

@@ -17,9 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from minivllm import LLM, SamplingParams
 from minivllm.checkpoints.checkpoint import expected_shapes, iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
+from minivllm.model_facts.choose import read_model_facts
 from minivllm.models.decoder_config import DecoderConfig
 from tests.gguf_models import write_gguf
 from tests.model_families import FAMILIES
@@ -214,6 +216,53 @@ def test_an_index_that_disagrees_with_its_shards_is_refused(llama_copy: Path) ->
     index.write_text(json.dumps(content))
     with pytest.raises(ModelError, match="does not hold it"):
         load(llama_copy)
+
+
+def test_the_index_decides_where_two_shards_hold_a_tensor(llama_copy: Path) -> None:
+    expected = {name: tensor.clone() for name, tensor in load(llama_copy).items()}
+    first, second = shard(llama_copy)
+    for path, other in ((first, second), (second, first)):
+        stale = {name: torch.full_like(tensor, 7.0) for name, tensor in load_file(other).items()}
+        save_file({**stale, **load_file(path)}, path)
+    found = load(llama_copy)
+    assert set(found) == set(expected) and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_tensor_that_neither_index_nor_model_knows_is_left_out_with_a_warning(
+    llama_copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = set(load(llama_copy))
+    first, _ = shard(llama_copy)
+    save_file({**load_file(first), "model.layers.0.draft.weight": torch.ones(3)}, first)
+    assert set(load(llama_copy)) == expected
+    assert "tensor 'model.layers.0.draft.weight' is left out" in caplog.text
+
+
+def test_a_head_of_other_values_counts_although_the_configuration_ties_it(
+    llama_copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = llama_copy / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
+    theirs = AutoModelForCausalLM.from_pretrained(llama_copy, dtype=torch.float32).state_dict()
+    facts = read_model_facts(llama_copy)
+    assert isinstance(facts, DecoderConfig) and not facts.tie_word_embeddings
+    assert "lm_head.weight: that is used" in caplog.text
+    assert torch.equal(load(llama_copy, facts)["lm_head.weight"], theirs["lm_head.weight"])
+    rewrite(llama_copy, lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}))
+    facts = read_model_facts(llama_copy)
+    assert isinstance(facts, DecoderConfig) and facts.tie_word_embeddings
+
+
+def test_transformers_models_with_a_tied_head_of_other_values_are_refused_with_the_remedy(llama_copy: Path) -> None:
+    config = llama_copy / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
+    common: Any = {"model_impl": "transformers", "enforce_eager": True, "num_gpu_blocks_override": 16}
+    with pytest.raises(ModelError, match=r"different values.*hf_overrides"):
+        LLM(str(llama_copy), **common)
+    with LLM(str(llama_copy), hf_overrides={"tie_word_embeddings": False}, **common) as llm:
+        assert llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2))[0].finished
 
 
 def test_truncated_files_are_refused_by_name(llama_copy: Path) -> None:

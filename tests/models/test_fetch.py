@@ -20,9 +20,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors as hub_errors
 
-from minivllm.errors import ModelError
+from minivllm.errors import ConfigError, ModelError
 from minivllm.hub import fetch
-from minivllm.hub.fetch import WheelModel, fetch_wheel_model, resolve_model
+from minivllm.hub.fetch import WheelModel, fetch_wheel_model, model_cache, resolve_model
+from minivllm.hub.home import home_directory
 
 CONTENT = b"weights " * 1000
 
@@ -256,3 +257,20 @@ def test_only_safe_files_are_asked_of_the_hub(tmp_path: Path, monkeypatch: pytes
     resolve_model("org/name", weights=False)
     assert "*.safetensors" in asked[0] and "*.safetensors" not in asked[1]
     assert not any(pattern.endswith((".py", ".bin", ".pt", ".pth")) for pattern in asked[0] + asked[1])
+
+
+def test_everything_that_is_kept_lies_below_one_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from minivllm.cli.engine.env import default_history_path
+    from minivllm.compilation.compiler import cache_directory
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    for given, home in (("~/mv", tmp_path / "mv"), ("here", tmp_path / "here"), (str(tmp_path / "x"), tmp_path / "x")):
+        monkeypatch.setenv("MINIVLLM_HOME", given)
+        assert home_directory() == home
+        kept = [model_cache(), cache_directory(), default_history_path()]
+        assert [path.parent for path in kept] == [home] * 3
+    monkeypatch.setenv("MINIVLLM_HOME", "~nobody-of-this-name/mv")
+    with pytest.raises(ConfigError, match="set MINIVLLM_HOME to an absolute path"):
+        home_directory()

@@ -125,7 +125,9 @@ def assert_described_alike(ours: DecoderConfig, theirs: Any) -> None:
         assert (mlp.activation.alpha, mlp.activation.limit) == (theirs.swiglu_alpha, theirs.swiglu_limit)
     else:
         assert mlp.activation == (getattr(theirs, "hidden_act", None) or theirs.hidden_activation)
-    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    linear = theirs.rope_parameters.get("rope_type") == "linear"  # which extends the context
+    extension = theirs.rope_parameters["factor"] if linear else 1
+    assert ours.max_position_embeddings == theirs.max_position_embeddings * extension
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     residual = getattr(theirs, "residual_multiplier", 1.0)  # the decoder divides the residual stream by it
     assert ours.rms_norm_eps == pytest.approx(theirs.rms_norm_eps / residual**2, rel=1e-12)
@@ -287,12 +289,10 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_supported_ones() ->
         ("rope_theta", -1.0),
         ("rope_theta", float("inf")),
         ("rope_scaling", [1]),
-        ("hidden_act", "relu"),
+        ("hidden_act", "tanh"),
         ("dtype", "float8_e4m3fn"),
         ("tie_word_embeddings", "yes"),
-        ("eos_token_id", 128),
         ("eos_token_id", ["<eos>"]),
-        ("bos_token_id", -1),
         ("quantization_config", {"quant_method": "bitsandbytes"}),
         ("architectures", "LlamaForCausalLM"),
     ],
@@ -474,7 +474,7 @@ def test_the_default_model_is_described_by_its_metadata(smollm2_path: Path) -> N
     assert (config.vocab_size, config.max_position_embeddings) == (49152, 8192)
     assert config.rotary == (RotaryConfig(theta=100000.0, dim=64, original_max_position=8192),)
     assert config.tie_word_embeddings and config.dtype == "bfloat16"
-    assert config.bos_token_id == 1 and config.eos_token_ids == (2,)
+    assert config.bos_token_id == 1 and config.eos_token_ids == (2, 4, 0)  # <|im_end|>, <reponame>, <|endoftext|>
 
 
 @pytest.mark.parametrize(("factor", "original"), [(8.0, 8192), (32.0, 8192), (4.0, 2048)])
@@ -492,3 +492,86 @@ def test_rotary_factors_of_no_known_scaling_are_refused() -> None:
         if factors:
             with pytest.raises(ModelError, match="rope_freqs"):
                 llama3_parameters(factors, 10000.0, "file.gguf")
+
+
+def test_ids_outside_the_vocabulary_are_left_out_with_a_warning_that_names_their_file(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    entries = {"architectures": ["LlamaForCausalLM"], **SMALL, "bos_token_id": -1, "eos_token_id": [3, 128]}
+    config = build_decoder_config(entries, {"eos_token_id": [5, 999]}, "somewhere/config.json")
+    assert (config.bos_token_id, config.eos_token_ids) == (None, (3, 5))
+    assert [record.getMessage().split(", but")[0] for record in caplog.records] == [
+        "somewhere/config.json: bos_token_id names -1",
+        "somewhere/config.json: eos_token_id names 128",
+        "somewhere/generation_config.json: eos_token_id names 999",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 512),
+    ],
+)
+def test_yarn_and_linear_scaling_extend_the_context(rope: dict[str, Any], positions: int, tmp_path: Path) -> None:
+    from minivllm.model_facts.transformers_config import read_transformers_config
+
+    entries = {**SMALL, "max_position_embeddings": 512, "rope_theta": 10000.0, "rope_scaling": rope}
+    assert build("LlamaForCausalLM", **entries).max_position_embeddings == positions
+    described = {**entries, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    if rope["rope_type"] != "llama3":
+        assert read_transformers_config(tmp_path).max_position_embeddings == positions
+
+
+def test_scaling_of_some_layers_does_not_extend_the_context() -> None:
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert build("Gemma3ForCausalLM", max_position_embeddings=512, rope_parameters=rope).max_position_embeddings == 512
+
+
+@pytest.mark.parametrize(
+    ("rope", "doubt"),
+    [
+        ({"rope_type": "linear", "factor": 0.5}, "rope_parameters.factor is 0.5, below 1"),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, "is 8 times"),
+        ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2}, "beta_fast is below beta_slow"),
+        ({"factor": 4.0}, "factor is not used by rope_type 'default'"),
+    ],
+)
+def test_rotary_parameters_that_transformers_doubts_are_doubted(
+    rope: dict[str, Any], doubt: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    build("LlamaForCausalLM", max_position_embeddings=512, rope_scaling=rope)
+    assert any(doubt in record.getMessage() for record in caplog.records)
+
+
+def test_a_mistral_with_layer_types_has_the_windows_that_autoconfig_gives_it() -> None:
+    types = ["full_attention", "sliding_attention"]
+    config = build("MistralForCausalLM", num_hidden_layers=2, layer_types=types, sliding_window=32)
+    assert windows(config) == (None, 32)
+    assert windows(build("MistralForCausalLM", num_hidden_layers=2, sliding_window=32)) == (32, 32)
+
+
+@pytest.mark.parametrize(
+    "activation", ["gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate", "gelu_python", "relu"]
+)
+def test_an_activation_computes_what_transformers_computes_by_that_name(activation: str) -> None:
+    from transformers.activations import ACT2FN
+
+    from kernels_triton_free.activation import gated_product
+
+    (layer,) = set(build(hidden_act=activation).layers)
+    x = torch.linspace(-8, 8, 4001)
+    assert torch.allclose(gated_product(x, torch.ones(4001), layer.mlp.activation), ACT2FN[activation](x), atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64", "torch.float64"])
+def test_a_type_without_a_computation_of_its_own_is_computed_in_float32(dtype: str) -> None:
+    assert build(dtype=dtype).dtype == "float32"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from minivllm.batch.layer_caches import block_bytes
 from minivllm.batch.step_inputs import Row
@@ -155,8 +156,8 @@ def test_it_sleeps_and_wakes_up_with_its_model(model: Path, plain: list[list[int
 
 
 def test_another_vocabulary_is_refused_with_a_sentence(model: Path, tiny_model: TinyModel, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has a vocabulary of 400 tokens, but the model it guesses for has 416"):
-        tiny_llm(model, **drafting(tiny_model("llama", vocab_size=400)))
+    with pytest.raises(ConfigError, match="has a vocabulary of 200 tokens, but the model it guesses for has 416"):
+        tiny_llm(model, **drafting(tiny_model("llama", vocab_size=200)))
     other = shutil.copytree(model, tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -164,6 +165,31 @@ def test_another_vocabulary_is_refused_with_a_sentence(model: Path, tiny_model: 
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match="has another tokenizer than the model it guesses for"):
         tiny_llm(model, **drafting(other))
+
+
+@pytest.mark.parametrize(("width", "draft_width"), [(432, 420), (420, 432)])
+def test_a_vocabulary_may_be_padded_to_another_width(
+    tiny_model: TinyModel, tmp_path: Path, width: int, draft_width: int
+) -> None:
+    """Qwen2.5 of 0.5B parameters has 151,936 logits, that of 7B has 152,064, for the same tokens."""
+    wide = tiny_model("llama", vocab_size=max(width, draft_width))
+    narrow = Path(shutil.copytree(wide, tmp_path / "narrow"))
+    (narrow / "config.json").write_text(
+        json.dumps({**json.loads((wide / "config.json").read_text()), "vocab_size": min(width, draft_width)})
+    )
+    weights = load_file(narrow / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][: min(width, draft_width)].contiguous()
+    save_file(weights, narrow / "model.safetensors")
+    target, draft = (wide, narrow) if width > draft_width else (narrow, wide)
+    prompts = [*PROMPTS, [width - 1, 3, 4]]
+    params = [*PARAMS, PARAMS[0]]
+    with tiny_llm(target) as llm:
+        expected = tokens_of(run(llm, prompts, params))
+    with always_drafts(tiny_llm(target, **drafting(draft))) as llm:
+        assert tokens_of(run(llm, prompts, params)) == expected
+        metrics = llm.get_metrics()
+        assert metrics.num_accepted_tokens > metrics.num_draft_tokens // 4
 
 
 def test_a_draft_model_must_be_named_and_long_enough(model: Path, tiny_model: TinyModel) -> None:

@@ -23,7 +23,7 @@ from minivllm.bench.sides.drive import Answer, Record, Room, Task
 from minivllm.bench.sides.side_process import LOADERS, SECONDS_TO_END
 from minivllm.errors import ConfigError, ModelError
 from minivllm.gguf.gguf_file import find_gguf
-from minivllm.hub.fetch import model_cache, resolve_model
+from minivllm.hub.fetch import resolve_model
 
 OPENVINO_WEIGHTS: dict[str, list[str]] = {
     "int4": ["--weight-format", "int4", "--group-size", "32", "--ratio", "1.0"],
@@ -80,7 +80,7 @@ def _made_once(source: Path, form: str, make: Callable[[Path], None]) -> Path:
     files = sorted(source.iterdir()) if source.is_dir() else [source]
     content = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
-    target = model_cache().parent / "bench" / f"{source.stem}-{form}-{digest}"
+    target = home_directory() / "bench" / f"{source.stem}-{form}-{digest}"
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix="export-", dir=target.parent))

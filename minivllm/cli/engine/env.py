@@ -15,6 +15,7 @@ import typer
 from minivllm import __version__
 from minivllm.cli.engine.engine_start import ProgressHandler
 from minivllm.cli.terminal.terminal_text import format_bytes
+from minivllm.hub.home import home_directory
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "gguf", "ray", "nixl")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8", "amx_tile")
@@ -272,7 +273,7 @@ def _size(count: int | None) -> str:
 
 def default_history_path() -> Path:
     """Where messages typed earlier are kept: $MINIVLLM_HOME, else where the XDG base directories put state."""
-    if home := os.environ.get("MINIVLLM_HOME"):
-        return Path(home).expanduser() / "chat_history"
+    if os.environ.get("MINIVLLM_HOME"):
+        return home_directory() / "chat_history"
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "minivllm" / "chat_history"

@@ -60,12 +60,14 @@ def find_tensors(directory: str | Path, config: EagleConfig) -> EagleTensors:
     Raises ModelError naming file and tensor for a missing or broken file, a missing, unexpected or misshapen tensor.
     """
     directory = Path(directory)
-    files, _ = safetensors_files(directory)
+    files, listed = safetensors_files(directory)
     shapes: dict[str, Shape] = {}
     places: dict[str, tuple[Path, str]] = {}
     for path in files:
         with open_safetensors(path) as file:
             for stored in file.keys():  # noqa: SIM118 - it is no dictionary
+                if listed.get(stored, path) != path:
+                    continue
                 name = stored.removeprefix("model.")
                 if config.version == "eagle3" and name.startswith("midlayer."):
                     name = _LAYER + name.removeprefix("midlayer.")

@@ -21,7 +21,14 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
+    "gelu_python": "gelu",
+    # One function, written in several ways.
     "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_accurate": "gelu_pytorch_tanh",
+    "relu": "relu",
 }
 BiasRule = Literal["never", "always", "attention_bias"]
 

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from minivllm.models.decoder_config import RotaryConfig, RotaryType
 from minivllm.models.entries.entries import MAX_POSITIONS, Entries
 
+logger = logging.getLogger(__name__)
+
 ROTARY_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 MAX_THETA = 1e15
+
+
+def usable_positions(max_positions: int, tables: Sequence[RotaryConfig]) -> int:
+    """Tokens that a text may have: YaRN and linear scaling extend the context by their factor.
+
+    The table that reaches least far decides, so that a table of some layers alone does not extend it.
+    """
+    return max(max_positions, min((_reach(max_positions, table) for table in tables), default=0))
+
+
+def _reach(max_positions: int, table: RotaryConfig) -> int:
+    return round(table.original_max_position * table.factor) if table.type in ("linear", "yarn") else max_positions
 
 
 def read_rotary(fields: Entries, head_dim: int) -> RotaryConfig:
@@ -80,7 +95,42 @@ def read_rotary_set(fields: Entries, given: Mapping[str, Any], theta: Any, head_
             raise rope.refuse("rope_theta", theta, "must not be 1 with yarn")
     if rope_type == "longrope":
         values.update(_longrope(rope, dim, max_positions, values["original_max_position"]))
+    _warn_of_doubts(rope, rope_type, values, max_positions)
     return RotaryConfig(type=cast(RotaryType, rope_type), theta=theta, dim=dim, **values)
+
+
+_YARN = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_USED: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": _YARN,
+    "longrope": ("factor", "attention_factor", "short_factor", "long_factor", "short_mscale", "long_mscale"),
+}
+"""Entries that each type reads, besides those that all types may have."""
+_SHARED = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+
+
+def _warn_of_doubts(rope: Entries, rope_type: str, values: Mapping[str, Any], max_positions: int) -> None:
+    """Warn of what transformers warns of: such parameters are used as they stand, but hardly meant so."""
+    factor, original = values.get("factor"), values["original_max_position"]
+    used = {*_SHARED, *_USED[rope_type]}
+    stray = sorted({name for names in _USED.values() for name in names} & rope.entries.keys() - used)
+    doubts = [f"{name} is not used by rope_type {rope_type!r}" for name in stray if rope.get(name) is not None]
+    if factor is not None and factor < 1:
+        doubts.append(f"factor is {factor:g}, below 1, which shortens the context")
+    if rope_type == "yarn" and max_positions != original and factor != max_positions / original:
+        doubts.append(
+            f"factor is {factor:g}, but max_position_embeddings {max_positions} is {max_positions / original:g} times "
+            f"original_max_position_embeddings; the factor decides"
+        )
+    if rope_type == "yarn" and values["beta_fast"] < values["beta_slow"]:
+        doubts.append("beta_fast is below beta_slow")
+    if rope_type == "llama3" and original >= max_positions:
+        doubts.append(f"original_max_position_embeddings is {original}, not below max_position_embeddings")
+    for doubt in doubts:
+        logger.warning("%s: %s%s.", rope.source, rope.prefix, doubt)
 
 
 def _longrope(rope: Entries, dim: int, max_positions: int, original: int) -> dict[str, Any]:

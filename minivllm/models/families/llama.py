@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,14 +13,30 @@ from minivllm.models.families.dense import Description, dense
 from minivllm.models.families.family import IMAGE_PARTS, TEXT_PREFIXES, Family, defaults, text_part
 from minivllm.models.layer_specs import LayerSpec, PositionScaling
 
+logger = logging.getLogger(__name__)
+
 
 def window_in_every_layer(entries: Entries) -> Sequence[int | None]:
     return (entries.optional_whole("sliding_window", 1, MAX_POSITIONS),) * entries.num_layers
 
 
+def _mistral_windows(entries: Entries) -> Sequence[int | None]:
+    """In every layer, or as ``layer_types`` says: transformers takes a Mistral with that entry for a Ministral."""
+    types = entries.layer_types()
+    if types is None:
+        return window_in_every_layer(entries)
+    return entries.windows_by_type(types, entries.optional_whole("sliding_window", 1, MAX_POSITIONS))
+
+
+def _ministral3_windows(entries: Entries) -> Sequence[int | None]:
+    if entries.entries.get("layer_types") is not None:
+        logger.warning("%s: layer_types is not used by this family; sliding_window is that of all.", entries.source)
+    return window_in_every_layer(entries)
+
+
 def _ministral3(entries: Entries) -> Description:
     """Queries grow with their position, by entries of the rotary embedding."""
-    plain = dense(entries, windows=window_in_every_layer)
+    plain = dense(entries, windows=_ministral3_windows)
     given = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
     rope = Entries(given, {}, entries.source, "rope_parameters.")
     beta = rope.optional_number("llama_4_scaling_beta")
@@ -145,7 +162,7 @@ FAMILIES = (
             bos_token_id=1,
             eos_token_id=2,
         ),
-        describe=partial(dense, windows=window_in_every_layer),
+        describe=partial(dense, windows=_mistral_windows),
         has_windows=True,
         gguf_permutes_rotary=True,
     ),

@@ -184,6 +184,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tenso
 def activate(x: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return F.silu(x)
+    if activation == "relu":
+        return F.relu(x)
     return F.gelu(x, approximate="none" if activation == "gelu" else "tanh")
 
 

@@ -25,7 +25,7 @@ OURS, THEIRS = "minivllm", "grouped_mm"
 """Implementations: the engine's own, and that of transformers which can be traced."""
 
 _TENSORS = {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
-_NAMED = ("silu", "gelu", "gelu_pytorch_tanh")
+_NAMED = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
 class EngineExperts:

@@ -6,6 +6,7 @@ knows of that, by class of model, is asked of it. Files, formats and errors are 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor
 
 from minivllm.checkpoints.checkpoint import (
+    INDEX_NAME,
     Shape,
     check_tensors,
     dummy_weight,
     open_safetensors,
-    read_header,
-    safetensors_files,
+    stored_tensors,
 )
 from minivllm.errors import ModelError
 from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight
@@ -32,6 +33,8 @@ from minivllm.weight_formats.packed_weights import PackedWeights, StoredPart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -97,6 +100,11 @@ class CheckpointNames:
             return stored, None
         return name, pattern
 
+    def knows(self, stored: str) -> bool:
+        """Whether a tensor of a checkpoint is a parameter, or makes up one."""
+        name, pattern = self.place(stored)
+        return pattern is not None or name in self._state
+
     def converter(self, pattern: str) -> Any:
         """A converter of its own for one parameter."""
         return deepcopy(next(one for one in self._converters if pattern in one.source_patterns))
@@ -131,11 +139,11 @@ def iterate_parameters(
     Raises ModelError, naming file and tensor, for a missing or broken file, a missing, unexpected or misshapen tensor;
     of tensors that are merged, shapes are checked when they are.
     """
-    files, _ = safetensors_files(directory)
     expected = names.expected
+    places = _find_places(directory, names, packed)
+    files = {path for sources in places.values() for one in sources for _, path, _ in one.parts.values()}
     with ExitStack() as stack:
-        handles: dict[Path, Any] = {path: stack.enter_context(open_safetensors(path)) for path in files}
-        places = _find_places(files, names, packed)
+        handles: dict[Path, Any] = {path: stack.enter_context(open_safetensors(path)) for path in sorted(files)}
         if packed is not None:
             _drop_empty_biases(places, expected, handles)
         found: dict[str, Shape] = {}
@@ -159,6 +167,12 @@ def iterate_parameters(
                 found[source], file_of[source] = found.pop(name), file_of[name]
                 places[source] = places.pop(name)
             elif name in found:
+                pair = [_read_plain(handles, places[one][0]) for one in (name, source)]
+                if pair[0] is not None and pair[1] is not None and not torch.equal(pair[0], pair[1]):
+                    raise ModelError(
+                        f"{directory} stores {name!r} and {source!r} with different values, but its configuration "
+                        'ties them: give hf_overrides={"tie_word_embeddings": false} to use both.'
+                    )
                 del found[name], places[name]
         check_tensors(found, expected, file_of, directory)
 
@@ -190,23 +204,30 @@ def iterate_parameters(
             yield from made.items()
 
 
-def _find_places(
-    files: Sequence[Path], names: CheckpointNames, packed: PackedWeights | None
-) -> dict[str, list[_Source]]:
-    """Parameter -> the tensors it is made of, in natural order: expert 10 comes behind expert 9."""
+def _read_plain(handles: Mapping[Path, Any], source: _Source) -> Tensor | None:
+    """The tensor as it is stored; None for one of several packed parts."""
+    if "" not in source.parts:
+        return None
+    stored, path, _ = source.parts[""]
+    tensor: Tensor = handles[path].get_tensor(stored)
+    return tensor
+
+
+def _find_places(directory: Path, names: CheckpointNames, packed: PackedWeights | None) -> dict[str, list[_Source]]:
+    """Parameter -> the tensors it is made of, in natural order: expert 10 follows expert 9."""
     from transformers.core_model_loading import dot_natural_key
 
-    stored_in: dict[str, tuple[Path, StoredPart]] = {}
-    for path in files:
-        for stored, header in read_header(path, packed).items():
-            if stored in stored_in:
-                raise ModelError(f"{path}: tensor {stored!r} is also in {stored_in[stored][0]}.")
-            stored_in[stored] = path, header
+    def is_used(stored: str) -> bool:
+        return (packed is None or not packed.is_unused(stored)) and not names.is_ignored(names.place(stored)[0])
+
     whole: dict[str, dict[str, tuple[str, Path, StoredPart]]] = {}
-    for stored, (path, header) in stored_in.items():
+    for stored, (path, header, is_listed) in stored_tensors(directory, packed, is_used).items():
         if packed is not None and packed.is_unused(stored):
             continue
         weight, part = (packed.place(stored, stored) if packed is not None else None) or (stored, "")
+        if not is_listed and not names.knows(weight):
+            logger.warning("%s: tensor %r is left out: no weight, and not in %s.", path, stored, INDEX_NAME)
+            continue
         whole.setdefault(weight, {})[part] = stored, path, header
     places: dict[str, list[_Source]] = {}
     for weight in sorted(whole, key=dot_natural_key):
