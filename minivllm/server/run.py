@@ -39,7 +39,8 @@ LAST_WORDS_SECONDS = 2.0
 KEEP_ALIVE_SECONDS = 30
 KILL_SECONDS = 0.7
 """After a second signal, how long connections, threads and the engine get before the process ends without them."""
-BACKLOG = 512
+BACKLOG = 2048
+"""Connections that may wait to be accepted: a burst of them meets a busy event loop."""
 
 
 class Uvicorn(uvicorn.Server):
