@@ -27,8 +27,8 @@ from minivllm.server.wire.json_bounds import JsonBounds
 
 MAX_TOTAL_BODY_BYTES = 64 * 2**20
 """Bodies of all requests that are not over; more get 429."""
-GENERATING = documented(400, 401, 404, 413, 429, 500, 503, 504)
-READING = documented(400, 401, 404, 413)
+GENERATING = documented(400, 401, 404, 413, 415, 429, 500, 503, 504)
+READING = documented(400, 401, 404, 413, 415)
 
 
 def _streamable(model: Any) -> dict[int | str, dict[str, Any]]:
@@ -145,7 +145,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         """One of them."""
         return json_response(small.model_card(service, service.models.find(name)))
 
-    changing = documented(400, 401, 403, 409, 413, 503)
+    changing = documented(400, 401, 403, 409, 413, 415, 503)
     unloading = {200: {"model": small.DeletedModel}, **changing, **documented(404)}
 
     @app.post("/v1/load_lora_adapter", responses={200: {"model": small.ModelCard}, **changing}, tags=["models"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from collections.abc import Iterator
@@ -166,9 +167,31 @@ def test_a_body_that_is_no_proper_json_object_is_refused(http: httpx.Client, con
     assert_is_error(http.post("/v1/chat/completions", content=content, headers=headers), 400)
 
 
-def test_a_form_is_refused_with_the_header_it_needs(http: httpx.Client) -> None:
-    response = http.post("/v1/chat/completions", data={"messages": "x"})
-    assert_is_error(response, 400, "Content-Type: application/json")
+@pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", "text/plain", "text/json", None])
+def test_a_body_of_another_type_is_refused_with_the_header_it_needs(
+    http: httpx.Client, content_type: str | None
+) -> None:
+    headers = {} if content_type is None else {"content-type": content_type}
+    response = http.post("/v1/chat/completions", content=json.dumps(GOOD), headers=headers)
+    error = assert_is_error(response, 415, "Content-Type: application/json")
+    assert (content_type or "without that header") in error["message"]
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "application/problem+json"])
+def test_json_under_its_other_names_is_read(http: httpx.Client, content_type: str) -> None:
+    response = http.post("/v1/chat/completions", content=json.dumps(GOOD), headers={"content-type": content_type})
+    assert response.status_code == 200
+
+
+def test_a_compressed_body_is_refused_and_never_unpacked(http: httpx.Client) -> None:
+    packed = gzip.compress(json.dumps(GOOD).encode())
+    for encoding in ("gzip", "deflate", "br", "identity, gzip"):
+        headers = {"content-type": "application/json", "content-encoding": encoding}
+        response = http.post("/v1/chat/completions", content=packed, headers=headers)
+        assert_is_error(response, 415, "Content-Encoding")
+        assert response.headers["accept-encoding"] == "identity"
+    headers = {"content-type": "application/json", "content-encoding": "identity"}
+    assert http.post("/v1/chat/completions", content=json.dumps(GOOD), headers=headers).status_code == 200
 
 
 def test_an_unknown_path_or_method_has_the_same_form(http: httpx.Client) -> None:
@@ -179,7 +202,7 @@ def test_an_unknown_path_or_method_has_the_same_form(http: httpx.Client) -> None
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_read(http: httpx.Client) -> None:
     with socket.create_connection(("127.0.0.1", http.base_url.port or 0), timeout=30) as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000\r\n\r\n{")
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000000\r\n\r\n{")
         assert raw.recv(4096).startswith(b"HTTP/1.1 413 ")
 
     def endless() -> Iterator[bytes]:
