@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from minivllm.server.proxy.children import Children
     from minivllm.server.proxy.relay import RelaySettings
     from minivllm.server.service.settings import ServerSettings
-
-MIN_PREFILL_TOKENS = 256
 
 
 def _option(help_text: str, *names: str, **settings: Any) -> Any:
@@ -53,7 +51,7 @@ class ProxyOptions:
     ] = None
     min_prefill_tokens: Annotated[
         int, _option("Shorter prompts, about (four characters count as a token), go to a decode server alone.")
-    ] = MIN_PREFILL_TOKENS
+    ] = 256
     prefill_timeout: Annotated[
         float, _option("Seconds after which a decode server computes the prompt instead.", min=0.1)
     ] = 60.0
@@ -135,9 +133,10 @@ def serve_disaggregated(
     settings: ServerSettings,
     listener: socket.socket,
     server_flags: Sequence[str],
-    min_prefill_tokens: int,
+    choices: Mapping[str, Any],
 ) -> None:
-    """Start the servers that ``text`` asks for, and a proxy in front of them. server_flags: of each server.
+    """Start the servers that ``text`` asks for, and a proxy in front of them. server_flags: of each server. choices:
+    settings of the relay.
 
     Raises EngineDeadError, with the name of the server, when one ends before it is ready, or the last that can answer.
     """
@@ -153,8 +152,8 @@ def serve_disaggregated(
     relay = RelaySettings(
         prefill=[one.url for one in children.prefill],
         decode=[one.url for one in children.decode],
-        min_prefill_tokens=min_prefill_tokens,
         timeout=settings.request_timeout or 86400.0,
+        **choices,
     )
 
     async def life() -> None:

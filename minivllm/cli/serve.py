@@ -109,12 +109,21 @@ class DisaggregatedOptions:
         int | None,
         _option("With --disaggregated: shorter prompts, about, go to a decode server alone.", show_default="256"),
     ] = None
+    prefill_timeout: Annotated[
+        float | None,
+        _option(
+            "With --disaggregated: seconds after which a decode server computes the prompt instead.",
+            min=0.1,
+            show_default="60",
+        ),
+    ] = None
 
     def check(self, server: ServerSettings, args: EngineArgs) -> None:
         """Raises ConfigError for what does not go with several servers, or needs them."""
         if self.disaggregated is None:
-            if self.min_prefill_tokens is not None:
-                raise ConfigError("--min-prefill-tokens needs --disaggregated.")
+            for name in ("min_prefill_tokens", "prefill_timeout"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"--{name.replace('_', '-')} needs --disaggregated.")
             return
         if args.kv_transfer_config is not None:
             raise ConfigError("--disaggregated chooses the connector itself: leave --kv-transfer-config out.")
@@ -189,10 +198,11 @@ def serve(server: ServerOptions, several: DisaggregatedOptions, args: EngineArgs
     listener = listen(settings)
     try:
         if several.disaggregated is not None:
-            from minivllm.cli.proxy import MIN_PREFILL_TOKENS, serve_disaggregated
+            from minivllm.cli.proxy import serve_disaggregated
 
-            least = MIN_PREFILL_TOKENS if several.min_prefill_tokens is None else several.min_prefill_tokens
-            serve_disaggregated(several.disaggregated, args, settings, listener, _server_flags(server), least)
+            names = ("min_prefill_tokens", "prefill_timeout")
+            choices = {name: getattr(several, name) for name in names if getattr(several, name) is not None}
+            serve_disaggregated(several.disaggregated, args, settings, listener, _server_flags(server), choices)
             return
         fetch_model(args)
         from minivllm.frontend.async_llm import AsyncLLM

@@ -265,6 +265,17 @@ def test_a_request_that_does_not_arrive_ends_its_connection(strict: ServedCore, 
     assert f"The {what} of the request did not arrive".encode() in answer
 
 
+@pytest.mark.parametrize(
+    "head", [b"nonsense", b"GET / HTTP/1.1", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 40_000]
+)
+def test_what_is_no_request_is_refused_in_the_form_of_all_errors(server: ServedCore, head: bytes) -> None:
+    connection = _raw(server, head + b"\r\n\r\n")
+    received = connection.recv(65536)
+    connection.close()
+    assert received.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"content-type: application/json" in received
+    assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
 def test_bytes_that_trickle_in_win_no_time(strict: ServedCore) -> None:
     connection = _raw(strict, b"POST / HTTP/1.1\r\nHost: localhost\r\n")
     start = time.monotonic()

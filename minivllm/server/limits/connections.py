@@ -55,6 +55,10 @@ def max_connections(files_per_connection: int = 1) -> int:
     return max(1, (wanted - OTHER_FILES) // files_per_connection)
 
 
+MAX_HEAD_BYTES = 16384
+"""Of a request's line and its headers."""
+
+
 class ChunkCount(h11.Connection):
     """The parser of one connection. num_chunks, num_body_bytes: of the request that is arriving, so far."""
 
@@ -94,7 +98,7 @@ class BoundedConnection(H11Protocol):
 
     def __init__(self, *, limits: ConnectionLimits, **others: Any) -> None:
         super().__init__(**others)
-        self.conn = ChunkCount(h11.SERVER)
+        self.conn = ChunkCount(h11.SERVER, MAX_HEAD_BYTES)
         self._limits = limits
         self._waits_for = ""
         self._receive_timer: asyncio.TimerHandle | None = None
@@ -119,6 +123,10 @@ class BoundedConnection(H11Protocol):
         if self.conn.num_chunks > MAX_SMALL_CHUNKS + self.conn.num_body_bytes // BODY_BYTES_PER_CHUNK:
             message = "The body comes in too many small chunks: send it in larger ones, or with a Content-Length."
             self._end(message, ApiError(400, message, code="chunks_too_small", headers={"connection": "close"}))
+
+    def send_400_response(self, msg: str) -> None:
+        message = f"This is no valid HTTP request, or its head has more than {MAX_HEAD_BYTES} bytes."
+        self._end(message, ApiError(400, message, code="invalid_http", headers={"connection": "close"}))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
