@@ -49,6 +49,14 @@ class ProxyOptions:
             envvar="MINIVLLM_API_KEY",
         ),
     ] = None
+    allowed_hosts: Annotated[
+        list[str] | None,
+        _option(
+            "Host name that clients may use besides localhost and --host (may be repeated). Without it, any name will "
+            "do where keys are asked for or other machines can reach the proxy.",
+            "--allowed-host",
+        ),
+    ] = None
     min_prefill_tokens: Annotated[
         int, _option("Shorter prompts, about (four characters count as a token), go to a decode server alone.")
     ] = 256
@@ -83,6 +91,7 @@ def proxy(options: ProxyOptions) -> None:
         host=options.host,
         port=options.port,
         api_keys=tuple(options.api_keys or ()),
+        allowed_hosts=tuple(options.allowed_hosts or ()),
         max_body_bytes=options.max_body_bytes,
         drain_timeout=options.drain_timeout,
         log_json=options.log_json,
@@ -108,14 +117,15 @@ def proxy(options: ProxyOptions) -> None:
 
 async def _run(
     relay: RelaySettings, settings: ServerSettings, listener: socket.socket, children: Children | None = None
-) -> None:
+) -> bool:
     from minivllm.server.proxy.proxy_run import never, run_proxy
 
-    await run_proxy(
+    return await run_proxy(
         relay,
         listener,
         api_keys=settings.api_keys,
         max_body_bytes=settings.max_body_bytes,
+        known_hosts=settings.known_hosts,
         drain_timeout=settings.drain_timeout,
         until=never if children is None else children.watch,
     )
@@ -158,10 +168,13 @@ def serve_disaggregated(
 
     async def life() -> None:
         await children.wait_until_ready()
-        await _run(relay, settings, listener, children)
+        if await _run(relay, settings, listener, children):
+            children.kill()
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # before the proxy runs, which drains
     try:
         asyncio.run(life())
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: children.kill())
         children.close()

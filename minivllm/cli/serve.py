@@ -54,6 +54,14 @@ class ServerOptions:
         list[str] | None,
         _option("Web page whose scripts may call the server (may be repeated); none by default.", "--cors-origin"),
     ] = None
+    allowed_hosts: Annotated[
+        list[str] | None,
+        _option(
+            "Host name that clients may use besides localhost and --host (may be repeated). Without it, any name will "
+            "do where keys are asked for or other machines can reach the server.",
+            "--allowed-host",
+        ),
+    ] = None
     log_json: Annotated[bool, _option("Log one JSON object per line.", "--log-json")] = False
     drain_timeout: Annotated[float, _option("Seconds that running requests get after SIGTERM.")] = 30.0
     stats_interval: Annotated[float, _option("Seconds between status lines, when there is news; 0 for none.")] = 10.0
@@ -79,7 +87,7 @@ class ServerOptions:
         """Raises ConfigError naming the setting and what it may be."""
         from minivllm.server.service.settings import ServerSettings
 
-        several = ("api_keys", "served_model_names", "cors_origins", "lora_adapters")
+        several = ("api_keys", "served_model_names", "cors_origins", "allowed_hosts", "lora_adapters")
         values = vars(self) | {name: tuple(getattr(self, name) or ()) for name in several}
         values["lora_adapters"] = tuple(map(_adapter, values["lora_adapters"]))
         values["request_timeout"] = self.request_timeout or None
@@ -164,7 +172,7 @@ def serve(server: ServerOptions, several: DisaggregatedOptions, args: EngineArgs
     Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/score, /v1/models,
     /v1/load_lora_adapter, /v1/unload_lora_adapter, /tokenize, /detokenize, /health, /ready, /version, /metrics, /live;
     /openapi.json describes them. A browser that opens / gets a page to chat and to watch the engine. SIGTERM lets
-    running requests finish; a second one does not. The exit code is 1 if the engine died.
+    running requests finish; a second one does not. The exit code is 0 after either, and 1 if the engine died.
 
     --nnodes 2 --node-rank 1 --master-addr HOST runs workers only, for the server on HOST, until that ends.
 

@@ -17,6 +17,7 @@ from minivllm.server.endpoints.completions_endpoint import TextRun
 from minivllm.server.endpoints.embeddings_endpoint import embed, score
 from minivllm.server.endpoints.page import add_page
 from minivllm.server.endpoints.responses_endpoint import ResponseRun
+from minivllm.server.limits.hosts import KnownHosts
 from minivllm.server.limits.middleware import OPEN_PATHS, AccessLog, BodyLimit, RequireKey
 from minivllm.server.protocol import chat
 from minivllm.server.protocol import completions as texts
@@ -85,6 +86,7 @@ def build_app(service: Service) -> ASGIApp:
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after"],
         )
+    wrapped = KnownHosts(wrapped, settings.known_hosts)
     return AccessLog(service.tracing.around(wrapped), service.metrics)
 
 

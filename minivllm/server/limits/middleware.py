@@ -39,7 +39,10 @@ class CountsErrors(Protocol):
 
 
 class AccessLog:
-    """Gives every request an id, echoes the client's own, and logs method, path, status and time; never a body."""
+    """Gives every request an id, echoes the client's own, and logs method, path, status and time; never a body.
+
+    HEAD is answered like GET: the connection leaves the body out.
+    """
 
     def __init__(self, app: ASGIApp, metrics: CountsErrors) -> None:
         self._app = app
@@ -49,7 +52,9 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start = time.monotonic()
+        start, method = time.monotonic(), scope["method"]
+        if method == "HEAD":
+            scope = {**scope, "method": "GET"}  # a copy, for the connection goes by what was asked
         request_id = _header(scope, b"x-request-id") or b""
         if not _ECHOED_ID.fullmatch(request_id):
             request_id = b"req-" + secrets.token_hex(12).encode()
@@ -73,7 +78,7 @@ class AccessLog:
                 self._metrics.errors.labels(scope["minivllm.stream_error"]).inc()
             seconds = time.monotonic() - start
             fields = {
-                "method": scope["method"] if scope["method"].isalpha() else "?",
+                "method": method if method.isalpha() else "?",
                 "path": scope["path"][:200],
                 "status": status,
                 "seconds": round(seconds, 4),
