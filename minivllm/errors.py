@@ -35,4 +35,4 @@ class EngineDeadError(MinivllmError):
 
 
 class EngineLostError(EngineDeadError):
-    """One of several engines has died with this request. The others serve on, so it can be sent again."""
+    """One of several engines has died with this request. Others serve on, or it starts again: send it again."""

@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from minivllm.server.proxy.children import Children
     from minivllm.server.proxy.relay import RelaySettings
     from minivllm.server.service.settings import ServerSettings
-
-MIN_PREFILL_TOKENS = 256
 
 
 def _option(help_text: str, *names: str, **settings: Any) -> Any:
@@ -51,9 +49,17 @@ class ProxyOptions:
             envvar="MINIVLLM_API_KEY",
         ),
     ] = None
+    allowed_hosts: Annotated[
+        list[str] | None,
+        _option(
+            "Host name that clients may use besides localhost and --host (may be repeated). Without it, any name will "
+            "do where keys are asked for or other machines can reach the proxy.",
+            "--allowed-host",
+        ),
+    ] = None
     min_prefill_tokens: Annotated[
         int, _option("Shorter prompts, about (four characters count as a token), go to a decode server alone.")
-    ] = MIN_PREFILL_TOKENS
+    ] = 256
     prefill_timeout: Annotated[
         float, _option("Seconds after which a decode server computes the prompt instead.", min=0.1)
     ] = 60.0
@@ -85,6 +91,7 @@ def proxy(options: ProxyOptions) -> None:
         host=options.host,
         port=options.port,
         api_keys=tuple(options.api_keys or ()),
+        allowed_hosts=tuple(options.allowed_hosts or ()),
         max_body_bytes=options.max_body_bytes,
         drain_timeout=options.drain_timeout,
         log_json=options.log_json,
@@ -110,14 +117,15 @@ def proxy(options: ProxyOptions) -> None:
 
 async def _run(
     relay: RelaySettings, settings: ServerSettings, listener: socket.socket, children: Children | None = None
-) -> None:
+) -> bool:
     from minivllm.server.proxy.proxy_run import never, run_proxy
 
-    await run_proxy(
+    return await run_proxy(
         relay,
         listener,
         api_keys=settings.api_keys,
         max_body_bytes=settings.max_body_bytes,
+        known_hosts=settings.known_hosts,
         drain_timeout=settings.drain_timeout,
         until=never if children is None else children.watch,
     )
@@ -135,9 +143,10 @@ def serve_disaggregated(
     settings: ServerSettings,
     listener: socket.socket,
     server_flags: Sequence[str],
-    min_prefill_tokens: int,
+    choices: Mapping[str, Any],
 ) -> None:
-    """Start the servers that ``text`` asks for, and a proxy in front of them. server_flags: of each server.
+    """Start the servers that ``text`` asks for, and a proxy in front of them. server_flags: of each server. choices:
+    settings of the relay.
 
     Raises EngineDeadError, with the name of the server, when one ends before it is ready, or the last that can answer.
     """
@@ -153,16 +162,19 @@ def serve_disaggregated(
     relay = RelaySettings(
         prefill=[one.url for one in children.prefill],
         decode=[one.url for one in children.decode],
-        min_prefill_tokens=min_prefill_tokens,
         timeout=settings.request_timeout or 86400.0,
+        **choices,
     )
 
     async def life() -> None:
         await children.wait_until_ready()
-        await _run(relay, settings, listener, children)
+        if await _run(relay, settings, listener, children):
+            children.kill()
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # before the proxy runs, which drains
     try:
         asyncio.run(life())
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: children.kill())
         children.close()

@@ -54,6 +54,14 @@ class ServerOptions:
         list[str] | None,
         _option("Web page whose scripts may call the server (may be repeated); none by default.", "--cors-origin"),
     ] = None
+    allowed_hosts: Annotated[
+        list[str] | None,
+        _option(
+            "Host name that clients may use besides localhost and --host (may be repeated). Without it, any name will "
+            "do where keys are asked for or other machines can reach the server.",
+            "--allowed-host",
+        ),
+    ] = None
     log_json: Annotated[bool, _option("Log one JSON object per line.", "--log-json")] = False
     drain_timeout: Annotated[float, _option("Seconds that running requests get after SIGTERM.")] = 30.0
     stats_interval: Annotated[float, _option("Seconds between status lines, when there is news; 0 for none.")] = 10.0
@@ -79,7 +87,7 @@ class ServerOptions:
         """Raises ConfigError naming the setting and what it may be."""
         from minivllm.server.service.settings import ServerSettings
 
-        several = ("api_keys", "served_model_names", "cors_origins", "lora_adapters")
+        several = ("api_keys", "served_model_names", "cors_origins", "allowed_hosts", "lora_adapters")
         values = vars(self) | {name: tuple(getattr(self, name) or ()) for name in several}
         values["lora_adapters"] = tuple(map(_adapter, values["lora_adapters"]))
         values["request_timeout"] = self.request_timeout or None
@@ -109,12 +117,21 @@ class DisaggregatedOptions:
         int | None,
         _option("With --disaggregated: shorter prompts, about, go to a decode server alone.", show_default="256"),
     ] = None
+    prefill_timeout: Annotated[
+        float | None,
+        _option(
+            "With --disaggregated: seconds after which a decode server computes the prompt instead.",
+            min=0.1,
+            show_default="60",
+        ),
+    ] = None
 
     def check(self, server: ServerSettings, args: EngineArgs) -> None:
         """Raises ConfigError for what does not go with several servers, or needs them."""
         if self.disaggregated is None:
-            if self.min_prefill_tokens is not None:
-                raise ConfigError("--min-prefill-tokens needs --disaggregated.")
+            for name in ("min_prefill_tokens", "prefill_timeout"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"--{name.replace('_', '-')} needs --disaggregated.")
             return
         if args.kv_transfer_config is not None:
             raise ConfigError("--disaggregated chooses the connector itself: leave --kv-transfer-config out.")
@@ -155,7 +172,7 @@ def serve(server: ServerOptions, several: DisaggregatedOptions, args: EngineArgs
     Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/score, /v1/models,
     /v1/load_lora_adapter, /v1/unload_lora_adapter, /tokenize, /detokenize, /health, /ready, /version, /metrics, /live;
     /openapi.json describes them. A browser that opens / gets a page to chat and to watch the engine. SIGTERM lets
-    running requests finish; a second one does not. The exit code is 1 if the engine died.
+    running requests finish; a second one does not. The exit code is 0 after either, and 1 if the engine died.
 
     --nnodes 2 --node-rank 1 --master-addr HOST runs workers only, for the server on HOST, until that ends.
 
@@ -189,10 +206,11 @@ def serve(server: ServerOptions, several: DisaggregatedOptions, args: EngineArgs
     listener = listen(settings)
     try:
         if several.disaggregated is not None:
-            from minivllm.cli.proxy import MIN_PREFILL_TOKENS, serve_disaggregated
+            from minivllm.cli.proxy import serve_disaggregated
 
-            least = MIN_PREFILL_TOKENS if several.min_prefill_tokens is None else several.min_prefill_tokens
-            serve_disaggregated(several.disaggregated, args, settings, listener, _server_flags(server), least)
+            names = ("min_prefill_tokens", "prefill_timeout")
+            choices = {name: getattr(several, name) for name in names if getattr(several, name) is not None}
+            serve_disaggregated(several.disaggregated, args, settings, listener, _server_flags(server), choices)
             return
         fetch_model(args)
         from minivllm.frontend.async_llm import AsyncLLM

@@ -66,6 +66,10 @@ class AsyncDataParallelClient:
         return len(self._replicas)
 
     @property
+    def num_up(self) -> int:
+        return sum(one.is_up for one in self._replicas)
+
+    @property
     def num_restarts(self) -> list[int]:
         return [one.num_restarts for one in self._replicas]
 
@@ -75,8 +79,8 @@ class AsyncDataParallelClient:
         return [one.client.pid for one in self._replicas]
 
     def start(self, on_outputs: OnOutputs, on_death: DeathListener) -> None:
-        """Begin to receive in the running event loop. on_death is called for every engine that dies with requests of
-        others serving on, and once at the end, also by ``close``."""
+        """Begin to receive in the running event loop. on_death is called for every engine that dies, with its requests,
+        and once at the end, also by ``close``."""
         self._on_outputs, self._on_death = on_outputs, on_death
         for one in self._replicas:
             one.client.start(self._take_in, partial(self._take_death, one, one.client))
@@ -88,7 +92,7 @@ class AsyncDataParallelClient:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def add_request(self, request: EngineRequest) -> None:
-        """Raises EngineDeadError if no engine is left."""
+        """Raises EngineDeadError if no engine is left, EngineLostError if all that are left are starting again."""
         while self._router.up:
             index = self._router.add(request)
             try:
@@ -98,7 +102,7 @@ class AsyncDataParallelClient:
                 # Its end will be reported in a moment, to the requests that it had. This one goes elsewhere.
                 self._router.remove([request.request_id])
                 self._router.engines[index].is_up = False
-        raise self.dead_error or EngineDeadError("All engines have died.")
+        raise self.dead_error or _none_up()
 
     def abort(self, request_ids: list[str]) -> None:
         for index, owned in self._router.remove(request_ids).items():
@@ -110,7 +114,7 @@ class AsyncDataParallelClient:
     async def call(self, method: str, *args: Any) -> Any:
         """Ask all engines that are up, and make one answer of theirs.
 
-        Raises RequestError or ModelError if one of them does, or EngineDeadError if none is left.
+        Raises RequestError or ModelError if one of them does, EngineDeadError or EngineLostError if none is up.
         """
         if method not in CHANGING:
             return await self._ask_all(method, args)
@@ -137,7 +141,7 @@ class AsyncDataParallelClient:
                 await self._take_back(method, args, [one for one, _ in answers])
                 raise error
         if not answers:
-            raise self.dead_error or EngineDeadError("All engines have died.")
+            raise self.dead_error or _none_up()
         return combine(method, [result for _, result in answers])
 
     async def _take_back(self, method: str, args: tuple[Any, ...], obeyed: Sequence[Replica]) -> None:
@@ -167,11 +171,9 @@ class AsyncDataParallelClient:
                 other.died()
                 other.client.kill()
         lost = self._router.lose(one.index)
-        num_up = sum(other.is_up for other in self._replicas)
-        if num_up == 0:
-            self.dead_error = error
-            self._stop_restarts()
-            self._on_death(error)
+        num_up = self.num_up
+        if num_up == 0 and (self.config.shares_experts or not self._may_restart):
+            self._give_up(error)
             return
         logger.error(
             "Engine %d has died, and %d requests with it; %d of %d serve on. %s",
@@ -187,8 +189,14 @@ class AsyncDataParallelClient:
             task.add_done_callback(self._restarts.discard)
         self._on_death(EngineLostError(f"The engine that worked on this request has died: {error}"), set(lost))
 
+    def _give_up(self, error: EngineDeadError) -> None:
+        """No engine serves, and none will."""
+        self.dead_error = error
+        self._stop_restarts()
+        self._on_death(error)
+
     async def _restart(self, one: Replica) -> None:
-        """Start a dead engine again, however often it takes."""
+        """Start a dead engine again, however often it takes. It is the end if none is up and none starts again."""
         await one.client.close()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -202,6 +210,8 @@ class AsyncDataParallelClient:
                 async with self._changing:
                     for method, args in self._orders:
                         await client.call(method, *args)
+                    if client.dead_error is not None:  # it has died already, and that was told to no one
+                        raise client.dead_error
                     if not self._over.is_set():
                         one.serves_again(client)
                         self._router.engines[one.index].is_up = True
@@ -210,6 +220,9 @@ class AsyncDataParallelClient:
             except Exception as error:
                 if not self._over.is_set():
                     logger.error("Engine %d does not start again: %s", one.index, error)
+                    one.does_start = False
+                    if not any(other.does_start for other in self._replicas):
+                        self._give_up(EngineDeadError(f"No engine is left, and none starts again: {error}"))
             finally:
                 if client is not None and client is not one.client:
                     await client.close()
@@ -241,6 +254,10 @@ class AsyncDataParallelClient:
             self.kill()  # one after the other they would wait for one another
         for one in self._replicas:
             one.client.terminate()
+
+
+def _none_up() -> EngineLostError:
+    return EngineLostError("No engine is up: all are being started again. Send the request again later.")
 
 
 def _ignore(error: EngineDeadError, request_ids: Collection[str] | None = None) -> None:

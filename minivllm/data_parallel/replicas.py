@@ -69,11 +69,12 @@ def start_together(connect: Callable[..., EngineConnection], args: EngineArgs) -
 
 
 class Replica:
-    """One engine, which may die and start again. client: of the process that runs now, or ran last."""
+    """One engine, which may die and start again. client: of the process that runs now, or ran last. does_start: the
+    last try to start it went well."""
 
     def __init__(self, index: int, client: AsyncProcessClient) -> None:
         self.index, self.client = index, client
-        self.is_up = True
+        self.is_up = self.does_start = True
         self.num_restarts = 0
         self._num_tries = 0
         self._up_since = time.monotonic()
@@ -92,7 +93,7 @@ class Replica:
             self._num_tries = 0
 
     def serves_again(self, client: AsyncProcessClient) -> None:
-        self.client, self.is_up = client, True
+        self.client, self.is_up, self.does_start = client, True, True
         self.num_restarts += 1
         self._up_since = time.monotonic()
 

@@ -53,13 +53,14 @@ class EngineClient(Protocol):
 
 class DeathListener(Protocol):
     def __call__(self, error: EngineDeadError, request_ids: Collection[str] | None = None) -> None:
-        """An engine has died. request_ids: those that died with it, while others serve on; None: nobody does."""
+        """An engine has died. request_ids: those that died with it, while others serve on or it starts again; None: it
+        is the end."""
 
 
 class AsyncEngineClient(Protocol):
     """What ``AsyncLLM`` uses. config: of all engines together: as many places and tokens of a step as they have.
 
-    dead_error: why nobody serves any more. num_restarts: of each of num_engines.
+    dead_error: why none serves any more. num_up: of num_engines, without one that starts again. num_restarts: of each.
     """
 
     config: EngineConfig
@@ -68,6 +69,9 @@ class AsyncEngineClient(Protocol):
 
     @property
     def num_engines(self) -> int: ...
+
+    @property
+    def num_up(self) -> int: ...
 
     @property
     def num_restarts(self) -> Sequence[int]: ...

@@ -10,16 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 
 import zmq
@@ -29,13 +26,12 @@ from minivllm.distributed.lockstep import EnginePlace
 from minivllm.engine import wire
 from minivllm.errors import EngineDeadError
 from minivllm.executor.wire.child_reports import FRONTEND_SIGNALS, describe_exit
+from minivllm.executor.wire.private_directories import PrivateDirectory
 from minivllm.messages import EngineRequest
 
 logger = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, *["-O"] * sys.flags.optimize, "-P", "-m", "minivllm.engine_process.process")
-MAX_SOCKET_PATH = 100
-"""Operating systems allow a little more than a hundred bytes for the path of a socket."""
 FINAL_MESSAGE_SECONDS = 1.0
 """How long to wait for the message in which an ending engine says why, and for its process to end."""
 DIED_STATUS = 1
@@ -69,7 +65,8 @@ class EngineConnection:
         self._identity = secrets.token_bytes(16)
         self._codec = wire.Codec()
         self._num_calls = 0
-        self._directory = _private_directory()
+        directory = PrivateDirectory()
+        self._directory = directory.path
         self._context = zmq.Context()
         self._router = self._bind(zmq.ROUTER, wire.REQUESTS_SOCKET)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -102,7 +99,7 @@ class EngineConnection:
                 [self._start_write, self.life_fd],
                 [self._router, self.pull],
                 self._context,
-                self._directory,
+                directory,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -257,20 +254,12 @@ class EngineConnection:
         self._cleanup()
 
 
-def _private_directory() -> Path:
-    directory = tempfile.mkdtemp(prefix="minivllm-")
-    if len(os.fsencode(directory)) + 16 > MAX_SOCKET_PATH:
-        os.rmdir(directory)
-        directory = tempfile.mkdtemp(prefix="minivllm-", dir="/tmp")
-    return Path(directory)
-
-
 def _clean_up(
     process: subprocess.Popen[bytes],
     fds: list[int],
     sockets: list[zmq.Socket[bytes]],
     context: zmq.Context[zmq.Socket[bytes]],
-    directory: Path,
+    directory: PrivateDirectory,
 ) -> None:
     for fd in fds:
         os.close(fd)  # the engine's sign to end
@@ -282,7 +271,7 @@ def _clean_up(
     for socket in sockets:
         socket.close(linger=0)
     context.term()
-    shutil.rmtree(directory, ignore_errors=True)
+    directory.remove()
 
 
 def _has_fileno(stream: object) -> bool:

@@ -126,7 +126,7 @@ class AsyncProcessClient(_Client):
     ``start`` must be called in the event loop before anything is awaited.
     """
 
-    num_engines, num_restarts = 1, (0,)
+    num_engines, num_up, num_restarts = 1, 1, (0,)
 
     def __init__(self, connection: EngineConnection) -> None:
         super().__init__(connection)

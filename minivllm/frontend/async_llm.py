@@ -12,12 +12,12 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from minivllm.config import EngineArgs
-from minivllm.errors import EngineDeadError, RequestError
+from minivllm.errors import EngineDeadError, EngineLostError, RequestError
 from minivllm.frontend.llm_engine import TextFrontend, load_model_tokenizer
 from minivllm.messages import EngineOutput, FinishReason, LoRARequest, RecentStep, SchedulerStats
 from minivllm.processing.input_processor import PreparedRequest, Prompt
@@ -31,8 +31,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 SLICE_SECONDS = 0.005
 """How long outputs are taken in before other tasks of the event loop get their turn."""
+STATS_SECONDS = 0.8
+"""How long an engine's figures are waited for. It answers between two steps, and not at all when it hangs."""
 LONG_TEXT = 4096
 """Characters from which on tokenizing moves to a thread, where it does not hold up the event loop."""
 
@@ -137,31 +141,36 @@ class AsyncLLM(TextFrontend):
         return self.client.num_restarts
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError if the engine process ended, or was killed because its busy loop hung."""
+        """Raises EngineDeadError if the engine process ended, or was killed because its busy loop hung; EngineLostError
+        while all of several engines are being started again."""
         self._start()
         if self.client.dead_error is not None:
             raise self.client.dead_error
+        if not self.client.num_up:
+            raise EngineLostError("All engines have died, and are being started again.")
 
     async def stats(self) -> SchedulerStats:
         """Of all engines together."""
         return msgspec.convert(await self._call("stats"), SchedulerStats)
 
     async def engine_stats(self) -> list[SchedulerStats | None]:
-        """Of each engine; None for one that is down."""
-
-        async def ask(index: int) -> SchedulerStats | None:
-            try:
-                return msgspec.convert(await self.client.call_engine(index, "stats"), SchedulerStats)
-            except EngineDeadError:
-                return None
-
-        self._start()
-        return await asyncio.gather(*map(ask, range(self.client.num_engines)))
+        """Of each engine; None for one that is down, or does not answer within STATS_SECONDS."""
+        return await asyncio.gather(
+            *(self._figures(index, SchedulerStats, "stats") for index in range(self.client.num_engines))
+        )
 
     async def recent_steps(self, after: int = 0, engine: int = 0) -> list[RecentStep]:
-        """What the scheduler of an engine decided in its last few hundred steps, those with numbers above ``after``."""
+        """What the scheduler of an engine decided in its last few hundred steps, those with numbers above ``after``;
+        nothing if it is down, or does not answer within STATS_SECONDS."""
+        return await self._figures(engine, list[RecentStep], "recent_steps", after) or []
+
+    async def _figures(self, engine: int, kind: type[T], method: str, *args: Any) -> T | None:
         self._start()
-        return msgspec.convert(await self.client.call_engine(engine, "recent_steps", after), list[RecentStep])
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                return msgspec.convert(await self.client.call_engine(engine, method, *args), kind)
+        except (EngineDeadError, TimeoutError):
+            return None
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False if requests are still using the cache."""

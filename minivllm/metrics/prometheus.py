@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -52,10 +53,12 @@ class ServerMetrics:
         )
 
     def look_at_engines(self, stats: Sequence[SchedulerStats | None], num_restarts: Sequence[int]) -> None:
-        """What the engines counted; None for one that is down, which leaves its last counters standing."""
-        before = {index: one.stats for index, one in enumerate(self.engines)}
+        """What the engines counted; None for one that did not answer, which leaves its last counters standing."""
+        before = dict(enumerate(self.engines))
         self.engines = [
-            EngineSample(one or before.get(index, SchedulerStats()), is_up=one is not None, num_restarts=restarts)
+            replace(before.get(index, EngineSample()), is_up=False, num_restarts=restarts)
+            if one is None
+            else EngineSample(one, num_restarts=restarts)
             for index, (one, restarts) in enumerate(zip(stats, num_restarts))
         ]
 
@@ -72,11 +75,13 @@ class ServerMetrics:
 
 @dataclass(frozen=True)
 class EngineSample:
-    """One engine at the last look. num_restarts: how often it was started again after a death."""
+    """One engine at the last look. is_up: it answered then. num_restarts: how often it was started again after a death.
+    answered_at: when it answered last, monotonic time [seconds]."""
 
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     is_up: bool = True
     num_restarts: int = 0
+    answered_at: float = field(default_factory=time.monotonic)
 
 
 class RequestRecorder:
@@ -125,11 +130,20 @@ class RequestRecorder:
                 self._metrics.itl.observe((now - last) / num_tokens)
 
 
+def _is_up(engine: EngineSample) -> float:
+    return float(engine.is_up)
+
+
+def _age(engine: EngineSample) -> float:
+    return 0.0 if engine.is_up else time.monotonic() - engine.answered_at
+
+
 GAUGES: tuple[tuple[str, str, Callable[[EngineSample], float]], ...] = (
     ("num_requests_running", "Sequences in the current batch.", lambda one: one.stats.num_running),
     ("num_requests_waiting", "Sequences that wait for a place in the batch.", lambda one: one.stats.num_waiting),
     ("kv_cache_usage_ratio", "Share of KV blocks in use, 0 to 1.", lambda one: one.stats.kv_cache_usage),
-    ("engine_up", "1 while the engine core answers.", lambda one: float(one.is_up)),
+    ("engine_up", "1 if the engine core answered in time, 0 if it is down, hangs or is in a long step.", _is_up),
+    ("engine_stats_age_seconds", "How old the engine's figures are, which it gave when it answered last.", _age),
 )
 COUNTERS = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queried_tokens"),

@@ -17,6 +17,7 @@ from minivllm.server.endpoints.completions_endpoint import TextRun
 from minivllm.server.endpoints.embeddings_endpoint import embed, score
 from minivllm.server.endpoints.page import add_page
 from minivllm.server.endpoints.responses_endpoint import ResponseRun
+from minivllm.server.limits.hosts import KnownHosts
 from minivllm.server.limits.middleware import OPEN_PATHS, AccessLog, BodyLimit, RequireKey
 from minivllm.server.protocol import chat
 from minivllm.server.protocol import completions as texts
@@ -27,8 +28,8 @@ from minivllm.server.wire.json_bounds import JsonBounds
 
 MAX_TOTAL_BODY_BYTES = 64 * 2**20
 """Bodies of all requests that are not over; more get 429."""
-GENERATING = documented(400, 401, 404, 413, 429, 500, 503, 504)
-READING = documented(400, 401, 404, 413)
+GENERATING = documented(400, 401, 404, 413, 415, 429, 500, 503, 504)
+READING = documented(400, 401, 404, 413, 415)
 
 
 def _streamable(model: Any) -> dict[int | str, dict[str, Any]]:
@@ -85,6 +86,7 @@ def build_app(service: Service) -> ASGIApp:
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after"],
         )
+    wrapped = KnownHosts(wrapped, settings.known_hosts)
     return AccessLog(service.tracing.around(wrapped), service.metrics)
 
 
@@ -145,7 +147,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         """One of them."""
         return json_response(small.model_card(service, service.models.find(name)))
 
-    changing = documented(400, 401, 403, 409, 413, 503)
+    changing = documented(400, 401, 403, 409, 413, 415, 503)
     unloading = {200: {"model": small.DeletedModel}, **changing, **documented(404)}
 
     @app.post("/v1/load_lora_adapter", responses={200: {"model": small.ModelCard}, **changing}, tags=["models"])

@@ -1,7 +1,8 @@
 """A server's life: listen, drain when told to stop, end with the engine.
 
 SIGTERM or SIGINT: no new requests, running ones get ``drain_timeout`` seconds, the rest an error; a second signal exits
-at once. When the engine dies, running requests get an error, ``/health`` says 503 for a moment, and the exit code is 1.
+at once, at any moment until the process has ended. The exit code is 0 then. When the engine dies, running requests get
+an error, ``/health`` says 503 for a moment, and the exit code is 1.
 """
 
 import asyncio
@@ -39,7 +40,8 @@ LAST_WORDS_SECONDS = 2.0
 KEEP_ALIVE_SECONDS = 30
 KILL_SECONDS = 0.7
 """After a second signal, how long connections, threads and the engine get before the process ends without them."""
-BACKLOG = 512
+BACKLOG = 2048
+"""Connections that may wait to be accepted: a burst of them meets a busy event loop."""
 
 
 class Uvicorn(uvicorn.Server):
@@ -114,13 +116,18 @@ class ServerRun:
         try:
             await self._server.serve([listener])
         finally:
-            for number in self._signals:
-                loop.remove_signal_handler(number)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.service.close()
         return 1 if self._engine.is_dead and not self._is_killed else 0
+
+    def ignore_signals(self) -> None:
+        """The process is about to end by itself."""
+        loop = asyncio.get_running_loop()
+        for number in self._signals:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int) -> None:
         if self._stopping.is_set():
@@ -190,7 +197,8 @@ class ServerRun:
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """The listening socket, bound before a model is loaded for nothing. Raises ConfigError."""
+    """The socket, which listens before a model is loaded for nothing: one that is only bound would leave the port to a
+    second server. Connections that are made meanwhile wait. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # The event loop sends small frames at once (TCP_NODELAY) only on sockets that say they are TCP; without that, every
     # token of a stream may wait 40 ms for the acknowledgement of the one before.
@@ -198,11 +206,13 @@ def listen(settings: ServerSettings) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))
-    except OSError as error:
+        listener.listen(BACKLOG)
+    except (OSError, UnicodeError) as error:  # a name with an empty or overlong part cannot even be looked up
         listener.close()
+        reason = (isinstance(error, OSError) and error.strerror) or "this is no name of a host"
         raise ConfigError(
-            f"The server cannot listen on {settings.host} port {settings.port}: {error.strerror or error}. "
-            "Choose another --host or --port."
+            f"The server cannot listen on {settings.host} port {settings.port}: {reason}. Choose another --host or "
+            "--port."
         ) from None
     return listener
 
@@ -219,6 +229,7 @@ def warn_if_open(settings: ServerSettings) -> None:
 
 async def serve(engine: AsyncLLM, settings: ServerSettings, listener: socket.socket) -> int:
     """Run a server in front of ``engine`` until it is told to stop, then close the engine; the exit code."""
+    run: ServerRun | None = None
     try:
         run = ServerRun(engine, settings)
         # What is there before the first request stays: the collector need not look through it again and again.
@@ -227,6 +238,8 @@ async def serve(engine: AsyncLLM, settings: ServerSettings, listener: socket.soc
         return await run.run(listener)
     finally:
         await engine.close()
+        if run is not None:
+            run.ignore_signals()
 
 
 class JsonFormatter(logging.Formatter):

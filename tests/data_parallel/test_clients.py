@@ -25,6 +25,7 @@ from minivllm.data_parallel.policy import PrefixAffinity, RoundRobin, RoutingPol
 from minivllm.data_parallel.replicas import Replica, start_engines
 from minivllm.device.cores import share_of_cores
 from minivllm.engine_process.connection import EngineConnection
+from minivllm.engine_process.process_clients import AsyncProcessClient
 from minivllm.errors import ConfigError, EngineDeadError, EngineLostError, RequestError
 from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.frontend.llm import LLM
@@ -278,21 +279,97 @@ def test_an_engine_that_hangs_is_killed_and_costs_its_own_requests() -> None:
     run(test)
 
 
-def test_a_model_that_has_a_fever_takes_one_engine_after_the_other_and_the_last_one_is_the_end() -> None:
+def test_engines_that_all_die_are_started_again() -> None:
+    """The second one dies while the first one starts. Meanwhile every use gets an error that says so."""
+
     async def test() -> None:
         async with running() as llm:
             with pytest.raises(EngineLostError, match="the model has a fever"):
                 await collect(llm.generate(ids(RAISE), params(5)))
-            assert not llm.is_dead
             waiting = asyncio.create_task(collect(llm.generate(ids(5), params(200))))
-            with pytest.raises(EngineDeadError, match="the model has a fever") as raised:
+            with pytest.raises(EngineLostError, match="the model has a fever"):
                 await collect(llm.generate(ids(RAISE), params(5)))
-            if raised.type is EngineLostError:  # the first one was back already
-                return
-            assert llm.is_dead and str(llm.dead_error) == str(raised.value)
-            for use in (waiting, collect(llm.generate(ids(5), params(2))), llm.stats(), llm.check_health()):
-                with pytest.raises(EngineDeadError):
+            if engines_of(llm).num_up == 0:
+                for use in (waiting, collect(llm.generate(ids(5), params(2))), llm.stats(), llm.check_health()):
+                    with pytest.raises(EngineLostError):
+                        await use
+            assert not llm.is_dead
+            await until(lambda: engines_of(llm).num_up == 2)
+            await llm.check_health()
+            results = await asyncio.gather(*(collect(llm.generate(ids(n), params(5))) for n in range(20, 28)))
+            assert [tokens for tokens, _ in results] == [expected_tokens([n], 5) for n in range(20, 28)]
+
+    run(test)
+
+
+def test_it_is_the_end_when_all_engines_have_died_and_none_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.05)
+
+    async def test() -> None:
+        two = start_engines(connector(), 2)
+        client = AsyncDataParallelClient(two, connector("no-model"), PrefixAffinity())
+        async with AsyncLLM(client) as llm:
+            waiting = asyncio.create_task(collect(llm.generate(ids(5), params(200))))
+            await until(lambda: client._router.num_unfinished == 1)
+            for pid in client.pids:
+                os.kill(pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError):
+                await waiting
+            await until(lambda: llm.is_dead)
+            for use in (collect(llm.generate(ids(5), params(2))), llm.stats(), llm.check_health()):
+                with pytest.raises(EngineDeadError, match="none starts again: There is no such model"):
                     await use
+
+    run(test)
+
+
+def test_an_engine_that_dies_as_soon_as_it_serves_again_is_started_once_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The news of its death comes while it waits for its turn to be told what the others were told."""
+    monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.05)
+    start = Replica.start
+    num_starts = 0
+
+    async def test() -> None:
+        async with running() as llm:
+            client = engines_of(llm)
+            async with client._changing:  # some call to all engines is under way
+
+                async def dying(self: Replica, connect: Callable[[], EngineConnection]) -> AsyncProcessClient:
+                    nonlocal num_starts
+                    started = await start(self, connect)
+                    num_starts += 1
+                    if num_starts == 1:
+                        os.kill(started.pid, signal.SIGKILL)
+                        started_ones.append(started)
+                    return started
+
+                started_ones: list[AsyncProcessClient] = []
+                monkeypatch.setattr(Replica, "start", dying)
+                os.kill(client.pids[0], signal.SIGKILL)
+                await until(lambda: bool(started_ones) and started_ones[0].dead_error is not None)
+            await until(lambda: client.num_up == 2)
+            results = await asyncio.gather(*(collect(llm.generate(ids(n), params(5))) for n in range(20, 28)))
+            assert [tokens for tokens, _ in results] == [expected_tokens([n], 5) for n in range(20, 28)]
+            assert all(stats and stats.num_steps for stats in await llm.engine_stats())
+
+    run(test)
+    assert num_starts == 2 and "Engine 0 does not start again" in caplog.text
+
+
+def test_an_engine_that_stands_still_keeps_the_figures_of_the_others_from_no_one() -> None:
+    async def test() -> None:
+        async with running(heartbeat_timeout=600.0) as llm:
+            stopped = engines_of(llm).pids[0]
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                first, second = await llm.engine_stats()
+                assert first is None and second is not None
+                assert await llm.recent_steps(engine=0) == []
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+            assert all([one is not None for one in await llm.engine_stats()])
 
     run(test)
 

@@ -29,6 +29,8 @@ from minivllm.engine_process import connection as connection_module
 from minivllm.engine_process.connection import EngineConnection
 from minivllm.engine_process.process_clients import AsyncProcessClient, ProcessClient
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, ModelError, RequestError
+from minivllm.executor.wire import private_directories
+from minivllm.executor.wire.private_directories import LOCK_FILE, PrivateDirectory
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason, SchedulerStats
 from minivllm.sampling_params import SamplingParams
 from tests import mock_engine
@@ -115,25 +117,66 @@ def test_ctrl_c_while_the_process_is_made_ends_it_quietly(
     """The engine has not been told yet what to start, and the frontend not where it is."""
     started: list[subprocess.Popen[bytes]] = []
     directories: list[Path] = []
-    make_process, make_directory = subprocess.Popen, connection_module._private_directory
+    make_process, make_directory = subprocess.Popen, connection_module.PrivateDirectory
 
     def interrupted(*arguments: Any, **settings: Any) -> subprocess.Popen[bytes]:
         started.append(make_process(*arguments, **settings))
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
         return started[0]
 
-    def recorded() -> Path:
-        directories.append(make_directory())
-        return directories[0]
+    def recorded() -> PrivateDirectory:
+        directory = make_directory()
+        directories.append(directory.path)
+        return directory
 
     monkeypatch.setattr(connection_module.subprocess, "Popen", interrupted)
-    monkeypatch.setattr(connection_module, "_private_directory", recorded)
+    monkeypatch.setattr(connection_module, "PrivateDirectory", recorded)
     with pytest.raises(KeyboardInterrupt):
         connect()
     gc.collect()
     assert started[0].poll() == 0
     assert not directories[0].exists()
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_directory_of_a_killed_owner_is_removed_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of owners that live stay, and what is no such directory."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    script = (
+        "import tempfile, sys, time\n"
+        f"tempfile.tempdir = {str(tmp_path)!r}\n"
+        "from minivllm.executor.wire.private_directories import PrivateDirectory\n"
+        "print(PrivateDirectory().path, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        killed = Path(owner.stdout.readline().strip())
+        (killed / "socket").touch()
+        (tmp_path / "minivllm-other").mkdir()
+        (tmp_path / "other").mkdir()
+        first = PrivateDirectory()
+        assert killed.exists(), "its owner lives"
+        owner.kill()
+        owner.wait()
+    second = PrivateDirectory()
+    assert {one.name for one in tmp_path.iterdir()} == {"minivllm-other", "other", first.path.name, second.path.name}
+    assert stat.S_IMODE(first.path.stat().st_mode) == 0o700 and (first.path / LOCK_FILE).exists()
+    first.remove()
+    second.remove()
+    assert {one.name for one in tmp_path.iterdir()} == {"minivllm-other", "other"}
+
+
+def test_a_long_directory_for_temporary_files_is_left_for_a_short_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 25)))
+    directory = PrivateDirectory()
+    assert directory.path.parent == Path("/tmp")
+    assert len(os.fsencode(directory.path / wire.REQUESTS_SOCKET)) <= private_directories.MAX_SOCKET_PATH
+    directory.remove()
 
 
 def test_closing_gives_every_descriptor_and_thread_back() -> None:

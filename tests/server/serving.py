@@ -44,12 +44,13 @@ class ScriptedCore:
     """Plays the engine process below AsyncLLM: every running request gets one token per step, or a vector.
 
     max_running: requests that run at a time; the others wait. step_seconds: pause between steps. held: while set, no
-    step is made. ``admitted`` counts every request that ever reached it, ``num_running`` those it works on.
+    step is made. silent: while set, no question about it is answered.
+    ``admitted`` counts every request that ever reached it, ``num_running`` those it works on.
     """
 
     model_vocab_size = VOCAB_SIZE
     eos_token_ids = (EOS,)
-    num_engines, num_restarts = 1, (0,)
+    num_engines, num_up, num_restarts = 1, 1, (0,)
     kv_groups = (one_group(1, 16, num_blocks=100),)
 
     def __init__(self, script: Script, *, max_model_len: int = 4096, max_num_seqs: int = 8) -> None:
@@ -68,7 +69,7 @@ class ScriptedCore:
         )
         self.script = script
         self.step_seconds = 0.0
-        self.held = False
+        self.held = self.silent = False
         self.tiers: list[KVTransferStats] = []
         self.admitted: list[EngineRequest] = []
         self.aborted: list[str] = []
@@ -120,6 +121,8 @@ class ScriptedCore:
         )
 
     async def call_engine(self, index: int, method: str, *args: Any) -> Any:
+        if self.silent:
+            await asyncio.Event().wait()
         return await self.call(method, *args)
 
     async def close(self) -> None:

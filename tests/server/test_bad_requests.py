@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +14,7 @@ import openai
 import pytest
 
 from minivllm.errors import ConfigError
+from minivllm.server.run import listen
 from minivllm.server.service.settings import ServerSettings
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
@@ -166,9 +169,31 @@ def test_a_body_that_is_no_proper_json_object_is_refused(http: httpx.Client, con
     assert_is_error(http.post("/v1/chat/completions", content=content, headers=headers), 400)
 
 
-def test_a_form_is_refused_with_the_header_it_needs(http: httpx.Client) -> None:
-    response = http.post("/v1/chat/completions", data={"messages": "x"})
-    assert_is_error(response, 400, "Content-Type: application/json")
+@pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", "text/plain", "text/json", None])
+def test_a_body_of_another_type_is_refused_with_the_header_it_needs(
+    http: httpx.Client, content_type: str | None
+) -> None:
+    headers = {} if content_type is None else {"content-type": content_type}
+    response = http.post("/v1/chat/completions", content=json.dumps(GOOD), headers=headers)
+    error = assert_is_error(response, 415, "Content-Type: application/json")
+    assert (content_type or "without that header") in error["message"]
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "application/problem+json"])
+def test_json_under_its_other_names_is_read(http: httpx.Client, content_type: str) -> None:
+    response = http.post("/v1/chat/completions", content=json.dumps(GOOD), headers={"content-type": content_type})
+    assert response.status_code == 200
+
+
+def test_a_compressed_body_is_refused_and_never_unpacked(http: httpx.Client) -> None:
+    packed = gzip.compress(json.dumps(GOOD).encode())
+    for encoding in ("gzip", "deflate", "br", "identity, gzip"):
+        headers = {"content-type": "application/json", "content-encoding": encoding}
+        response = http.post("/v1/chat/completions", content=packed, headers=headers)
+        assert_is_error(response, 415, "Content-Encoding")
+        assert response.headers["accept-encoding"] == "identity"
+    headers = {"content-type": "application/json", "content-encoding": "identity"}
+    assert http.post("/v1/chat/completions", content=json.dumps(GOOD), headers=headers).status_code == 200
 
 
 def test_an_unknown_path_or_method_has_the_same_form(http: httpx.Client) -> None:
@@ -179,7 +204,7 @@ def test_an_unknown_path_or_method_has_the_same_form(http: httpx.Client) -> None
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_read(http: httpx.Client) -> None:
     with socket.create_connection(("127.0.0.1", http.base_url.port or 0), timeout=30) as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000\r\n\r\n{")
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000000\r\n\r\n{")
         assert raw.recv(4096).startswith(b"HTTP/1.1 413 ")
 
     def endless() -> Iterator[bytes]:
@@ -274,3 +299,93 @@ def test_a_request_id_is_echoed_and_is_no_key(server: ServedCore) -> None:
         assert len({answer.json()["id"] for answer in answers}) == 2
         assert all("mine-1" not in request.request_id for request in server.core.admitted)
         assert http.get("/health", headers={"x-request-id": "a b\tc"}).headers["x-request-id"].startswith("req-")
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:9", "localhost.", "127.0.0.1", "127.0.0.1:8000", "[::1]:80"])
+def test_a_server_of_this_machine_answers_to_its_own_names(http: httpx.Client, host: str) -> None:
+    assert http.post("/v1/chat/completions", json=GOOD, headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil", "x", ""]
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/", "/health", "/nothing"])
+def test_a_page_whose_name_leads_to_this_machine_is_refused(http: httpx.Client, host: str, path: str) -> None:
+    """DNS rebinding: the browser takes the server for the page's, but names the page's host."""
+    method, body = ("POST", GOOD) if "v1" in path else ("GET", None)
+    response = http.request(method, path, json=body, headers={"host": host})
+    error = assert_is_error(response, 403, "--allowed-host")
+    assert error["code"] == "unknown_host" and "localhost" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "known"),
+    [
+        ({}, {"localhost", "127.0.0.1", "[::1]"}),
+        ({"host": "::1"}, {"localhost", "127.0.0.1", "[::1]"}),
+        ({"host": "127.0.0.2"}, {"localhost", "127.0.0.1", "[::1]", "127.0.0.2"}),
+        ({"allowed_hosts": ("My.Example",)}, {"localhost", "127.0.0.1", "[::1]", "my.example"}),
+        ({"api_keys": ("k",)}, None),
+        ({"host": "0.0.0.0"}, None),
+        ({"host": "0.0.0.0", "allowed_hosts": ("a",)}, {"localhost", "127.0.0.1", "[::1]", "0.0.0.0", "a"}),
+        ({"api_keys": ("k",), "allowed_hosts": ("a",)}, {"localhost", "127.0.0.1", "[::1]", "a"}),
+    ],
+)
+def test_host_names_matter_where_nothing_else_protects_or_they_are_given(
+    settings: dict[str, Any], known: set[str] | None
+) -> None:
+    assert ServerSettings(**settings).known_hosts == known
+
+
+@pytest.mark.parametrize("host", ["", "http://a", "a:80", "a/b", "::1", "a b"])
+def test_a_name_that_is_none_is_refused_as_an_allowed_host(host: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_host is"):
+        ServerSettings(allowed_hosts=(host,))
+
+
+def raw_answer(server: ServedCore, head: str) -> bytes:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(f"{head}\r\nConnection: close\r\n\r\n".encode())
+        received = b""
+        while data := connection.recv(65536):
+            received += data
+    return received
+
+
+def test_a_target_in_absolute_form_is_read_and_its_host_counts(server: ServedCore) -> None:
+    for authority in ("localhost", f"127.0.0.1:{server.port}"):
+        answer = raw_answer(server, f"GET http://{authority}/v1/models HTTP/1.1\r\nHost: evil.example")
+        assert answer.startswith(b"HTTP/1.1 200 ") and b'"scripted"' in answer
+    assert raw_answer(server, "GET HTTP://localhost/nothing?a=b HTTP/1.1\r\nHost: a")[9:12] == b"404"
+    assert b"text/html" in raw_answer(server, "GET http://localhost HTTP/1.1\r\nHost: a")
+    answer = raw_answer(server, "GET http://evil.example/v1/models HTTP/1.1\r\nHost: localhost")
+    assert answer.startswith(b"HTTP/1.1 403 ")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/scripted", "/health", "/version", "/metrics", "/", "/live"])
+def test_head_is_answered_like_get_without_a_body(server: ServedCore, path: str) -> None:
+    answer = raw_answer(server, f"HEAD {path} HTTP/1.1\r\nHost: localhost")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ") and body == b""
+    length = httpx.get(server.url + path).headers["content-length"]
+    assert f"content-length: {length}".encode() in head or path in ("/metrics", "/live")  # their figures change
+
+
+def test_head_is_refused_where_get_is(server: ServedCore) -> None:
+    assert raw_answer(server, "HEAD /v1/completions HTTP/1.1\r\nHost: localhost")[9:12] == b"405"
+    assert raw_answer(server, "HEAD /nothing HTTP/1.1\r\nHost: localhost")[9:12] == b"404"
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 70 + ".example", "a..b", "[::1", "300.1.1.1"])
+def test_a_host_that_is_none_is_a_sentence(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot listen on {re.escape(host)} port 0: .*Choose another --host or"):
+        listen(ServerSettings(host=host, port=0))
+
+
+def test_a_port_belongs_to_the_first_server_from_its_start_on() -> None:
+    """Before its model is loaded, and before the second one loads any."""
+    with listen(ServerSettings(port=0)) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):
+            listen(ServerSettings(port=port))
+    listen(ServerSettings(port=port)).close()

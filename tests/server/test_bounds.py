@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import Any
 
@@ -96,6 +96,37 @@ def test_a_body_that_holds_too_much_is_refused_before_it_is_parsed(http: httpx.C
 
 
 @pytest.mark.parametrize(
+    "encoding", ["utf-16-le", "utf-16-be", "utf-16", "utf-32-le", "utf-32", "utf-8-sig", "latin-1"]
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_json_in_another_encoding_is_refused_before_it_is_parsed(http: httpx.Client, path: str, encoding: str) -> None:
+    """U+2200 has a byte that is a quote, so the bounds would take what is inside a text for what is outside."""
+    character = "é" if encoding == "latin-1" else "\u2200"
+    keys = ",".join(f'"k{number}":1' for number in range(40_000))
+    for text in (f'{{"prompt":"{character}"}}', f'{{"user":"{character}",{keys}}}'):
+        error = error_of(http.post(path, content=text.encode(encoding), headers=HEADERS), 400)
+        assert error["code"] == "not_utf8"
+
+
+@given(text=st.binary(max_size=60) | st.text(st.characters(codec="utf-8"), max_size=60).map(str.encode))
+def test_what_passes_as_utf8_is_what_python_decodes_without_zero_bytes(text: bytes) -> None:
+    def is_utf8() -> bool:
+        try:
+            decoded = text.decode()
+        except UnicodeDecodeError:
+            return False
+        return "\0" not in decoded and not decoded.startswith("\ufeff")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_bounds, "CHUNK_BYTES", 3)
+        if is_utf8():
+            json_bounds.check_utf8(text)
+        else:
+            with pytest.raises(ApiError, match="UTF-8"):
+                json_bounds.check_utf8(text)
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"prompt": [[-1] * 100_000]}, "prompt.0.0"),
@@ -167,7 +198,8 @@ def test_bodies_are_bounded_in_all(scripts: Scripts, monkeypatch: pytest.MonkeyP
 
 def _send(server: ServedCore, body: dict[str, Any]) -> socket.socket:
     data = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     return _raw(server, head % len(data) + data)
 
 
@@ -199,8 +231,8 @@ def _read_all(connection: socket.socket) -> bytes:
     ],
 )
 def test_a_body_whose_end_is_ambiguous_is_refused_and_nothing_behind_it_read(server: ServedCore, head: bytes) -> None:
-    smuggled = b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: x\r\n\r\n"
-    request = b"POST /v1/completions " + head.replace(b"\r\n", b"\r\nHost: x\r\n", 1) + b"\r\n\r\n" + smuggled
+    smuggled = b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    request = b"POST /v1/completions " + head.replace(b"\r\n", b"\r\nHost: localhost\r\n", 1) + b"\r\n\r\n" + smuggled
     answer = _read_all(_raw(server, request))
     assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 501 "))
     assert answer.count(b"HTTP/1.1 ") == 1
@@ -210,21 +242,21 @@ def test_a_body_whose_end_is_ambiguous_is_refused_and_nothing_behind_it_read(ser
 def strict(scripts: Scripts) -> Iterator[ServedCore]:
     """A server whose clients have no time to lose."""
     patch = pytest.MonkeyPatch()
-    defaults = {"head_seconds": 0.3, "body_seconds": 0.6, "write_seconds": 0.5, "max_waiting": 5}
+    defaults = {"head_seconds": 0.3, "body_seconds": 0.6, "write_seconds": 0.5, "max_connections": 5}
     real = connections.ConnectionLimits
     patch.setattr("minivllm.server.run.ConnectionLimits", lambda: real(**defaults))
     with served(ScriptedCore(scripts, max_model_len=100_000), scripts.tokenizer, request_timeout=30) as running:
+        patch.undo()  # other servers have the usual limits
         yield running
-    patch.undo()
 
 
 @pytest.mark.parametrize(
     ("begun", "what"),
     [
         (b"", "head"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", "head"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", "body"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", "body"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n", "head"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{", "body"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", "body"),
     ],
 )
 def test_a_request_that_does_not_arrive_ends_its_connection(strict: ServedCore, begun: bytes, what: str) -> None:
@@ -233,8 +265,19 @@ def test_a_request_that_does_not_arrive_ends_its_connection(strict: ServedCore, 
     assert f"The {what} of the request did not arrive".encode() in answer
 
 
+@pytest.mark.parametrize(
+    "head", [b"nonsense", b"GET / HTTP/1.1", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 40_000]
+)
+def test_what_is_no_request_is_refused_in_the_form_of_all_errors(server: ServedCore, head: bytes) -> None:
+    connection = _raw(server, head + b"\r\n\r\n")
+    received = connection.recv(65536)
+    connection.close()
+    assert received.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"content-type: application/json" in received
+    assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
 def test_bytes_that_trickle_in_win_no_time(strict: ServedCore) -> None:
-    connection = _raw(strict, b"POST / HTTP/1.1\r\nHost: x\r\n")
+    connection = _raw(strict, b"POST / HTTP/1.1\r\nHost: localhost\r\n")
     start = time.monotonic()
     with pytest.raises(OSError):
         while time.monotonic() - start < 20:
@@ -243,12 +286,86 @@ def test_bytes_that_trickle_in_win_no_time(strict: ServedCore) -> None:
     connection.close()
 
 
-def test_of_too_many_waiting_connections_the_oldest_ends(strict: ServedCore) -> None:
+def test_of_too_many_connections_the_one_that_waited_longest_ends(strict: ServedCore) -> None:
     waiting = [_raw(strict, b"") for _ in range(12)]
     assert httpx.get(f"{strict.url}/ready").status_code == 200
-    assert b"to take in others" in _read_all(waiting[0])
+    answer = _read_all(waiting[0])
+    assert answer.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in answer and b"5 connections" in answer
     for connection in waiting[1:]:
         connection.close()
+
+
+READY = b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+
+@contextmanager
+def busy(server: ServedCore) -> Iterator[None]:
+    """The server's event loop stands still for the length of the block."""
+    free = threading.Event()
+    server.call(free.wait, 30)
+    try:
+        yield
+    finally:
+        free.set()
+
+
+def test_a_connection_whose_request_waits_to_be_read_is_not_idle(strict: ServedCore) -> None:
+    """All of them are accepted before any is read."""
+    strict.wait_until(lambda: not strict.run._server.server_state.connections)
+    with busy(strict):
+        asking = [_raw(strict, READY) for _ in range(5)]
+        refused = [_raw(strict, b"") for _ in range(2)]
+    assert [_read_all(one)[9:12] for one in asking] == [b"200"] * 5
+    assert [_read_all(one)[9:12] for one in refused] == [b"429"] * 2
+
+
+def test_a_body_that_has_arrived_is_not_late_because_the_server_is_busy(strict: ServedCore) -> None:
+    body = b'{"prompt": "x"' + b" " * 20_000 + b"}"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    connection = _raw(strict, head + b"Content-Length: %d\r\n\r\n" % len(body))
+    strict.wait_until(lambda: any(one._waits_for == "body" for one in strict.run._server.server_state.connections))
+    with busy(strict):
+        connection.sendall(body)
+        time.sleep(0.7)  # the time for a body passes
+    assert _read_all(connection).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("number", [500, 2000])
+def test_a_burst_of_connections_is_served_while_the_queue_has_room(scripts: Scripts, number: int) -> None:
+    """The client connects them all before it sends the first request."""
+    body = b'{"prompt": "say:one", "max_tokens": 1}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    data = head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+    async def ask_all(port: int) -> set[bytes]:
+        connections = await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port) for _ in range(number)))
+        for _, writer in connections:
+            writer.write(data)
+        answers = await asyncio.gather(*(reader.read() for reader, _ in connections))
+        for _, writer in connections:
+            writer.close()
+        return {answer[9:12] for answer in answers}
+
+    core = ScriptedCore(scripts, max_num_seqs=64)
+    with served(core, scripts.tokenizer, max_queued_requests=number) as server:
+        assert asyncio.run(ask_all(server.port)) == {b"200"}
+
+
+def test_as_many_connections_are_taken_as_files_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    infinite = connections.resource.RLIM_INFINITY
+    monkeypatch.setattr(connections.resource, "setrlimit", lambda _, limits: asked.append(limits))
+
+    def number(soft: int, hard: int, files: int = 1) -> int:
+        monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (soft, hard))
+        return connections.max_connections(files)
+
+    assert number(1024, 10**6) == number(10**6, 10**6) == number(infinite, infinite) == connections.MAX_CONNECTIONS
+    assert asked == [(connections.MAX_CONNECTIONS + connections.OTHER_FILES, 10**6)], "raised where it is too low"
+    assert number(1024, 1024) == 1024 - connections.OTHER_FILES
+    assert number(1024, 1024, files=3) == (1024 - connections.OTHER_FILES) // 3
+    assert number(1024, infinite, files=3) == connections.MAX_CONNECTIONS
+    assert len(asked) == 2
 
 
 def test_a_kept_connection_serves_on_after_a_pause(strict: ServedCore) -> None:
@@ -267,7 +384,8 @@ def _stalled_stream(server: ServedCore) -> socket.socket:
     connection.settimeout(30)
     connection.connect(("127.0.0.1", server.port))
     data = json.dumps({"prompt": [5], "stream": True, "max_tokens": 90_000, "logprobs": 90}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     connection.sendall(head % len(data) + data)
     return connection
 
@@ -360,7 +478,9 @@ def test_nothing_is_written_out_for_a_reader_whose_connection_has_ended() -> Non
     assert before == after == 2
 
 
-CHUNKED = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+CHUNKED = (
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+)
 
 
 def _in_chunks(body: bytes, size: int) -> bytes:

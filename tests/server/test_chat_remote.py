@@ -142,7 +142,7 @@ def test_stats_are_those_of_the_server(session: RemoteSession, keyed: ServedCore
     [
         (None, "does not tell what its engine does.+answers 404"),
         ("vllm:num_requests_running 1.0\n", "does not tell what its engine does"),
-        ("minivllm_engine_up 0.0\n", "is dead: the server has to be started again"),
+        ("minivllm_engine_up 0.0\n", "does not answer: it is in a long step, hangs or has died"),
         ("minivllm_engine_up 1.0\n", "does not count kv_cache_usage_ratio: it runs another version of minivllm"),
     ],
 )

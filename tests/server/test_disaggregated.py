@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -11,16 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from minivllm import LLM, SamplingParams
-from minivllm.errors import ConfigError
-from minivllm.server.proxy.children import Shape
+from minivllm.cli import commands
+from minivllm.errors import ConfigError, EngineDeadError
+from minivllm.server.proxy import children as children_module
+from minivllm.server.proxy.children import Child, Children, Shape
+from minivllm.server.proxy.relay import RelaySettings
 from tests.parity_reference import random_prompts
 
 PROMPTS = random_prompts((150, 151, 33, 90, 5), seed=11)
@@ -157,7 +163,13 @@ def test_tokens_are_those_of_one_engine_and_sigterm_ends_all(
         fresh = [prompt[::-1] for prompt in PROMPTS]
         assert all(ask(client, prompt, SAMPLING[0], stream=True) for prompt in fresh)
         assert [ask(client, prompt, SAMPLING[0], stream=True) for prompt in PROMPTS] == expected[0]
-        assert httpx.get(f"{running.url}/ready").json() == {"status": "ok", "prefill": 0, "decode": 1}
+        running.wait_for("The prefill 1 server serves again")
+        assert httpx.get(f"{running.url}/ready", timeout=30).json() == {"status": "ok", "prefill": 1, "decode": 1}
+        ways = 'minivllm_proxy_requests_total{way="prefill"}'
+        before, end = running.metric(ways, running.url), time.monotonic() + 60
+        while running.metric(ways, running.url) == before:
+            assert time.monotonic() < end, "the server that was started again gets no prompts"
+            assert [ask(client, prompt, SAMPLING[0], stream=True) for prompt in PROMPTS] == expected[0]
     assert running.stop() == 0
 
 
@@ -177,7 +189,7 @@ def test_models_with_states_and_windows_are_served_apart(
 
 
 @pytest.mark.slow
-def test_decode_servers_that_die_end_their_streams_and_others_go_on_until_none_is_left(
+def test_decode_servers_that_die_end_their_streams_others_go_on_and_all_are_started_again(
     start: Callable[..., Disaggregated], expected: list[list[str]]
 ) -> None:
     running = start("1P2D")
@@ -208,9 +220,10 @@ def test_decode_servers_that_die_end_their_streams_and_others_go_on_until_none_i
         for kind, answers in zip(SAMPLING, expected):
             assert [ask(client, prompt, kind, stream=True) for prompt in PROMPTS] == answers
         running.kill("decode 2")
-    assert running.process.wait(60) == 1
-    assert "No decode server is left. The decode 2 server was killed by SIGKILL" in running.log
-    assert psutil.wait_procs(running.children, timeout=30)[1] == []
+        for number in (1, 2):
+            running.wait_for(f"The decode {number} server serves again")
+        assert ask(client, PROMPTS[0], SAMPLING[0], stream=True) == expected[0][0]
+    assert running.stop() == 0
 
 
 @pytest.mark.slow
@@ -279,10 +292,33 @@ def test_a_frozen_prefill_server_delays_by_its_deadlines_and_ctrl_c_ends_all(
 
 
 @pytest.mark.slow
-def test_servers_end_with_the_command_even_by_kill_9(start: Callable[..., Disaggregated]) -> None:
+def test_servers_end_with_the_command_even_by_kill_9_and_leave_no_directory(
+    start: Callable[..., Disaggregated], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setenv("TMPDIR", str(directory))
     running = start()
+    assert len(list(directory.glob("minivllm-*"))) == 3, "of the command, and of the engines of two servers"
     os.kill(running.process.pid, signal.SIGKILL)
     assert psutil.wait_procs(running.children, timeout=60)[1] == []
+    assert list(directory.glob("minivllm-*")) == []
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_all_at_once_with_0(start: Callable[..., Disaggregated]) -> None:
+    running = start("1P1D", "--drain-timeout", "300")
+    with running.client() as client:
+        stream = client.completions.create(
+            model="tiny", prompt=PROMPTS[0], max_tokens=390, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        for one in (running.server("decode 1"), *running.server("decode 1").children(recursive=True)):
+            one.suspend()  # it neither writes on nor ends by itself
+        running.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert running.stop() == 0
+    assert "Traceback" not in running.log
 
 
 @pytest.mark.slow
@@ -295,6 +331,104 @@ def test_a_server_that_cannot_start_is_named(tiny_model: Callable[..., Path]) ->
     assert "Traceback" not in result.stderr
 
 
+class StandInChild(Child):
+    """A process that says it is ready, and lives on until it is killed, except for the starts that fail."""
+
+    def __init__(self, name: str, script: str) -> None:
+        self.name, self.does_start, self.url = name, True, ""
+        self.scripts = ["import time; time.sleep(600)", script]
+        self.start()
+
+    def start(self) -> None:
+        script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+        self.process = subprocess.Popen([sys.executable, "-c", script])
+
+
+def stand_ins(monkeypatch: pytest.MonkeyPatch, script: str) -> Children:
+    """One prefill and two decode servers. script: what they run when they are started again."""
+    made = Children.__new__(Children)
+    made.prefill = [StandInChild("prefill 1", script)]
+    made.decode = [StandInChild(f"decode {number}", script) for number in (1, 2)]
+    made.all = [*made.prefill, *made.decode]
+
+    async def becomes_ready(_: httpx.AsyncClient, child: Child) -> bool:
+        if "sleep" not in str(child.process.args):
+            await child.ended()
+        return not child.has_ended
+
+    monkeypatch.setattr(children_module, "_becomes_ready", becomes_ready)
+    monkeypatch.setattr(children_module, "FIRST_PAUSE", 0.05)
+    return made
+
+
+def test_servers_that_end_are_started_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    made = stand_ins(monkeypatch, "import time; time.sleep(600)")
+
+    async def main() -> None:
+        watching = asyncio.create_task(made.watch())
+        for _ in range(2):  # also once more
+            killed = [child.process for child in made.all]
+            made.kill()
+            while any(child.process in killed or child.has_ended for child in made.all):
+                await asyncio.sleep(0.01)
+        assert not watching.done()
+        watching.cancel()
+
+    with caplog.at_level("WARNING"):
+        asyncio.run(asyncio.wait_for(main(), 60))
+    made.kill()
+    assert caplog.text.count("was killed by SIGKILL") == 6
+    assert "The prefill 1 server serves again" in caplog.text
+
+
+def test_it_is_the_end_when_no_decode_server_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stand_ins(monkeypatch, "raise SystemExit(7)")
+
+    async def main() -> None:
+        watching = asyncio.create_task(made.watch())
+        made.prefill[0].process.kill()
+        made.decode[0].process.kill()
+        while made.prefill[0].does_start or made.decode[0].does_start:
+            await asyncio.sleep(0.01)
+        assert not watching.done(), "one decode server is left"
+        made.decode[1].process.kill()
+        with pytest.raises(EngineDeadError, match=r"No decode server is left, .*ended with status 7"):
+            await watching
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    made.kill()
+
+
+def test_the_flags_of_the_proxy_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    relays: list[RelaySettings] = []
+
+    class NoServers:
+        prefill = decode = (SimpleNamespace(url="http://127.0.0.1:9"),)
+
+        def __init__(self, *_: object) -> None: ...
+
+        async def wait_until_ready(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    async def run(relay: RelaySettings, *_: object) -> bool:
+        relays.append(relay)
+        return False
+
+    monkeypatch.setattr(children_module, "Children", NoServers)
+    monkeypatch.setattr("minivllm.cli.proxy._run", run)
+    monkeypatch.setattr("minivllm.cli.engine.engine_start.fetch_model", lambda args: None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    flags = ["--prefill-timeout", "4.5", "--min-prefill-tokens", "7", "--request-timeout", "9"]
+    try:
+        result = CliRunner().invoke(commands.app, ["serve", "--disaggregated", "1P1D", "--port", "0", *flags])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert result.exit_code == 0, result.output
+    assert (relays[0].prefill_timeout, relays[0].min_prefill_tokens, relays[0].timeout) == (4.5, 7, 9.0)
+
+
 @pytest.mark.parametrize("text", ["", "1P", "P1D", "0P1D", "1P0D", "9P8D", "1p1d", "100P1D"])
 def test_a_shape_is_refused_with_a_sentence(text: str) -> None:
     with pytest.raises(ConfigError, match="must be like 1P1D"):
@@ -305,7 +439,8 @@ def test_a_shape_is_refused_with_a_sentence(text: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--min-prefill-tokens", "5"], "needs --disaggregated"),
+        (["--min-prefill-tokens", "5"], "--min-prefill-tokens needs --disaggregated"),
+        (["--prefill-timeout", "5"], "--prefill-timeout needs --disaggregated"),
         (["--disaggregated", "1P1D", "--kv-transfer-config", '{"kv_connector": "OffloadingConnector"}'], "itself"),
         (["--disaggregated", "1P1D", "--cors-origin", "*"], "goes with neither"),
     ],

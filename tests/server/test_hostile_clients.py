@@ -35,7 +35,13 @@ TOKENS = 400
 
 def request(path: str, body: bytes | dict[str, Any], *headers: str) -> bytes:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", "Connection: close", *headers]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        "Connection: close",
+        *headers,
+    ]
     return "\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""]).encode() + data
 
 
@@ -120,7 +126,7 @@ class Bystander:
     def _ask_ready(self) -> None:
         while not self._ended.wait(0.02):
             start = time.perf_counter()
-            answer = self._site.ask(b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            answer = self._site.ask(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             self.worst_ready = max(self.worst_ready, time.perf_counter() - start)
             self.peak_rss = max(self.peak_rss, self.rss())
             if b" 200 " not in answer[:20]:
@@ -184,7 +190,7 @@ def slow_arrivals(begun: bytes, number: int) -> Callable[[Site], None]:
 
 
 def tiny_chunks(site: Site) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     with site.connect() as connection, suppress(OSError):
         connection.settimeout(8.0)
         connection.sendall(head + b"1\r\n \r\n" * 300_000)
@@ -214,7 +220,7 @@ def cases() -> dict[str, Callable[[Site], None]]:
     """By name, what a hostile client does."""
     long = "The quick brown fox jumps over 13 lazy dogs, isn't it? " * 70_000
     word = "".join(chr(97 + number * number % 23) for number in range(3_500_000))
-    begun_body = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
+    begun_body = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
     call = {
         "id": "c",
         "type": "function",
@@ -243,7 +249,7 @@ def cases() -> dict[str, Callable[[Site], None]]:
             "/v1/completions", {"prompt": [5] * 500, "max_tokens": 1000, "n": 8, "logprobs": 100, "echo": True}, 1
         ),
         "60 stalled readers": stalled_readers,
-        "200 slow headers": slow_arrivals(b"GET /ready HTTP/1.1\r\nHost: x\r\nX: ", 200),
+        "200 slow headers": slow_arrivals(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nX: ", 200),
         "200 slow bodies": slow_arrivals(begun_body, 200),
         "chunks of one byte": tiny_chunks,
         "25 expensive grammars": grammars,

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from minivllm.frontend import async_llm
 from minivllm.messages import KVTransferStats
 from minivllm.server.endpoints.page import assemble_page, content_security_policy
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
@@ -153,3 +154,23 @@ def test_live_tells_what_came_from_elsewhere_by_tier(server: ServedCore) -> None
         ]
     finally:
         server.core.tiers = []
+
+
+def test_metrics_and_live_answer_though_the_engine_does_not(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_llm, "STATS_SECONDS", 0.1)
+    core = ScriptedCore(scripts)
+
+    def figures(url: str) -> dict[str, float]:
+        lines = [line.split() for line in httpx.get(f"{url}/metrics").text.splitlines() if not line.startswith("#")]
+        return {name.removeprefix("minivllm_"): float(value) for name, value in lines if "stats_age" not in name}
+
+    with served(core, scripts.tokenizer) as server:
+        before = figures(server.url)
+        assert before['engine_up{engine="0"}'] == 1
+        core.silent = True
+        after = figures(server.url)
+        assert after == before | {'engine_up{engine="0"}': 0}, "the last known figures, and that they are old"
+        live = httpx.get(f"{server.url}/live").json()
+        assert (live["engines"][0]["is_up"], live["steps"]) == (False, [])
+        core.silent = False
+        assert figures(server.url)['engine_up{engine="0"}'] == 1

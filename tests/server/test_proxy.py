@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -19,6 +23,7 @@ from minivllm.cli import commands
 from minivllm.errors import ConfigError
 from minivllm.messages import EngineRequest
 from minivllm.server.limits.connections import ConnectionLimits
+from minivllm.server.proxy import relay as relay_module
 from minivllm.server.proxy.pool import SLACK, Pool
 from minivllm.server.proxy.prompts import Prompt
 from minivllm.server.proxy.proxy_app import build_proxy_app
@@ -196,7 +201,7 @@ def test_what_is_refused_is_refused_in_the_servers_own_words(pair: RunningProxy)
         assert (through.status_code, through.json()) == (direct.status_code, direct.json())
         assert 400 <= through.status_code < 500
     broken = httpx.post(f"{pair.url}/v1/completions", content=b'{"prompt": "a', headers={"content-type": "a/json"})
-    assert broken.status_code == 400 and broken.json()["error"]
+    assert broken.status_code == 415 and broken.json()["error"]
     assert httpx.post(f"{pair.url}/v1/completions", content=b"x" * 2**21).status_code == 413
     assert httpx.get(f"{pair.url}/v1/nothing").status_code == 404
     assert httpx.post(f"{pair.url}/v1/load_lora_adapter", json={}).status_code == 404
@@ -261,14 +266,95 @@ def test_a_prefill_server_that_is_not_there_is_done_without(pair: RunningProxy) 
         assert proxy.ways()["prefill"] == 6
 
 
-def test_a_prefill_server_that_hangs_is_waited_for_no_longer_than_allowed(pair: RunningProxy) -> None:
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with proxied([url], pair.decode, prefill_timeout=0.3) as proxy, proxy.client() as client:
+@contextmanager
+def silent() -> Iterator[tuple[str, list[bytes]]]:
+    """A server that takes every request and never answers: its address, and the heads of what it got."""
+    connections: list[socket.socket] = []
+    heads: list[bytes] = []
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def serve() -> None:
+            while True:
+                try:
+                    connections.append(listener.accept()[0])
+                    heads.append(connections[-1].recv(65536).partition(b" HTTP")[0])
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", heads
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(20)
+            for connection in connections:
+                connection.close()
+
+
+def end_rest(pool: Pool) -> None:
+    """The time for which failed servers rest has passed."""
+    for one in pool.backends:
+        one._rests_until = 0.0
+
+
+def test_a_prefill_server_that_hangs_costs_one_request_its_time_limit(
+    pair: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "PROBE_SECONDS", 0.2)
+    with silent() as (url, heads), proxied([url], pair.decode, prefill_timeout=0.3) as proxy, proxy.client() as client:
+        for _ in range(3):
             assert client.completions.create(model="tiny", prompt=LONG, max_tokens=4).choices[0].text
-            assert proxy.ways()["prefill_failed"] == 1
+        assert heads == [b"POST /v1/completions"]
+        for _ in range(2):
+            end_rest(proxy.relay.prefill)
+            assert client.completions.create(model="tiny", prompt=LONG, max_tokens=4).choices[0].text
+        assert heads[1:] == [b"GET /ready"] * 2, "it is asked whether it works before it gets a request again"
+        assert proxy.ways()["prefill_failed"] == 5
+
+
+def test_a_prefill_server_that_works_again_gets_requests_again(servers: Callable[[int], list[ServedCore]]) -> None:
+    """Its HTTP server answers all the time, its engine hangs for a while."""
+    prefill, decode = servers(2)
+    with proxied([prefill], [decode], prefill_timeout=0.5) as proxy, proxy.client() as client:
+        prefill.core.held = True
+        for number in range(1, 4):
+            client.completions.create(model="tiny", prompt=LONG, max_tokens=4)
+            assert (proxy.ways()["prefill_failed"], len(asked(prefill))) == (number, 1)
+        prefill.core.held = False
+        end_rest(proxy.relay.prefill)
+        for number in range(1, 4):
+            client.completions.create(model="tiny", prompt=LONG, max_tokens=4)
+            assert proxy.ways()["prefill"] == number
+
+
+def test_one_request_at_a_time_tries_a_server_that_has_failed(servers: Callable[[int], list[ServedCore]]) -> None:
+    prefill, decode = servers(2)
+    with proxied([prefill], [decode], prefill_timeout=20) as proxy:
+        prefill.core.held = True
+        backend = proxy.relay.prefill.backends[0]
+        backend.has_failed = True
+        bodies = [{"model": "tiny", "prompt": f"{number} {LONG}", "max_tokens": 2} for number in range(5)]
+        with ThreadPoolExecutor(5) as threads:
+            answers = [threads.submit(httpx.post, f"{proxy.url}/v1/completions", json=body) for body in bodies]
+            prefill.wait_until(lambda: sum(one.done() for one in answers) == 4)
+            assert len(asked(prefill)) == 1
+            prefill.core.held = False
+            assert {one.result().status_code for one in answers} == {200}
+        assert not backend.has_failed
+        assert proxy.ways() == {"prefill": 1, "prefill_failed": 4, "decode_alone": 0}
+
+
+def test_a_decode_server_that_has_failed_is_asked_whether_it_works_first(
+    pair: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "PROBE_SECONDS", 0.2)
+    with silent() as (url, heads), proxied(pair.prefill, [url], timeout=0.3) as proxy:
+        for _ in range(3):
+            assert httpx.post(f"{proxy.url}/v1/completions", json={"prompt": "a"}).status_code == 503
+        assert heads == [b"POST /v1/completions", b"GET /ready", b"GET /ready"]
 
 
 def test_another_decode_server_steps_in_before_the_first_piece(pair: RunningProxy) -> None:
@@ -339,6 +425,124 @@ def test_an_answer_that_breaks_off_before_the_client_has_any_is_asked_for_again(
         assert httpx.post(f"{proxy.url}/v1/completions", json={"prompt": "a"}).status_code == 503
 
 
+@contextmanager
+def recording() -> Iterator[tuple[str, list[str]]]:
+    """A server that answers every GET with its path: its address, and the paths."""
+    seen: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.path)
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
+        thread = threading.Thread(target=listener.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.server_port}", seen
+        finally:
+            listener.shutdown()
+            thread.join(20)
+
+
+def ask_raw(proxy: RunningProxy, head: bytes) -> bytes:
+    """The answer to a request with a head that clients would not write."""
+    with socket.create_connection(("127.0.0.1", int(proxy.url.rpartition(":")[2])), timeout=30) as connection:
+        connection.sendall(head + b"\r\nConnection: close\r\n\r\n")
+        received = b""
+        while data := connection.recv(65536):
+            received += data
+    return received
+
+
+def test_only_the_listed_paths_are_forwarded_and_as_they_were_meant(pair: RunningProxy) -> None:
+    names = {
+        "a": "a",
+        "org/model": "org/model",
+        "a%2Fb": "a/b",
+        "a%3Fb=1": "a%3Fb%3D1",
+        "a%23b": "a%23b",
+        "a%25b": "a%25b",
+        "%252e%252e/live": "%252e%252e/live",
+        "a%00b": "a%00b",
+        "a%0d%0ab": None,
+        "%C3%A9": "%C3%A9",
+        "%ff": "%EF%BF%BD",
+        "@evil": "%40evil",
+        "..a": "..a",
+        "a;b": "a%3Bb",
+        "a" * 10_000: "a" * 10_000,
+        "../../live": None,
+        "..%2F..%2Flive": None,
+        "%2e%2e/%2e%2e/openapi.json": None,
+        "./live": None,
+        "a/..": None,
+    }
+    with recording() as (url, seen), proxied(pair.prefill, [url]) as proxy:
+        for sent, forwarded in names.items():
+            seen.clear()
+            answer = ask_raw(proxy, b"GET /v1/models/%s HTTP/1.1\r\nHost: localhost" % sent.encode())
+            status = b"404" if forwarded is None else b"200"
+            assert (answer[9:12], seen) == (status, [f"/v1/models/{forwarded}"] if forwarded else []), sent
+
+
+def test_headers_that_are_no_ascii_do_not_stop_a_request(pair: RunningProxy) -> None:
+    body = b'{"prompt": "say:one"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nAccept: \xe9"
+    head += b"\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    assert ask_raw(pair, head)[9:12] == b"200"
+
+
+@pytest.mark.parametrize("status", [600, 999])
+def test_a_status_that_does_not_exist_becomes_502(pair: RunningProxy, status: int) -> None:
+    answer = b"HTTP/1.1 %d What\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}" % status
+    with stand_in(answer) as url, proxied(pair.prefill, [url]) as proxy:
+        response = httpx.post(f"{proxy.url}/v1/completions", json={"prompt": "a"})
+        assert response.status_code == 502 and f"status {status}" in response.json()["error"]["message"]
+    with stand_in(answer) as url, proxied(pair.prefill, [url, *pair.decode]) as proxy:
+        for number in range(4):  # some of them prefer the one that answers this
+            response = httpx.post(f"{proxy.url}/v1/completions", json={"prompt": f"{number} say:one"})
+            assert response.json()["choices"][0]["text"].strip() == "one"
+
+
+@pytest.mark.parametrize("content_type", [b"application/json", b"text/event-stream"])
+def test_a_compressed_answer_says_so(pair: RunningProxy, content_type: bytes) -> None:
+    packed = gzip.compress(b'{"choices": []}')
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n"
+    with stand_in(head % (content_type, len(packed)) + packed) as url, proxied(pair.prefill, [url]) as proxy:
+        response = httpx.post(f"{proxy.url}/v1/completions", json={"prompt": "a"})
+        assert response.headers["content-encoding"] == "gzip"
+        assert response.json() == {"choices": []}, "httpx unpacked it"
+
+
+def test_a_burst_of_requests_reaches_both_servers(servers: Callable[[int], list[ServedCore]]) -> None:
+    """500 clients at once, each with a connection of its own to the proxy, which opens as many to its servers."""
+    prefill, decode = servers(2)
+    for one in (prefill, decode):
+        one.run.service.admission.capacity = 1000
+    body = json.dumps({"model": "tiny", "prompt": LONG, "max_tokens": 1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    data = head + b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+    async def ask_all(port: int) -> set[bytes]:
+        connections = await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port) for _ in range(500)))
+        for _, writer in connections:
+            writer.write(data)
+        answers = await asyncio.gather(*(reader.read() for reader, _ in connections))
+        for _, writer in connections:
+            writer.close()
+        return {answer[9:12] for answer in answers}
+
+    with proxied([prefill], [decode], prefill_timeout=120.0) as proxy:
+        assert asyncio.run(ask_all(int(proxy.url.rpartition(":")[2]))) == {b"200"}
+        assert proxy.ways() == {"prefill": 500, "prefill_failed": 0, "decode_alone": 0}
+
+
 def test_a_key_is_asked_for_and_passed_on(scripts: Scripts) -> None:
     with ExitStack() as stack:
         servers = [
@@ -393,6 +597,9 @@ def test_prompts_that_begin_alike_go_to_one_server_unless_it_is_busier() -> None
     for one in pool.backends:
         one.rest()
     assert pool.pick(b"0") is favourite, "all are resting, so nobody is"
+    assert pool.pick(b"0", may_rest=False) is None
+    favourite.works()
+    assert pool.pick(b"0", may_rest=False) is favourite
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ def post(server: ServedCore, path: str, body: dict[str, Any]) -> socket.socket:
     """A raw connection with the request sent and nothing read."""
     data = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
 
@@ -106,7 +107,8 @@ def test_a_reader_that_stalls_holds_a_bounded_buffer_and_then_gets_everything(sl
     ids = [40, 41] * 1900
     slow.core.script = lambda request: ids
     data = json.dumps({"prompt": [5], "stream": True, "max_tokens": 3800, "logprobs": 20}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}"
     connection.sendall(head.encode() + b"\r\n\r\n" + data)
     slow.wait_until(lambda: len(slow.core.admitted) == 1 and not slow.core.running)
     _, stream = read_stream(connection)

@@ -67,7 +67,10 @@ def engine_stats(root: str, headers: Mapping[str, str]) -> SchedulerStats:
             f"(this one answers {answer.status_code})."
         )
     if not any(values["engine_up"]):
-        raise RequestError(f"The engine of the server at {root} is dead: the server has to be started again.")
+        raise RequestError(
+            f"The engine of the server at {root} does not answer: it is in a long step, hangs or has died. Try again, "
+            "and see the server's log."
+        )
     missing = [metric for metric in ("kv_cache_usage_ratio", *_COUNTS.values()) if metric not in values]
     if missing:
         raise RequestError(f"The server at {root} does not count {missing[0]}: it runs another version of minivllm.")

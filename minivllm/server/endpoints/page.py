@@ -5,6 +5,7 @@ no data and needs no key; whatever it shows, it asks for with a key. Its Content
 own script and style, so nothing else can run. What a model writes becomes text nodes only, see page_markdown.js.
 """
 
+import asyncio
 import base64
 import hashlib
 import re
@@ -46,7 +47,7 @@ class LiveTier(TypedDict):
 
 
 class LiveEngine(TypedDict):
-    """One of several engines. is_up: it serves; else the figures are 0."""
+    """One of several engines. is_up: it answered in time; else the figures are 0."""
 
     is_up: bool
     num_running: int
@@ -114,9 +115,8 @@ def add_page(app: FastAPI, service: Service) -> None:
     ) -> Response:
         """An engine now, and its scheduler's last decisions: those with step numbers above ``after``."""
         await service.engine.check_health()
-        engines = await service.engine.engine_stats()
+        engines, steps = await asyncio.gather(service.engine.engine_stats(), service.engine.recent_steps(after, engine))
         stats = engines[engine] or SchedulerStats()
-        steps = [] if engines[engine] is None else await service.engine.recent_steps(after, engine)
         answer = Live(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
+import select
 import socket
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from itertools import islice
 from typing import Any
 
 import h11
@@ -27,6 +30,33 @@ UNREAD_BYTES = 16384
 would take megabytes, and for a reader that has stopped reading each token would be written out until they are full."""
 MAX_SMALL_CHUNKS, BODY_BYTES_PER_CHUNK = 4096, 64
 """A body may come in so many chunks, and in one more for every 64 bytes: each costs the same, whatever it holds."""
+
+MAX_CONNECTIONS = 4096
+MAX_FILES = 2**20
+"""Stands for a limit of open files that is none."""
+OTHER_FILES = 256
+"""Files and sockets of this process besides connections of clients."""
+MAX_CANDIDATES = 32
+"""So many connections are looked at to find one that may end, so that a burst of new ones costs little each."""
+READ_AGAIN_SECONDS = 1.0
+"""A request whose time is over while bytes of it wait here to be read gets so long to be read."""
+
+
+def max_connections(files_per_connection: int = 1) -> int:
+    """The connections that the limit of open files allows, once it is raised as far as the system lets it.
+
+    files_per_connection: a connection of a client, and those to other servers that its request needs.
+    """
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard_limit == resource.RLIM_INFINITY else hard_limit
+    wanted = min(MAX_CONNECTIONS * files_per_connection + OTHER_FILES, most)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard_limit))
+    return max(1, (wanted - OTHER_FILES) // files_per_connection)
+
+
+MAX_HEAD_BYTES = 16384
+"""Of a request's line and its headers."""
 
 
 class ChunkCount(h11.Connection):
@@ -49,14 +79,15 @@ class ConnectionLimits:
     """What all connections of one server share.
 
     head_seconds: from the first byte of a request, or from connecting, to the end of its head. body_seconds: from there
-    to the end of its body. write_seconds: a reader must read on within this time. max_waiting: connections that wait
-    for their client, idle ones included; one more ends the one that has waited longest.
+    to the end of its body. write_seconds: a reader must read on within this time. max_connections: open at a time; one
+    more ends the one that has waited for its client longest, idle ones included, or is refused if there is none.
+    waiting: connections that wait for their client, the longest waiting first.
     """
 
     head_seconds: float = 10.0
     body_seconds: float = 60.0
     write_seconds: float = 30.0
-    max_waiting: int = 256
+    max_connections: int = field(default_factory=max_connections)
     waiting: dict[BoundedConnection, None] = field(default_factory=dict)
 
 
@@ -67,7 +98,7 @@ class BoundedConnection(H11Protocol):
 
     def __init__(self, *, limits: ConnectionLimits, **others: Any) -> None:
         super().__init__(**others)
-        self.conn = ChunkCount(h11.SERVER)
+        self.conn = ChunkCount(h11.SERVER, MAX_HEAD_BYTES)
         self._limits = limits
         self._waits_for = ""
         self._receive_timer: asyncio.TimerHandle | None = None
@@ -81,6 +112,8 @@ class BoundedConnection(H11Protocol):
         if connection is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNREAD_BYTES)
         self._wait_for("head")
+        if len(self.connections) > self._limits.max_connections:
+            self._make_room()
 
     def data_received(self, data: bytes) -> None:
         if not self._waits_for and not self._is_answering:
@@ -90,6 +123,10 @@ class BoundedConnection(H11Protocol):
         if self.conn.num_chunks > MAX_SMALL_CHUNKS + self.conn.num_body_bytes // BODY_BYTES_PER_CHUNK:
             message = "The body comes in too many small chunks: send it in larger ones, or with a Content-Length."
             self._end(message, ApiError(400, message, code="chunks_too_small", headers={"connection": "close"}))
+
+    def send_400_response(self, msg: str) -> None:
+        message = f"This is no valid HTTP request, or its head has more than {MAX_HEAD_BYTES} bytes."
+        self._end(message, ApiError(400, message, code="invalid_http", headers={"connection": "close"}))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -142,10 +179,32 @@ class BoundedConnection(H11Protocol):
             return
         seconds = self._limits.head_seconds if what == "head" else self._limits.body_seconds
         message = f"The {what} of the request did not arrive within {seconds:g} s."
-        self._receive_timer = self.loop.call_later(seconds, self._end, message)
+        self._receive_timer = self.loop.call_later(seconds, self._is_late, message)
         waiting.setdefault(self)
-        if len(waiting) > self._limits.max_waiting:
-            next(iter(waiting))._end("The server ended this connection, which had waited longest, to take in others.")
+
+    def _is_late(self, message: str) -> None:
+        """End the connection, unless its client has sent what this process has not read yet."""
+        if self._has_unread_bytes():
+            self._receive_timer = self.loop.call_later(READ_AGAIN_SECONDS, self._is_late, message)
+        else:
+            self._end(message)
+
+    def _has_unread_bytes(self) -> bool:
+        """True if the client has sent bytes, or has gone, and this process has not taken notice yet."""
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not self.flow.read_paused and bool(poll.poll(0))
+
+    def _make_room(self) -> None:
+        """End the connection that has waited longest, or this new one if all have sent something."""
+        oldest = islice(self._limits.waiting, MAX_CANDIDATES)
+        unused = next((one for one in oldest if not one._has_unread_bytes()), self)
+        message = f"The server has {self._limits.max_connections} connections, as many as it takes: try again in 1 s."
+        headers = {"retry-after": "1", "connection": "close"}
+        unused._end(
+            message,
+            ApiError(429, message, type="rate_limit_error", code="too_many_connections", headers=headers),
+        )
 
     def _end(self, message: str, error: ApiError | None = None) -> None:
         """Tell the client why, and close. error: what to answer; 408 if it is left out."""

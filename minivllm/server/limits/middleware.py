@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.device.freed_memory import return_freed_memory
 from minivllm.server.wire.errors import ApiError, error_response
-from minivllm.server.wire.json_bounds import JsonBounds
+from minivllm.server.wire.json_bounds import JsonBounds, check_utf8
 
 access_logger = logging.getLogger("minivllm.server.access")
 
@@ -39,7 +39,10 @@ class CountsErrors(Protocol):
 
 
 class AccessLog:
-    """Gives every request an id, echoes the client's own, and logs method, path, status and time; never a body."""
+    """Gives every request an id, echoes the client's own, and logs method, path, status and time; never a body.
+
+    HEAD is answered like GET: the connection leaves the body out.
+    """
 
     def __init__(self, app: ASGIApp, metrics: CountsErrors) -> None:
         self._app = app
@@ -49,7 +52,9 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start = time.monotonic()
+        start, method = time.monotonic(), scope["method"]
+        if method == "HEAD":
+            scope = {**scope, "method": "GET"}  # a copy, for the connection goes by what was asked
         request_id = _header(scope, b"x-request-id") or b""
         if not _ECHOED_ID.fullmatch(request_id):
             request_id = b"req-" + secrets.token_hex(12).encode()
@@ -73,7 +78,7 @@ class AccessLog:
                 self._metrics.errors.labels(scope["minivllm.stream_error"]).inc()
             seconds = time.monotonic() - start
             fields = {
-                "method": scope["method"] if scope["method"].isalpha() else "?",
+                "method": method if method.isalpha() else "?",
                 "path": scope["path"][:200],
                 "status": status,
                 "seconds": round(seconds, 4),
@@ -152,9 +157,9 @@ class BodyLimit:
                 self._check_size(num_bytes)
             pieces[:] = [b"".join(pieces)]
             if num_bytes > LARGE_BODY_BYTES:
-                await asyncio.to_thread(self._bounds.check, pieces[0])
+                await asyncio.to_thread(self._check_content, pieces[0])
             elif num_bytes:
-                self._bounds.check(pieces[0])
+                self._check_content(pieces[0])
             body_bytes.set(num_bytes)
             await self._app(scope, _received(pieces, receive), send)
         except ApiError as error:
@@ -178,6 +183,10 @@ class BodyLimit:
 
         loop.call_later(TRIM_SECONDS, trim)
 
+    def _check_content(self, body: bytes) -> None:
+        check_utf8(body)
+        self._bounds.check(body)
+
     def _check_head(self, scope: Scope) -> None:
         names = [name for name, _ in scope["headers"]]
         if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
@@ -186,6 +195,12 @@ class BodyLimit:
             if b"content-length" not in names:
                 message = "The request has Transfer-Encoding, which HTTP/1.0 does not know: send Content-Length."
             raise ApiError(400, message, code="ambiguous_length", headers={"connection": "close"})
+        encodings = [value for name, value in scope["headers"] if name == b"content-encoding"]
+        if any(value.strip().lower() != b"identity" for value in encodings):
+            # What unpacks a body would have to bound it a second time, and the clients of this protocol pack none.
+            message = "The body is compressed (Content-Encoding), which this server does not read: send it as it is."
+            headers = {"accept-encoding": "identity", "connection": "close"}
+            raise ApiError(415, message, code="unsupported_content_encoding", headers=headers)
         announced = _header(scope, b"content-length") or b"0"
         if not announced.isdigit() or len(announced) > 18 or int(announced) > self._max_bytes:
             raise self._too_large()

@@ -7,15 +7,13 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +22,19 @@ import httpx
 from minivllm.device.cores import share_of_cores
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.executor.wire.child_reports import describe_exit
+from minivllm.executor.wire.private_directories import PrivateDirectory
 
 logger = logging.getLogger(__name__)
 
 MAX_SERVERS = 16
 POLL_SECONDS = 0.1
+READY_SECONDS = 5.0
+"""How long a server that listens may take to say that it is ready, before it is asked again."""
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds before the second try to start a server that ended; twice as long before every later one, up to the longest.
+The first try comes at once."""
+STABLE_SECONDS = 60.0
+"""A server that has lived so long begins with the first try again."""
 KILL_SECONDS = 5.0
 """What a server gets beyond its drain_timeout."""
 
@@ -53,32 +59,45 @@ class Shape:
 
 
 class Child:
-    """A running server, which ends when nobody holds ``life_fd`` open any longer. name: "prefill 1". url: where it will
+    """A running server, which ends when ``life_fd`` has no writer any more. name: "prefill 1". url: where it will
     listen. command: "serve" or "proxy", and its flags but for --port. num_sharing: workers that share the cores with
-    those of this server, and they themselves."""
+    those of this server, and they themselves. directory: for sockets, which it removes if its parent is killed.
+    does_start: it was ready once, or is starting for the first time, and has not failed to start again since."""
 
     def __init__(
-        self, name: str, command: Sequence[str], api_keys: Sequence[str], life_fd: int, num_sharing: int = 1
+        self,
+        name: str,
+        command: Sequence[str],
+        api_keys: Sequence[str],
+        life_fd: int,
+        num_sharing: int = 1,
+        directory: str = "",
     ) -> None:
-        self.name = name
-        # Bound and not listening, so that nobody else is given the port before the server listens there.
+        self.name, self.does_start = name, True
+        # Bound and not listening, so that no other process is given the port before the server listens there.
         self._port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind(("127.0.0.1", 0))
-        port = self._port.getsockname()[1]
+        port = str(self._port.getsockname()[1])
         self.url = f"http://127.0.0.1:{port}"
-        path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        arguments = [str(life_fd), directory, *command, "--port", port]
+        self._command = [sys.executable, "-P", "-m", "minivllm.server.proxy.child", *arguments]
+        self._life_fd = life_fd
+        self._environment = {
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "MINIVLLM_API_KEY": " ".join(api_keys),
+            **share_of_cores(num_sharing),
+        }
+        self.start()
+
+    def start(self) -> None:
+        """Start its process, also again."""
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "minivllm.server.proxy.child", str(life_fd), *command, "--port", str(port)],
+            self._command,
             stdin=subprocess.DEVNULL,
-            pass_fds=(life_fd,),
+            pass_fds=(self._life_fd,),
             start_new_session=True,  # Ctrl-C is for the parent, which lets answers end first
-            env={
-                **os.environ,
-                "PYTHONPATH": path,
-                "MINIVLLM_API_KEY": " ".join(api_keys),
-                **share_of_cores(num_sharing),
-            },
+            env={**os.environ, **self._environment},
         )
 
     @property
@@ -89,6 +108,11 @@ class Child:
     def ending(self) -> str:
         """How it ended, a sentence."""
         return describe_exit(f"{self.name} server", self.process.returncode)
+
+    async def ended(self) -> None:
+        """Return when the process has ended."""
+        while not self.has_ended:
+            await asyncio.sleep(POLL_SECONDS)
 
     def close(self) -> None:
         self._port.close()
@@ -109,52 +133,97 @@ class Children:
         num_workers: int = 1,
     ) -> None:
         self._drain_timeout = drain_timeout
-        self._directory = tempfile.mkdtemp(prefix="minivllm-")
-        life_fd, self._life = os.pipe()
-        addresses = [f"unix://{self._directory}/{number}" for number in range(shape.num_prefill)]
+        self._directory = PrivateDirectory()
+        self._life_fd, self._life = os.pipe()
+        addresses = [f"unix://{self._directory.path}/{number}" for number in range(shape.num_prefill)]
 
         def start(name: str, role: str, extra: dict[str, Any]) -> Child:
             config = {"kv_connector": "LookupBufferConnector", "kv_role": role, "kv_connector_extra_config": extra}
             own = [*command, f"--kv-transfer-config={json.dumps(config)}"]
-            return Child(name, own, api_keys, life_fd, num_workers * (shape.num_prefill + shape.num_decode))
+            num_sharing = num_workers * (shape.num_prefill + shape.num_decode)
+            return Child(name, own, api_keys, self._life_fd, num_sharing, str(self._directory.path))
 
         self.prefill = [start(f"prefill {n}", "kv_producer", {"address": one}) for n, one in enumerate(addresses, 1)]
         self.decode = [start(f"decode {n + 1}", "kv_consumer", {"peers": addresses}) for n in range(shape.num_decode)]
         self.all = [*self.prefill, *self.decode]
-        os.close(life_fd)
 
     async def wait_until_ready(self) -> None:
         """Raises EngineDeadError for one that ends instead."""
         await wait_until_ready(self.all)
 
     async def watch(self) -> None:
-        """Name every server that ends. Raises EngineDeadError when none is left that could answer."""
-        running = list(self.all)
+        """Start servers that end again. Raises EngineDeadError when no decode server runs, and none starts again."""
+        async with httpx.AsyncClient(timeout=READY_SECONDS, trust_env=False) as client:
+            tasks = [asyncio.ensure_future(self._keep_up(child, client)) for child in self.all]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def _keep_up(self, child: Child, client: httpx.AsyncClient) -> None:
+        """Start it whenever it has ended: at once, and later and later if it does not live long."""
+        num_tries, up_since = 0, time.monotonic()
         while True:
-            for child in [one for one in running if one.has_ended]:
-                running.remove(child)
-                logger.error(child.ending)
-                if not any(one in running for one in self.decode):
-                    raise EngineDeadError(f"No decode server is left. {child.ending}")
-            await asyncio.sleep(POLL_SECONDS)
+            await child.ended()
+            logger.error(child.ending)
+            if time.monotonic() - up_since >= STABLE_SECONDS:
+                num_tries = 0
+            await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (num_tries - 1)) if num_tries else 0.0)
+            num_tries += 1
+            child.start()
+            up_since = time.monotonic()
+            child.does_start = await _becomes_ready(client, child)
+            if child.does_start:
+                logger.warning("The %s server serves again.", child.name)
+            elif not any(one.does_start for one in self.decode):
+                raise EngineDeadError(f"No decode server is left, and none starts again. {child.ending}")
+
+    def kill(self) -> None:
+        """End all at once; ``close`` then has nothing to wait for."""
+        for child in self.all:
+            child.process.kill()
 
     def close(self) -> None:
         """End all that run."""
-        os.close(self._life)
         end_all(self.all, self._drain_timeout + KILL_SECONDS)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        os.close(self._life)
+        os.close(self._life_fd)
+        self._directory.remove()
 
 
 async def wait_until_ready(children: Sequence[Child]) -> None:
     """Raises EngineDeadError for one that ends instead."""
-    async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
-        for child in children:
-            while not await _is_ready(client, child):
-                for one in children:
-                    if one.has_ended:
-                        raise EngineDeadError(one.ending)
-                await asyncio.sleep(POLL_SECONDS)
-            logger.info("The %s server is ready at %s.", child.name, child.url)
+    async with httpx.AsyncClient(timeout=READY_SECONDS, trust_env=False) as client:
+        waits = [asyncio.ensure_future(_becomes_ready(client, child)) for child in children]
+        try:
+            for wait in asyncio.as_completed(waits):
+                if not await wait:
+                    raise EngineDeadError(next(one.ending for one in children if one.has_ended))
+        finally:
+            for wait in waits:
+                wait.cancel()
+    for child in children:
+        logger.info("The %s server is ready at %s.", child.name, child.url)
+
+
+async def _becomes_ready(client: httpx.AsyncClient, child: Child) -> bool:
+    """Wait until it serves; False if it ends instead."""
+
+    async def is_ready() -> None:
+        while True:
+            with suppress(httpx.HTTPError):
+                if (await client.get(f"{child.url}/ready")).is_success:
+                    return
+            await asyncio.sleep(POLL_SECONDS)
+
+    ready, ended = asyncio.ensure_future(is_ready()), asyncio.ensure_future(child.ended())
+    try:
+        await asyncio.wait((ready, ended), return_when=asyncio.FIRST_COMPLETED)
+        return not child.has_ended
+    finally:
+        for task in (ready, ended):
+            task.cancel()
 
 
 def end_all(children: Sequence[Child], seconds: float) -> None:
@@ -171,13 +240,6 @@ def end_all(children: Sequence[Child], seconds: float) -> None:
             child.process.kill()
             child.process.wait()
         child.close()
-
-
-async def _is_ready(client: httpx.AsyncClient, child: Child) -> bool:
-    try:
-        return (await client.get(f"{child.url}/ready")).is_success
-    except httpx.HTTPError:
-        return False
 
 
 @contextmanager

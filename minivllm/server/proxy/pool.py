@@ -8,25 +8,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 REST_SECONDS = 5.0
-"""A server that failed gets nothing for so long, as long as there are others."""
+"""A server that failed gets nothing for so long, as long as the request can do without it."""
 SLACK = 2
 """Requests that a server may have more than the least busy one, for the sake of a prefix that it may have cached."""
 
 
 class Backend:
-    """url: without a path. load: requests that it works on for this proxy."""
+    """url: without a path. load: requests that it works on for this proxy. has_failed: lately, and it has not answered
+    since."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.load = url, 0
+        self.url, self.load, self.has_failed = url, 0, False
         self._rests_until = 0.0
 
     @property
     def is_resting(self) -> bool:
         return time.monotonic() < self._rests_until
 
-    def rest(self) -> None:
+    def rest(self, seconds: float = REST_SECONDS) -> None:
         """It has failed."""
-        self._rests_until = time.monotonic() + REST_SECONDS
+        self.has_failed, self._rests_until = True, time.monotonic() + seconds
+
+    def works(self) -> None:
+        """It has answered."""
+        self.has_failed, self._rests_until = False, 0.0
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -48,10 +53,14 @@ class Pool:
     def __init__(self, urls: Sequence[str]) -> None:
         self.backends = [Backend(url) for url in urls]
 
-    def pick(self, prefix: bytes, tried: Sequence[Backend] = ()) -> Backend | None:
-        """A server that was not tried; one that is resting only if all others are; None: all were tried."""
+    def pick(self, prefix: bytes, tried: Sequence[Backend] = (), *, may_rest: bool = True) -> Backend | None:
+        """A server that was not tried; None if there is none.
+
+        may_rest: take one that is resting if all others are as well.
+        """
         left = [one for one in self.backends if one not in tried]
-        left = [one for one in left if not one.is_resting] or left
+        awake = [one for one in left if not one.is_resting]
+        left = awake or (left if may_rest else [])
         if not left:
             return None
         least = min(one.load for one in left)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp
 
 from minivllm.server.answers.streaming import ClientLeft
+from minivllm.server.limits.hosts import KnownHosts
 from minivllm.server.limits.middleware import AccessLog, BodyLimit, RequireKey
 from minivllm.server.proxy.prompts import PROMPT_FIELDS
 from minivllm.server.proxy.relay import Relay, unreachable
@@ -26,8 +27,10 @@ BOUNDS = JsonBounds(max_values=2**21)
 """Wider than those of the servers behind, which know how long a prompt may be."""
 
 
-def build_proxy_app(relay: Relay, api_keys: Sequence[str], max_body_bytes: int) -> ASGIApp:
-    """The ASGI application, key check and limits around it included."""
+def build_proxy_app(
+    relay: Relay, api_keys: Sequence[str], max_body_bytes: int, known_hosts: Collection[str] | None = None
+) -> ASGIApp:
+    """The ASGI application, key check and limits around it included. known_hosts: what Host may name; None for any."""
     app = FastAPI(title="minivllm proxy", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
 
@@ -56,7 +59,7 @@ def build_proxy_app(relay: Relay, api_keys: Sequence[str], max_body_bytes: int) 
     for path, function in (("/health", health), ("/ready", ready), ("/metrics", metrics)):
         app.add_api_route(path, function, methods=["GET"], response_model=None)
     wrapped: ASGIApp = BodyLimit(app, max_body_bytes, max(MAX_TOTAL_BODY_BYTES, 2 * max_body_bytes), BOUNDS)
-    return AccessLog(RequireKey(wrapped, api_keys), relay.metrics)
+    return AccessLog(KnownHosts(RequireKey(wrapped, api_keys), known_hosts), relay.metrics)
 
 
 async def _health(relay: Relay, path: str) -> Response:

@@ -6,14 +6,17 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from minivllm.server.limits.connections import ConnectionLimits
+from minivllm.server.limits.connections import ConnectionLimits, max_connections
 from minivllm.server.proxy.proxy_app import build_proxy_app
 from minivllm.server.proxy.relay import Relay, RelaySettings
 from minivllm.server.run import Uvicorn
 
 logger = logging.getLogger(__name__)
+
+FILES_PER_CONNECTION = 3
+"""A client's connection, one to a prefill server and one to a decode server."""
 
 
 async def never() -> None:
@@ -26,13 +29,15 @@ async def run_proxy(
     *,
     api_keys: Sequence[str] = (),
     max_body_bytes: int = 4 * 2**20,
+    known_hosts: Collection[str] | None = None,
     drain_timeout: float = 30.0,
     until: Callable[[], Awaitable[None]] = never,
-) -> None:
-    """Serve until SIGTERM, SIGINT, or the end of ``until``, whose exception it raises. A second signal ends it at
-    once."""
+) -> bool:
+    """Serve until SIGTERM, SIGINT, or the end of ``until``, whose exception it raises. A second signal ends it at once,
+    which makes the result True. Afterwards both signals are ignored: what is left to do is short."""
     relay = Relay(settings)
-    server = Uvicorn(build_proxy_app(relay, api_keys, max_body_bytes), ConnectionLimits(), drain_timeout)
+    limits = ConnectionLimits(max_connections=max_connections(FILES_PER_CONNECTION))
+    server = Uvicorn(build_proxy_app(relay, api_keys, max_body_bytes, known_hosts), limits, drain_timeout)
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -63,6 +68,8 @@ async def run_proxy(
             await watcher
     finally:
         watcher.cancel()
+        await relay.close()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-        await relay.close()
+            signal.signal(number, signal.SIG_IGN)
+    return server.force_exit

@@ -2,6 +2,7 @@
 
 import ipaddress
 import math
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -18,6 +19,9 @@ _LIMITS = (
 )
 
 
+_HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Settings of one server. Raises ConfigError naming the setting and what it may be.
@@ -27,7 +31,8 @@ class ServerSettings:
     first one is reported. max_queued_requests: completions that may wait for one of the engine's max_num_seqs places.
     max_queued_prompt_tokens: prompt tokens of requests without a first token yet. request_timeout: seconds a request
     may take, queue included (None: no limit). max_body_bytes: size of a request's body. cors_origins: web pages that
-    may call the server from a browser. log_json: log one JSON object per line. drain_timeout: seconds that running
+    may call the server from a browser. allowed_hosts: names that clients know the server by, besides those of this
+    machine (see known_hosts). log_json: log one JSON object per line. drain_timeout: seconds that running
     requests get to finish after SIGTERM. stats_interval: seconds between console status lines, 0 for none.
     lora_adapters: adapters served from the start, by their names. lora_directory: clients may load adapters that lie
     in this directory, and unload any (None: they may not). otlp_endpoint: collector that gets a trace of every
@@ -44,6 +49,7 @@ class ServerSettings:
     request_timeout: float | None = 600.0
     max_body_bytes: int = 4 * 2**20
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     log_json: bool = False
     drain_timeout: float = 30.0
     stats_interval: float = 10.0
@@ -75,10 +81,28 @@ class ServerSettings:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise ConfigError(f"cors_origin is {origin!r}, but must be like https://example.org, or *.")
 
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(
+                    f"allowed_host is {host!r}, but must be a name or an address without a port, such as "
+                    "models.example.org or [2001:db8::1]."
+                )
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"otlp_endpoint is {self.otlp_endpoint!r}, but must be like http://127.0.0.1:4318.")
         if self.lora_directory is not None and not self.lora_directory.is_dir():
             raise ConfigError(f"lora_directory is {str(self.lora_directory)!r}, but must be a directory.")
+
+    @property
+    def known_hosts(self) -> frozenset[str] | None:
+        """What the Host header may name; None for anything.
+
+        A server that asks for no key and listens on this machine alone is only as safe as this: see limits/hosts.py.
+        """
+        if not self.allowed_hosts and (self.api_keys or self.is_public):
+            return None
+        bound = f"[{self.host}]" if ":" in self.host else self.host
+        hosts = ("localhost", "127.0.0.1", "[::1]", bound, *self.allowed_hosts)
+        return frozenset(host.lower() for host in hosts)
 
     @property
     def is_public(self) -> bool:

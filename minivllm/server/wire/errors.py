@@ -77,6 +77,7 @@ _STATUSES = {
     408: ("too_slow", ""),
     409: ("conflict", "The name is taken, or the adapter is in use."),
     413: ("too_large", "The body is too large."),
+    415: ("unsupported_media", "The body is not JSON, or is compressed."),
     429: ("overloaded", "The queue is full; Retry-After says when to come back."),
     499: ("client_left", ""),
     500: ("internal", "The server failed."),
@@ -107,7 +108,7 @@ def engine_dead() -> ApiError:
 
 
 def engine_lost() -> ApiError:
-    message = "The engine that worked on this request has died. Others serve on: send it again."
+    message = "The engine for this request has died. Others serve on, or it is being started again: send it again."
     return ApiError(503, message, type="server_error", code="engine_lost", headers={"retry-after": "1"})
 
 
@@ -231,6 +232,13 @@ def _path(problem: Mapping[str, Any], body: Any) -> str:
     return _shortened(".".join(names))
 
 
+def _not_json(content_type: str | None) -> ApiError:
+    """415. A page of another site may send a text without asking, and JSON only if the server allows it (CORS)."""
+    sent = "without that header" if content_type is None else f"as {_shortened(content_type)!r}"
+    message = f"The body must be a JSON object, sent with the header Content-Type: application/json, not {sent}."
+    return ApiError(415, message, code="unsupported_content_type")
+
+
 def _shortened(text: str) -> str:
     text = text.encode(errors="replace").decode()
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
@@ -242,7 +250,9 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_api_error(_: Request, error: Exception) -> Response:
         return error_response(to_api_error(error))
 
-    async def on_validation_error(_: Request, error: Exception) -> Response:
+    async def on_validation_error(request: Request, error: Exception) -> Response:
+        if isinstance(getattr(error, "body", None), bytes):  # the framework read no JSON from it
+            return error_response(_not_json(request.headers.get("content-type")))
         problems = error.errors() if isinstance(error, RequestValidationError) else []
         return error_response(validation_error(problems, getattr(error, "body", None)))
 

@@ -4,6 +4,7 @@ Parsing, checking and reporting cost many times what sending costs: 4 MB of ``[-
 scan looks at bytes only, 64 KiB at a time, and lets go of the interpreter lock in between.
 """
 
+import codecs
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,23 @@ import numpy as np
 from minivllm.server.wire.errors import ApiError
 
 CHUNK_BYTES = 65536
+
+
+def check_utf8(text: bytes) -> None:
+    """Raises ApiError 400 for a body in another encoding than UTF-8, or with a byte order mark.
+
+    A parser of JSON would recognize UTF-16 and UTF-32, but the scan below reads single bytes. JSON in those encodings
+    has zero bytes, which JSON in UTF-8 cannot have.
+    """
+    decoder, is_utf8 = codecs.getincrementaldecoder("utf-8")(), b"\0" not in text
+    try:
+        for start in range(0, len(text) if is_utf8 else 0, CHUNK_BYTES):
+            decoder.decode(text[start : start + CHUNK_BYTES], final=start + CHUNK_BYTES >= len(text))
+    except UnicodeDecodeError:
+        is_utf8 = False
+    if not is_utf8 or text.startswith(codecs.BOM_UTF8):
+        message = "The body is not JSON in UTF-8: send UTF-8, without a byte order mark and without zero bytes."
+        raise ApiError(400, message, code="not_utf8")
 
 
 @dataclass(frozen=True)
