@@ -1,6 +1,6 @@
 """Generates and compiles the GPU code of all shapes. Exit status 1: something is at fault, or the table is an old one.
 
-    python -m tests.gpu_code [--write] [--only REGEX] [--jobs N] [--keep FOLDER] [--is-current]
+    python -m tests.gpu_code [--write] [--only REGEX] [--jobs N] [--seconds N] [--keep FOLDER] [--is-current]
 
 Needs PyTorch and the Triton that fits it, but no GPU: see README.md.
 """
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from tests.gpu_code import sources
@@ -40,22 +41,34 @@ def compile_here(chosen: list[str], keep: Path | None) -> None:
                 print(json.dumps(recorder.reports.pop(0).to_json()), flush=True)
 
 
-def compile_all(chosen: list[str], jobs: int, keep: Path | None) -> list[RegionReport]:
-    """Compile these parts in as many processes at once. Raises RuntimeError if one of them ends early."""
+def compile_all(chosen: list[str], jobs: int, keep: Path | None, seconds: float) -> tuple[list[RegionReport], bool]:
+    """Compile these parts in as many processes at once, within so many seconds. Returns the regions in the order of
+    the parts, and whether those are all. Raises RuntimeError if a process ends early."""
     command = [sys.executable, "-m", "tests.gpu_code", *(["--keep", str(keep)] if keep else []), "--here"]
-    children = [
-        subprocess.Popen([*command, *chosen[job::jobs]], stdout=subprocess.PIPE, text=True, cwd=sources.ROOT)
-        for job in range(min(jobs, len(chosen)))
-    ]
-    try:
-        written = [child.communicate()[0] for child in children]
-    finally:
+    deadline = time.monotonic() + seconds
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(min(jobs, len(chosen)))]
+        children = [
+            stack.enter_context(subprocess.Popen([*command, *chosen[job::jobs]], stdout=output, cwd=sources.ROOT))
+            for job, output in enumerate(outputs)
+        ]
+        is_complete = True
         for child in children:
-            child.kill()
-    if any(child.returncode for child in children):
-        raise RuntimeError("A process that compiles has failed: see above.")
-    reports = [RegionReport.from_json(json.loads(line)) for text in written for line in text.splitlines()]
-    return sorted(reports, key=lambda report: chosen.index(report.shape))
+            try:
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                is_complete = False
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+            elif child.returncode:
+                raise RuntimeError(f"A process that compiles has ended with status {child.returncode}: see above.")
+        reports = []
+        for output in outputs:
+            output.seek(0)
+            lines = output.read().splitlines(keepends=True)
+            reports += [RegionReport.from_json(json.loads(line)) for line in lines if line.endswith("\n")]
+    return sorted(reports, key=lambda report: chosen.index(report.shape)), is_complete
 
 
 def versions() -> str:
@@ -67,6 +80,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the table")
     parser.add_argument("--only", default="", metavar="REGEX", help="parts to compile, the table left alone")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="after which what is not compiled is left out")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for the Python that Inductor writes")
     parser.add_argument("--is-current", action="store_true", help="only tell whether sources have changed: status 1")
     parser.add_argument("--here", nargs="+", metavar="PART", help=argparse.SUPPRESS)
@@ -80,13 +94,15 @@ def main() -> int:
     chosen = [part for part in parts() if re.search(given.only, part)]
     if not chosen:
         parser.error(f"--only {given.only!r} matches none of: {', '.join(parts())}")
-    reports = compile_all(chosen, given.jobs, given.keep)
+    reports, is_complete = compile_all(chosen, given.jobs, given.keep, given.seconds)
     found = [fault for report in reports for fault in faults(report)]
     table = render(reports, versions())
     print(*found, sep="\n", end="\n" if found else "")
     kernels = sum(len(report.launches) for report in reports)
     print(f"{len(reports)} regions, {kernels} kernels, {len(found)} faults: {time.monotonic() - started:.0f} s.")
-    if given.only:
+    if not is_complete:
+        print(f"Cut off: {len({report.shape for report in reports})} of {len(chosen)} parts were begun.")
+    elif given.only:
         print(table)
     elif given.write:
         TABLE.write_text(table)

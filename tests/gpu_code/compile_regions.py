@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,10 +117,7 @@ def _reason(error: BaseException) -> str:
 
 class CompilingAtOnce(RegionCompiler):
     """Compiles a region when it is handed out, with the examples that it declares: these are the sizes of the warm-up,
-    by which an engine's regions are compiled. In its place it gives the function, to be called with fake tensors.
-
-    chosen: says which regions are compiled.
-    """
+    by which an engine's regions are compiled. In its place it gives the function, to be called with fake tensors."""
 
     def __init__(self, recorder: Recorder, mode: FakeTensorMode, shape: str, verify_size: int = 0) -> None:
         rows = rounded_capacity((verify_size or 1) * max(*ROWS, 64) + 2)  # as ``Worker`` does
@@ -148,8 +144,8 @@ class CompilingAtOnce(RegionCompiler):
             self._compiled(region)(*args)
 
     def _compile_graph(self, graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
-        # Dynamo hands over the tensors it was called with. Those are fake here, without symbolic sizes, so Inductor gets
-        # what Dynamo traced with, and the mode of that. On a GPU AOTAutograd makes fake tensors by the same rules.
+        # Dynamo hands over the tensors it was called with. Those are fake here, without symbolic sizes, so Inductor
+        # gets what Dynamo traced with, and the mode of that. On a GPU AOTAutograd makes them by the same rules.
         traced = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
         (mode,) = {value.fake_mode for value in traced if isinstance(value, torch._subclasses.FakeTensor)}
         TracingContext.get().fake_mode = mode
@@ -163,9 +159,10 @@ class DeclaredModel(PagedModel):
 
     def __init__(self, model: Decoder, limits: RunnerLimits, policy: DevicePolicy) -> None:
         self.model, self._limits, self._policy, self._make_attention = model, limits, policy, rule_attention
-        self._groups = [GroupTables(limits.max_num_seqs, limits.max_model_len, group, DEVICE) for group in limits.groups]
-        self._group_of = [next(i for i, group in enumerate(limits.groups) if layer in group.layers) for layer in
-                          range(len(model.layers))]
+        rows, length = limits.max_num_seqs, limits.max_model_len
+        self._groups = [GroupTables(rows, length, group, DEVICE) for group in limits.groups]
+        placed = {layer: index for index, group in enumerate(limits.groups) for layer in group.layers}
+        self._group_of = [placed[layer] for layer in range(len(model.layers))]
         self.layers = list(zip(model.cache_specs, model.attention_specs, strict=True))
         self._builder: Any = SimpleNamespace(token_specs=token_specs(DEVICE))
 
@@ -178,18 +175,19 @@ class HostBuffer:
         self.device: dict[str, torch.Tensor] = {}
 
 
-def only_batches(max_num_seqs: int) -> list[int]:
-    """In the place of DevicePolicy.decode_batches: each number has a kernel of its own, and these stand for all."""
-    return list(ROWS)
+class FewBatches(DevicePolicy):
+    """Some of the numbers of rows that have an attention kernel each."""
+
+    def decode_batches(self, max_num_seqs: int) -> list[int]:
+        return list(ROWS)
 
 
 def compile_model(recorder: Recorder, name: str, shape: Shape) -> None:
     """All regions of a decoder, and its attention."""
-    policy, mode = DevicePolicy.of(DEVICE), FakeTensorMode()
+    policy, mode = FewBatches.of(DEVICE), FakeTensorMode()
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(shape.config))
         config = read_decoder_config(directory, "dummy")
-    object.__setattr__(policy, "decode_batches", only_batches)
     tiles.StagingBuffer = HostBuffer  # type: ignore[assignment,misc]
     compiler = CompilingAtOnce(recorder, mode, name, shape.verify_size)
     with mode, torch.no_grad():

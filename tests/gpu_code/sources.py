@@ -31,8 +31,12 @@ PARTS = (
 
 
 def source_files() -> list[Path]:
-    found = [path for part in PARTS for path in ([ROOT / part] if part.endswith(".py") else (ROOT / part).rglob("*.py"))]
-    return sorted([path for path in found if not path.name.startswith("test_")] + [ROOT / "tests/gpu_code/versions.txt"])
+    found = [
+        path for part in PARTS for path in ([ROOT / part] if part.endswith(".py") else (ROOT / part).rglob("*.py"))
+    ]
+    return sorted(
+        [path for path in found if not path.name.startswith("test_")] + [ROOT / "tests/gpu_code/versions.txt"]
+    )
 
 
 def digest(files: Iterable[Path]) -> str:
