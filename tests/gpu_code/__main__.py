@@ -90,7 +90,7 @@ def main() -> int:
     if given.here:
         compile_here(given.here, given.keep)
         return 0
-    started = time.monotonic()
+    started, digest = time.monotonic(), sources.digest(sources.source_files())
     chosen = [part for part in parts() if re.search(given.only, part)]
     if not chosen:
         parser.error(f"--only {given.only!r} matches none of: {', '.join(parts())}")
@@ -106,7 +106,7 @@ def main() -> int:
         print(table)
     elif given.write:
         TABLE.write_text(table)
-        sources.DIGEST.write_text(sources.digest(sources.source_files()) + "\n")
+        sources.DIGEST.write_text(f"{digest}\n")
     else:
         found += compare(table)
     return 1 if found else 0

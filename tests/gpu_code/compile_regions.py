@@ -60,7 +60,8 @@ class Recorder(logging.Handler):
         self.reports: list[RegionReport] = []
         self._current: RegionReport | None = None
         self._keep = keep
-        for package in ("minivllm", "kernels_triton_free"):
+        logging.captureWarnings(True)
+        for package in ("minivllm", "kernels_triton_free", "torch", "py.warnings"):
             logging.getLogger(package).addHandler(self)
         GraphLowering.save_output_code = staticmethod(self._take_wrapper)
         precompile = CachingAutotuner.precompile
@@ -74,7 +75,8 @@ class Recorder(logging.Handler):
     @contextmanager
     def region(self, shape: str, name: str) -> Iterator[None]:
         """What is compiled within belongs to this region; an error is noted in its report."""
-        report = self._current = RegionReport(shape, name)
+        number = 1 + sum(report.shape == shape and report.region.partition(" (")[0] == name for report in self.reports)
+        report = self._current = RegionReport(shape, name if number == 1 else f"{name} ({number})")
         self.reports.append(report)
         try:
             yield

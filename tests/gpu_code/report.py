@@ -14,9 +14,12 @@ TABLE = Path(__file__).parent / "kernels.txt"
 NAME_LENGTH = 72
 
 LIBRARY_CALLS = {
-    "extern_kernels.addmm": "a product that cuBLAS computes",
-    "extern_kernels.mm": "a product that cuBLAS computes",
-    "extern_kernels.bmm": "a product that cuBLAS computes",
+    "extern_kernels.addmm",  # cuBLAS
+    "extern_kernels.bmm",
+    "extern_kernels.mm",
+    "extern_kernels._scaled_mm",  # of float8
+    "extern_kernels._grouped_mm",  # of experts: CUTLASS
+    "torch.ops.aten.topk.default",  # the experts of a token: Inductor knows no way of its own
 }
 """What regions leave to libraries on purpose. Any other operator that Inductor generates no code for is a fault."""
 
@@ -40,7 +43,7 @@ class Configuration:
 class RegionReport:
     """What a region became. shape: the model or vocabulary that it was compiled for. error: why it did not compile.
     launches: kernel -> how often a call of the region launches it. library: operators left to libraries, and how often.
-    warnings: of this project, while it was compiled."""
+    warnings: while it was compiled, which a start would show."""
 
     shape: str
     region: str
