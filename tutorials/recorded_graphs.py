@@ -29,12 +29,12 @@ class RecordedGraphs:
         self._recorder = _Recorder()
         self._recorder.__enter__()
 
-    def end(self) -> Replay:
+    def end(self) -> Replay | None:
         recorder, self._recorder = self._recorder, None
         assert recorder is not None
         recorder.__exit__(None, None, None)
         self._bytes += recorder.num_bytes
-        return recorder.replay
+        return None if recorder.is_empty else recorder.replay
 
     def memory_used(self) -> int:
         return self._bytes
@@ -47,6 +47,10 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._operations: list[tuple[Any, tuple, dict[str, Any], dict[int, Tensor]]] = []
         self.num_bytes = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))

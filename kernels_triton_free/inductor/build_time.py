@@ -19,10 +19,9 @@ def find_strides_without_simplifying() -> None:
     answer simplifies the index, which takes sympy milliseconds, and it keeps 128 answers. A loop over words for some
     rows at once has more loads than that. Where an index is made of sums and products, the difference of two steps
     needs no more than to be multiplied out."""
-    from torch._inductor import sizevars
     from torch._inductor.codegen import cpp
 
-    simplified = sizevars.stride_at_vec_range
+    simplified = cpp.stride_at_vec_range
 
     @cache
     def stride_at_vec_range(index: Any, var: Any, vec_length: int | None = None) -> Any:
@@ -58,7 +57,7 @@ def include_no_tensor_library() -> None:
     conversions and the checks of inputs."""
     from torch._inductor.codegen.cpp_wrapper_cpu_array_ref import CppWrapperCpuArrayRef
 
-    header = CppWrapperCpuArrayRef.get_device_include_path_aot("cpu").removeprefix("#include <").removesuffix(">")
+    header = "torch/csrc/inductor/aoti_include/array_ref.h"
     path = Path(torch.__file__).parent / "include" / header
     lines = path.read_text().splitlines() if path.is_file() else []
     included = [line for line in lines if line.startswith("#include")]
@@ -66,4 +65,8 @@ def include_no_tensor_library() -> None:
     if len(included) != len(others) + 1:
         raise AttributeError("tensors on the stack are declared in another header")
 
-    CppWrapperCpuArrayRef.get_device_include_path_aot = staticmethod(lambda device: "\n".join(others))  # type: ignore[method-assign]
+    asks = "get_device_include_path_aot"
+    if not hasattr(CppWrapperCpuArrayRef, asks):
+        asks = "get_device_include_path"  # PyTorch 2.11
+    getattr(CppWrapperCpuArrayRef, asks)
+    setattr(CppWrapperCpuArrayRef, asks, staticmethod(lambda device: "\n".join(others)))

@@ -57,7 +57,9 @@ def noise_bits(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     # int32 products wrap; half the width of int64 is half the memory traffic and maps to vector multiplies.
     # Token ids differ in their low bits only, which two multiplications alone leave visible between ids 256 or more
     # apart; the golden multiple, computed once for all rows, hides it.
-    x = (token_ids.to(torch.int32) * _GOLDEN_INT32) ^ first_key[:, None]
+    # Ids are never negative, so the mask changes none. It keeps the product out of index expressions: Inductor folds
+    # arange times a constant into one, where Triton got a constant beyond int32 for a vocabulary of 128,256.
+    x = ((token_ids.to(torch.int32) & 0x7FFFFFFF) * _GOLDEN_INT32) ^ first_key[:, None]
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * _FIRST_MULTIPLIER
     x = x ^ second_key[:, None]

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -180,10 +181,12 @@ class RegionCompiler:
 
 
 def compile_fx(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
-    """Inductor."""
+    """Inductor. It is not asked for less exact products of float32: those are routers, whose choices would change."""
     from torch._inductor.compile_fx import compile_fx as inductor
 
-    compiled: Any = inductor(graph, example_inputs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+        compiled: Any = inductor(graph, example_inputs)
     return compiled
 
 

@@ -7,6 +7,7 @@ whoever replays fills the same buffers in place.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
@@ -21,8 +22,8 @@ class GraphBackend(Protocol):
 
     def begin(self) -> None: ...
 
-    def end(self) -> Replay:
-        """Returns what launches all of it again, with the same addresses."""
+    def end(self) -> Replay | None:
+        """Returns what launches all of it again, with the same addresses; None where nothing was launched."""
 
     def memory_used(self) -> int:
         """Memory that the recorded work keeps for its intermediate results [bytes]."""
@@ -59,8 +60,10 @@ class GraphCapture:
             part()
 
     def _end_segment(self) -> None:
-        self._parts.append(self._backend.end())
-        self.num_graphs += 1
+        replay = self._backend.end()
+        if replay is not None:
+            self._parts.append(replay)
+            self.num_graphs += 1
 
 
 class CudaGraphs:
@@ -80,11 +83,17 @@ class CudaGraphs:
         # Threads beside this one use the device meanwhile: NCCL's, and those that move blocks.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
-    def end(self) -> Replay:
+    def end(self) -> Replay | None:
         graph, self._graph = self._graph, None
         assert graph is not None
-        graph.capture_end()
-        return graph.replay
+        # Only a warning tells that a graph is empty. The segment that follows the last attention is.
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            graph.capture_end()
+        others = [warning for warning in caught if "CUDA Graph is empty" not in str(warning.message)]
+        for warning in others:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        return graph.replay if len(others) == len(caught) else None
 
     def memory_used(self) -> int:
         return max(0, self._free_at_start - torch.cuda.mem_get_info()[0])

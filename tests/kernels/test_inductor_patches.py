@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import sympy
 from hypothesis import given, settings
@@ -33,3 +36,10 @@ def test_strides_are_those_that_inductor_finds(index: sympy.Expr, loop: sympy.Sy
     expected = sizevars.stride_at_vec_range(index, loop, lanes)
     assert sympy.simplify(stride - expected) == 0
     assert stride.is_number == expected.is_number and stride.free_symbols == expected.free_symbols
+
+
+def test_every_change_fits_this_version_of_pytorch() -> None:
+    """In a process of its own: a second time they would find what the first has made. Misfits are logged."""
+    code = "from minivllm.compilation.compiler import prepare_inductor; prepare_inductor()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "cannot be changed" not in done.stderr

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch._inductor.utils import run_and_get_code
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -32,6 +33,7 @@ from kernels_triton_free.sampling.draw import (
     truncation_threshold,
 )
 from kernels_triton_free.sampling.noise import gumbel_noise, gumbel_noise_at, noise_bits, row_keys
+from minivllm.compilation.compiler import find_cpp_compiler
 
 WORD = 0xFFFFFFFF
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -76,6 +78,19 @@ def test_noise_bits_are_the_hash_of_seed_position_and_token(rows):
     assert bits.dtype == torch.int32
     expected = [[python_noise_bits(s, p, t) for t in token_ids.tolist()] for s, p in rows]
     assert (bits.long() & WORD).tolist() == expected
+
+
+@pytest.mark.skipif(find_cpp_compiler() is None, reason="no C++ compiler")
+def test_compiled_noise_of_a_vocabulary_is_the_hash_and_stays_in_vectors() -> None:
+    seeds, positions, vocab_size = torch.tensor([-5, 2**40 + 1]), torch.tensor([3, 0]), 4096
+
+    def whole(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return noise_bits(seeds, positions, torch.arange(vocab_size, dtype=torch.int32))
+
+    bits, [code] = run_and_get_code(torch.compile(whole, dynamic=False), seeds, positions)
+    assert torch.equal(bits, noise_bits(seeds, positions, torch.arange(vocab_size)))
+    assert "Vectorized<int32_t>::arange" in code
+    assert [python_noise_bits(-5, 3, token) for token in range(vocab_size)] == (bits[0].long() & WORD).tolist()
 
 
 def bits_along(axis: str, count: int, seed: int = 11) -> torch.Tensor:

@@ -37,6 +37,7 @@ NOT_RUN_HERE = {
     "minivllm serve smollm2 --data-parallel-size 2",  # tests/data_parallel does
     ".ci/run",
     "bash tests/gpu/run.sh",
+    "python -m tests.gpu_code",
     "python tests/structure/code_map.py",
     "python tests/structure/request_tour.py --write",  # test_tour.py does
 }

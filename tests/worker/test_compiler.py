@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -234,6 +235,19 @@ def test_without_a_place_for_compiled_code_there_is_a_reason(monkeypatch: pytest
     monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path / "file"))
     reason = cannot_compile_reason(CPU)
     assert reason is not None and "Not a directory" in reason and "set MINIVLLM_HOME" in reason
+
+
+def test_less_exact_products_are_not_advised_and_other_warnings_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.compile_fx as inductor
+
+    def warn(graph: object, example_inputs: object) -> None:
+        warnings.warn("TensorFloat32 tensor cores for float32 matrix multiplication available", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    monkeypatch.setattr(inductor, "compile_fx", warn)
+    with pytest.warns(UserWarning) as told:
+        compiler_module.compile_fx(torch.fx.GraphModule({}, torch.fx.Graph()), [])
+    assert [str(one.message) for one in told] == ["something else"]
 
 
 def test_sizes_of_another_engine_do_not_become_dynamic(traced_only: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -21,7 +22,7 @@ from minivllm.attention import FlexAttention
 from minivllm.config import CudaGraphMode
 from minivllm.device.buffers import StagingBuffer
 from minivllm.device.policy import DevicePolicy
-from minivllm.graphs.graph_capture import GraphCapture
+from minivllm.graphs.graph_capture import CudaGraphs, GraphCapture
 from minivllm.graphs.step_graphs import bucket_for, decode_buckets, token_buckets
 from minivllm.worker.worker import run_on_null_block
 from tests.attention.backends import CUDA_POLICY, listed_attention
@@ -85,6 +86,47 @@ def test_what_runs_between_segments_runs_anew_in_its_place(factors: list[int]) -
     assert y.tolist() == [expected, expected]
 
 
+def test_a_segment_that_launches_nothing_is_no_graph() -> None:
+    x, ran = torch.ones(2), []
+    with torch.inference_mode(), GraphCapture(RecordedGraphs()) as capture:
+        capture.run_between(lambda: ran.append("first"))
+        y = x + 1
+        capture.run_between(lambda: ran.append("last"))
+    assert capture.num_graphs == 1
+    x.fill_(4)
+    capture.replay()
+    assert ran == ["first", "last"] * 2 and y.tolist() == [5, 5]
+
+
+def test_a_cuda_graph_that_is_empty_is_left_out_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch tells only by this warning; what else it warns of is passed on."""
+
+    class Graph:
+        says: tuple[str, ...] = ()
+
+        def capture_begin(self, **arguments: Any) -> None: ...
+
+        def capture_end(self) -> None:
+            for text in self.says:
+                warnings.warn(text, stacklevel=1)
+
+        def replay(self) -> None: ...
+
+    empty = "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong device."
+    for name, stand_in in {"Stream": object, "CUDAGraph": Graph, "graph_pool_handle": object}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    backend = CudaGraphs()
+    for says, is_empty, told in (((), False, []), ((empty,), True, []), ((empty, "other"), True, ["other"])):
+        Graph.says = says
+        backend.begin()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            replay = backend.end()
+        assert (replay is None) is is_empty
+        assert [str(warning.message) for warning in caught] == told
+
+
 @given(st.integers(1, 600), st.integers(1, 4096))
 def test_buckets_hold_every_batch_and_waste_little(max_num_seqs: int, max_num_batched_tokens: int) -> None:
     decodes, attention = decode_buckets(max_num_seqs), CUDA_POLICY.decode_batches(max_num_seqs)
@@ -143,6 +185,9 @@ def test_tokens_are_the_same_with_graphs_and_every_step_takes_the_graph_it_shoul
             {"full"} if mode == "full_decode" else {"piecewise"} if mode == "piecewise" else {"full", "piecewise"}
         )
         assert all(choice.num_tokens in runner.graphs.full_buckets for choice in replays if choice.kind == "full")
+        num_layers = len(runner.model.layers)
+        for captured, num_graphs in ((runner.graphs._full, 1), (runner.graphs._piecewise, num_layers)):
+            assert all(one.capture.num_graphs == num_graphs for one in captured.values())
         if mode != "full_decode":
             assert sum(replays.values()) == llm.get_metrics().num_steps
 

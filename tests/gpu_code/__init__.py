@@ -1,0 +1,1 @@
+"""GPU code, generated and compiled on a machine without a GPU. See README.md."""
