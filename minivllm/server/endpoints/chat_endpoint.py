@@ -10,7 +10,7 @@ from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import CompletionOutput, RequestOutput
 from minivllm.server.answers.chat_messages import template_messages, template_names, template_tools
 from minivllm.server.answers.constraints import constraint, offered_tools
-from minivllm.server.answers.logprobs import chat_logprobs
+from minivllm.server.answers.logprobs import TokenNames, chat_logprobs
 from minivllm.server.endpoints.completion_run import CompletionRun, ending
 from minivllm.server.parsers.events import CallArguments, CallEnd, CallStart, Content, Event, Parser, Reasoning
 from minivllm.server.protocol import chat
@@ -181,4 +181,5 @@ class ChatRun(CompletionRun):
     def _logprobs_of(self, completion: CompletionOutput) -> msgspec.Raw | None:
         if completion.logprobs is None:
             return None
-        return chat_logprobs(completion.logprobs, self._request.top_logprobs or 0, self._service.token_decoder)
+        names = TokenNames(self._service.token_decoder, bool(self._request.return_tokens_as_token_ids))
+        return chat_logprobs(completion.logprobs, self._request.top_logprobs or 0, names)

@@ -190,8 +190,12 @@ class CallerFields(Body):
 
 
 class RequestFields(SamplingFields, CallerFields):
-    """What completions of texts and of conversations have besides sampling parameters."""
+    """What completions of texts and of conversations have besides sampling parameters.
 
+    return_tokens_as_token_ids: call tokens ``token_id:ID`` in log-probabilities.
+    """
+
+    return_tokens_as_token_ids: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
