@@ -157,7 +157,7 @@ def test_models_are_listed_and_found_by_name(client: openai.OpenAI) -> None:
 
 
 def test_no_two_tokens_share_a_name_in_top_logprobs(client: openai.OpenAI, scripts: Scripts) -> None:
-    """Parts of characters are named by their bytes, as OpenAI names them; the judge is the scripted engine's numbers."""
+    """Parts of characters are named by their bytes, as OpenAI names them; the judge is the scripted numbers."""
     text = "漢字かな é 😀 ünï"
     for named_by_id in (False, True):
         answer = client.completions.create(

@@ -146,6 +146,36 @@ def test_a_named_tool_forces_its_arguments(client: openai.OpenAI, server: Served
         ask(client, "x", tool_choice="required")
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_call_inside_of_which_the_answer_stops_is_no_call(client: openai.OpenAI, choice: Any) -> None:
+    """Neither a stop string nor an early end of the sequence makes broken arguments a client would run."""
+    written = '{"city": "Paris END"}' if isinstance(choice, dict) else CALL.replace("Paris", "Paris END")
+    whole = "" if isinstance(choice, dict) else CALL
+    for text, stop in ((written, ["END"]), (written.partition("END")[0], None)):
+        answer = ask(client, whole + text, tools=[WEATHER], tool_choice=choice, stop=stop).choices[0]
+        assert answer.finish_reason == "stop"
+        assert [call.function.arguments for call in answer.message.tool_calls or ()] == ['{"city": "Paris"}'] * bool(
+            whole
+        )
+        assert answer.message.content == text.partition("END")[0]
+        streamed = ask(client, whole + text, tools=[WEATHER], tool_choice=choice, stop=stop, stream=True)
+        assert [chunk.choices[0].finish_reason for chunk in streamed][-1] == "stop"
+    if choice == "auto":
+        tool: Any = {"type": "function", **WEATHER["function"], "strict": None}
+        response = client.responses.create(
+            model="scripted", input=f"say:{written}", tools=[tool], extra_body={"stop": ["END"]}
+        )
+        assert [item.status for item in response.output] == ["incomplete"]  # type: ignore[union-attr]
+
+
+def test_a_call_that_the_client_named_ends_with_stop(client: openai.OpenAI) -> None:
+    """OpenAI's finish reason: calling that tool was no choice of the model."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for others in ({}, {"parallel_tool_calls": False}):
+        [choice] = ask(client, '{"city": "Rome"}', tools=[WEATHER], tool_choice=named, **others).choices
+        assert (choice.finish_reason, len(choice.message.tool_calls)) == ("stop", 1)
+
+
 def test_required_tools_force_calls_as_the_model_writes_them(client: openai.OpenAI, server: ServedCore) -> None:
     """The judge is jsonschema, on the arguments behind the references that moved."""
     import jsonschema

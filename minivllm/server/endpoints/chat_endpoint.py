@@ -12,7 +12,16 @@ from minivllm.server.answers.chat_messages import template_messages, template_na
 from minivllm.server.answers.constraints import constraint, offered_tools
 from minivllm.server.answers.logprobs import TokenNames, chat_logprobs
 from minivllm.server.endpoints.completion_run import CompletionRun, ending
-from minivllm.server.parsers.events import CallArguments, CallEnd, CallStart, Content, Event, Parser, Reasoning
+from minivllm.server.parsers.events import (
+    CallArguments,
+    CallBroken,
+    CallEnd,
+    CallStart,
+    Content,
+    Event,
+    Parser,
+    Reasoning,
+)
 from minivllm.server.protocol import chat
 from minivllm.server.service.service import Service, new_id
 from minivllm.server.wire.errors import invalid, unsupported
@@ -21,13 +30,16 @@ from minivllm.server.wire.errors import invalid, unsupported
 class ChatAnswer:
     """Collects the pieces of one answer, and says what is new as deltas.
 
-    single_call: the answer is over with its first tool call (parallel_tool_calls: false). ending: the fields that say
-    why it is over, None while it is not.
+    single_call: the answer is over with its first tool call (parallel_tool_calls: false). is_named: the client chose
+    the tool, so calling it is no news and the answer ends with "stop", as OpenAI's does. ending: the fields that say
+    why it is over, None while it is not. broken_call: the text of a call inside of which the answer stopped.
     """
 
-    def __init__(self, parser: Parser, *, single_call: bool = False) -> None:
+    def __init__(self, parser: Parser, *, single_call: bool = False, is_named: bool = False) -> None:
         self._parser = parser
         self._single_call = single_call
+        self._reason_of_calls = "stop" if is_named else "tool_calls"
+        self.broken_call: str | None = None
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[chat.ToolCallOut] = []
@@ -44,22 +56,25 @@ class ChatAnswer:
         deltas = list(self._deltas(events))
         if completion.finished and self.ending is None:
             self.ending = ending(completion)
-            if self._calls and self.ending["finish_reason"] == "stop":
-                self.ending["finish_reason"] = "tool_calls"
+            if self.ending["finish_reason"] != "stop":
+                self.broken_call = None  # cut by the limit, as the finish reason tells
+            elif self._calls and self.broken_call is None:
+                self.ending["finish_reason"] = self._reason_of_calls
         if not self._has_begun:
             self._has_begun = True
             deltas.insert(0, chat.Delta(role="assistant", content=""))
         return deltas
 
     def message(self) -> chat.AnswerMessage:
-        content = "".join(self._content)
-        message = chat.AnswerMessage(
-            role="assistant", content=None if self._calls and not content else content, refusal=None
-        )
+        """The whole answer. A broken call in it is text: no client may run it."""
+        content, calls = "".join([*self._content, self.broken_call or ""]), self._calls
+        if self.broken_call is not None:
+            calls = calls[:-1]
+        message = chat.AnswerMessage(role="assistant", content=None if calls and not content else content, refusal=None)
         if self._reasoning:
             message["reasoning_content"] = "".join(self._reasoning)
-        if self._calls:
-            message["tool_calls"] = self._calls
+        if calls:
+            message["tool_calls"] = calls
         return message
 
     def _deltas(self, events: Iterable[Event]) -> Iterator[chat.Delta]:
@@ -81,8 +96,10 @@ class ChatAnswer:
                     yield self._call_delta({"function": {"arguments": text}})
                 case CallEnd():
                     if self._single_call:
-                        self.ending = {"finish_reason": "tool_calls"}
+                        self.ending = {"finish_reason": self._reason_of_calls}
                         return
+                case CallBroken(text):
+                    self.broken_call = text
 
     def _call_delta(self, new: Any) -> chat.Delta:
         return chat.Delta(tool_calls=[{"index": len(self._calls) - 1, **new}])
@@ -136,7 +153,11 @@ class ChatRun(CompletionRun):
             else:
                 has_tools = self._offered is not None
                 parser = self._service.answer_format.parser(self._prompt_text, has_tools=has_tools)
-            self._answers[index] = ChatAnswer(parser, single_call=self._request.parallel_tool_calls is False)
+            self._answers[index] = ChatAnswer(
+                parser,
+                single_call=self._request.parallel_tool_calls is False,
+                is_named=self._offered is not None and self._offered.named is not None,
+            )
         return self._answers[index]
 
     def _is_over(self) -> bool:

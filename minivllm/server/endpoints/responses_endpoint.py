@@ -115,7 +115,7 @@ class ResponseItems:
             self._add_call(call)
 
     def close(self, status: protocol.Status) -> None:
-        """End the item that is open, if any; ``status`` is "incomplete" where the length limit cut it."""
+        """End the item that is open, if any; ``status`` is "incomplete" where the answer stopped inside it."""
         if not self._is_open():
             return
         item = self.items[-1]
@@ -206,9 +206,10 @@ class ResponseRun:
         return self._take_frames()
 
     async def _end(self) -> protocol.ResponseObject:
-        is_cut = (self._chat.answer(0).ending or {}).get("finish_reason") == "length"
+        answer = self._chat.answer(0)
+        is_cut = (answer.ending or {}).get("finish_reason") == "length"
         status: protocol.Status = "incomplete" if is_cut else "completed"
-        self._items.close(status)
+        self._items.close(status if answer.broken_call is None else "incomplete")
         response = self._object(status)
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
