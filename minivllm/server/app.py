@@ -6,7 +6,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minivllm import __version__
 from minivllm.server.answers.streaming import ClientLeft, event_stream, while_connected
@@ -24,6 +24,7 @@ from minivllm.server.protocol import responses as items
 from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import documented, install_error_handlers, shutting_down
 from minivllm.server.wire.json_bounds import JsonBounds
+from minivllm.server.wire.other_clients import is_strict
 
 MAX_TOTAL_BODY_BYTES = 64 * 2**20
 """Bodies of all requests that are not over; more get 429."""
@@ -54,7 +55,7 @@ def build_app(service: Service) -> ASGIApp:
     app = FastAPI(
         title="minivllm",
         version=__version__,
-        description="An OpenAI-compatible server. Unknown parameters are refused, none is ignored.",
+        description="An OpenAI-compatible server. Unknown parameters that could change an answer are refused.",
         docs_url=None,
         redoc_url=None,  # these pages would load scripts from elsewhere; the schema is at /openapi.json
     )
@@ -72,9 +73,10 @@ def build_app(service: Service) -> ASGIApp:
 
     app.add_exception_handler(ClientLeft, on_client_left)
     settings = service.settings
+    inner: ASGIApp = _strict(app) if settings.strict else app
     bounds = JsonBounds(max_values=max(JsonBounds.max_values, 2 * service.max_model_len))
     wrapped: ASGIApp = BodyLimit(
-        app, settings.max_body_bytes, max(MAX_TOTAL_BODY_BYTES, 2 * settings.max_body_bytes), bounds
+        inner, settings.max_body_bytes, max(MAX_TOTAL_BODY_BYTES, 2 * settings.max_body_bytes), bounds
     )
     wrapped = RequireKey(wrapped, settings.api_keys)
     if settings.cors_origins:
@@ -86,6 +88,16 @@ def build_app(service: Service) -> ASGIApp:
             expose_headers=["x-request-id", "retry-after"],
         )
     return AccessLog(service.tracing.around(wrapped), service.metrics)
+
+
+def _strict(app: ASGIApp) -> ASGIApp:
+    """The application, reading bodies without leniency towards clients of other servers."""
+
+    async def strictly(scope: Scope, receive: Receive, send: Send) -> None:
+        is_strict.set(True)
+        await app(scope, receive, send)
+
+    return strictly
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:

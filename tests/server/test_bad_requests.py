@@ -67,7 +67,6 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
         "chat_template_kwargs.chat_template",
         "not a name",
     ),
-    "storing": ({"store": True}, 400, "store", "False"),
     "thinking without a template for it": ({"reasoning_effort": "high"}, 400, "reasoning_effort", "chat template"),
     "what the engine gives up on": (
         {"messages": [{"role": "user", "content": "say:REFUSE"}]},

@@ -75,7 +75,7 @@ def _template_message(path: str, message: chat.Message, call_ids: set[str], chat
         if message.tool_call_id not in call_ids:
             raise invalid(f"{path}.tool_call_id", "names no tool call of an assistant message before it.")
         entry["tool_call_id"] = message.tool_call_id
-    elif message.name is not None:
+    if message.name is not None:
         entry["name"] = message.name
     if isinstance(message, chat.AssistantMessage):
         _add_assistant_fields(path, message, entry, call_ids)
@@ -87,8 +87,9 @@ def _add_assistant_fields(path: str, message: chat.AssistantMessage, entry: dict
         raise invalid(f"{path}.content", "is missing: an assistant message needs content, a refusal or tool_calls.")
     if message.content is None and message.refusal is not None:
         entry["content"] = message.refusal
-    if message.reasoning_content is not None:
-        entry["reasoning_content"] = message.reasoning_content
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None:
+        entry["reasoning_content"] = reasoning
     if message.tool_calls:
         entry["tool_calls"] = [
             _template_call(f"{path}.tool_calls.{index}", call) for index, call in enumerate(message.tool_calls)

@@ -72,7 +72,7 @@ class ChatAnswer:
             calls = calls[:-1]
         message = chat.AnswerMessage(role="assistant", content=None if calls and not content else content, refusal=None)
         if self._reasoning:
-            message["reasoning_content"] = "".join(self._reasoning)
+            message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning)
         if calls:
             message["tool_calls"] = calls
         return message
@@ -85,7 +85,7 @@ class ChatAnswer:
                     yield chat.Delta(content=text)
                 case Reasoning(text):
                     self._reasoning.append(text)
-                    yield chat.Delta(reasoning_content=text)
+                    yield chat.Delta(reasoning_content=text, reasoning=text)
                 case CallStart(name):
                     function = chat.FunctionCallOut(name=name, arguments="")
                     call = chat.ToolCallOut(id=new_id("call"), type="function", function=function)

@@ -10,7 +10,8 @@ from minivllm.server.protocol.chat import MAX_MESSAGES, Message
 from minivllm.server.service.models import ServedModel
 from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import ApiError, invalid
-from minivllm.server.wire.fields import Body, TokenId
+from minivllm.server.wire.fields import Body, OrDefault, TokenId
+from minivllm.server.wire.other_clients import LABELS
 
 AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
 
@@ -60,13 +61,14 @@ class TokenizeRequest(Body):
     special tokens in the text count as such; left out, they do in a prompt and do not in messages, as when generating.
     """
 
+    labels = LABELS
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_special_tokens: OrDefault[bool] = True
+    add_generation_prompt: OrDefault[bool] = True
     parse_special_tokens: bool | None = None
-    return_token_strs: bool = False
+    return_token_strs: OrDefault[bool] = False
 
 
 class TokenizeResponse(TypedDict):
@@ -79,9 +81,10 @@ class TokenizeResponse(TypedDict):
 
 
 class DetokenizeRequest(Body):
+    labels = LABELS
     model: str | None = None
     tokens: list[TokenId]
-    skip_special_tokens: bool = False
+    skip_special_tokens: OrDefault[bool] = False
 
 
 class DetokenizeResponse(TypedDict):

@@ -265,7 +265,7 @@ class ResponseRun:
             text={"format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True)},
             tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
             tools=[tool.model_dump(include={"type", *FUNCTION_FIELDS}) for tool in request.tools or ()],
-            top_p=params.top_p,
+            top_p=params.top_p if request.top_p is None else request.top_p,
             truncation="disabled",
             usage=None,
             user=request.user,

@@ -13,9 +13,11 @@ from minivllm.server.wire.fields import (
     NeutralFields,
     NeutralVerbosity,
     Nothing,
+    OrDefault,
     ReasoningEffort,
     RequestFields,
 )
+from minivllm.server.wire.other_clients import MESSAGE_LABELS, PART_LABELS
 
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 4096
@@ -27,6 +29,7 @@ TemplateValue = bool | int | float | Annotated[str, StringConstraints(max_length
 
 
 class TextPart(Body):
+    labels = PART_LABELS
     type: Literal["text"]
     text: str
     prompt_cache_breakpoint: None = None
@@ -40,12 +43,14 @@ class ImageUrl(Body):
 class ImagePart(Body):
     """Understood, so that it can be refused with a reason: the models served here read text only."""
 
+    labels = PART_LABELS
     type: Literal["image_url"]
     image_url: ImageUrl
     prompt_cache_breakpoint: None = None
 
 
 class RefusalPart(Body):
+    labels = PART_LABELS
     type: Literal["refusal"]
     refusal: str
 
@@ -58,6 +63,7 @@ AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 class FunctionCall(Body):
     """arguments: JSON as a string, as the model wrote it. parsed_arguments: the same again, from client helpers."""
 
+    labels = PART_LABELS
     name: str
     arguments: str
     parsed_arguments: Any = None
@@ -66,19 +72,22 @@ class FunctionCall(Body):
 class ToolCall(Body):
     """index: the call's place in a stream, which helpers of clients leave in what they gathered."""
 
+    labels = PART_LABELS
     index: Annotated[int, Field(ge=0)] | None = None
     id: str
-    type: Literal["function"] = "function"
+    type: OrDefault[Literal["function"]] = "function"
     function: FunctionCall
 
 
 class SystemMessage(Body):
+    labels = MESSAGE_LABELS
     role: Literal["system", "developer"]
     content: str | TextParts
     name: Label | None = None
 
 
 class UserMessage(Body):
+    labels = MESSAGE_LABELS
     role: Literal["user"]
     content: str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS)]
     name: Label | None = None
@@ -87,13 +96,16 @@ class UserMessage(Body):
 class AssistantMessage(Body):
     """Needs content, a refusal or tool calls. Lists that the API itself returned as null may be sent back.
 
+    reasoning: another name of reasoning_content, which clients of newer servers send.
     parsed: the content again, as objects, which the parse helper of clients puts beside it. provider_specific_fields:
     fields of the answer again, as litellm keeps them.
     """
 
+    labels = MESSAGE_LABELS
     role: Literal["assistant"]
     content: str | Annotated[list[AssistantPart], Field(min_length=1, max_length=MAX_PARTS)] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: str | None = None
     name: Label | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
@@ -105,9 +117,11 @@ class AssistantMessage(Body):
 
 
 class ToolMessage(Body):
+    labels = MESSAGE_LABELS
     role: Literal["tool"]
     content: str | TextParts
     tool_call_id: str
+    name: Label | None = None
 
 
 Message = Annotated[
@@ -119,6 +133,7 @@ Message = Annotated[
 class FunctionDefinition(Body):
     """parameters: the JSON schema of the arguments. strict: arguments must follow it."""
 
+    labels = PART_LABELS
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -126,6 +141,7 @@ class FunctionDefinition(Body):
 
 
 class Tool(Body):
+    labels = PART_LABELS
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -188,7 +204,8 @@ class ChatCompletionRequest(RequestFields, NeutralFields):
     every token of the answer. response_format: the form of an answer, in place of which the model may call a tool.
     reasoning_effort, chat_template_kwargs: names the model's chat template knows; "none" switches thinking off.
     parse_special_tokens: special tokens that stand in messages and tools count as such; by default they are text, so
-    that no message can end its turn and begin another. store and all behind it: only values that change nothing.
+    that no message can end its turn and begin another. store: either, nothing is kept. verbosity and all
+    that follow it: only values that change nothing.
     """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -206,7 +223,7 @@ class ChatCompletionRequest(RequestFields, NeutralFields):
     chat_template_kwargs: (
         Annotated[dict[Annotated[str, Field(max_length=64)], TemplateValue], Field(max_length=16)] | None
     ) = None
-    store: Literal[False] | None = None
+    store: bool | None = None
     verbosity: NeutralVerbosity = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     audio: None = None
@@ -245,10 +262,13 @@ class ToolCallOut(TypedDict):
 
 
 class AnswerMessage(TypedDict):
+    """reasoning: the same as reasoning_content, under the name that newer clients read."""
+
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallOut]]
 
 
@@ -274,9 +294,10 @@ class ChatCompletion(TypedDict):
 
 
 class Delta(TypedDict):
-    """tool_calls: the place of the call as ``index``, and what is new of it."""
+    """tool_calls: the place of the call as ``index``, and what is new of it. reasoning: as in ``AnswerMessage``."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str | None]
     reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
     tool_calls: NotRequired[list[dict[str, Any]]]

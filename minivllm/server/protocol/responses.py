@@ -24,14 +24,17 @@ from minivllm.server.wire.fields import (
     NeutralFields,
     NeutralVerbosity,
     Nothing,
+    OrDefault,
     ReasoningEffort,
     SamplingFields,
 )
+from minivllm.server.wire.other_clients import PART_LABELS
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(Body):
+    labels = PART_LABELS
     type: Literal["input_text"]
     text: str
     prompt_cache_breakpoint: None = None
@@ -40,6 +43,7 @@ class InputText(Body):
 class OutputText(Body):
     """Text of an earlier answer, sent back. parsed: the same again, from the parse helper of clients."""
 
+    labels = PART_LABELS
     type: Literal["output_text"]
     text: str
     parsed: Any = None
@@ -50,6 +54,7 @@ class OutputText(Body):
 class InputImage(Body):
     """Understood, so that it can be refused with a reason."""
 
+    labels = PART_LABELS
     type: Literal["input_image"]
     image_url: str | None = None
     file_id: str | None = None
@@ -75,7 +80,7 @@ class FunctionItem(Item):
 
 
 class MessageItem(Item):
-    type: Literal["message"] = "message"
+    type: OrDefault[Literal["message"]] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[InputPart], Field(min_length=1, max_length=MAX_PARTS)]
     phase: None = None
@@ -101,6 +106,7 @@ class FunctionCallOutputItem(FunctionItem):
 
 
 class ReasoningText(Body):
+    labels = PART_LABELS
     type: Literal["reasoning_text"]
     text: str
 
