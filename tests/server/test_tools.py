@@ -97,6 +97,8 @@ def test_one_call_at_a_time_ends_the_answer_with_the_first(client: openai.OpenAI
             deltas = [delta for chunk in answer for delta in chunk.choices[0].delta.tool_calls or []]
             assert {delta.index for delta in deltas} == {0}
             server.wait_until(lambda: not server.core.running)
+            registry = server.run.service.metrics.registry
+            assert not registry.get_sample_value("minivllm_request_success_total", {"finished_reason": "abort"})
         else:
             assert len(answer.choices[0].message.tool_calls) == 1
 

@@ -94,13 +94,11 @@ class CompletionRun(ABC):
 
     async def _completions(self) -> AsyncGenerator[tuple[int, RequestOutput, CompletionOutput], None]:
         """(number of the prompt, its output, what is new of one completion) as they come."""
-        async with aclosing(self._service.run(self._num_completions, self._prepare)) as outputs:
+        async with aclosing(self._service.run(self._num_completions, self._prepare, self._is_over)) as outputs:
             async for number, output in outputs:
                 self._last_outputs[number] = output
                 for completion in output.outputs:
                     yield number, output, completion
-                if self._is_over():
-                    return
 
     def _prepared(self, request_id: str, prompt: Prompt) -> PreparedRequest:
         fields = self._fields
