@@ -73,7 +73,7 @@ def build_app(service: Service) -> ASGIApp:
 
     app.add_exception_handler(ClientLeft, on_client_left)
     settings = service.settings
-    inner: ASGIApp = _strict(app) if settings.strict else app
+    inner = _with_head(_strict(app) if settings.strict else app)
     bounds = JsonBounds(max_values=max(JsonBounds.max_values, 2 * service.max_model_len))
     wrapped: ASGIApp = BodyLimit(
         inner, settings.max_body_bytes, max(MAX_TOTAL_BODY_BYTES, 2 * settings.max_body_bytes), bounds
@@ -83,11 +83,21 @@ def build_app(service: Service) -> ASGIApp:
         wrapped = CORSMiddleware(
             wrapped,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],  # clients send headers of their own, which change as they do (x-stainless-…)
             expose_headers=["x-request-id", "retry-after"],
         )
     return AccessLog(service.tracing.around(wrapped), service.metrics)
+
+
+def _with_head(app: ASGIApp) -> ASGIApp:
+    """The application, which answers HEAD as it does GET; the connection leaves the body out."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await app({**scope, "method": "GET"} if is_head else scope, receive, send)
+
+    return answer
 
 
 def _strict(app: ASGIApp) -> ASGIApp:
@@ -155,7 +165,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     )
     async def model(name: str) -> Response:
         """One of them."""
-        return json_response(small.model_card(service, service.models.find(name)))
+        return json_response(small.model_card(service, service.models.find(name))) if name else await models()
 
     changing = documented(400, 401, 403, 409, 413, 503)
     unloading = {200: {"model": small.DeletedModel}, **changing, **documented(404)}

@@ -265,6 +265,31 @@ def test_browsers_of_other_pages_are_told_nothing(keyed: ServedCore, server: Ser
     assert "access-control-allow-origin" not in httpx.get(f"{server.url}/v1/models", headers=ask).headers
 
 
+def test_a_page_that_may_call_may_send_every_header_of_its_client(keyed: ServedCore) -> None:
+    """What the official JavaScript client sends in a browser."""
+    headers = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version"
+    headers += ",x-stainless-retry-count,x-stainless-runtime,x-stainless-runtime-version,x-stainless-timeout"
+    ask = {
+        "origin": "https://a.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": headers,
+    }
+    answer = httpx.options(f"{keyed.url}/v1/chat/completions", headers=ask)
+    assert answer.status_code == 200
+    allowed = answer.headers["access-control-allow-headers"].lower().replace(" ", "").split(",")
+    assert set(headers.split(",")) <= set(allowed)
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/ready", "/v1/models", "/v1/models/scripted", "/metrics", "/nothing"]
+)
+def test_head_is_answered_as_get_without_a_body(server: ServedCore, path: str) -> None:
+    with httpx.Client(base_url=server.url) as http:
+        head, get = http.head(path), http.get(path)
+        assert (head.status_code, head.content) == (get.status_code, b"")
+        assert head.headers["content-type"] == get.headers["content-type"]
+
+
 def test_a_request_id_is_echoed_and_is_no_key(server: ServedCore) -> None:
     headers = {"x-request-id": "mine-1"}
     with httpx.Client(base_url=server.url) as http:
