@@ -23,8 +23,9 @@ from minivllm.server.parsers.events import (
     Reasoning,
 )
 from minivllm.server.protocol import chat
-from minivllm.server.service.service import Service, new_id
+from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import invalid, unsupported
+from minivllm.server.wire.ids import new_id
 
 
 class ChatAnswer:

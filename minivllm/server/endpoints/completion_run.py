@@ -12,9 +12,10 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.server.answers.streaming import DONE, data_frame
 from minivllm.server.protocol.completions import Usage
 from minivllm.server.protocol.completions import usage as count_usage
-from minivllm.server.service.service import Service, new_id
+from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import ApiError, unsupported
 from minivllm.server.wire.fields import RequestFields
+from minivllm.server.wire.ids import new_id
 
 
 class CompletionRun(ABC):

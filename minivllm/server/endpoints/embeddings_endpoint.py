@@ -13,9 +13,10 @@ from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import RequestOutput
 from minivllm.sampling_params import OutputKind, PoolingParams, SamplingParams
 from minivllm.server.protocol import completions as protocol
-from minivllm.server.service.service import Service, new_id
+from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import invalid, unsupported
 from minivllm.server.wire.fields import as_prompt, prompt_list
+from minivllm.server.wire.ids import new_id
 
 T = TypeVar("T")
 

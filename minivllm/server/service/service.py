@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -232,11 +231,6 @@ class _TokenRoom:
             self._num_taken -= num_tokens
             async with self._changed:
                 self._changed.notify_all()
-
-
-def new_id(prefix: str) -> str:
-    """A name for an answer, unguessable and never a client's own."""
-    return f"{prefix}-{secrets.token_hex(16)}"
 
 
 def _chat_template(engine: AsyncLLM) -> str:
