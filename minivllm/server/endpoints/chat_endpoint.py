@@ -110,6 +110,7 @@ class ChatRun(CompletionRun):
     """A continuation of a conversation."""
 
     id_prefix = "chatcmpl"
+    prompt_field = "messages"
 
     def __init__(self, service: Service, request: chat.ChatCompletionRequest) -> None:
         super().__init__(service, request)

@@ -28,6 +28,7 @@ class ResponseRun:
             self._chat = ChatRun(service, as_chat_request(request))
         except ValidationError as error:  # what only shows when the items are put together
             raise validation_error(error.errors(), None) from None
+        self._chat.prompt_field = "input"
         self._id = new_id("resp")
         self._created = int(time.time())
         self._frames: list[bytes] = []

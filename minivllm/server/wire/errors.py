@@ -5,7 +5,8 @@ was not their fault.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -146,6 +147,15 @@ def to_api_error(error: BaseException) -> ApiError:
         return timed_out(None)
     logger.error("A request failed.", exc_info=error)
     return ApiError(500, "The server failed to answer this request.", type="server_error", code="internal_error")
+
+
+@contextmanager
+def named_in(field: str) -> Iterator[None]:
+    """Blame a prompt that is too long on the field of the body that it came in."""
+    try:
+        yield
+    except ContextLengthError as error:
+        raise ApiError(400, str(error), param=field, code="context_length_exceeded") from None
 
 
 def _named_parameter(message: str) -> str | None:
