@@ -206,6 +206,63 @@ def test_required_tools_force_calls_as_the_model_writes_them(client: openai.Open
             jsonschema.validate(wrong, json.loads(schema))
 
 
+PATCH: Any = {"name": "apply_patch", "description": "Edits files."}
+PATCH_CALL = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin\\n+é\\n"}}\n</tool_call>'
+PATCH_INPUT = "*** Begin\n+é\n"
+
+
+def test_a_custom_tool_gets_its_text(client: openai.OpenAI, server: ServedCore) -> None:
+    """On both endpoints, streamed or not, and its call may be sent back."""
+    tools = [{"type": "custom", "custom": PATCH}, WEATHER]
+    for choice in ("auto", "required"):
+        [answer] = ask(client, PATCH_CALL, tools=tools, tool_choice=choice).choices
+        [call] = answer.message.tool_calls
+        assert (answer.finish_reason, call.type, call.custom.name) == ("tool_calls", "custom", "apply_patch")
+        assert call.custom.input == PATCH_INPUT
+    named = {"type": "custom", "custom": {"name": "apply_patch"}}
+    [call] = ask(client, json.dumps({"input": "x"}), tools=tools, tool_choice=named).choices[0].message.tool_calls
+    assert call.custom.input == "x"
+    deltas = [
+        delta.model_dump(exclude_none=True)
+        for chunk in ask(client, PATCH_CALL, tools=tools, stream=True)
+        for delta in chunk.choices[0].delta.tool_calls or []
+    ]
+    assert "".join(delta["custom"]["input"] for delta in deltas) == PATCH_INPUT
+    back: Any = [
+        {"role": "user", "content": "Edit."},
+        {"role": "assistant", "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "done"},
+        {"role": "user", "content": "say:good"},
+    ]
+    again = client.chat.completions.create(model="scripted", messages=back, tools=tools)  # type: ignore[arg-type]
+    assert again.choices[0].message.content == "good"
+
+
+def test_responses_tell_calls_of_custom_tools_as_items(client: openai.OpenAI, server: ServedCore) -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /x+/"}
+    tool: Any = {"type": "custom", **PATCH, "format": grammar}
+    with client.responses.stream(model="scripted", input=f"say:{PATCH_CALL}", tools=[tool]) as stream:
+        events = list(stream)
+        [item] = stream.get_final_response().output
+    prompt = server.run.service.engine.tokenizer.decode(server.core.admitted[-1].prompt_token_ids, False)
+    assert "Edits files." in prompt and "start: /x+/" in prompt
+    assert item.type == "custom_tool_call" and (item.name, item.input) == ("apply_patch", PATCH_INPUT)
+    told = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert "".join(told) == PATCH_INPUT
+    back: Any = [
+        {"role": "user", "content": "say:x"},
+        item.model_dump(exclude_unset=True),
+        {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "done"},
+        {"role": "user", "content": "say:good"},
+    ]
+    chosen: Any = {"type": "custom", "name": "apply_patch"}
+    assert client.responses.create(model="scripted", input=back, tools=[tool]).output_text == "good"
+    [item] = client.responses.create(
+        model="scripted", input='say:{"input": "y"}', tools=[tool], tool_choice=chosen
+    ).output
+    assert item.type == "custom_tool_call" and item.input == "y"
+
+
 def test_only_allowed_tools_are_offered(client: openai.OpenAI, server: ServedCore) -> None:
     other = {"type": "function", "function": {"name": "other", "description": "The other one."}}
     named = [{"type": "function", "function": {"name": "get_weather"}}]
@@ -264,12 +321,12 @@ def test_any_beginning_of_arguments_is_an_object_for_the_template(
     arguments: dict[str, Any], cut: float, ascii: bool
 ) -> None:
     from minivllm.server.answers.chat_messages import template_messages
-    from minivllm.server.protocol.chat import AssistantMessage, ToolCall
+    from minivllm.server.protocol.chat import AssistantMessage, FunctionToolCall
 
     whole = json.dumps(arguments, ensure_ascii=ascii)
 
     def seen(text: str) -> Any:
-        call = ToolCall(id="c", function={"name": "f", "arguments": text})
+        call = FunctionToolCall(id="c", function={"name": "f", "arguments": text})
         [message] = template_messages([AssistantMessage(role="assistant", tool_calls=[call])], "")
         return message["tool_calls"][0]["function"]["arguments"]
 

@@ -46,7 +46,10 @@ def template_tools(tools: Sequence[chat.Tool], chat_template: str) -> list[dict[
     for index, name in enumerate(names):
         if name in names[:index]:
             raise invalid(f"tools.{index}.function.name", f"is {name!r}, which another tool has already.")
-    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+    return [
+        {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
+        for tool in tools
+    ]
 
 
 def template_names(request: chat.ChatCompletionRequest, chat_template: str) -> dict[str, Any]:
@@ -114,6 +117,13 @@ def _template_arguments(text: str) -> Any:
     except ValueError:
         return text
     return arguments if isinstance(arguments, Mapping) else text
+
+
+def text_for_custom_tool(arguments: str) -> str:
+    """The text in the arguments that a model wrote, or in their beginning; other arguments are a text themselves."""
+    read = _template_arguments(arguments)
+    text = read.get(chat.CUSTOM_ARGUMENT) if isinstance(read, Mapping) else None
+    return text if isinstance(text, str) else arguments
 
 
 def text_of(path: str, content: Any) -> str:

@@ -82,13 +82,18 @@ class TextOffsets:
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobMap], num_top: int, names: TokenNames) -> msgspec.Raw:
+    return _written(ChoiceLogprobs(content=token_logprobs(positions, num_top, names), refusal=None))
+
+
+def token_logprobs(positions: Sequence[PositionLogprobMap], num_top: int, names: TokenNames) -> list[TokenLogprob]:
+    """One entry per token, with the num_top likeliest ones at its place."""
     content: list[TokenLogprob] = []
     for position in positions:
         token_id, chosen = next(iter(position.items()))
         top = [_entry(other, value, names) for other, value in position.items() if value.rank <= num_top]
         top.sort(key=lambda entry: -entry["logprob"])
         content.append(TokenLogprob(**_entry(token_id, chosen, names), top_logprobs=top))
-    return _written(ChoiceLogprobs(content=content, refusal=None))
+    return content
 
 
 def completion_logprobs(

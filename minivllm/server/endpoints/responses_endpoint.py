@@ -9,10 +9,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from minivllm.server.answers.response_items import ResponseItems
-from minivllm.server.answers.response_messages import FUNCTION_FIELDS, as_chat_request
+from minivllm.server.answers.response_messages import FUNCTION_FIELDS, ChatForm
 from minivllm.server.answers.streaming import event_frame
 from minivllm.server.endpoints.chat_endpoint import ChatRun
 from minivllm.server.protocol import responses as protocol
+from minivllm.server.protocol.chat import ChatCompletionRequest
 from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import ApiError, validation_error
 from minivllm.server.wire.ids import new_id
@@ -24,10 +25,14 @@ class ResponseRun:
     def __init__(self, service: Service, request: protocol.ResponseRequest) -> None:
         self._service = service
         self._request = request
+        form = ChatForm(request)
         try:
-            self._chat = ChatRun(service, as_chat_request(request))
+            self._chat = ChatRun(service, ChatCompletionRequest.model_validate(form.values))
         except ValidationError as error:  # what only shows when the items are put together
-            raise validation_error(error.errors(), None) from None
+            raise form.renamed(validation_error(error.errors(), form.values)) from None
+        except ApiError as error:
+            raise form.renamed(error) from None
+        self._chat.drops_oldest = request.truncation == "auto"
         self._chat.prompt_field = "input"
         self._id = new_id("resp")
         self._created = int(time.time())
@@ -38,18 +43,18 @@ class ResponseRun:
     async def complete(self) -> protocol.ResponseObject:
         """The whole response at once."""
         async with aclosing(self._chat.deltas()) as deltas:
-            async for delta in deltas:
-                self._items.add(delta)
+            async for delta, logprobs in deltas:
+                self._items.add(delta, logprobs)
         return await self._end()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Frames of typed events: created, in_progress, the items' own, completed or incomplete."""
         async with aclosing(self._chat.deltas()) as deltas:
-            async for delta in deltas:
+            async for delta, logprobs in deltas:
                 if self._num_events == 0:
                     self._tell("response.created", response=self._object("in_progress"))
                     self._tell("response.in_progress", response=self._object("in_progress"))
-                self._items.add(delta)
+                self._items.add(delta, logprobs)
                 if self._frames:
                     yield self._take_frames()
         response = await self._end()
@@ -121,9 +126,9 @@ class ResponseRun:
             temperature=params.temperature,
             text={"format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True)},
             tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
-            tools=[tool.model_dump(include={"type", *FUNCTION_FIELDS}) for tool in request.tools or ()],
+            tools=[tool.model_dump(include={"type", "format", *FUNCTION_FIELDS}) for tool in request.tools or ()],
             top_p=params.top_p if request.top_p is None else request.top_p,
-            truncation="disabled",
+            truncation=request.truncation or "disabled",
             usage=None,
             user=request.user,
         )

@@ -1,8 +1,9 @@
 """``/v1/chat/completions``: the body, the answer and the chunks of a stream."""
 
+import json
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Field, StringConstraints
+from pydantic import Discriminator, Field, StringConstraints, Tag
 from typing_extensions import TypedDict
 
 from minivllm.server.protocol.completions import Usage
@@ -24,6 +25,8 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_TOOLS = 128
 
+CUSTOM_ARGUMENT = "input"
+"""Name of the argument by which a custom tool is a function."""
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 TemplateValue = bool | int | float | Annotated[str, StringConstraints(max_length=4096)]
 
@@ -69,7 +72,7 @@ class FunctionCall(Body):
     parsed_arguments: Any = None
 
 
-class ToolCall(Body):
+class FunctionToolCall(Body):
     """index: the call's place in a stream, which helpers of clients leave in what they gathered."""
 
     labels = PART_LABELS
@@ -77,6 +80,38 @@ class ToolCall(Body):
     id: str
     type: OrDefault[Literal["function"]] = "function"
     function: FunctionCall
+
+
+class CustomCall(Body):
+    name: str
+    input: str
+
+
+class CustomToolCall(Body):
+    """A call of a custom tool, whose input is any text."""
+
+    labels = PART_LABELS
+    index: Annotated[int, Field(ge=0)] | None = None
+    id: str
+    type: Literal["custom"]
+    custom: CustomCall
+
+    @property
+    def function(self) -> FunctionCall:
+        """The call as the model made it."""
+        return FunctionCall(name=self.custom.name, arguments=json.dumps({CUSTOM_ARGUMENT: self.custom.input}))
+
+
+def _kind_of_call(call: Any) -> str:
+    """A call may come without a type."""
+    kind = call.get("type") if isinstance(call, dict) else getattr(call, "type", None)
+    return "custom" if kind == "custom" else "function"
+
+
+ToolCall = Annotated[
+    Annotated[FunctionToolCall, Tag("function")] | Annotated[CustomToolCall, Tag("custom")],
+    Discriminator(_kind_of_call),
+]
 
 
 class SystemMessage(Body):
@@ -140,19 +175,80 @@ class FunctionDefinition(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class FunctionTool(Body):
     labels = PART_LABELS
     type: Literal["function"]
     function: FunctionDefinition
+
+
+class CustomTextFormat(Body):
+    type: Literal["text"]
+
+
+class CustomGrammar(Body):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomGrammarFormat(Body):
+    type: Literal["grammar"]
+    grammar: CustomGrammar
+
+
+class CustomDefinition(Body):
+    """format: told to the model with the description; its input is not forced into it."""
+
+    labels = PART_LABELS
+    name: FunctionName
+    description: str | None = None
+    format: Annotated[CustomTextFormat | CustomGrammarFormat, Field(discriminator="type")] | None = None
+
+
+class CustomTool(Body):
+    """A tool that takes any text. The model is offered a function with one text as its argument."""
+
+    labels = PART_LABELS
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    @property
+    def function(self) -> FunctionDefinition:
+        """What the model is offered."""
+        description, form = self.custom.description or "", self.custom.format
+        if isinstance(form, CustomGrammarFormat):
+            grammar = f"The input follows this grammar ({form.grammar.syntax}):\n{form.grammar.definition}"
+            description = f"{description}\n{grammar}".strip()
+        schema = {
+            "type": "object",
+            "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
+            "required": [CUSTOM_ARGUMENT],
+            "additionalProperties": False,
+        }
+        return FunctionDefinition(name=self.custom.name, description=description or None, parameters=schema)
+
+
+Tool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
 
 
 class NamedFunction(Body):
     name: FunctionName
 
 
-class NamedTool(Body):
+class NamedFunctionTool(Body):
     type: Literal["function"]
     function: NamedFunction
+
+
+class NamedCustomTool(Body):
+    type: Literal["custom"]
+    custom: NamedFunction
+
+    @property
+    def function(self) -> NamedFunction:
+        return self.custom
+
+
+NamedTool = Annotated[NamedFunctionTool | NamedCustomTool, Field(discriminator="type")]
 
 
 class AllowedTools(Body):
@@ -167,7 +263,10 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
-ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
+ToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[NamedFunctionTool | NamedCustomTool | AllowedToolChoice, Field(discriminator="type")]
+)
 
 
 class ResponseFormatText(Body):
@@ -183,7 +282,7 @@ class JsonSchemaFormat(Body):
 
     name: FunctionName
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
     strict: bool | None = None
 
 
@@ -202,6 +301,7 @@ class ChatCompletionRequest(RequestFields, NeutralFields):
 
     max_completion_tokens (max_tokens is its older name): None is the rest of the context. logprobs, top_logprobs: for
     every token of the answer. response_format: the form of an answer, in place of which the model may call a tool.
+    include_reasoning: False leaves the reasoning out of the answer.
     reasoning_effort, chat_template_kwargs: names the model's chat template knows; "none" switches thinking off.
     parse_special_tokens: special tokens that stand in messages and tools count as such; by default they are text, so
     that no message can end its turn and begin another. store: either, nothing is kept. verbosity and all
@@ -218,6 +318,7 @@ class ChatCompletionRequest(RequestFields, NeutralFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     parse_special_tokens: bool | None = None
     chat_template_kwargs: (
@@ -255,10 +356,18 @@ class FunctionCallOut(TypedDict):
     arguments: str
 
 
+class CustomCallOut(TypedDict):
+    name: str
+    input: str
+
+
 class ToolCallOut(TypedDict):
+    """A call of a function, or of a custom tool."""
+
     id: str
-    type: Literal["function"]
-    function: FunctionCallOut
+    type: Literal["function", "custom"]
+    function: NotRequired[FunctionCallOut]
+    custom: NotRequired[CustomCallOut]
 
 
 class AnswerMessage(TypedDict):
