@@ -51,7 +51,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: every id that ends a sequence of this model. bad_words_token_ids: sequences of ids that may not be
     completed. cache_salt: separates prefix-cache entries of tenants. arrival_time: time.monotonic() [seconds].
     thinking_token_ids: opening and closing tag of thoughts, with sampling_params.thinking_budget.
-    lora: the adapter to use, None for the model as it is. pooling: give one vector and no tokens.
+    lora: the adapter to use, None for the model as it is. pooling: give one vector and no tokens; max_tokens is then 0.
     """
 
     request_id: str

@@ -82,6 +82,12 @@ class ServerOptions:
     reasoning_parser: Annotated[
         str, _option("How the model marks its reasoning: auto (by its chat template), think or none.")
     ] = "auto"
+    strict: Annotated[
+        bool,
+        _option(
+            "Refuse unknown fields of requests, also those that only label a request for other servers.", "--strict"
+        ),
+    ] = False
 
     def settings(self) -> ServerSettings:
         """Raises ConfigError naming the setting and what it may be."""
@@ -162,7 +168,7 @@ def _server_flags(server: ServerOptions) -> list[str]:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
     flags += [f"--served-model-name={name}" for name in server.served_model_names or ()]
     flags += [f"--lora={adapter}" for adapter in server.lora_adapters or ()]
-    return flags + ["--log-json"] * server.log_json
+    return flags + ["--log-json"] * server.log_json + ["--strict"] * server.strict
 
 
 @with_options

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,10 +86,13 @@ class EngineSample:
 
 
 class RequestRecorder:
-    """Follows the outputs of one request."""
+    """Follows the outputs of one request. num_completions: how many the client gets. arrival_time: time.monotonic()."""
 
-    def __init__(self, metrics: ServerMetrics) -> None:
+    def __init__(self, metrics: ServerMetrics, num_completions: int, arrival_time: float) -> None:
         self._metrics = metrics
+        self._num_completions = num_completions
+        self._arrival_time = arrival_time
+        self._has_ended = False
         self._last_times: dict[int, float] = {}
         self._ended: set[int] = set()
         self._num_counted = 0
@@ -112,11 +116,28 @@ class RequestRecorder:
                 self._ended.add(completion.index)
                 metrics.finished.labels(completion.finish_reason).inc()
         if output.finished:
+            self._has_ended = True
             if output.embedding is None:
                 metrics.generation_length.observe(timings.num_generation_tokens)
             _observe(metrics.decode, timings.decode_time)
             _observe(metrics.e2e, timings.e2e_latency)
             _observe(metrics.tpot, timings.tpot)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count a request without a last output too: its client left, it failed, or its answer was over early."""
+        reason = "abort"
+        try:
+            yield
+            reason = "stop"
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            if not self._has_ended:
+                self._metrics.finished.labels(reason).inc(self._num_completions - len(self._ended))
+                self._metrics.generation_length.observe(self._num_counted)
+                _observe(self._metrics.e2e, time.monotonic() - self._arrival_time)
 
     def _record_gap(self, completion: CompletionOutput, now: float) -> None:
         """Several tokens in one output share the time since the last one evenly."""

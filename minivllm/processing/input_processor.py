@@ -109,7 +109,7 @@ class InputProcessor:
         self.check_lora(lora)
         if pooling is not None and not isinstance(pooling, PoolingParams):
             raise RequestError(f"The pooling parameters are {_shown(pooling)}, but must be a PoolingParams.")
-        max_tokens = self._resolve_max_tokens(len(token_ids), params)
+        max_tokens = self._resolve_max_tokens(len(token_ids), params, is_pooling=pooling is not None)
         stops = self._stop_matcher(params)
         bad_words = self._bad_words_token_ids(params.bad_words)
         thinking = None
@@ -239,15 +239,15 @@ class InputProcessor:
     def _max_characters(self, tokenizer: Tokenizer) -> int | None:
         """A text of more characters cannot fit, whatever they are; None where that cannot be told."""
         longest = tokenizer.max_characters_per_token
-        return None if longest is None else longest * (self._max_model_len - 1)
+        return None if longest is None else longest * self._max_model_len
 
     def _check_num_characters(self, text: str, tokenizer: Tokenizer) -> None:
         """Refuse what is far too long without tokenizing it."""
         limit = self._max_characters(tokenizer)
         if limit is not None and len(text) > limit:
             raise ContextLengthError(
-                f"The prompt has {len(text)} characters, but max_model_len is {self._max_model_len}: a prompt may have "
-                f"at most {self._max_model_len - 1} tokens, which are never more than {limit} characters. Shorten it."
+                f"The prompt has {len(text)} characters, but max_model_len is {self._max_model_len}: so many tokens "
+                f"are never more than {limit} characters. Shorten it."
             )
 
     def _check_token_ids(self, name: str, token_ids: Any) -> None:
@@ -264,18 +264,21 @@ class InputProcessor:
                     f"{self._vocab_size - 1} (the model's vocabulary)."
                 )
 
-    def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """params.max_tokens, or what the prompt leaves of the context; never more than fits.
+    def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams, *, is_pooling: bool) -> int:
+        """params.max_tokens, or what the prompt leaves of the context; never more than fits. 0 for a vector.
 
         More than fits is refused, but for the number of the model's generation_config.json, which no caller chose.
         """
-        limit = self._max_model_len
-        asked = "the rest of the context" if params.max_tokens is None else params.max_tokens
-        if num_prompt_tokens >= limit:
+        limit, num_generated = self._max_model_len, 0 if is_pooling else 1
+        if num_prompt_tokens + num_generated > limit:
+            asked = f" and max_tokens is {params.max_tokens}" if num_generated and params.max_tokens else ""
+            reason = ", so that one can be generated" if num_generated else ""
             raise ContextLengthError(
-                f"The prompt has {num_prompt_tokens} tokens and max_tokens is {asked}, but max_model_len is {limit}: "
-                f"a prompt may have at most {limit - 1} tokens, so that one can be generated. Shorten it."
+                f"The prompt has {num_prompt_tokens} tokens{asked}, but max_model_len is {limit}: a prompt may have at "
+                f"most {limit - num_generated} tokens{reason}. Shorten it."
             )
+        if is_pooling:
+            return 0
         room = limit - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else params.max_tokens
         if max_tokens > room and max_tokens == self._tokens_of_the_model:
@@ -304,7 +307,11 @@ class InputProcessor:
             raise RequestError(f"The sampling parameters are {_shown(params)}, but must be a SamplingParams.")
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or [])
-        self._check_token_ids("the ids of logit_bias", list(params.logit_bias or ()))
+        for token in params.logit_bias or ():
+            if token >= self._vocab_size:
+                raise RequestError(
+                    f"logit_bias has the token id {token}, but the model's vocabulary ends with {self._vocab_size - 1}."
+                )
         if params.num_sequences > params.n and params.output_kind is not OutputKind.FINAL_ONLY:
             raise RequestError(
                 f"best_of is {params.best_of} and n is {params.n}, but which ones are best is known at the end only: "

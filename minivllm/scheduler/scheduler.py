@@ -225,7 +225,7 @@ class Scheduler:
                 prompt_logprobs = self._new_prompt_logprobs(step, request_id, model_runner_output)
             if pooled and request_id in pooled:
                 any_finished = True
-                outputs.append(self._finish_pooled(request, pooled[request_id]))
+                outputs.append(self._finish_pooled(request, pooled[request_id], prompt_logprobs))
                 continue
             token_ids = sampled.get(request_id)
             if token_ids:
@@ -340,7 +340,7 @@ class Scheduler:
                     num_new = threshold
                 num_new = cut_chunk(request, num_computed, num_new)
             # The last token of a sequence is never computed, so neither drafts nor placeholders may reach it.
-            num_left = request.num_prompt_tokens + request.max_tokens - 1 - num_computed
+            num_left = request.num_prompt_tokens + max(request.max_tokens, 1) - 1 - num_computed
             num_new = min(num_new, num_left)
             comes_later = is_decode and (share == 0 or request.request_id in busy)
             if num_new <= 0 or comes_later or request.request_id in scheduled:
@@ -544,7 +544,9 @@ class Scheduler:
         self._rolled_back.discard(request.request_id)
         self._num_prompt_logprobs.pop(request.request_id, None)
 
-    def _finish_pooled(self, request: Request, vector: list[float]) -> EngineOutput:
+    def _finish_pooled(
+        self, request: Request, vector: list[float], prompt_logprobs: list[PositionLogprobs] | None
+    ) -> EngineOutput:
         """A request that wanted one vector has it."""
         if request.status is RequestStatus.PREEMPTED:
             self.waiting.remove(request)
@@ -552,6 +554,7 @@ class Scheduler:
         return EngineOutput(
             request_id=request.request_id,
             finish_reason=request.finish_reason,
+            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.num_cached_tokens or 0,
             events=request.take_events(),
             pooled=vector,
@@ -562,17 +565,18 @@ class Scheduler:
         longest = self.config.max_model_len
         if request.num_prompt_tokens < 1:
             return "The prompt is empty, but must hold at least 1 token."
-        if request.num_prompt_tokens >= longest:
+        num_generated = min(1, request.max_tokens)  # none where the prompt becomes a vector
+        if request.num_prompt_tokens + num_generated > longest:
             return (
-                f"The prompt has {request.num_prompt_tokens} tokens, but max_model_len is {longest}, and at least one "
-                "of them is for the answer: shorten the prompt."
+                f"The prompt has {request.num_prompt_tokens} tokens, but max_model_len is {longest}, of which at least "
+                f"{num_generated} for the answer: shorten the prompt."
             )
         num_tokens = min(request.num_prompt_tokens + request.max_tokens, longest)
         room = self.kv_cache_manager.room
-        if num_tokens - 1 > room:
+        if num_tokens - num_generated > room:
             return (
-                f"The request may grow to {num_tokens} tokens, but the KV cache has room for {room + 1}: shorten the "
-                "prompt, ask for fewer tokens, or give the cache more memory."
+                f"The request may grow to {num_tokens} tokens, but the KV cache has room for {room + num_generated}: "
+                "shorten the prompt, ask for fewer tokens, or give the cache more memory."
             )
         return None
 

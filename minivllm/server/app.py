@@ -6,7 +6,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minivllm import __version__
 from minivllm.server.answers.streaming import ClientLeft, event_stream, while_connected
@@ -21,10 +21,12 @@ from minivllm.server.limits.hosts import KnownHosts
 from minivllm.server.limits.middleware import OPEN_PATHS, AccessLog, BodyLimit, RequireKey
 from minivllm.server.protocol import chat
 from minivllm.server.protocol import completions as texts
+from minivllm.server.protocol import operation as ops
 from minivllm.server.protocol import responses as items
 from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import documented, install_error_handlers, shutting_down
 from minivllm.server.wire.json_bounds import JsonBounds
+from minivllm.server.wire.other_clients import is_strict
 
 MAX_TOTAL_BODY_BYTES = 64 * 2**20
 """Bodies of all requests that are not over; more get 429."""
@@ -55,7 +57,7 @@ def build_app(service: Service) -> ASGIApp:
     app = FastAPI(
         title="minivllm",
         version=__version__,
-        description="An OpenAI-compatible server. Unknown parameters are refused, none is ignored.",
+        description="An OpenAI-compatible server. Unknown parameters that could change an answer are refused.",
         docs_url=None,
         redoc_url=None,  # these pages would load scripts from elsewhere; the schema is at /openapi.json
     )
@@ -73,21 +75,42 @@ def build_app(service: Service) -> ASGIApp:
 
     app.add_exception_handler(ClientLeft, on_client_left)
     settings = service.settings
+    inner = _with_head(_strict(app) if settings.strict else app)
     bounds = JsonBounds(max_values=max(JsonBounds.max_values, 2 * service.max_model_len))
     wrapped: ASGIApp = BodyLimit(
-        app, settings.max_body_bytes, max(MAX_TOTAL_BODY_BYTES, 2 * settings.max_body_bytes), bounds
+        inner, settings.max_body_bytes, max(MAX_TOTAL_BODY_BYTES, 2 * settings.max_body_bytes), bounds
     )
     wrapped = RequireKey(wrapped, settings.api_keys)
     if settings.cors_origins:
         wrapped = CORSMiddleware(
             wrapped,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],  # clients send headers of their own, which change as they do (x-stainless-…)
             expose_headers=["x-request-id", "retry-after"],
         )
     wrapped = KnownHosts(wrapped, settings.known_hosts)
     return AccessLog(service.tracing.around(wrapped), service.metrics)
+
+
+def _with_head(app: ASGIApp) -> ASGIApp:
+    """The application, which answers HEAD as it does GET; the connection leaves the body out."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await app({**scope, "method": "GET"} if is_head else scope, receive, send)
+
+    return answer
+
+
+def _strict(app: ASGIApp) -> ASGIApp:
+    """The application, reading bodies without leniency towards clients of other servers."""
+
+    async def strictly(scope: Scope, receive: Receive, send: Send) -> None:
+        is_strict.set(True)
+        await app(scope, receive, send)
+
+    return strictly
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
@@ -120,66 +143,68 @@ def _add_pooling(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokenization(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", responses={200: {"model": small.TokenizeResponse}, **READING}, tags=["tokens"])
-    async def tokenize_endpoint(body: small.TokenizeRequest) -> Response:
+    @app.post("/tokenize", responses={200: {"model": ops.TokenizeResponse}, **READING}, tags=["tokens"])
+    async def tokenize_endpoint(body: ops.TokenizeRequest) -> Response:
         """Token ids of a text or a conversation."""
         service.models.find(body.model)
         return json_response(await service.in_text_thread(small.tokenize, service, body))
 
-    @app.post("/detokenize", responses={200: {"model": small.DetokenizeResponse}, **READING}, tags=["tokens"])
-    async def detokenize_endpoint(body: small.DetokenizeRequest) -> Response:
+    @app.post("/detokenize", responses={200: {"model": ops.DetokenizeResponse}, **READING}, tags=["tokens"])
+    async def detokenize_endpoint(body: ops.DetokenizeRequest) -> Response:
         """The text of token ids."""
         service.models.find(body.model)
         return json_response(await service.in_text_thread(small.detokenize, service, body))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/models", responses={200: {"model": small.ModelList}, **documented(401)}, tags=["models"])
+    @app.get("/v1/models", responses={200: {"model": ops.ModelList}, **documented(401)}, tags=["models"])
     async def models() -> Response:
         """The names this server answers to."""
         cards = [small.model_card(service, one) for one in service.models.all]
-        return json_response(small.ModelList(object="list", data=cards))
+        return json_response(ops.ModelList(object="list", data=cards))
 
     @app.get(
-        "/v1/models/{name:path}", responses={200: {"model": small.ModelCard}, **documented(401, 404)}, tags=["models"]
+        "/v1/models/{name:path}",
+        responses={200: {"model": ops.ModelCard}, **documented(401, 404)},
+        tags=["models"],
     )
     async def model(name: str) -> Response:
         """One of them."""
-        return json_response(small.model_card(service, service.models.find(name)))
+        return json_response(small.model_card(service, service.models.find(name))) if name else await models()
 
     changing = documented(400, 401, 403, 409, 413, 415, 503)
-    unloading = {200: {"model": small.DeletedModel}, **changing, **documented(404)}
+    unloading = {200: {"model": ops.DeletedModel}, **changing, **documented(404)}
 
-    @app.post("/v1/load_lora_adapter", responses={200: {"model": small.ModelCard}, **changing}, tags=["models"])
-    async def load(body: small.LoadAdapterRequest) -> Response:
+    @app.post("/v1/load_lora_adapter", responses={200: {"model": ops.ModelCard}, **changing}, tags=["models"])
+    async def load(body: ops.LoadAdapterRequest) -> Response:
         """Serve an adapter from the server's directory for adapters under a name of its own."""
         return json_response(small.model_card(service, await service.models.load(body.lora_name, body.lora_path)))
 
     @app.post("/v1/unload_lora_adapter", responses=unloading, tags=["models"])
-    async def unload(body: small.UnloadAdapterRequest) -> Response:
+    async def unload(body: ops.UnloadAdapterRequest) -> Response:
         """Forget an adapter that no request uses."""
         await service.models.unload(body.lora_name)
-        return json_response(small.DeletedModel(id=body.lora_name, object="model", deleted=True))
+        return json_response(ops.DeletedModel(id=body.lora_name, object="model", deleted=True))
 
 
 def _add_operation(app: FastAPI, service: Service) -> None:
-    @app.get("/health", responses={200: {"model": small.Health}, **documented(503)}, tags=["operation"])
+    @app.get("/health", responses={200: {"model": ops.Health}, **documented(503)}, tags=["operation"])
     async def health() -> Response:
         """200 while the engine core's loop answers."""
         await service.engine.check_health()
-        return json_response(small.Health(status="ok"))
+        return json_response(ops.Health(status="ok"))
 
-    @app.get("/ready", responses={200: {"model": small.Health}, **documented(503)}, tags=["operation"])
+    @app.get("/ready", responses={200: {"model": ops.Health}, **documented(503)}, tags=["operation"])
     async def ready() -> Response:
         """200 while new requests are taken in: healthy, and not shutting down."""
         if service.admission.is_draining:
             raise shutting_down()
         return await health()
 
-    @app.get("/version", responses={200: {"model": small.Version}, **documented(401)}, tags=["operation"])
+    @app.get("/version", responses={200: {"model": ops.Version}, **documented(401)}, tags=["operation"])
     async def version() -> Response:
         """The server's version."""
-        return json_response(small.Version(version=__version__))
+        return json_response(ops.Version(version=__version__))
 
     @app.get(
         "/metrics",

@@ -73,6 +73,16 @@ class TokenDecoder:
         self.token_bytes(skip_special_tokens)[token_id] = data
         return data
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """UTF-8 of one token inside a sequence, special tokens shown; a part of a character has a part of its bytes."""
+        if self.is_byte_level:
+            known = self._token_bytes.get(token_id)
+            return self.load_token_bytes(token_id, False) if known is None else known
+        token = self.token(token_id, False) or ""
+        if self.has_byte_fallback and _BYTE_FALLBACK_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return self.token_text(token_id).encode()
+
     def token_text(self, token_id: int) -> str:
         """Text of one token as it reads inside a sequence (a leading space stays); special tokens are shown."""
         text = self._token_texts.get(token_id)

@@ -28,7 +28,7 @@ def record_stream(metrics: ServerMetrics) -> None:
     """A request of 5 prompt tokens with two completions: arrival 10, scheduled 11, tokens at 12, 12.5, 13.5."""
     timings = RequestMetrics(arrival_time=10.0, num_prompt_tokens=5, num_sequences=2)
     timings.queued_time, timings.first_scheduled_time = 10.5, 11.0
-    recorder = RequestRecorder(metrics)
+    recorder = RequestRecorder(metrics, 2, 10.0)
 
     def step(now: float, outputs: list[CompletionOutput], finished: bool = False) -> None:
         timings.record_tokens(sum(len(output.token_ids) for output in outputs), now)

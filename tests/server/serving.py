@@ -170,14 +170,14 @@ class ScriptedCore:
         if isinstance(script, str):
             output.finish_reason, output.error = FinishReason.ERROR, script
             return output
-        if request.pooling is not None:
-            output.finish_reason, output.pooled = FinishReason.STOP, [float(len(request.prompt_token_ids)), 0.0]
-            return output
         params = request.sampling_params
         if given == 0 and params.prompt_logprobs is not None:
             output.prompt_logprobs = [
                 _logprobs(token, params.prompt_logprobs) for token in request.prompt_token_ids[1:]
             ]
+        if request.pooling is not None:
+            output.finish_reason, output.pooled = FinishReason.STOP, [float(len(request.prompt_token_ids)), 0.0]
+            return output
         token = script[given] if given < len(script) else EOS
         output.new_token_ids = [token]
         if params.logprobs is not None:

@@ -39,10 +39,10 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "a broken stop expression": ({"stop_regex": "(a"}, 400, "stop_regex", "missing )"),
     "a stop expression for everywhere": ({"stop_regex": ["a*"]}, 400, "stop_regex", "empty text"),
     "a huge stop expression": ({"stop_regex": ["(a{1,1000}){1,1000}"]}, 400, "stop_regex", "256 elements"),
-    "a bias outside the vocabulary": ({"logit_bias": {"999999": 1}}, 400, None, "383"),
+    "a bias outside the vocabulary": ({"logit_bias": {"999999": 1}}, 400, "logit_bias", "383"),
     "a stop id outside the vocabulary": ({"stop_token_ids": [5, 384]}, 400, "stop_token_ids", "383"),
     "an unknown model": ({"model": "gpt-9"}, 404, "model", "known are: scripted"),
-    "a prompt that is too long": ({"max_tokens": 5000}, 400, "prompt", "max_model_len is 4096"),
+    "a prompt that is too long": ({"max_tokens": 5000}, 400, "messages", "max_model_len is 4096"),
     "two limits": ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens", "give one"),
     "stream_options alone": ({"stream_options": {"include_usage": True}}, 400, "stream_options", "stream: true"),
     "an image": (
@@ -70,7 +70,6 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
         "chat_template_kwargs.chat_template",
         "not a name",
     ),
-    "storing": ({"store": True}, 400, "store", "False"),
     "thinking without a template for it": ({"reasoning_effort": "high"}, 400, "reasoning_effort", "chat template"),
     "what the engine gives up on": (
         {"messages": [{"role": "user", "content": "say:REFUSE"}]},
@@ -139,6 +138,49 @@ def test_a_bad_chat_is_refused_by_name(http: httpx.Client, case: str, stream: bo
 )
 def test_a_bad_completion_is_refused_by_name(http: httpx.Client, given: dict[str, Any], param: str) -> None:
     assert assert_is_error(http.post("/v1/completions", json=given), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "param", "told"),
+    [
+        ("embeddings", {"input": ["a"] * 2049}, "input", "at most 2048 items"),
+        ("completions", {"prompt": ["a"] * 2049}, "prompt", "at most 2048 items"),
+        ("embeddings", {"input": ["a", ""]}, "input.1", "at least 1 character"),
+        ("embeddings", {"input": "a " * 9000}, "input", "max_model_len"),
+        ("completions", {"prompt": "a " * 9000}, "prompt", "max_model_len"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a " * 9000}]}, "messages", "max_model_len"),
+        ("responses", {"input": "a " * 9000}, "input", "max_model_len"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, "messages.0.role", "is missing"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+            "messages.0.content.0.type",
+            "is missing",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "foo": 1}]}]},
+            "messages.0.content.0.foo",
+            "Unknown parameter: 'messages.0.content.0.foo'",
+        ),
+        ("chat/completions", {**GOOD, "logit_bias": {"99999999": 1}}, "logit_bias", "99999999"),
+        ("responses", {"input": "x", "reasoning": {"effort": "low"}}, "reasoning.effort", "reasoning.effort has"),
+        ("responses", {"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools", "chat template"),
+        (
+            "responses",
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
+            "input.0.call_id",
+            "names no tool call",
+        ),
+        ("responses", {"input": "x", "max_output_tokens": 5000}, "input", "max_model_len"),
+    ],
+)
+def test_a_refusal_blames_the_field_that_the_client_wrote(
+    http: httpx.Client, path: str, given: dict[str, Any], param: str, told: str
+) -> None:
+    error = assert_is_error(http.post(f"/v1/{path}", json=given), 400, told)
+    assert error["param"] == param
+    assert error["message"].count(".  ") == 0 and error["message"].rstrip(".").count(". ") <= 1, error["message"]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -289,6 +331,31 @@ def test_browsers_of_other_pages_are_told_nothing(keyed: ServedCore, server: Ser
     other = {**ask, "origin": "https://b.example"}
     assert "access-control-allow-origin" not in httpx.options(f"{keyed.url}/v1/models", headers=other).headers
     assert "access-control-allow-origin" not in httpx.get(f"{server.url}/v1/models", headers=ask).headers
+
+
+def test_a_page_that_may_call_may_send_every_header_of_its_client(keyed: ServedCore) -> None:
+    """What the official JavaScript client sends in a browser."""
+    headers = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version"
+    headers += ",x-stainless-retry-count,x-stainless-runtime,x-stainless-runtime-version,x-stainless-timeout"
+    ask = {
+        "origin": "https://a.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": headers,
+    }
+    answer = httpx.options(f"{keyed.url}/v1/chat/completions", headers=ask)
+    assert answer.status_code == 200
+    allowed = answer.headers["access-control-allow-headers"].lower().replace(" ", "").split(",")
+    assert set(headers.split(",")) <= set(allowed)
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/ready", "/v1/models", "/v1/models/scripted", "/metrics", "/nothing"]
+)
+def test_head_is_answered_as_get_without_a_body(server: ServedCore, path: str) -> None:
+    with httpx.Client(base_url=server.url) as http:
+        head, get = http.head(path), http.get(path)
+        assert (head.status_code, head.content) == (get.status_code, b"")
+        assert head.headers["content-type"] == get.headers["content-type"]
 
 
 def test_a_request_id_is_echoed_and_is_no_key(server: ServedCore) -> None:

@@ -6,7 +6,12 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from minivllm.server.answers.logprobs import TextOffsets
+from minivllm.tokenizer.detokenizer import TokenDecoder
+from tests.frontend.small_tokenizers import FAMILIES
 from tests.server.serving import Scripts, ServedCore
 
 
@@ -149,3 +154,69 @@ def test_models_are_listed_and_found_by_name(client: openai.OpenAI) -> None:
     assert client.models.retrieve("other").id == "other"
     with pytest.raises(openai.NotFoundError, match="known are: scripted, other"):
         client.models.retrieve("nobody")
+
+
+def test_no_two_tokens_share_a_name_in_top_logprobs(client: openai.OpenAI, scripts: Scripts) -> None:
+    """Parts of characters are named by their bytes, as OpenAI names them; the judge is the scripted numbers."""
+    text = "漢字かな é 😀 ünï"
+    for named_by_id in (False, True):
+        answer = client.completions.create(
+            model="scripted",
+            prompt=f"say:{text}",
+            max_tokens=0,
+            echo=True,
+            logprobs=5,
+            extra_body={"return_tokens_as_token_ids": named_by_id},
+        )
+        logprobs: Any = answer.choices[0].logprobs
+        spelt = b""
+        for place, (name, number, top) in enumerate(
+            zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs)
+        ):
+            assert name.startswith("token_id:") == named_by_id
+            if place:
+                assert (top[name], len(top)) == (number, 5), name
+            if name.startswith("bytes:"):
+                spelt += bytes(int(digits, 16) for digits in name.removeprefix("bytes:").split("\\x")[1:])
+            elif not named_by_id:
+                spelt += name.encode()
+        if named_by_id:
+            assert [int(name.removeprefix("token_id:")) for name in logprobs.tokens] == scripts.tokenizer.encode(
+                f"say:{text}"
+            )
+        else:
+            assert spelt.decode() == f"say:{text}"
+
+
+def test_a_token_begins_where_its_character_does(client: openai.OpenAI) -> None:
+    """In one piece, in a stream, and where a stop string holds text back."""
+    text = "a漢 é 😀b"
+    for fields in ({}, {"stop": [" 😀x"]}, {"echo": True, "n": 1}):
+        body: dict[str, Any] = {"model": "scripted", "prompt": f"say:{text}", "max_tokens": 40, "logprobs": 0, **fields}
+        choice = client.completions.create(**body).choices[0]
+        offsets: Any = choice.logprobs.text_offset  # type: ignore[union-attr]
+        streamed = [
+            offset
+            for chunk in client.completions.create(**body, stream=True)
+            if chunk.choices[0].logprobs is not None
+            for offset in chunk.choices[0].logprobs.text_offset or ()
+        ]
+        assert streamed == offsets
+        for name, offset in zip(choice.logprobs.tokens, offsets):  # type: ignore[union-attr,arg-type]
+            if name.startswith("bytes:"):
+                assert ord(choice.text[offset]) > 127
+            elif name != "<|eos|>":
+                assert choice.text.startswith(name, offset), (name, offset)
+
+
+@settings(max_examples=100, deadline=None)
+@given(family=st.sampled_from(["byte-level", "byte-fallback", "metaspace"]), text=st.text("the ingé日😀", min_size=1))
+def test_offsets_of_every_kind_of_tokenizer_are_where_decoding_puts_the_tokens(family: str, text: str) -> None:
+    """The judge is decoding all ids before a token at once, wherever they end with a whole character."""
+    backend = FAMILIES[family]()
+    decoder, ids = TokenDecoder(backend), backend.encode(text).ids
+    offsets = TextOffsets(decoder, skip_special_tokens=True)
+    for place, token_id in enumerate(ids):
+        before = backend.decode(ids[:place])
+        offset = offsets.add(token_id)
+        assert "\ufffd" in before or offset == len(before)

@@ -45,6 +45,38 @@ def test_base64_is_little_endian_float32(real_server: RealServer, real_client: o
     assert_close([vector], [reference(real_server, PROMPTS[0])])
 
 
+def test_a_prompt_that_fills_the_context_becomes_a_vector(real_server: RealServer, real_client: openai.OpenAI) -> None:
+    """Nothing is generated, so nothing needs room; the server of these tests has a context of 512 tokens."""
+    [full] = random_prompts((512,), seed=2)
+    answer = real_client.embeddings.create(model="tiny", input=full, encoding_format="float")
+    assert_close([answer.data[0].embedding], [reference(real_server, full)])
+    for body, param in (({"input": [*full, 3]}, "input"), ({"input": [[3], [*full, 3]]}, "input.1")):
+        error = httpx.post(f"{real_server.url}/v1/embeddings", json=body).json()["error"]
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+        assert "at most 512 tokens" in error["message"] and "max_tokens" not in error["message"]
+    error = httpx.post(f"{real_server.url}/v1/score", json={"text_1": "a", "text_2": [*full, 3]}).json()["error"]
+    assert error["param"] == "text_2"
+
+
+def test_a_prompt_that_fills_the_context_can_be_scored_by_echo(
+    real_server: RealServer, real_client: openai.OpenAI
+) -> None:
+    """The judge is transformers' log-probabilities."""
+    [full] = random_prompts((512,), seed=2)
+    with torch.inference_mode():
+        logprobs = reference_model(real_server.model)(torch.tensor([full])).logits[0].float().log_softmax(-1)
+    wanted = logprobs[torch.arange(511), torch.tensor(full[1:])].numpy()
+    for stream in (False, True):
+        answer: Any = real_client.completions.create(
+            model="tiny", prompt=full, echo=True, max_tokens=0, logprobs=0, stream=stream
+        )
+        chunks = list(answer) if stream else [answer]
+        found = [number for chunk in chunks for number in chunk.choices[0].logprobs.token_logprobs]
+        assert found[0] is None and chunks[-1].choices[0].finish_reason == "length"
+        np.testing.assert_allclose(found[1:], wanted, rtol=1e-3, atol=1e-3)
+        assert stream or answer.usage.completion_tokens == 0
+
+
 def test_texts_and_ids_one_or_many_give_the_same(real_server: RealServer, real_client: openai.OpenAI) -> None:
     encode = load_tokenizer(real_server.model).encode
     texts = ["a b", "two words more"]
@@ -118,7 +150,7 @@ def test_a_score_is_the_cosine_of_two_vectors(real_server: RealServer) -> None:
         ("embeddings", {"input": [[5], [9999]]}, None),
         ("embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ("embeddings", {"input": "a", "temperature": 1}, "temperature"),
-        ("embeddings", {"input": [5] * 513}, "prompt"),
+        ("embeddings", {"input": [5] * 513}, "input"),
         ("score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
         ("score", {"text_1": "a"}, "text_2"),
     ],

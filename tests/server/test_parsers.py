@@ -14,6 +14,7 @@ from minivllm.errors import ConfigError
 from minivllm.server.parsers.choose import choose_answer_format
 from minivllm.server.parsers.events import (
     CallArguments,
+    CallBroken,
     CallEnd,
     CallStart,
     Content,
@@ -172,8 +173,9 @@ def test_arguments_stream_before_the_call_is_complete() -> None:
 
 
 def test_a_call_cut_off_by_the_length_keeps_the_arguments_it_has() -> None:
-    events = parse(HermesParser(), ['<tool_call>{"name": "f", "arguments": {"city": "Par'])
-    assert events == [CallStart("f"), CallArguments('{"city": "Par')]
+    text = '<tool_call>{"name": "f", "arguments": {"city": "Par'
+    events = parse(HermesParser(), [text])
+    assert events == [CallStart("f"), CallArguments('{"city": "Par'), CallBroken(text)]
 
 
 @pytest.mark.parametrize(

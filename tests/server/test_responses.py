@@ -99,8 +99,9 @@ def test_items_become_the_turns_of_a_conversation(client: openai.OpenAI, server:
     [
         ({"previous_response_id": "resp-1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "unheard_of"}]}, "tools.0.type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
     ],
 )
@@ -110,3 +111,62 @@ def test_what_needs_a_memory_or_is_unknown_is_refused_by_name(
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**{"model": "scripted", "input": "say:x", **given})
     assert caught.value.param == param
+
+
+def test_tools_that_the_server_cannot_run_are_left_out(client: openai.OpenAI, server: ServedCore) -> None:
+    """Coding agents send them with every request; the model is not told of them."""
+    kinds = ("web_search", "local_shell", "image_generation")
+    tools: Any = [{"type": kind, "external_web_access": False} for kind in kinds]
+    response = client.responses.create(
+        model="scripted", input="say:fine", tools=tools, tool_choice="auto", extra_body={"client_metadata": {"a": "b"}}
+    )
+    assert response.output_text == "fine"
+    assert [tool.type for tool in response.tools] == list(kinds)
+    prompt = server.run.service.engine.tokenizer.decode(server.core.admitted[-1].prompt_token_ids, False)
+    assert not any(kind in prompt for kind in kinds)
+
+
+def test_items_of_other_servers_answers_can_be_sent_back(client: openai.OpenAI) -> None:
+    items: Any = [
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]},
+        {"type": "reasoning", "id": "rs_2", "summary": [], "encrypted_content": "abc"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}},
+        *QUESTION,
+    ]
+    assert client.responses.create(model="scripted", input=items).output_text == "well"
+
+
+def test_a_conversation_that_is_too_long_can_lose_its_oldest_turns(client: openai.OpenAI, server: ServedCore) -> None:
+    """The instructions stay, and no result of a call stays without the call."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "r" * 1500}
+    old = [{"role": role, "content": f"turn {turn} " * 80} for turn in range(30) for role in ("user", "assistant")]
+    items: Any = [*old, {"role": "user", "content": "call it"}, call, result, *QUESTION]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model="scripted", input=items, instructions="Be brief.")
+    assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
+    response = client.responses.create(
+        model="scripted", input=items, instructions="Be brief.", truncation="auto", max_output_tokens=900
+    )
+    assert (response.output_text, response.truncation) == ("well", "auto")
+    request = server.core.admitted[-1]
+    assert len(request.prompt_token_ids) <= 4096 - 900
+    prompt = server.run.service.engine.tokenizer.decode(request.prompt_token_ids, False)
+    assert "Be brief." in prompt and "turn 0 " not in prompt and "say:well" in prompt
+    alone: Any = [{"role": "user", "content": "x " * 9000}]
+    with pytest.raises(openai.BadRequestError, match="max_model_len"):
+        client.responses.create(model="scripted", input=alone, truncation="auto")
+
+
+def test_log_probabilities_come_with_the_text_they_are_of(client: openai.OpenAI) -> None:
+    settings: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    response = client.responses.create(model="scripted", input="say:one two", **settings)
+    [item] = response.output
+    assert item.type == "message" and item.content[0].type == "output_text"
+    logprobs = item.content[0].logprobs
+    assert logprobs is not None
+    assert "".join(one.token for one in logprobs).startswith("one two")
+    assert all(len(one.top_logprobs) == 2 for one in logprobs)
+    events = list(client.responses.create(model="scripted", input="say:one two", stream=True, **settings))
+    told = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+    assert [one.token for one in told] == [one.token for one in logprobs][: len(told)]

@@ -89,6 +89,40 @@ def test_a_client_that_leaves_is_aborted_in_the_engine(slow: ServedCore, stream:
     assert slow.run.service.admission.num_completions == slow.run.service.admission.num_queued_prompt_tokens == 0
 
 
+def ended(server: ServedCore) -> dict[str, int]:
+    """Counts of ended completions by their reason, and of requests by their time until the end."""
+    registry = server.run.service.metrics.registry
+    counts = {
+        reason: registry.get_sample_value("minivllm_request_success_total", {"finished_reason": reason})
+        for reason in ("stop", "length", "abort", "error")
+    }
+    counts["requests"] = registry.get_sample_value("minivllm_e2e_request_latency_seconds_count")
+    return {name: int(count or 0) for name, count in counts.items()}
+
+
+def test_every_end_of_a_request_is_in_the_counts(slow: ServedCore) -> None:
+    before, expected = ended(slow), dict.fromkeys(("stop", "length", "abort", "error", "requests"), 0)
+
+    def ends_as(reason: str, num_completions: int = 1) -> None:
+        expected[reason] += num_completions
+        expected["requests"] += 1
+        counts = {name: before[name] + count for name, count in expected.items()}
+        slow.wait_until(lambda: ended(slow) == counts)
+
+    for stream in (False, True):
+        for begun in (False, True):
+            slow.core.held = not begun
+            connection = post(slow, "/v1/completions", {"prompt": f"say:{LONG}", "n": 2, "stream": stream})
+            slow.wait_until(lambda: len(slow.core.running) == 2)
+            connection.close()
+            ends_as("abort", 2)
+    slow.core.held = False
+    for wish, reason, fields in (("a", "stop", {}), ("a b c", "length", {"max_tokens": 1}), ("REFUSE", "error", {})):
+        with post(slow, "/v1/completions", {"prompt": f"say:{wish}", **fields}) as connection:
+            assert connection.recv(65536)
+        ends_as(reason)
+
+
 def test_a_client_that_leaves_takes_all_its_completions_along(slow: ServedCore) -> None:
     connection = post(slow, "/v1/completions", {"prompt": [f"say:{LONG}"] * 3, "n": 2, "max_tokens": 900})
     slow.wait_until(lambda: len(slow.core.running) == 6)

@@ -97,6 +97,8 @@ def test_one_call_at_a_time_ends_the_answer_with_the_first(client: openai.OpenAI
             deltas = [delta for chunk in answer for delta in chunk.choices[0].delta.tool_calls or []]
             assert {delta.index for delta in deltas} == {0}
             server.wait_until(lambda: not server.core.running)
+            registry = server.run.service.metrics.registry
+            assert not registry.get_sample_value("minivllm_request_success_total", {"finished_reason": "abort"})
         else:
             assert len(answer.choices[0].message.tool_calls) == 1
 
@@ -146,6 +148,36 @@ def test_a_named_tool_forces_its_arguments(client: openai.OpenAI, server: Served
         ask(client, "x", tool_choice="required")
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_call_inside_of_which_the_answer_stops_is_no_call(client: openai.OpenAI, choice: Any) -> None:
+    """Neither a stop string nor an early end of the sequence makes broken arguments a client would run."""
+    written = '{"city": "Paris END"}' if isinstance(choice, dict) else CALL.replace("Paris", "Paris END")
+    whole = "" if isinstance(choice, dict) else CALL
+    for text, stop in ((written, ["END"]), (written.partition("END")[0], None)):
+        answer = ask(client, whole + text, tools=[WEATHER], tool_choice=choice, stop=stop).choices[0]
+        assert answer.finish_reason == "stop"
+        assert [call.function.arguments for call in answer.message.tool_calls or ()] == ['{"city": "Paris"}'] * bool(
+            whole
+        )
+        assert answer.message.content == text.partition("END")[0]
+        streamed = ask(client, whole + text, tools=[WEATHER], tool_choice=choice, stop=stop, stream=True)
+        assert [chunk.choices[0].finish_reason for chunk in streamed][-1] == "stop"
+    if choice == "auto":
+        tool: Any = {"type": "function", **WEATHER["function"], "strict": None}
+        response = client.responses.create(
+            model="scripted", input=f"say:{written}", tools=[tool], extra_body={"stop": ["END"]}
+        )
+        assert [item.status for item in response.output] == ["incomplete"]  # type: ignore[union-attr]
+
+
+def test_a_call_that_the_client_named_ends_with_stop(client: openai.OpenAI) -> None:
+    """OpenAI's finish reason: calling that tool was no choice of the model."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for others in ({}, {"parallel_tool_calls": False}):
+        [choice] = ask(client, '{"city": "Rome"}', tools=[WEATHER], tool_choice=named, **others).choices
+        assert (choice.finish_reason, len(choice.message.tool_calls)) == ("stop", 1)
+
+
 def test_required_tools_force_calls_as_the_model_writes_them(client: openai.OpenAI, server: ServedCore) -> None:
     """The judge is jsonschema, on the arguments behind the references that moved."""
     import jsonschema
@@ -172,6 +204,63 @@ def test_required_tools_force_calls_as_the_model_writes_them(client: openai.Open
     for wrong in ({}, {"name": "x", "arguments": {}}, {"name": "nested", "arguments": {"at": {"x": "1"}}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, json.loads(schema))
+
+
+PATCH: Any = {"name": "apply_patch", "description": "Edits files."}
+PATCH_CALL = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin\\n+é\\n"}}\n</tool_call>'
+PATCH_INPUT = "*** Begin\n+é\n"
+
+
+def test_a_custom_tool_gets_its_text(client: openai.OpenAI, server: ServedCore) -> None:
+    """On both endpoints, streamed or not, and its call may be sent back."""
+    tools = [{"type": "custom", "custom": PATCH}, WEATHER]
+    for choice in ("auto", "required"):
+        [answer] = ask(client, PATCH_CALL, tools=tools, tool_choice=choice).choices
+        [call] = answer.message.tool_calls
+        assert (answer.finish_reason, call.type, call.custom.name) == ("tool_calls", "custom", "apply_patch")
+        assert call.custom.input == PATCH_INPUT
+    named = {"type": "custom", "custom": {"name": "apply_patch"}}
+    [call] = ask(client, json.dumps({"input": "x"}), tools=tools, tool_choice=named).choices[0].message.tool_calls
+    assert call.custom.input == "x"
+    deltas = [
+        delta.model_dump(exclude_none=True)
+        for chunk in ask(client, PATCH_CALL, tools=tools, stream=True)
+        for delta in chunk.choices[0].delta.tool_calls or []
+    ]
+    assert "".join(delta["custom"]["input"] for delta in deltas) == PATCH_INPUT
+    back: Any = [
+        {"role": "user", "content": "Edit."},
+        {"role": "assistant", "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "done"},
+        {"role": "user", "content": "say:good"},
+    ]
+    again = client.chat.completions.create(model="scripted", messages=back, tools=tools)  # type: ignore[arg-type]
+    assert again.choices[0].message.content == "good"
+
+
+def test_responses_tell_calls_of_custom_tools_as_items(client: openai.OpenAI, server: ServedCore) -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /x+/"}
+    tool: Any = {"type": "custom", **PATCH, "format": grammar}
+    with client.responses.stream(model="scripted", input=f"say:{PATCH_CALL}", tools=[tool]) as stream:
+        events = list(stream)
+        [item] = stream.get_final_response().output
+    prompt = server.run.service.engine.tokenizer.decode(server.core.admitted[-1].prompt_token_ids, False)
+    assert "Edits files." in prompt and "start: /x+/" in prompt
+    assert item.type == "custom_tool_call" and (item.name, item.input) == ("apply_patch", PATCH_INPUT)
+    told = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert "".join(told) == PATCH_INPUT
+    back: Any = [
+        {"role": "user", "content": "say:x"},
+        item.model_dump(exclude_unset=True),
+        {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "done"},
+        {"role": "user", "content": "say:good"},
+    ]
+    chosen: Any = {"type": "custom", "name": "apply_patch"}
+    assert client.responses.create(model="scripted", input=back, tools=[tool]).output_text == "good"
+    [item] = client.responses.create(
+        model="scripted", input='say:{"input": "y"}', tools=[tool], tool_choice=chosen
+    ).output
+    assert item.type == "custom_tool_call" and item.input == "y"
 
 
 def test_only_allowed_tools_are_offered(client: openai.OpenAI, server: ServedCore) -> None:
@@ -232,12 +321,12 @@ def test_any_beginning_of_arguments_is_an_object_for_the_template(
     arguments: dict[str, Any], cut: float, ascii: bool
 ) -> None:
     from minivllm.server.answers.chat_messages import template_messages
-    from minivllm.server.protocol.chat import AssistantMessage, ToolCall
+    from minivllm.server.protocol.chat import AssistantMessage, FunctionToolCall
 
     whole = json.dumps(arguments, ensure_ascii=ascii)
 
     def seen(text: str) -> Any:
-        call = ToolCall(id="c", function={"name": "f", "arguments": text})
+        call = FunctionToolCall(id="c", function={"name": "f", "arguments": text})
         [message] = template_messages([AssistantMessage(role="assistant", tool_calls=[call])], "")
         return message["tool_calls"][0]["function"]["arguments"]
 

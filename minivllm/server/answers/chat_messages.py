@@ -46,7 +46,10 @@ def template_tools(tools: Sequence[chat.Tool], chat_template: str) -> list[dict[
     for index, name in enumerate(names):
         if name in names[:index]:
             raise invalid(f"tools.{index}.function.name", f"is {name!r}, which another tool has already.")
-    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+    return [
+        {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
+        for tool in tools
+    ]
 
 
 def template_names(request: chat.ChatCompletionRequest, chat_template: str) -> dict[str, Any]:
@@ -75,7 +78,7 @@ def _template_message(path: str, message: chat.Message, call_ids: set[str], chat
         if message.tool_call_id not in call_ids:
             raise invalid(f"{path}.tool_call_id", "names no tool call of an assistant message before it.")
         entry["tool_call_id"] = message.tool_call_id
-    elif message.name is not None:
+    if message.name is not None:
         entry["name"] = message.name
     if isinstance(message, chat.AssistantMessage):
         _add_assistant_fields(path, message, entry, call_ids)
@@ -87,8 +90,9 @@ def _add_assistant_fields(path: str, message: chat.AssistantMessage, entry: dict
         raise invalid(f"{path}.content", "is missing: an assistant message needs content, a refusal or tool_calls.")
     if message.content is None and message.refusal is not None:
         entry["content"] = message.refusal
-    if message.reasoning_content is not None:
-        entry["reasoning_content"] = message.reasoning_content
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None:
+        entry["reasoning_content"] = reasoning
     if message.tool_calls:
         entry["tool_calls"] = [
             _template_call(f"{path}.tool_calls.{index}", call) for index, call in enumerate(message.tool_calls)
@@ -113,6 +117,13 @@ def _template_arguments(text: str) -> Any:
     except ValueError:
         return text
     return arguments if isinstance(arguments, Mapping) else text
+
+
+def text_for_custom_tool(arguments: str) -> str:
+    """The text in the arguments that a model wrote, or in their beginning; other arguments are a text themselves."""
+    read = _template_arguments(arguments)
+    text = read.get(chat.CUSTOM_ARGUMENT) if isinstance(read, Mapping) else None
+    return text if isinstance(text, str) else arguments
 
 
 def text_of(path: str, content: Any) -> str:

@@ -30,6 +30,11 @@ class OfferedTools:
     def functions(self) -> list[chat.FunctionDefinition]:
         return [tool.function for tool in self.tools]
 
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """Names of the tools that take any text."""
+        return frozenset(tool.function.name for tool in self.tools if isinstance(tool, chat.CustomTool))
+
 
 @dataclass(frozen=True)
 class Constraint:
@@ -54,7 +59,7 @@ def offered_tools(request: chat.ChatCompletionRequest) -> OfferedTools | None:
     for name in wanted:
         if name not in known:
             raise invalid("tool_choice", f"names {name!r}, but tools has only {', '.join(known)}.")
-    if isinstance(choice, chat.NamedTool):
+    if isinstance(choice, chat.NamedFunctionTool | chat.NamedCustomTool):
         return OfferedTools(tools, True, choice.function.name)
     allowed = [tool for tool in tools if tool.function.name in wanted]
     return OfferedTools(allowed, choice.allowed_tools.mode == "required")
@@ -66,7 +71,7 @@ def constraint(
     """native: reads the calls as the model writes them by itself. Raises ApiError 400 or RequestError."""
     answer: dict[str, Any] | None = None
     if isinstance(request.response_format, chat.ResponseFormatJsonSchema):
-        answer = request.response_format.json_schema.schema_
+        answer = _as_object(request.response_format.json_schema.schema_)
     elif isinstance(request.response_format, chat.ResponseFormatJsonObject):
         answer = {"type": "object"}
     structure = request.structure()
@@ -98,6 +103,13 @@ def constraint(
         _calls_structure(offered.functions, form, single_call, answer),
         partial(CallsOrAnswer, native, [form.begin(function.name) for function in offered.functions]),
     )
+
+
+def _as_object(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    """JSON schema knows true for any value, and false for none."""
+    if schema is False:
+        raise invalid("response_format.json_schema.schema", "is false, which no answer follows.")
+    return {} if schema is True else schema
 
 
 def _arguments_schema(function: chat.FunctionDefinition) -> dict[str, Any]:

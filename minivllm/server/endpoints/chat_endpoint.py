@@ -6,28 +6,59 @@ from typing import Any
 
 import msgspec
 
+from minivllm.errors import ContextLengthError
 from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import CompletionOutput, RequestOutput
-from minivllm.server.answers.chat_messages import template_messages, template_names, template_tools
+from minivllm.server.answers.chat_messages import (
+    template_messages,
+    template_names,
+    template_tools,
+    text_for_custom_tool,
+)
 from minivllm.server.answers.constraints import constraint, offered_tools
-from minivllm.server.answers.logprobs import chat_logprobs
+from minivllm.server.answers.logprobs import TokenNames, chat_logprobs, token_logprobs
 from minivllm.server.endpoints.completion_run import CompletionRun, ending
-from minivllm.server.parsers.events import CallArguments, CallEnd, CallStart, Content, Event, Parser, Reasoning
+from minivllm.server.parsers.events import (
+    CallArguments,
+    CallBroken,
+    CallEnd,
+    CallStart,
+    Content,
+    Event,
+    Parser,
+    Reasoning,
+)
 from minivllm.server.protocol import chat
-from minivllm.server.service.service import Service, new_id
+from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import invalid, unsupported
+from minivllm.server.wire.ids import new_id
 
 
 class ChatAnswer:
     """Collects the pieces of one answer, and says what is new as deltas.
 
-    single_call: the answer is over with its first tool call (parallel_tool_calls: false). ending: the fields that say
-    why it is over, None while it is not.
+    single_call: the answer is over with its first tool call (parallel_tool_calls: false). is_named: the client chose
+    the tool, so calling it is no news and the answer ends with "stop", as OpenAI's does. ending: the fields that say
+    why it is over, None while it is not. custom_names: tools that take a text, which is told once it is complete.
+    broken_call: the text of a call inside of which the answer stopped.
     """
 
-    def __init__(self, parser: Parser, *, single_call: bool = False) -> None:
+    def __init__(
+        self,
+        parser: Parser,
+        *,
+        single_call: bool = False,
+        is_named: bool = False,
+        custom_names: frozenset[str] = frozenset(),
+        shows_reasoning: bool = True,
+    ) -> None:
         self._parser = parser
+        self._custom_names = custom_names
+        self._custom_arguments: list[str] | None = None
+        self._shows_reasoning = shows_reasoning
         self._single_call = single_call
+        self._reason_of_calls = "stop" if is_named else "tool_calls"
+        self.broken_call: str | None = None
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[chat.ToolCallOut] = []
@@ -44,22 +75,25 @@ class ChatAnswer:
         deltas = list(self._deltas(events))
         if completion.finished and self.ending is None:
             self.ending = ending(completion)
-            if self._calls and self.ending["finish_reason"] == "stop":
-                self.ending["finish_reason"] = "tool_calls"
+            if self.ending["finish_reason"] != "stop":
+                self.broken_call = None  # cut by the limit, as the finish reason tells
+            elif self._calls and self.broken_call is None:
+                self.ending["finish_reason"] = self._reason_of_calls
         if not self._has_begun:
             self._has_begun = True
             deltas.insert(0, chat.Delta(role="assistant", content=""))
         return deltas
 
     def message(self) -> chat.AnswerMessage:
-        content = "".join(self._content)
-        message = chat.AnswerMessage(
-            role="assistant", content=None if self._calls and not content else content, refusal=None
-        )
+        """The whole answer. A broken call in it is text: no client may run it."""
+        content, calls = "".join([*self._content, self.broken_call or ""]), self._calls
+        if self.broken_call is not None:
+            calls = calls[:-1]
+        message = chat.AnswerMessage(role="assistant", content=None if calls and not content else content, refusal=None)
         if self._reasoning:
-            message["reasoning_content"] = "".join(self._reasoning)
-        if self._calls:
-            message["tool_calls"] = self._calls
+            message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning)
+        if calls:
+            message["tool_calls"] = calls
         return message
 
     def _deltas(self, events: Iterable[Event]) -> Iterator[chat.Delta]:
@@ -69,29 +103,55 @@ class ChatAnswer:
                     self._content.append(text)
                     yield chat.Delta(content=text)
                 case Reasoning(text):
-                    self._reasoning.append(text)
-                    yield chat.Delta(reasoning_content=text)
+                    if self._shows_reasoning:
+                        self._reasoning.append(text)
+                        yield chat.Delta(reasoning_content=text, reasoning=text)
                 case CallStart(name):
-                    function = chat.FunctionCallOut(name=name, arguments="")
-                    call = chat.ToolCallOut(id=new_id("call"), type="function", function=function)
-                    self._calls.append(call)
-                    yield self._call_delta({**call, "function": {**function}})
+                    yield self._begin_call(name)
                 case CallArguments(text):
+                    if self._custom_arguments is not None:
+                        self._custom_arguments.append(text)
+                        continue
                     self._calls[-1]["function"]["arguments"] += text
                     yield self._call_delta({"function": {"arguments": text}})
                 case CallEnd():
+                    yield from self._end_custom()
                     if self._single_call:
-                        self.ending = {"finish_reason": "tool_calls"}
+                        self.ending = {"finish_reason": self._reason_of_calls}
                         return
+                case CallBroken(text):
+                    yield from self._end_custom()
+                    self.broken_call = text
+
+    def _begin_call(self, name: str) -> chat.Delta:
+        call_id = new_id("call")
+        if name in self._custom_names:
+            self._custom_arguments = []
+            custom = chat.CustomCallOut(name=name, input="")
+            self._calls.append(chat.ToolCallOut(id=call_id, type="custom", custom=custom))
+            return self._call_delta({**self._calls[-1], "custom": {**custom}})
+        function = chat.FunctionCallOut(name=name, arguments="")
+        self._calls.append(chat.ToolCallOut(id=call_id, type="function", function=function))
+        return self._call_delta({**self._calls[-1], "function": {**function}})
+
+    def _end_custom(self) -> Iterator[chat.Delta]:
+        """The text for a custom tool, out of the arguments that the model wrote."""
+        if self._custom_arguments is not None:
+            text = text_for_custom_tool("".join(self._custom_arguments))
+            self._custom_arguments = None
+            self._calls[-1]["custom"]["input"] = text
+            yield self._call_delta({"custom": {"input": text}})
 
     def _call_delta(self, new: Any) -> chat.Delta:
         return chat.Delta(tool_calls=[{"index": len(self._calls) - 1, **new}])
 
 
 class ChatRun(CompletionRun):
-    """A continuation of a conversation."""
+    """A continuation of a conversation. drops_oldest: leave its oldest messages out where it is too long."""
 
+    drops_oldest = False
     id_prefix = "chatcmpl"
+    prompt_field = "messages"
 
     def __init__(self, service: Service, request: chat.ChatCompletionRequest) -> None:
         super().__init__(service, request)
@@ -99,6 +159,7 @@ class ChatRun(CompletionRun):
         self._object_name = "chat.completion.chunk" if request.stream else "chat.completion"
         self._prompt_text: str | None = None
         self._answers: dict[int, ChatAnswer] = {}
+        self._names = TokenNames(service.token_decoder, bool(request.return_tokens_as_token_ids))
         if request.top_logprobs and not request.logprobs:
             raise unsupported("top_logprobs", "is only allowed together with logprobs: true.")
         max_tokens, other = request.max_completion_tokens, request.max_tokens
@@ -121,12 +182,15 @@ class ChatRun(CompletionRun):
         if self._offered is not None:
             self._template_kwargs["tools"] = template_tools(self._offered.tools, service.chat_template)
 
-    async def deltas(self) -> AsyncGenerator[chat.Delta, None]:
-        """What is new in the answer, for endpoints that tell it in another form."""
+    async def deltas(self) -> AsyncGenerator[tuple[chat.Delta, list[chat.TokenLogprob] | None], None]:
+        """What is new in the answer, for endpoints that tell it in another form; logprobs go with the first text."""
+        gathered: list[chat.TokenLogprob] = []
         async with aclosing(self._completions()) as completions:
             async for _, _, completion in completions:
+                gathered += token_logprobs(completion.logprobs or (), self._request.top_logprobs or 0, self._names)
                 for delta in self.answer(completion.index).take_in(completion):
-                    yield delta
+                    carried, gathered = (gathered, []) if delta.get("content") else (None, gathered)
+                    yield delta, carried
 
     def answer(self, index: int) -> ChatAnswer:
         """The answer of this number, begun if it is new. A forced form leaves no room for reasoning."""
@@ -136,7 +200,13 @@ class ChatRun(CompletionRun):
             else:
                 has_tools = self._offered is not None
                 parser = self._service.answer_format.parser(self._prompt_text, has_tools=has_tools)
-            self._answers[index] = ChatAnswer(parser, single_call=self._request.parallel_tool_calls is False)
+            self._answers[index] = ChatAnswer(
+                parser,
+                single_call=self._request.parallel_tool_calls is False,
+                is_named=self._offered is not None and self._offered.named is not None,
+                custom_names=frozenset() if self._offered is None else self._offered.custom_names,
+                shows_reasoning=self._request.include_reasoning is not False,
+            )
         return self._answers[index]
 
     def _is_over(self) -> bool:
@@ -144,14 +214,34 @@ class ChatRun(CompletionRun):
         return len(answers) == self.params.n and all(answer.ending is not None for answer in answers)
 
     def _prepare(self) -> Sequence[PreparedRequest]:
+        if not self.drops_oldest:
+            return [self._prepared_from(0)]
+        # Where the rest of a conversation may begin: not with the result of a call that is left out.
+        first = next((index for index, one in enumerate(self._messages) if one["role"] != "system"), 0)
+        starts = [index for index in range(first, len(self._messages)) if self._messages[index]["role"] != "tool"]
+        low, high, shortest = 0, len(starts) - 1, None
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                shortest, high = self._prepared_from(starts[middle] - first), middle
+            except ContextLengthError:
+                low, shortest = middle + 1, None
+        return [shortest or self._prepared_from((starts[high] - first) if starts else 0)]
+
+    def _prepared_from(self, num_dropped: int) -> PreparedRequest:
+        """The conversation without so many messages that follow the system's."""
+        messages = self._messages
+        if num_dropped:
+            first = next(index for index, one in enumerate(messages) if one["role"] != "system")
+            messages = [*messages[:first], *messages[first + num_dropped :]]
         prompt = self._service.engine.render_chat(
-            self._messages,
+            messages,
             add_generation_prompt=self._request.add_generation_prompt is not False,
             chat_template_kwargs=self._template_kwargs,
             parse_special_tokens=bool(self._request.parse_special_tokens),
         )
         self._prompt_text = prompt.get("prompt")
-        return [self._prepared(self._id, prompt)]
+        return self._prepared(self._id, prompt)
 
     def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         answer = self.answer(completion.index)
@@ -181,4 +271,4 @@ class ChatRun(CompletionRun):
     def _logprobs_of(self, completion: CompletionOutput) -> msgspec.Raw | None:
         if completion.logprobs is None:
             return None
-        return chat_logprobs(completion.logprobs, self._request.top_logprobs or 0, self._service.token_decoder)
+        return chat_logprobs(completion.logprobs, self._request.top_logprobs or 0, self._names)

@@ -8,24 +8,27 @@ from typing import Any, ClassVar
 
 from minivllm.processing.input_processor import PreparedRequest, Prompt
 from minivllm.processing.outputs import CompletionOutput, RequestOutput
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import PoolingParams, SamplingParams
 from minivllm.server.answers.streaming import DONE, data_frame
 from minivllm.server.protocol.completions import Usage
 from minivllm.server.protocol.completions import usage as count_usage
-from minivllm.server.service.service import Service, new_id
-from minivllm.server.wire.errors import ApiError, unsupported
+from minivllm.server.service.service import Service
+from minivllm.server.wire.errors import ApiError, named_in, unsupported
 from minivllm.server.wire.fields import RequestFields
+from minivllm.server.wire.ids import new_id
 
 
 class CompletionRun(ABC):
     """One request, checked; then either ``complete`` or ``stream``. Raises ApiError 400 or 404.
 
-    id_prefix: of the answer's id. hides_answer: what is generated is not shown and not counted.
+    id_prefix: of the answer's id. prompt_field: what a prompt that is too long is blamed on. pooling: given where
+    nothing is generated.
     """
 
     id_prefix: ClassVar[str]
+    prompt_field = "prompt"
     params: SamplingParams
-    hides_answer = False
+    pooling: PoolingParams | None = None
     _object_name: str
     _num_completions: int
 
@@ -70,7 +73,7 @@ class CompletionRun(ABC):
         outputs = self._last_outputs.values()
         return count_usage(
             sum(len(output.prompt_token_ids) for output in outputs),
-            0 if self.hides_answer else sum(output.metrics.num_generation_tokens for output in outputs),
+            sum(output.metrics.num_generation_tokens for output in outputs),
             sum(output.num_cached_tokens for output in outputs),
         )
 
@@ -94,13 +97,17 @@ class CompletionRun(ABC):
 
     async def _completions(self) -> AsyncGenerator[tuple[int, RequestOutput, CompletionOutput], None]:
         """(number of the prompt, its output, what is new of one completion) as they come."""
-        async with aclosing(self._service.run(self._num_completions, self._prepare)) as outputs:
+        async with aclosing(
+            self._service.run(self._num_completions, self._blaming_the_prompt, self._is_over)
+        ) as outputs:
             async for number, output in outputs:
                 self._last_outputs[number] = output
                 for completion in output.outputs:
                     yield number, output, completion
-                if self._is_over():
-                    return
+
+    def _blaming_the_prompt(self) -> Sequence[PreparedRequest]:
+        with named_in(self.prompt_field):
+            return self._prepare()
 
     def _prepared(self, request_id: str, prompt: Prompt) -> PreparedRequest:
         fields = self._fields
@@ -111,6 +118,7 @@ class CompletionRun(ABC):
             priority=fields.priority or 0,
             cache_salt=fields.cache_salt,
             lora=self._served.lora,
+            pooling=self.pooling,
         )
 
     def _object(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:

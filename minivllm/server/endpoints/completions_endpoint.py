@@ -5,8 +5,8 @@ from typing import Any
 
 from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import CompletionOutput, PositionLogprobMap, RequestOutput
-from minivllm.sampling_params import OutputKind
-from minivllm.server.answers.logprobs import completion_logprobs
+from minivllm.sampling_params import PoolingParams
+from minivllm.server.answers.logprobs import TextOffsets, TokenNames, completion_logprobs
 from minivllm.server.endpoints.completion_run import CompletionRun, ending
 from minivllm.server.protocol import completions as protocol
 from minivllm.server.service.service import Service
@@ -26,11 +26,11 @@ class TextRun(CompletionRun):
         super().__init__(service, request)
         self._request = request
         self._prompts = prompt_list(request.prompt)
-        self._lengths: dict[int, int] = {}
-        # With echo and no tokens asked for, one is generated all the same, and not shown.
-        self.hides_answer = request.max_tokens == 0
-        if self.hides_answer and not request.echo:
-            raise invalid("max_tokens", "is 0, but must be at least 1 unless echo is true.")
+        self._offsets: dict[int, TextOffsets] = {}
+        if request.max_tokens == 0:
+            if not request.echo:
+                raise invalid("max_tokens", "is 0, but must be at least 1 unless echo is true.")
+            self.pooling = PoolingParams()  # the prompt is computed, and nothing generated
         if request.stream and request.echo and request.logprobs is not None and (request.n or 1) > 1:
             raise unsupported("n", "must be 1 where stream, echo and logprobs come together.")
         if request.stream and (request.best_of or 1) > (request.n or 1):
@@ -43,7 +43,7 @@ class TextRun(CompletionRun):
             max_tokens=max(1, max_tokens),
             logprobs=request.logprobs,
             prompt_logprobs=request.logprobs if request.echo else None,
-            output_kind=OutputKind.FINAL_ONLY if self.hides_answer else request.output_kind,
+            output_kind=request.output_kind,
         )
         self._num_completions = len(self._prompts) * self.params.num_sequences
 
@@ -62,18 +62,25 @@ class TextRun(CompletionRun):
         index = number * self.params.n + completion.index
         text, token_ids = completion.text, list(completion.token_ids)
         positions: list[PositionLogprobMap | None] = list(completion.logprobs or [])
-        if self.hides_answer:
-            text, token_ids, positions = "", [], []
-        if self._request.echo and index not in self._lengths:
-            text = self._prompt_text(output) + text
+        decoder, starts = self._service.token_decoder, list[int]()
+        is_new = index not in self._offsets
+        if is_new:
+            self._offsets[index] = TextOffsets(decoder, skip_special_tokens=self.params.skip_special_tokens)
+        offsets = self._offsets[index]
+        if self._request.echo and is_new:
+            prompt = self._prompt_text(output)
+            starts = offsets.add_prompt(output.prompt_token_ids, prompt)
+            text = prompt + text
             token_ids = [*output.prompt_token_ids, *token_ids]
             positions = [*(output.prompt_logprobs or []), *positions]
-        offset = self._lengths.get(index, 0)
-        self._lengths[index] = offset + len(text)
-        has_logprobs = self._request.logprobs is not None and token_ids
-        decoder = self._service.token_decoder
-        logprobs = completion_logprobs(token_ids, positions, offset, decoder) if has_logprobs else None
-        return {"index": index, "text": text, "logprobs": logprobs, **ending(completion)}
+        logprobs = None
+        if self._request.logprobs is not None and token_ids:
+            starts += map(offsets.add, token_ids[len(starts) :])
+            logprobs = completion_logprobs(
+                token_ids, positions, starts, TokenNames(decoder, bool(self._request.return_tokens_as_token_ids))
+            )
+        end = ending(completion) if self.pooling is None else {"finish_reason": "length"}
+        return {"index": index, "text": text, "logprobs": logprobs, **end}
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:

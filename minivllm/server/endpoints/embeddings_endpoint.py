@@ -13,9 +13,10 @@ from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import RequestOutput
 from minivllm.sampling_params import OutputKind, PoolingParams, SamplingParams
 from minivllm.server.protocol import completions as protocol
-from minivllm.server.service.service import Service, new_id
-from minivllm.server.wire.errors import invalid, unsupported
+from minivllm.server.service.service import Service
+from minivllm.server.wire.errors import invalid, named_in, unsupported
 from minivllm.server.wire.fields import as_prompt, prompt_list
+from minivllm.server.wire.ids import new_id
 
 T = TypeVar("T")
 
@@ -29,7 +30,11 @@ async def embed(service: Service, request: protocol.EmbeddingRequest) -> protoco
     # Each vector is written when it comes: all at the end would take the event loop's time in one piece.
     write: Callable[[list[float]], Any] = _base64_of if request.encoding_format == "base64" else _json_of
     served, inputs = service.models.find(request.model), prompt_list(request.input)
-    written, usage = await _vectors(service, request, served.lora, inputs, write, normalize=request.normalize)
+
+    def name(number: int) -> str:
+        return "input" if len(inputs) == 1 else f"input.{number}"
+
+    written, usage = await _vectors(service, request, served.lora, inputs, write, name, normalize=request.normalize)
     data = [
         protocol.Embedding(object="embedding", index=index, embedding=vector) for index, vector in enumerate(written)
     ]
@@ -43,7 +48,11 @@ async def score(service: Service, request: protocol.ScoreRequest) -> protocol.Sc
         why = f"has {len(left)} texts and text_2 has {len(right)}: give one text_1, or as many as text_2 has."
         raise invalid("text_1", why)
     served = service.models.find(request.model)
-    vectors, usage = await _vectors(service, request, served.lora, [*left, *right], np.asarray)
+
+    def name(number: int) -> str:
+        return "text_1" if number < len(left) else "text_2"
+
+    vectors, usage = await _vectors(service, request, served.lora, [*left, *right], np.asarray, name)
     compared = vectors[len(left) :]
     pairs = zip(vectors[: len(left)] * (len(compared) // len(left)), compared)
     data = [
@@ -61,24 +70,29 @@ async def _vectors(
     lora: LoRARequest | None,
     inputs: Sequence[str | list[int]],
     convert: Callable[[list[float]], T],
+    name: Callable[[int], str],
     *,
     normalize: bool = True,
 ) -> tuple[list[T], protocol.EmbeddingUsage]:
-    """One vector per input, in their order, each as ``convert`` makes it, and how many tokens they took."""
+    """One vector per input, in their order, each as ``convert`` makes it, and how many tokens they took.
+
+    name: the field that the input of a number came in.
+    """
     answer_id = new_id("embd")
     vectors: dict[int, T] = {}
     num_tokens = 0
 
     def prepare(number: int) -> PreparedRequest:
-        return service.engine.prepare(
-            f"{answer_id}-{number}",
-            as_prompt(inputs[number]),
-            SamplingParams(temperature=0.0, max_tokens=1, output_kind=OutputKind.FINAL_ONLY),
-            priority=request.priority or 0,
-            cache_salt=request.cache_salt,
-            lora=lora,
-            pooling=PoolingParams(pooling=request.pooling, normalize=normalize),
-        )
+        with named_in(name(number)):
+            return service.engine.prepare(
+                f"{answer_id}-{number}",
+                as_prompt(inputs[number]),
+                SamplingParams(temperature=0.0, output_kind=OutputKind.FINAL_ONLY),
+                priority=request.priority or 0,
+                cache_salt=request.cache_salt,
+                lora=lora,
+                pooling=PoolingParams(pooling=request.pooling, normalize=normalize),
+            )
 
     def finish(number: int, output: RequestOutput) -> None:
         nonlocal num_tokens

@@ -1,11 +1,21 @@
 """Which parser an answer needs: told by a flag, read off the chat template, or by the form that a grammar forced."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minivllm.errors import ConfigError
-from minivllm.server.parsers.events import CallArguments, CallEnd, CallStart, Content, Event, Parser, PlainText
+from minivllm.server.parsers.events import (
+    CallArguments,
+    CallBroken,
+    CallEnd,
+    CallStart,
+    Content,
+    Event,
+    Parser,
+    PlainText,
+)
 from minivllm.server.parsers.reasoning import OPEN, ThinkParser
 from minivllm.server.parsers.tool_calls import HERMES_OPEN, LLAMA_TAG, WHITESPACE, HermesParser, LlamaParser
 
@@ -59,17 +69,22 @@ class NamedCallParser:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._has_begun = False
+        self._texts: list[str] = []
 
     def feed(self, text: str) -> list[Event]:
         if not text:
             return []
-        begin: list[Event] = [] if self._has_begun else [CallStart(self._name)]
-        self._has_begun = True
+        begin: list[Event] = [] if self._texts else [CallStart(self._name)]
+        self._texts.append(text)
         return [*begin, CallArguments(text)]
 
     def finish(self) -> list[Event]:
-        return [CallEnd()] if self._has_begun else []
+        text = "".join(self._texts)
+        try:
+            json.loads(text)
+        except ValueError:
+            return [CallBroken(text)] if text else []
+        return [CallEnd()]
 
 
 class CallsOrAnswer:

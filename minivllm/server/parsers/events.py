@@ -37,7 +37,14 @@ class CallEnd:
     """The current call is complete."""
 
 
-Event = Content | Reasoning | CallStart | CallArguments | CallEnd
+@dataclass(frozen=True, slots=True)
+class CallBroken:
+    """The text is over inside the current call. text: the call as the model wrote it."""
+
+    text: str
+
+
+Event = Content | Reasoning | CallStart | CallArguments | CallEnd | CallBroken
 
 
 class Parser(Protocol):

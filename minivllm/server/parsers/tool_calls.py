@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import ClassVar
 
-from minivllm.server.parsers.events import CallArguments, CallEnd, CallStart, Content, Event, split_at_tag
+from minivllm.server.parsers.events import CallArguments, CallBroken, CallEnd, CallStart, Content, Event, split_at_tag
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 WHITESPACE = " \t\r\n"
@@ -21,7 +21,7 @@ class CallObjectReader:
     """Reads one object and stops behind it.
 
     A call is announced as soon as its name is known and its arguments begin. ``requires_arguments``: an object with a
-    name alone is no call. What was not announced is in ``raw`` and is the caller's to treat as text.
+    name alone is no call. raw: everything read so far; of an object that is no call, it is the caller's text.
     """
 
     def __init__(self, *, requires_arguments: bool) -> None:
@@ -37,7 +37,6 @@ class CallObjectReader:
 
     @property
     def raw(self) -> str:
-        """Everything read so far; empty once the call was announced."""
         return "".join(self._raw)
 
     def feed(self, text: str) -> tuple[int, list[Event]]:
@@ -54,8 +53,8 @@ class CallObjectReader:
                 if not end.value:
                     break
             taken += 1
+            self._raw.append(char)
             if not self.is_call:
-                self._raw.append(char)
                 self._announce(events)
         if self.is_call and self._arguments:
             events.append(CallArguments("".join(self._arguments)))
@@ -68,7 +67,7 @@ class CallObjectReader:
         is_complete = self.is_done and not self._requires_arguments
         if self._name is None or not (self._has_arguments or is_complete):
             return
-        self.is_call, self._raw = True, []
+        self.is_call = True
         if not self._has_arguments:
             self._arguments = ["{}"]
         events.append(CallStart(self._name))
@@ -200,8 +199,8 @@ class CallParser(ABC):
     def finish(self) -> list[Event]:
         events: list[Event] = []
         if self._state is _State.OBJECT:
-            if self._reader.is_call:  # whose arguments stay as they are
-                return []
+            if self._reader.is_call:
+                return [CallBroken(self._opening + self._reader.raw)]
             self._content(self._opening + self._reader.raw, events)
         self._content(self._buffer, events)
         if self._spaces and not self._has_calls:

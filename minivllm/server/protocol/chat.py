@@ -1,8 +1,9 @@
 """``/v1/chat/completions``: the body, the answer and the chunks of a stream."""
 
+import json
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Field, StringConstraints
+from pydantic import Discriminator, Field, StringConstraints, Tag
 from typing_extensions import TypedDict
 
 from minivllm.server.protocol.completions import Usage
@@ -13,20 +14,25 @@ from minivllm.server.wire.fields import (
     NeutralFields,
     NeutralVerbosity,
     Nothing,
+    OrDefault,
     ReasoningEffort,
     RequestFields,
 )
+from minivllm.server.wire.other_clients import MESSAGE_LABELS, PART_LABELS
 
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_TOOLS = 128
 
+CUSTOM_ARGUMENT = "input"
+"""Name of the argument by which a custom tool is a function."""
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 TemplateValue = bool | int | float | Annotated[str, StringConstraints(max_length=4096)]
 
 
 class TextPart(Body):
+    labels = PART_LABELS
     type: Literal["text"]
     text: str
     prompt_cache_breakpoint: None = None
@@ -40,12 +46,14 @@ class ImageUrl(Body):
 class ImagePart(Body):
     """Understood, so that it can be refused with a reason: the models served here read text only."""
 
+    labels = PART_LABELS
     type: Literal["image_url"]
     image_url: ImageUrl
     prompt_cache_breakpoint: None = None
 
 
 class RefusalPart(Body):
+    labels = PART_LABELS
     type: Literal["refusal"]
     refusal: str
 
@@ -58,27 +66,63 @@ AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 class FunctionCall(Body):
     """arguments: JSON as a string, as the model wrote it. parsed_arguments: the same again, from client helpers."""
 
+    labels = PART_LABELS
     name: str
     arguments: str
     parsed_arguments: Any = None
 
 
-class ToolCall(Body):
+class FunctionToolCall(Body):
     """index: the call's place in a stream, which helpers of clients leave in what they gathered."""
 
+    labels = PART_LABELS
     index: Annotated[int, Field(ge=0)] | None = None
     id: str
-    type: Literal["function"] = "function"
+    type: OrDefault[Literal["function"]] = "function"
     function: FunctionCall
 
 
+class CustomCall(Body):
+    name: str
+    input: str
+
+
+class CustomToolCall(Body):
+    """A call of a custom tool, whose input is any text."""
+
+    labels = PART_LABELS
+    index: Annotated[int, Field(ge=0)] | None = None
+    id: str
+    type: Literal["custom"]
+    custom: CustomCall
+
+    @property
+    def function(self) -> FunctionCall:
+        """The call as the model made it."""
+        return FunctionCall(name=self.custom.name, arguments=json.dumps({CUSTOM_ARGUMENT: self.custom.input}))
+
+
+def _kind_of_call(call: Any) -> str:
+    """A call may come without a type."""
+    kind = call.get("type") if isinstance(call, dict) else getattr(call, "type", None)
+    return "custom" if kind == "custom" else "function"
+
+
+ToolCall = Annotated[
+    Annotated[FunctionToolCall, Tag("function")] | Annotated[CustomToolCall, Tag("custom")],
+    Discriminator(_kind_of_call),
+]
+
+
 class SystemMessage(Body):
+    labels = MESSAGE_LABELS
     role: Literal["system", "developer"]
     content: str | TextParts
     name: Label | None = None
 
 
 class UserMessage(Body):
+    labels = MESSAGE_LABELS
     role: Literal["user"]
     content: str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS)]
     name: Label | None = None
@@ -87,13 +131,16 @@ class UserMessage(Body):
 class AssistantMessage(Body):
     """Needs content, a refusal or tool calls. Lists that the API itself returned as null may be sent back.
 
+    reasoning: another name of reasoning_content, which clients of newer servers send.
     parsed: the content again, as objects, which the parse helper of clients puts beside it. provider_specific_fields:
     fields of the answer again, as litellm keeps them.
     """
 
+    labels = MESSAGE_LABELS
     role: Literal["assistant"]
     content: str | Annotated[list[AssistantPart], Field(min_length=1, max_length=MAX_PARTS)] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: str | None = None
     name: Label | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
@@ -105,9 +152,11 @@ class AssistantMessage(Body):
 
 
 class ToolMessage(Body):
+    labels = MESSAGE_LABELS
     role: Literal["tool"]
     content: str | TextParts
     tool_call_id: str
+    name: Label | None = None
 
 
 Message = Annotated[
@@ -119,24 +168,87 @@ Message = Annotated[
 class FunctionDefinition(Body):
     """parameters: the JSON schema of the arguments. strict: arguments must follow it."""
 
+    labels = PART_LABELS
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Body):
+class FunctionTool(Body):
+    labels = PART_LABELS
     type: Literal["function"]
     function: FunctionDefinition
+
+
+class CustomTextFormat(Body):
+    type: Literal["text"]
+
+
+class CustomGrammar(Body):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomGrammarFormat(Body):
+    type: Literal["grammar"]
+    grammar: CustomGrammar
+
+
+class CustomDefinition(Body):
+    """format: told to the model with the description; its input is not forced into it."""
+
+    labels = PART_LABELS
+    name: FunctionName
+    description: str | None = None
+    format: Annotated[CustomTextFormat | CustomGrammarFormat, Field(discriminator="type")] | None = None
+
+
+class CustomTool(Body):
+    """A tool that takes any text. The model is offered a function with one text as its argument."""
+
+    labels = PART_LABELS
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    @property
+    def function(self) -> FunctionDefinition:
+        """What the model is offered."""
+        description, form = self.custom.description or "", self.custom.format
+        if isinstance(form, CustomGrammarFormat):
+            grammar = f"The input follows this grammar ({form.grammar.syntax}):\n{form.grammar.definition}"
+            description = f"{description}\n{grammar}".strip()
+        schema = {
+            "type": "object",
+            "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
+            "required": [CUSTOM_ARGUMENT],
+            "additionalProperties": False,
+        }
+        return FunctionDefinition(name=self.custom.name, description=description or None, parameters=schema)
+
+
+Tool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
 
 
 class NamedFunction(Body):
     name: FunctionName
 
 
-class NamedTool(Body):
+class NamedFunctionTool(Body):
     type: Literal["function"]
     function: NamedFunction
+
+
+class NamedCustomTool(Body):
+    type: Literal["custom"]
+    custom: NamedFunction
+
+    @property
+    def function(self) -> NamedFunction:
+        return self.custom
+
+
+NamedTool = Annotated[NamedFunctionTool | NamedCustomTool, Field(discriminator="type")]
 
 
 class AllowedTools(Body):
@@ -151,7 +263,10 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
-ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
+ToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[NamedFunctionTool | NamedCustomTool | AllowedToolChoice, Field(discriminator="type")]
+)
 
 
 class ResponseFormatText(Body):
@@ -167,7 +282,7 @@ class JsonSchemaFormat(Body):
 
     name: FunctionName
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
     strict: bool | None = None
 
 
@@ -186,9 +301,11 @@ class ChatCompletionRequest(RequestFields, NeutralFields):
 
     max_completion_tokens (max_tokens is its older name): None is the rest of the context. logprobs, top_logprobs: for
     every token of the answer. response_format: the form of an answer, in place of which the model may call a tool.
+    include_reasoning: False leaves the reasoning out of the answer.
     reasoning_effort, chat_template_kwargs: names the model's chat template knows; "none" switches thinking off.
     parse_special_tokens: special tokens that stand in messages and tools count as such; by default they are text, so
-    that no message can end its turn and begin another. store and all behind it: only values that change nothing.
+    that no message can end its turn and begin another. store: either, nothing is kept. verbosity and all
+    that follow it: only values that change nothing.
     """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -201,12 +318,13 @@ class ChatCompletionRequest(RequestFields, NeutralFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     parse_special_tokens: bool | None = None
     chat_template_kwargs: (
         Annotated[dict[Annotated[str, Field(max_length=64)], TemplateValue], Field(max_length=16)] | None
     ) = None
-    store: Literal[False] | None = None
+    store: bool | None = None
     verbosity: NeutralVerbosity = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     audio: None = None
@@ -238,17 +356,28 @@ class FunctionCallOut(TypedDict):
     arguments: str
 
 
+class CustomCallOut(TypedDict):
+    name: str
+    input: str
+
+
 class ToolCallOut(TypedDict):
+    """A call of a function, or of a custom tool."""
+
     id: str
-    type: Literal["function"]
-    function: FunctionCallOut
+    type: Literal["function", "custom"]
+    function: NotRequired[FunctionCallOut]
+    custom: NotRequired[CustomCallOut]
 
 
 class AnswerMessage(TypedDict):
+    """reasoning: the same as reasoning_content, under the name that newer clients read."""
+
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallOut]]
 
 
@@ -274,9 +403,10 @@ class ChatCompletion(TypedDict):
 
 
 class Delta(TypedDict):
-    """tool_calls: the place of the call as ``index``, and what is new of it."""
+    """tool_calls: the place of the call as ``index``, and what is new of it. reasoning: as in ``AnswerMessage``."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str | None]
     reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
     tool_calls: NotRequired[list[dict[str, Any]]]

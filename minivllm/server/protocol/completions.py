@@ -6,7 +6,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from minivllm.sampling_params import MAX_LOGPROBS, MAX_N
-from minivllm.server.wire.fields import MAX_TOKEN_ID, CallerFields, Prompts, RequestFields
+from minivllm.server.wire.fields import MAX_TOKEN_ID, CallerFields, OrDefault, Prompts, RequestFields
 
 
 class PromptTokensDetails(TypedDict):
@@ -84,7 +84,7 @@ class Completion(TypedDict):
 class PoolingFields(CallerFields):
     """pooling: the state of the last token, or the mean of all."""
 
-    pooling: Literal["last", "mean"] = "last"
+    pooling: OrDefault[Literal["last", "mean"]] = "last"
 
 
 class EmbeddingRequest(PoolingFields):
@@ -94,9 +94,9 @@ class EmbeddingRequest(PoolingFields):
     """
 
     input: Prompts
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: OrDefault[Literal["float", "base64"]] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    normalize: bool = True
+    normalize: OrDefault[bool] = True
 
 
 class ScoreRequest(PoolingFields):

@@ -2,18 +2,23 @@
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from minivllm.server.protocol.chat import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
+    CustomGrammar,
+    CustomTextFormat,
     FunctionDefinition,
+    FunctionName,
     JsonSchemaFormat,
     NamedFunction,
     ResponseFormatJsonObject,
     ResponseFormatText,
+    TokenLogprob,
 )
 from minivllm.server.protocol.completions import PromptTokensDetails
 from minivllm.server.wire.fields import (
@@ -24,14 +29,17 @@ from minivllm.server.wire.fields import (
     NeutralFields,
     NeutralVerbosity,
     Nothing,
+    OrDefault,
     ReasoningEffort,
     SamplingFields,
 )
+from minivllm.server.wire.other_clients import PART_LABELS
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(Body):
+    labels = PART_LABELS
     type: Literal["input_text"]
     text: str
     prompt_cache_breakpoint: None = None
@@ -40,6 +48,7 @@ class InputText(Body):
 class OutputText(Body):
     """Text of an earlier answer, sent back. parsed: the same again, from the parse helper of clients."""
 
+    labels = PART_LABELS
     type: Literal["output_text"]
     text: str
     parsed: Any = None
@@ -50,6 +59,7 @@ class OutputText(Body):
 class InputImage(Body):
     """Understood, so that it can be refused with a reason."""
 
+    labels = PART_LABELS
     type: Literal["input_image"]
     image_url: str | None = None
     file_id: str | None = None
@@ -75,7 +85,7 @@ class FunctionItem(Item):
 
 
 class MessageItem(Item):
-    type: Literal["message"] = "message"
+    type: OrDefault[Literal["message"]] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[InputPart], Field(min_length=1, max_length=MAX_PARTS)]
     phase: None = None
@@ -100,18 +110,56 @@ class FunctionCallOutputItem(FunctionItem):
     name: Label | None = None
 
 
+class CustomToolCallItem(FunctionItem):
+    type: Literal["custom_tool_call"]
+    name: str
+    input: str
+    async_: Annotated[Literal[False] | None, Field(alias="async")] = None
+
+
+class CustomToolCallOutputItem(FunctionItem):
+    """name: of the tool, which call_id says already."""
+
+    type: Literal["custom_tool_call_output"]
+    output: str | Annotated[list[ResultPart], Field(min_length=1, max_length=MAX_PARTS)]
+    name: Label | None = None
+
+
+class WebSearchCallItem(Body):
+    """A search that another server made; what it found is in the message after it."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: Literal["web_search_call"]
+
+
+class SummaryText(Body):
+    labels = PART_LABELS
+    type: Literal["summary_text"]
+    text: str
+
+
 class ReasoningText(Body):
+    labels = PART_LABELS
     type: Literal["reasoning_text"]
     text: str
 
 
 class ReasoningItem(Item):
-    """Reasoning of an earlier answer, sent back; it goes to the chat template with the message that follows."""
+    """Reasoning of an earlier answer, sent back; it goes to the chat template with the message that follows.
+
+    summary: stands in for the content where another server kept that to itself. encrypted_content: of another server,
+    and not to be read here.
+    """
 
     type: Literal["reasoning"]
-    summary: Nothing
+    summary: Annotated[list[SummaryText], Field(max_length=MAX_PARTS)]
     content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS)] | None = None
-    encrypted_content: None = None
+    encrypted_content: str | None = None
+
+    @property
+    def text(self) -> str | None:
+        parts = self.content or self.summary
+        return "\n".join(part.text for part in parts) if parts else None
 
 
 def _kind_of_item(item: Any) -> str:
@@ -123,6 +171,9 @@ def _kind_of_item(item: Any) -> str:
 InputItem = Annotated[
     Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[CustomToolCallItem, Tag("custom_tool_call")]
+    | Annotated[CustomToolCallOutputItem, Tag("custom_tool_call_output")]
+    | Annotated[WebSearchCallItem, Tag("web_search_call")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[MessageItem, Tag("message")],
     Discriminator(_kind_of_item),
@@ -137,14 +188,66 @@ class FunctionTool(FunctionDefinition):
     output_schema: None = None
 
 
+class CustomGrammarFormat(CustomGrammar):
+    type: Literal["grammar"]
+
+
+class CustomTool(Body):
+    """A tool that takes any text; see ``chat.CustomTool``."""
+
+    labels = PART_LABELS
+    type: Literal["custom"]
+    name: FunctionName
+    async_: Annotated[Literal[False] | None, Field(alias="async")] = None
+    description: str | None = None
+    format: Annotated[CustomTextFormat | CustomGrammarFormat, Field(discriminator="type")] | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(min_length=1, max_length=1)] | None = None
+
+
+HostedKind = Literal[
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+    "file_search",
+    "code_interpreter",
+    "image_generation",
+    "mcp",
+    "computer",
+    "computer_use_preview",
+    "local_shell",
+    "shell",
+    "apply_patch",
+    "tool_search",
+]
+
+
+class HostedTool(Body):
+    """A tool that OpenAI runs, or has taught its models. The model here is not offered it."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: HostedKind
+
+
+ResponseTool = Annotated[FunctionTool | CustomTool | HostedTool, Field(discriminator="type")]
+
+
 class NamedFunctionTool(NamedFunction):
     type: Literal["function"]
+
+
+class NamedCustomTool(NamedFunction):
+    type: Literal["custom"]
+
+
+NamedTool = Annotated[NamedFunctionTool | NamedCustomTool, Field(discriminator="type")]
 
 
 class AllowedFunctionTools(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunctionTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ResponseTextJsonSchema(JsonSchemaFormat):
@@ -181,16 +284,18 @@ Includable = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
     "reasoning.encrypted_content",
+    "message.output_text.logprobs",
 ]
-"""Parts of items that answers here never have, and reasoning, which is there in plain text."""
+"""Parts of items that answers here never have, reasoning, which is there in plain text, and log-probabilities."""
 
 
 class ResponseRequest(SamplingFields, CallerFields, NeutralFields):
     """A conversation to continue, as a text or a list of items.
 
     instructions: a system message before it. store: either, nothing is kept, as the answer says. max_tool_calls:
-    counts calls of tools that the server itself runs, of which there are none. previous_response_id and all behind it:
-    only values that change nothing.
+    counts calls of tools that the server itself runs, of which there are none. truncation: "auto" leaves the oldest
+    items out of a conversation that is too long. top_logprobs: needs ``include`` with message.output_text.logprobs.
+    previous_response_id and all that follow it: only values that change nothing, but for those two.
     """
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -198,10 +303,10 @@ class ResponseRequest(SamplingFields, CallerFields, NeutralFields):
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
     stream: bool | None = None
     text: TextSettings | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
-        | Annotated[NamedFunctionTool | AllowedFunctionTools, Field(discriminator="type")]
+        | Annotated[NamedFunctionTool | NamedCustomTool | AllowedFunctionTools, Field(discriminator="type")]
         | None
     ) = None
     parallel_tool_calls: bool | None = None
@@ -214,9 +319,9 @@ class ResponseRequest(SamplingFields, CallerFields, NeutralFields):
     prompt: None = None
     background: Literal[False] | None = None
     background_options: None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
     context_management: Nothing | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream_options: ResponseStreamOptions | None = None
     image: None = None
     access_programs: None = None
@@ -228,13 +333,14 @@ class OutputPart(TypedDict):
     type: Literal["output_text", "reasoning_text"]
     text: str
     annotations: NotRequired[list[Any]]
+    logprobs: NotRequired[list[TokenLogprob]]
 
 
 class OutputItem(TypedDict):
-    """A message (role, content), a function call (call_id, name, arguments) or reasoning (summary, content)."""
+    """A message (role, content), a call (call_id, name, arguments or input) or reasoning (summary, content)."""
 
     id: str
-    type: Literal["message", "function_call", "reasoning"]
+    type: Literal["message", "function_call", "custom_tool_call", "reasoning"]
     status: Status
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[list[OutputPart]]
@@ -242,6 +348,7 @@ class OutputItem(TypedDict):
     call_id: NotRequired[str]
     name: NotRequired[str]
     arguments: NotRequired[str]
+    input: NotRequired[str]
 
 
 class ResponseUsage(TypedDict):
@@ -277,6 +384,6 @@ class ResponseObject(TypedDict):
     tool_choice: Any
     tools: list[dict[str, Any]]
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["disabled", "auto"]
     usage: ResponseUsage | None
     user: str | None

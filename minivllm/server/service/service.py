@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,11 +67,12 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(texts, work, *arguments)
 
     async def run(
-        self, num_completions: int, prepare: Callable[[], Sequence[PreparedRequest]]
+        self, num_completions: int, prepare: Callable[[], Sequence[PreparedRequest]], is_over: Callable[[], bool]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Admit, prepare (in the text thread), run; (number of the request, its output) as outputs come.
 
-        num_completions: places the request takes; more than those do not run beside one another.
+        num_completions: places the request takes; more than those do not run beside one another. is_over: asked after
+        every output of a single request, True if the model need not go on.
         Close the iterator to abort what still runs. Raises ApiError, RequestError or EngineDeadError.
         """
         limit = self.settings.request_timeout
@@ -87,7 +87,7 @@ class Service:
             if self.admission.is_draining:
                 raise shutting_down()
             ticket.request_ids = [one.request_id for one in prepared]
-            async with aclosing(self._merged(prepared, num_completions, deadline)) as outputs:
+            async with aclosing(self._merged(prepared, num_completions, deadline, is_over)) as outputs:
                 async for number, output in outputs:
                     if output.outputs and output.metrics.first_token_time is not None:
                         ticket.started()
@@ -137,14 +137,17 @@ class Service:
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
 
-    async def _followed(self, request: PreparedRequest, deadline: float | None) -> AsyncGenerator[RequestOutput, None]:
+    async def _followed(
+        self, request: PreparedRequest, deadline: float | None, is_over: Callable[[], bool] = lambda: False
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request, counted and traced. Raises for one that the engine gave up on.
 
         deadline: by the event loop's clock; the engine ends what still runs then, also when nobody reads it.
         """
-        now, recorder = asyncio.get_running_loop().time, RequestRecorder(self.metrics)
+        now = asyncio.get_running_loop().time
+        recorder = RequestRecorder(self.metrics, request.params.n, request.arrival_time)
         left = None if deadline is None else max(0.0, deadline - now())
-        with self.tracing.following(request, self.models.base_name) as trace:
+        with recorder.counting(), self.tracing.following(request, self.models.base_name) as trace:
             async with aclosing(self.engine.generate(request, deadline=left)) as outputs:
                 async for output in outputs:
                     recorder.record(output)
@@ -156,13 +159,15 @@ class Service:
                     if any(completion.finish_reason == FinishReason.ABORT for completion in output.outputs):
                         raise shutting_down()
                     yield output
+                    if is_over():
+                        return
 
     async def _merged(
-        self, prepared: Sequence[PreparedRequest], places: int, deadline: float | None
+        self, prepared: Sequence[PreparedRequest], places: int, deadline: float | None, is_over: Callable[[], bool]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Outputs of several requests that run beside one another, at most ``places`` of them, as they come."""
         if len(prepared) == 1:
-            async with aclosing(self._followed(prepared[0], deadline)) as outputs:
+            async with aclosing(self._followed(prepared[0], deadline, is_over)) as outputs:
                 async for output in outputs:
                     yield 0, output
             return
@@ -226,11 +231,6 @@ class _TokenRoom:
             self._num_taken -= num_tokens
             async with self._changed:
                 self._changed.notify_all()
-
-
-def new_id(prefix: str) -> str:
-    """A name for an answer, unguessable and never a client's own."""
-    return f"{prefix}-{secrets.token_hex(16)}"
 
 
 def _chat_template(engine: AsyncLLM) -> str:

@@ -37,7 +37,8 @@ class ServerSettings:
     lora_adapters: adapters served from the start, by their names. lora_directory: clients may load adapters that lie
     in this directory, and unload any (None: they may not). otlp_endpoint: collector that gets a trace of every
     request (None: what OpenTelemetry's own environment variables say, if anything). tool_call_parser, reasoning_parser:
-    "auto" goes by the chat template, "none" switches it off.
+    "auto" goes by the chat template, "none" switches it off. strict: refuse every unknown field of a body, those of
+    other servers' clients that have no effect too.
     """
 
     host: str = "127.0.0.1"
@@ -58,6 +59,7 @@ class ServerSettings:
     otlp_endpoint: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    strict: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -5,7 +5,8 @@ was not their fault.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from typing_extensions import TypedDict
 
 from minivllm.errors import ContextLengthError, EngineDeadError, EngineLostError, MinivllmError
 from minivllm.sampling_params import SamplingParams
+from minivllm.server.wire.other_clients import ADVICE
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +150,15 @@ def to_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "The server failed to answer this request.", type="server_error", code="internal_error")
 
 
+@contextmanager
+def named_in(field: str) -> Iterator[None]:
+    """Blame a prompt that is too long on the field of the body that it came in."""
+    try:
+        yield
+    except ContextLengthError as error:
+        raise ApiError(400, str(error), param=field, code="context_length_exceeded") from None
+
+
 def _named_parameter(message: str) -> str | None:
     """The field that a sentence of SamplingParams or InputProcessor begins with."""
     word = message.split(" ", 1)[0].split("[", 1)[0]
@@ -183,6 +194,7 @@ def validation_error(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiErr
 _CODE_OF_PROBLEM = {
     "extra_forbidden": "unknown_parameter",
     "missing": "missing_required_parameter",
+    "union_tag_not_found": "missing_required_parameter",
     "none_required": "unsupported_parameter",
 }
 
@@ -196,13 +208,14 @@ def _sentence(problem: Mapping[str, Any], body: Any) -> str:
     path = _path(problem, body) or "The body"
     kind = problem["type"]
     if kind == "extra_forbidden":
-        return f"Unknown parameter: {path!r} is not supported here."
+        advice = ADVICE.get(str(problem["loc"][-1])) if "." not in path else None
+        return f"Unknown parameter: {path!r} is not supported here{f': {advice}' if advice else ''}."
     if kind == "none_required":
         return f"{path} is not supported here: leave it out."
     if kind == "union_tag_invalid":
         tag = _shortened(str(problem["ctx"]["tag"]))
         return f"{path} is {tag!r}, but may only be {problem['ctx']['expected_tags']} here."
-    if kind == "missing":
+    if kind in ("missing", "union_tag_not_found"):
         return f"{path} is missing."
     if kind == "json_invalid":
         return "The body is not valid JSON."
@@ -218,15 +231,11 @@ def _path(problem: Mapping[str, Any], body: Any) -> str:
     if problem["loc"][:1] in (("query",), ["query"]):
         return _shortened(str(problem["loc"][-1]))
     location = [part for part in problem["loc"] if part not in ("body", "path", "query")]
-    names: list[str] = []
-    for place, part in enumerate(location):
-        is_last = place == len(location) - 1
-        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):
-            body = body[part] if isinstance(body, dict) or part < len(body) else None
-            names.append(str(part))
-        elif is_last and problem["type"] == "missing":
-            names.append(str(part))
-    if problem["type"] == "union_tag_invalid":
+    is_missing = problem["type"] == "missing"
+    names = _names_in(location[:-1] if is_missing else location, body)
+    if is_missing and location:
+        names.append(str(location[-1]))
+    if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
         discriminator = str(problem["ctx"]["discriminator"])
         names.append(discriminator.strip("'") if discriminator.startswith("'") else "type")
     return _shortened(".".join(names))
@@ -237,6 +246,30 @@ def _not_json(content_type: str | None) -> ApiError:
     sent = "without that header" if content_type is None else f"as {_shortened(content_type)!r}"
     message = f"The body must be a JSON object, sent with the header Content-Type: application/json, not {sent}."
     return ApiError(415, message, code="unsupported_content_type")
+
+
+def _names_in(location: Sequence[Any], body: Any) -> list[str]:
+    """The parts of a location that lead through the body.
+
+    A member of a union may be called like a key that is there as well (a text part has the key "text"). So the way
+    that reaches the last part counts, and of several the longest one.
+    """
+    ways: list[tuple[Any, list[str], bool]] = [(body, [], False)]
+    for part in location:
+        taken = [(_inside(value, part), [*names, str(part)], True) for value, names, _ in ways if _has(value, part)]
+        skipped = [] if isinstance(part, int) else [(value, names, False) for value, names, _ in ways]
+        ways = [*taken, *skipped] or ways
+    return max(ways, key=lambda way: (way[2], len(way[1])))[1]
+
+
+def _has(value: Any, part: Any) -> bool:
+    return (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int))
+
+
+def _inside(value: Any, part: Any) -> Any:
+    if isinstance(value, dict):
+        return value[part]
+    return value[part] if part < len(value) else None
 
 
 def _shortened(text: str) -> str:

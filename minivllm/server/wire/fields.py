@@ -5,11 +5,20 @@ change nothing are accepted. A label (``safety_identifier``) is for the caller's
 field could ask for is refused by name.
 """
 
-from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from minivllm.errors import RequestError
@@ -24,6 +33,7 @@ from minivllm.sampling_params import (
 )
 from minivllm.server.wire.errors import ApiError
 from minivllm.server.wire.json_bounds import JsonBounds
+from minivllm.server.wire.other_clients import LABELS, is_ignored
 
 MAX_STOP_LENGTH = 1024
 MAX_LIST_LENGTH = 1024
@@ -39,6 +49,20 @@ ExtraName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 PlainValue = bool | int | float | Annotated[str, StringConstraints(max_length=4096)]
 ExtraValue = PlainValue | Annotated[list[PlainValue], Field(max_length=MAX_LIST_LENGTH)]
 Label = Annotated[str, StringConstraints(max_length=512)]
+
+
+T = TypeVar("T")
+
+
+class _OrNull:
+    """Says in the schema what ``Body`` does: null is the default."""
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(core), {"type": "null"}]}
+
+
+OrDefault = Annotated[T, _OrNull()]
+"""Type of a field with a default other than None."""
 
 
 def _fail_fast(schema: Any) -> None:
@@ -71,20 +95,32 @@ def _fail_fast(schema: Any) -> None:
 class Body(BaseModel):
     """Base of all bodies: no unknown field, no conversion between types, no NaN or infinity.
 
+    A field that may be left out may be null as well, which means the same, at every depth.
     What is wrong is reported a few times, not a million times: a list is left at its first wrong entry, a dictionary
     that is too long is not looked at, and of unknown fields a few are.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
+    labels: ClassVar[frozenset[str]] = frozenset()
+    """Unknown fields that are left out instead of being refused."""
+
     @model_validator(mode="before")
     @classmethod
-    def _with_few_unknown_fields(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or len(values) <= MAX_UNKNOWN_FIELDS:
+    def _fields_that_say_something(cls, values: Any) -> Any:
+        """Without nulls in place of fields that may be left out, without labels, and with few unknown fields."""
+        if not isinstance(values, dict):
             return values
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        shown = {name for name in islice((name for name in values if name not in known), MAX_UNKNOWN_FIELDS)}
-        return {name: value for name, value in values.items() if name in known or name in shown}
+        is_required = {field.alias or name: field.is_required() for name, field in cls.model_fields.items()}
+        kept, num_unknown = {}, 0
+        for name, value in values.items():
+            if name in is_required:
+                if value is not None or is_required[name]:
+                    kept[name] = value
+            elif num_unknown < MAX_UNKNOWN_FIELDS and not is_ignored(name, cls.labels):
+                kept[name] = value
+                num_unknown += 1
+        return kept
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -114,10 +150,11 @@ class RepetitionDetectionFields(Body):
 
 
 class SamplingFields(Body):
-    """Parameters that every generating endpoint has; null is "not given". vllm_xargs: for custom logits processors."""
+    """Parameters that every generating endpoint has. top_p: 0 takes the likeliest token, as OpenAI's. vllm_xargs: for
+    custom logits processors."""
 
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -161,6 +198,8 @@ class SamplingFields(Body):
         for name in ("stop", "stop_regex"):
             if isinstance(values[name], str):
                 values[name] = [values[name]]
+        if self.top_p == 0:  # the smallest set of tokens with any mass at all
+            values |= {"top_p": 1.0, "top_k": 1}
         if self.logit_bias is not None:
             values["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
             if len(values["logit_bias"]) != len(self.logit_bias):
@@ -183,6 +222,7 @@ class CallerFields(Body):
     priority: lower goes first, with scheduling_policy "priority". cache_salt: keeps cached prefixes of tenants apart.
     """
 
+    labels = LABELS
     model: Annotated[str, StringConstraints(max_length=512)] | None = None
     user: Label | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -190,8 +230,12 @@ class CallerFields(Body):
 
 
 class RequestFields(SamplingFields, CallerFields):
-    """What completions of texts and of conversations have besides sampling parameters."""
+    """What completions of texts and of conversations have besides sampling parameters.
 
+    return_tokens_as_token_ids: call tokens ``token_id:ID`` in log-probabilities.
+    """
+
+    return_tokens_as_token_ids: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -239,12 +283,23 @@ MAX_PROMPTS = 2048
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
-Prompts = (
-    Text
-    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-    | TokenIds
-    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
-)
+
+
+def _kind_of_prompts(prompts: Any) -> str:
+    """Told by the first entry, so that what is wrong with the others is told as it is."""
+    if not isinstance(prompts, list):
+        return "a text"
+    first = prompts[0] if prompts else ""
+    return "lists of token ids" if isinstance(first, list) else "token ids" if isinstance(first, int) else "texts"
+
+
+Prompts = Annotated[
+    Annotated[Text, Tag("a text")]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
+    | Annotated[TokenIds, Tag("token ids")]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists of token ids")],
+    Discriminator(_kind_of_prompts),
+]
 
 
 def prompt_list(prompts: Prompts) -> list[str | list[int]]:

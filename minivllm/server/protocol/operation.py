@@ -1,0 +1,95 @@
+"""Models and adapters by name, ``/tokenize``, ``/detokenize``, ``/version``, ``/health``: bodies and answers."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+from typing_extensions import TypedDict
+
+from minivllm.server.protocol.chat import MAX_MESSAGES, Message
+from minivllm.server.wire.fields import Body, OrDefault, TokenId
+from minivllm.server.wire.other_clients import LABELS
+
+AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
+
+
+class LoadAdapterRequest(Body):
+    """lora_name: the model's name from here on. lora_path: a directory in PEFT's format, inside the server's own."""
+
+    lora_name: AdapterName
+    lora_path: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+
+
+class UnloadAdapterRequest(Body):
+    lora_name: AdapterName
+
+
+class ModelCard(TypedDict):
+    """created: when the server started, Unix time [seconds]. root: what was loaded under this name.
+
+    parent: of an adapter, the model it changes. default_sampling_params: what holds where a request says nothing.
+    """
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+    default_sampling_params: dict[str, float]
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class DeletedModel(TypedDict):
+    id: str
+    object: Literal["model"]
+    deleted: Literal[True]
+
+
+class TokenizeRequest(Body):
+    """Exactly one of prompt (a text) and messages (a conversation, by the chat template).
+
+    add_special_tokens: what the tokenizer puts around a text; a chat template writes its own. parse_special_tokens:
+    special tokens in the text count as such; left out, they do in a prompt and do not in messages, as when generating.
+    """
+
+    labels = LABELS
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: OrDefault[bool] = True
+    add_generation_prompt: OrDefault[bool] = True
+    parse_special_tokens: bool | None = None
+    return_token_strs: OrDefault[bool] = False
+
+
+class TokenizeResponse(TypedDict):
+    """token_strs: the vocabulary's entries, null unless asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class DetokenizeRequest(Body):
+    labels = LABELS
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: OrDefault[bool] = False
+
+
+class DetokenizeResponse(TypedDict):
+    prompt: str
+
+
+class Version(TypedDict):
+    version: str
+
+
+class Health(TypedDict):
+    status: Literal["ok"]
