@@ -14,7 +14,6 @@ import typer
 
 from minivllm.cli.engine.engine_start import EngineHost, Generation, engine_log
 from minivllm.cli.engine.options import (
-    FALLBACK,
     SamplingOptions,
     model_defaults,
     with_options,
@@ -52,7 +51,7 @@ def generate(
 
     Example: minivllm generate -p "The capital of France is" -p "Water boils at" --max-tokens 8 --json
     """
-    sampling.params({"max_tokens": MAX_TOKENS, **FALLBACK})  # wrong values are reported before a model is loaded
+    sampling.params({"max_tokens": MAX_TOKENS})  # wrong values are reported before a model is loaded
     if not prompt and sys.stdin.isatty():
         raise RequestError('There is no prompt: give one with -p "…", or pipe it in.')
     if args.executor == "external_launcher" and os.environ.get("RANK", "0") != "0":

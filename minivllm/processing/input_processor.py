@@ -23,7 +23,13 @@ from minivllm.config import EngineConfig
 from minivllm.errors import ContextLengthError, MinivllmError, ModelError, RequestError
 from minivllm.messages import EngineRequest, LoRARequest
 from minivllm.sampling.logits_processors import load_logits_processors
-from minivllm.sampling_params import BeamSearchParams, OutputKind, PoolingParams, SamplingParams
+from minivllm.sampling_params import (
+    FALLBACK_SAMPLING,
+    BeamSearchParams,
+    OutputKind,
+    PoolingParams,
+    SamplingParams,
+)
 from minivllm.stop_conditions.stop_regex import compile_stop_patterns
 from minivllm.stop_conditions.stop_strings import FirstStop, StopAutomaton, StopMatcher
 from minivllm.structured_output.schemas.json_schema import sound_schema
@@ -37,7 +43,8 @@ ids and text the ids count and the text is only echoed."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 GENERATION_CONFIG = "generation_config.json"
-_IN_GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_IN_GENERATION_CONFIG = (*_SAMPLING, "max_new_tokens")
 MAX_STOP_STRING_LENGTH = 1024
 MAX_BAD_WORD_LENGTH = 1024
 MAX_ADAPTER_TEXT_LENGTH = 4096
@@ -188,7 +195,7 @@ class InputProcessor:
         return {"prompt": text, "prompt_token_ids": token_ids}
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own defaults where it brings them (generation_config.json), else those of SamplingParams."""
+        """The model's defaults where it brings them (generation_config.json), else FALLBACK_SAMPLING."""
         if self._default_params is None:
             self._default_params = default_sampling_params(self.config.model_path)
         return self._default_params
@@ -402,12 +409,15 @@ class InputProcessor:
 
 
 def default_sampling_params(model_path: str) -> SamplingParams:
-    """Defaults from the generation_config.json beside a model (a directory or a ``.gguf`` file), if there is one.
+    """Defaults from the generation_config.json beside a model (a directory or a ``.gguf`` file), and FALLBACK_SAMPLING
+    where that does not say how to sample.
 
     An explicit ``do_sample: false`` means greedy. Raises ModelError if the file is broken or holds impossible values.
     """
     path, values = _generation_config(model_path)
     given = {name: values.get(name) for name in _IN_GENERATION_CONFIG}
+    if values.get("do_sample") is None and all(value is None for name, value in given.items() if name in _SAMPLING):
+        given |= FALLBACK_SAMPLING
     given["max_tokens"] = given.pop("max_new_tokens")
     if values.get("do_sample") is False:
         given["temperature"] = 0.0

@@ -21,7 +21,7 @@ from minivllm.bench.command import bench
 from minivllm.cli.commands import app
 from minivllm.cli.engine import engine_start
 from minivllm.cli.engine.engine_start import engine_log
-from minivllm.cli.engine.options import FALLBACK, SamplingOptions, model_defaults
+from minivllm.cli.engine.options import SamplingOptions, model_defaults
 from minivllm.cli.main import main
 from minivllm.config import EngineArgs
 from minivllm.errors import MinivllmError, ModelError
@@ -217,7 +217,7 @@ def test_sampling_flags_override_the_models_defaults(engines: list[ScriptedEngin
 
 
 def test_the_models_own_sampling_defaults_count_where_it_has_any() -> None:
-    assert model_defaults(ScriptedEngine()) == FALLBACK
+    assert model_defaults(ScriptedEngine()) == {}
     own = SamplingParams(temperature=0.6, top_k=20, max_tokens=2048)
     assert model_defaults(ScriptedEngine(default_params=own)) == {"temperature": 0.6, "top_k": 20}
     greedy = SamplingParams(temperature=0.0, repetition_penalty=1.1)

@@ -15,7 +15,7 @@ from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.messages import EngineRequest
 from minivllm.processing.input_processor import default_sampling_params
 from minivllm.processing.outputs import RequestOutput
-from minivllm.sampling_params import OutputKind, SamplingParams
+from minivllm.sampling_params import FALLBACK_SAMPLING, OutputKind, SamplingParams
 from tests.frontend.scripted_client import EOS, ScriptedClient, engine_config
 from tests.frontend.small_tokenizers import byte_level_bpe, wrapped
 
@@ -267,7 +267,6 @@ def test_engine_that_cannot_get_a_tokenizer_frees_the_model(monkeypatch: pytest.
 
 
 def test_defaults_come_from_the_models_generation_config(tmp_path: Path) -> None:
-    assert default_sampling_params(str(tmp_path)) == SamplingParams()
     values = {
         "temperature": 0.6,
         "top_p": 0.9,
@@ -294,6 +293,20 @@ def test_a_limit_of_the_model_is_cut_to_what_the_prompt_leaves_and_a_callers_num
     assert [request.max_tokens for request in core.requests] == [room, room]
     with pytest.raises(ContextLengthError, match="max_tokens is 4095"):
         model.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=4095))
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"eos_token_id": [1], "temperature": null, "max_new_tokens": 40}'])
+def test_a_model_that_does_not_say_how_to_sample_gets_the_fallback(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "generation_config.json").write_text(content)
+    params = default_sampling_params(str(tmp_path))
+    assert {name: getattr(params, name) for name in FALLBACK_SAMPLING} == FALLBACK_SAMPLING
+
+
+@pytest.mark.parametrize("content", ['{"do_sample": true}', '{"temperature": 1.0}'])
+def test_a_model_may_say_that_it_samples_neutrally(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    assert default_sampling_params(str(tmp_path)) == SamplingParams()
 
 
 def test_model_that_does_not_sample_is_greedy(tmp_path: Path) -> None:

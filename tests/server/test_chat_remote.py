@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from minivllm.cli.chat.chat_remote import RemoteSession
 from minivllm.cli.conversation.slash_commands import run_command
 from minivllm.errors import ModelError, RequestError
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import FALLBACK_SAMPLING, SamplingParams
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
 KEY = "chat-key"
@@ -31,8 +31,11 @@ def keyed(scripts: Scripts) -> Iterator[ServedCore]:
 
 @pytest.fixture
 def session(keyed: ServedCore) -> RemoteSession:
-    params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=None)
-    return RemoteSession(f"{keyed.url}/v1", "", params, api_key=KEY)
+    return RemoteSession(f"{keyed.url}/v1", "", settings(temperature=0.7, top_p=0.95), api_key=KEY)
+
+
+def settings(**given: Any) -> Callable[[Mapping[str, Any]], SamplingParams]:
+    return lambda defaults: SamplingParams(**{"max_tokens": None, **defaults, **given})
 
 
 def ask(session: RemoteSession, text: str) -> str:
@@ -161,7 +164,7 @@ def test_a_server_that_tells_no_stats_gets_a_sentence(metrics: str | None, reaso
     with ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            session = RemoteSession(f"http://127.0.0.1:{server.server_port}", "", SamplingParams())
+            session = RemoteSession(f"http://127.0.0.1:{server.server_port}", "", settings())
             with pytest.raises(RequestError, match=reason):
                 run_command(session, "/stats")
         finally:
@@ -187,8 +190,15 @@ def test_the_command_answers_once_with_a_key(keyed: ServedCore) -> None:
     assert (record["text"], record["finish_reason"]) == ("piped", "stop") and record["num_output_tokens"] > 1
 
 
+def test_what_no_flag_says_is_sampled_as_the_server_does_by_default(keyed: ServedCore) -> None:
+    session = RemoteSession(keyed.url, "", settings(top_p=0.5), api_key=KEY)
+    ask(session, "x")
+    params = keyed.core.admitted[-1].sampling_params
+    assert (params.temperature, params.top_p) == (FALLBACK_SAMPLING["temperature"], 0.5)
+
+
 def test_mistakes_get_a_sentence(keyed: ServedCore) -> None:
-    params = SamplingParams()
+    params = settings()
     with pytest.raises(ModelError, match="answers 401: give its key with --api-key"):
         RemoteSession(keyed.url, "", params)
     with pytest.raises(ModelError, match="There is no server at http"):

@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -25,7 +25,7 @@ from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError, RequestError
 from minivllm.messages import FinishReason, SchedulerStats
 from minivllm.processing.outputs import RequestMetrics
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import FALLBACK_SAMPLING, SamplingParams
 from minivllm.server.parsers.reasoning import CLOSE, OPEN
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class _EngineElsewhere:
 class RemoteSession(ChatSession):
     """A conversation by /v1/chat/completions. Tokens are counted by /tokenize, which servers other than OpenAI's have.
 
-    url: where the server's /v1 is. model: one that it serves; "" for its first. context_size: of servers that do not
+    url: where the server's /v1 is. model: one that it serves; "" for its first. params: the settings to begin with,
+    given how the server samples by default. context_size: of servers that do not
     tell theirs [tokens]. Raises ConfigError or ModelError.
     """
 
@@ -79,7 +80,7 @@ class RemoteSession(ChatSession):
         self,
         url: str,
         model: str,
-        params: SamplingParams,
+        params: Callable[[Mapping[str, Any]], SamplingParams],
         system: str | None = None,
         *,
         api_key: str | None = None,
@@ -88,12 +89,13 @@ class RemoteSession(ChatSession):
         if importlib.util.find_spec("httpx") is None:
             raise ConfigError("chat --url needs httpx: pip install httpx.")
         self.url = server_root(url)
-        super().__init__(cast("LLMEngine", _EngineElsewhere(self.url)), model, params, system)
+        super().__init__(cast("LLMEngine", _EngineElsewhere(self.url)), model, params({}), system)
         self._headers = key_header(api_key)
         self._context_size = context_size
         self._models = {entry["id"]: entry for entry in served_models(self.url, self._headers)}
         self.model = model or next(iter(self._models))
         self.switch_model(self.model)
+        self.params = params(self._default_sampling())
 
     def switch_model(self, model: str) -> None:
         """Talk to another model of the server. Raises RequestError if it serves none of this name."""
@@ -106,6 +108,13 @@ class RemoteSession(ChatSession):
             )
         self.model = model
         self.last_generation = None
+
+    def _default_sampling(self) -> Mapping[str, Any]:
+        """How the server samples where a request says nothing; FALLBACK_SAMPLING if it does not tell."""
+        told = self._models[self.model].get("default_sampling_params")
+        if not isinstance(told, dict):
+            return FALLBACK_SAMPLING
+        return {name: value for name, value in told.items() if name in SamplingParams.__struct_fields__}
 
     @property
     def max_model_len(self) -> int:

@@ -19,7 +19,6 @@ from minivllm.cli.conversation.chat_session import ChatSession
 from minivllm.cli.conversation.slash_commands import COMMANDS, FILE_COMMANDS, SETTINGS, Next, is_command, run_command
 from minivllm.cli.engine.engine_start import EngineHost, Generation, ProgressHandler, engine_log
 from minivllm.cli.engine.options import (
-    FALLBACK,
     SamplingOptions,
     model_defaults,
     with_options,
@@ -392,7 +391,7 @@ def chat(
         from minivllm.cli.chat.chat_remote import check_engine_args
 
         check_engine_args(args)
-    sampling.params({"max_tokens": None, **FALLBACK})  # wrong values are reported before a model is loaded
+    sampling.params({"max_tokens": None})  # wrong values are reported before a model is loaded
     interactive = prompt is None and sys.stdin.isatty()
     if interactive and as_json:
         raise RequestError("--json answers one prompt: give it with -p, or pipe it in.")
@@ -406,9 +405,13 @@ def chat(
 
         with engine_log(verbose) as log:
             wanted = "" if args.model == EngineArgs.model else args.model
-            fixed = sampling.params({"max_tokens": None, **FALLBACK})
             session: ChatSession = RemoteSession(
-                url, wanted, fixed, system, api_key=api_key, context_size=args.max_model_len
+                url,
+                wanted,
+                lambda defaults: sampling.params({"max_tokens": None, **defaults}),
+                system,
+                api_key=api_key,
+                context_size=args.max_model_len,
             )
             _converse(session, question, raw, as_json, log)
         return

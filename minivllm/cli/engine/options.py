@@ -131,9 +131,6 @@ def engine_flags(args: EngineArgs) -> list[str]:
     return flags
 
 
-FALLBACK: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}
-"""Used when the model says nothing about sampling: lively, with the unlikely tail cut off."""
-
 _FROM_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 logger = logging.getLogger("minivllm.cli")
@@ -175,13 +172,12 @@ class SamplingOptions:
 
 
 def model_defaults(engine: LLMEngine) -> dict[str, Any]:
-    """What the model's generation_config.json says about sampling, or ``FALLBACK`` if it leaves everything neutral.
+    """How the engine samples where a request says nothing, as far as that is not neutral.
 
-    Its limit on the length is not taken: it stands for transformers' ``generate``. Raises ModelError if it is broken.
+    The model's limit on the length is not taken: it stands for transformers' ``generate``. Raises ModelError if its
+    generation_config.json is broken.
     """
     neutral, given = SamplingParams(), engine.get_default_sampling_params()
     values = {name: getattr(given, name) for name in _FROM_THE_MODEL if getattr(given, name) != getattr(neutral, name)}
-    if not values:
-        return dict(FALLBACK)
-    logger.info("Sampling defaults of the model: %s.", ", ".join(f"{name} {value}" for name, value in values.items()))
+    logger.info("Sampling by default: %s.", ", ".join(f"{name} {value}" for name, value in values.items()) or "neutral")
     return values
