@@ -12,7 +12,8 @@ from minivllm.bench.parts.parts import roofline
 from minivllm.bench.parts.startup import startup
 from minivllm.bench.reports.report import compare
 from minivllm.bench.serve import serve
+from minivllm.cli.engine.grouped_command import GroupedCommand
 
 bench = typer.Typer(rich_markup_mode=None)
 for command in (model, throughput, serve, accuracy, disaggregated, startup, overhead, roofline, compare):
-    bench.command(command.__name__)(command)
+    bench.command(command.__name__, cls=GroupedCommand if hasattr(command, "groups_of_flags") else None)(command)

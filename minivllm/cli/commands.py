@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any
+import shlex
+from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
@@ -12,11 +13,14 @@ import typer.main
 from minivllm import __version__
 from minivllm.cli.chat.command import chat
 from minivllm.cli.engine.env import env
+from minivllm.cli.engine.grouped_command import GroupedCommand
 from minivllm.cli.generate import generate
 from minivllm.cli.proxy import proxy
-from minivllm.cli.pull import pull
+from minivllm.cli.pull import list_models, pull
 from minivllm.cli.serve import serve
 from minivllm.cli.trace.command import trace
+from minivllm.errors import ConfigError
+from minivllm.hub.fetch import WHEEL_MODELS
 
 
 class _BenchCommands(typer.core.TyperGroup):
@@ -39,6 +43,23 @@ class _BenchCommands(typer.core.TyperGroup):
         return group.commands
 
 
+ALIASES = {"run": "chat", "ls": "list", "download": "pull", "complete": "generate", "benchmark": "bench"}
+"""Commands as other programs call them -> ours."""
+NOT_HERE = {
+    "ps": "models run only as long as the command that started them. `minivllm list` shows what is on disk.",
+    "show": "`minivllm env --model NAME` shows a model, `minivllm list` all that is on disk.",
+    "rm": "`minivllm list` shows where each model lies; delete that file or directory.",
+    "stop": "models run only as long as the command that started them: end that one.",
+    "create": "a model is a directory or a .gguf file: name it in place of MODEL.",
+}
+"""Commands of other programs -> what there is in their place."""
+
+
+def _stop_with(text: str) -> NoReturn:
+    print(text)
+    raise typer.Exit
+
+
 class _Commands(typer.core.TyperGroup):
     """With ``simulate``, which is imported when it is asked for as well, and not to be listed."""
 
@@ -51,6 +72,15 @@ class _Commands(typer.core.TyperGroup):
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] == "help":
+            # `help COMMAND` is `COMMAND --help`; alone it is the help of all.
+            return super().resolve_command(ctx, [*args[1:], "--help"]) if args[1:] else _stop_with(ctx.get_help())
+        if args[0] in ALIASES:
+            args = [ALIASES[args[0]], *args[1:]]
+        elif args[0] in NOT_HERE:
+            raise ConfigError(f"There is no command {args[0]!r}: {NOT_HERE[args[0]]}")
+        elif " " in args[0] or args[0].lower() in WHEEL_MODELS:
+            raise ConfigError(f"{args[0]!r} is no command. To talk with a model: minivllm chat {shlex.join(args)}")
         name, command, rest = super().resolve_command(ctx, args)
         return name, self._load_simulate() if name == "simulate" else command, rest
 
@@ -73,11 +103,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("chat")(chat)
-app.command("generate")(generate)
-app.command("serve")(serve)
+app.command("chat", cls=GroupedCommand)(chat)
+app.command("generate", cls=GroupedCommand)(generate)
+app.command("serve", cls=GroupedCommand)(serve)
 app.command("proxy")(proxy)
 app.command("pull")(pull)
+app.command("list")(list_models)
 app.command("env")(env)
 app.command("trace")(trace)
 app.add_typer(
@@ -103,7 +134,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def minivllm(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", "-v", "-V", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """A serving engine for language models, whose core can be read in an afternoon.

@@ -15,6 +15,7 @@ import typer
 from minivllm.cli.engine.engine_start import EngineHost, Generation, engine_log
 from minivllm.cli.engine.options import (
     SamplingOptions,
+    TextArgument,
     model_defaults,
     with_options,
 )
@@ -35,6 +36,7 @@ MAX_TOKENS = 256
 def generate(
     sampling: SamplingOptions,
     args: EngineArgs,
+    text: TextArgument = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option("--prompt", "-p", help="A prompt (may be repeated: all run in one batch); - reads it from stdin."),
@@ -51,6 +53,8 @@ def generate(
 
     Example: minivllm generate -p "The capital of France is" -p "Water boils at" --max-tokens 8 --json
     """
+    if text is not None:
+        prompt = [text, *(prompt or ())]
     sampling.params({"max_tokens": MAX_TOKENS})  # wrong values are reported before a model is loaded
     if not prompt and sys.stdin.isatty():
         raise RequestError('There is no prompt: give one with -p "…", or pipe it in.')

@@ -1,4 +1,4 @@
-"""``minivllm pull``: fetch a model so that it is there when it is needed."""
+"""``minivllm pull`` and ``minivllm list``: fetch a model before it is needed, and see what is there."""
 
 from __future__ import annotations
 
@@ -26,3 +26,19 @@ def pull(
     with engine_log(verbose=True):
         path = resolve_model(model, revision)
     print(path)
+
+
+def list_models() -> None:
+    """List the models on this machine: name, size, and where they lie.
+
+    Names that can be fetched without a model hub come first. Models of other directories are named by their path.
+
+    Example: minivllm list
+    """
+    from minivllm.hub.fetch import stored_models
+
+    models = stored_models()
+    width = max(len(model.name) for model in models)
+    for model in models:
+        size = "not fetched yet" if model.num_bytes is None else f"{model.num_bytes / 1e6:,.0f} MB"
+        print(f"{model.name:{width}}  {size:>15}  {model.path or ''}".rstrip())

@@ -175,21 +175,15 @@ def _server_flags(server: ServerOptions) -> list[str]:
 def serve(server: ServerOptions, several: DisaggregatedOptions, args: EngineArgs) -> None:
     """Serve a model to OpenAI clients: chat and text completions, streams, tool calls, metrics.
 
-    Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/score, /v1/models,
-    /v1/load_lora_adapter, /v1/unload_lora_adapter, /tokenize, /detokenize, /health, /ready, /version, /metrics, /live;
-    /openapi.json describes them. A browser that opens / gets a page to chat and to watch the engine. SIGTERM lets
-    running requests finish; a second one does not. The exit code is 0 after either, and 1 if the engine died.
+    /openapi.json describes all endpoints; a browser that opens / gets a page to chat and to watch the engine. SIGTERM
+    lets running requests finish; a second one does not. The exit code is 0 after either, and 1 if the engine died.
 
     --nnodes 2 --node-rank 1 --master-addr HOST runs workers only, for the server on HOST, until that ends.
-
     --disaggregated 1P1D starts two servers and a proxy: one computes prompts, the other one writes answers.
 
     Example: minivllm serve smollm2 --port 8000 --api-key secret
 
-    Then: curl http://127.0.0.1:8000/v1/chat/completions -H "Authorization: Bearer secret"
-    -H "Content-Type: application/json" -d '{"messages": [{"role": "user", "content": "Hello"}]}'
-
-    Or in Python: openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="secret")
+    Then in Python: openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="secret")
     """
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise ConfigError("serve needs fastapi and uvicorn: pip install 'minivllm[server]'.")

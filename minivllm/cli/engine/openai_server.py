@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
 
 def server_root(url: str, flag: str = "--url") -> str:
-    """The URL without a /v1 that many people put behind it. Raises ConfigError, naming the flag, for no http URL."""
+    """The URL without a /v1 at its end; HOST:PORT is one of http. Raises ConfigError, naming the flag, for no http
+    URL."""
     root = url.rstrip("/").removesuffix("/v1")
+    if re.fullmatch(r"[^/:\s]+:\d+", root):
+        root = f"http://{root}"
     if not root.startswith(("http://", "https://")):
         raise ConfigError(f"{flag} is {url!r}, but must be like http://127.0.0.1:8000.")
     return root

@@ -7,13 +7,16 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from decimal import Decimal
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from minivllm.cli.engine.grouped_command import ConfigOption, HelpAllOption
 from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import MAX_INTEGER, SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.frontend.llm_engine import LLMEngine
@@ -26,7 +29,11 @@ ModelArgument = Annotated[
         show_default="smollm2",
     ),
 ]
-ModelOption = Annotated[str | None, typer.Option("--model", help="The same as MODEL.", metavar="MODEL")]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL.", metavar="MODEL")]
+TextArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="TEXT", help="A prompt, as with -p. MODEL may be left out before it.", show_default=False),
+]
 
 _WRITTEN: dict[str, tuple[Any, str]] = {
     "hf_overrides": (str | None, "JSON"),
@@ -38,6 +45,8 @@ _WRITTEN: dict[str, tuple[Any, str]] = {
 """Engine argument -> the type that its flag has on a command line, and how its value is called there."""
 _NAMED = {"compile_in_background": ("--compile-in-background/--no-compile-in-background", " /--wait-for-compilation")}
 """Engine argument -> what its flag is called, where that does not follow from its name."""
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+"""Endings of whole numbers, as vLLM reads them: 8k are 8,000, 8K are 8,192."""
 _JSON_EXAMPLES = {
     "hf_overrides": '{"num_hidden_layers": 2}',
     "speculative_config": '{"method": "ngram"}',
@@ -51,7 +60,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     Every parameter that is annotated with a dataclass gives way to that dataclass's fields, which carry
     ``Annotated[type, typer.Option(...)]``; for ``EngineArgs`` to a flag for each of its fields. ``command`` gets the
     dataclasses back. Where there is a MODEL, ``--model`` names it too, as in other engines; both at once is a
-    ConfigError.
+    ConfigError. A TEXT may follow the MODEL, or stand alone. A command with engine flags has ``--help-all`` and
+    ``--config`` too, see GroupedCommand.
     """
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {
@@ -64,10 +74,21 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     flat = [one.replace(default=None) if one in models else one for one in flat]
     if models:
         flat.append(models[0].replace(name="model_option", default=None, annotation=ModelOption))
+    # A TEXT comes after the MODEL, which is among the engine's arguments.
+    flat.sort(key=lambda one: one.annotation == TextArgument)
+    takes_file = EngineArgs in groups.values()
+    if takes_file:
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        flat.append(inspect.Parameter("config", keyword, default=None, annotation=ConfigOption))
+        flat.append(inspect.Parameter("help_all", keyword, default=False, annotation=HelpAllOption))
 
     def flat_command(**values: Any) -> None:
+        if takes_file:
+            del values["config"], values["help_all"]  # their callbacks have done all there is to do
         if models:
             model, named = values["model"], values.pop("model_option")
+            if "text" in values and values["text"] is None and model is not None and _is_text(model):
+                values["text"], model = model, None
             if model is not None and named is not None:
                 raise ConfigError(f"The model is named twice, as {model} and as --model {named}: give one of them.")
             values["model"] = model or named or models[0].default
@@ -81,7 +102,15 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     flat_command.__module__ = command.__module__
     flat_command.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]
     flat_command.__annotations__ = {one.name: one.annotation for one in flat}
+    flat_command.groups_of_flags = {  # type: ignore[attr-defined]
+        field.name: _HEADINGS.get(group, "Options") for group in groups.values() for field in fields(group)
+    }
     return flat_command
+
+
+def _is_text(word: str) -> bool:
+    """Whether what stands in place of a model is a prompt: words with spaces in between, and no file of that name."""
+    return " " in word.strip() and not Path(word).expanduser().exists()
 
 
 def _options_of(group: Any) -> list[inspect.Parameter]:
@@ -90,13 +119,31 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
     if group is EngineArgs:
         for name, hint in hints.items():
             kind, metavar = _WRITTEN.get(name, (hint.__origin__, None))
-            option = typer.Option(*_NAMED.get(name, ()), help=hint.__metadata__[0], metavar=metavar)
+            is_count = kind == int | None
+            option = typer.Option(
+                *_NAMED.get(name, ()),
+                help=hint.__metadata__[0],
+                metavar=metavar or ("INTEGER" if is_count else None),
+                parser=whole_number if is_count else None,
+            )
             hints[name] = Annotated[kind, option]
         hints["model"] = ModelArgument
     keyword = inspect.Parameter.KEYWORD_ONLY
     return [
         inspect.Parameter(one.name, keyword, default=one.default, annotation=hints[one.name]) for one in fields(group)
     ]
+
+
+def whole_number(text: str) -> int:
+    """A number that may end in a unit: 4096, 8k, 1.5M. Raises typer.BadParameter, which names the flag."""
+    digits, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
+    try:
+        number = Decimal(digits) * unit
+        if abs(number) <= MAX_INTEGER and number == int(number):
+            return int(number)
+    except (ArithmeticError, ValueError):
+        pass
+    raise typer.BadParameter(f"{text!r} is no whole number: write it like 4096, 8k (8,000) or 8K (8,192).")
 
 
 def _read(values: dict[str, Any]) -> dict[str, Any]:
@@ -181,3 +228,7 @@ def model_defaults(engine: LLMEngine) -> dict[str, Any]:
     values = {name: getattr(given, name) for name in _FROM_THE_MODEL if getattr(given, name) != getattr(neutral, name)}
     logger.info("Sampling by default: %s.", ", ".join(f"{name} {value}" for name, value in values.items()) or "neutral")
     return values
+
+
+_HEADINGS: dict[Any, str] = {EngineArgs: "Engine", SamplingOptions: "Sampling"}
+"""Group of flags -> its heading in a help."""
