@@ -24,6 +24,7 @@ from minivllm.bench.sides.side_process import LOADERS, SECONDS_TO_END
 from minivllm.errors import ConfigError, ModelError
 from minivllm.gguf.gguf_file import find_gguf
 from minivllm.hub.fetch import resolve_model
+from minivllm.hub.home import home_directory
 
 OPENVINO_WEIGHTS: dict[str, list[str]] = {
     "int4": ["--weight-format", "int4", "--group-size", "32", "--ratio", "1.0"],
