@@ -331,3 +331,16 @@ def test_tokens_that_end_an_answer_are_found_by_their_text() -> None:
     assert found("<|end|>", "<|user|>") == {"<|end|>"}
     assert found("<|end|>", "<|return|>", "<|call|>") == {"<|return|>", "<|call|>"}
     assert found("</s>", "<turn|>", "<|tool_response>") == {"<turn|>", "<|tool_response>"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPLIT_RULES)
+def test_grammars_read_the_tokenizer_of_every_rule(name: str, word_tokenizer: Path, tmp_path: Path) -> None:
+    from llguidance import LLTokenizer
+
+    byte_level = byte_level_vocabulary(word_tokenizer / "tokenizer.json")
+    tokens, types, merges = byte_level if SPLIT_RULES[name].is_byte_level else spelt_vocabulary()
+    path = write_vocabulary(tmp_path / "vocabulary.gguf", tokens, types, merges, pre=name, eos_token_id=1)
+    ours, text = load_tokenizer(path), '{"the": "quick", "fox": 123456}\n'
+    theirs = LLTokenizer(ours.backend.to_str(), n_vocab=len(tokens), eos_token=[1])
+    assert theirs.tokenize_str(text) == ours.encode(text, add_special_tokens=False)
