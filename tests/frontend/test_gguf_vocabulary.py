@@ -153,18 +153,32 @@ def spelt_vocabulary() -> tuple[list[str], list[int], list[str]]:
     return tokens, [3] * len(SPECIAL) + [6] * 256 + [1] * len(texts) + [4], merges
 
 
+def scored_vocabulary() -> tuple[list[str], list[int], list[float]]:
+    """Tokens, types and scores of a vocabulary as SentencePiece has them."""
+    pairs = ["▁t", "he", "▁the", "in", "er", "▁a", "on", "▁w", "or", "▁wor", "ds", "qu", "qui", "'s", "12", "123", "▁▁"]
+    letters = sorted(set("".join(pairs)) | set("abcdefghijklmnopqrstuvwxyzABC0123456789.,漢字é\n"))
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pairs, "▁▁▁▁", *letters]
+    num_texts = len(tokens) - 259
+    types = [2, 3, 3] + [6] * 256 + [1] * num_texts + [3, 3, 4]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(num_texts)] + [0.0] * 3
+    return [*tokens, "<|im_start|>", "<|im_end|>", "<tool>"], types, scores
+
+
 def write_vocabulary(path: Path, tokens: list[str], types: list[int], merges: list[str], **entries: Any) -> Path:
     writer: Any = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(8)
     writer.add_block_count(1)
     writer.add_head_count(1)
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model("gpt2" if merges else "llama")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(merges)
+    if merges:
+        writer.add_token_merges(merges)
     for key, value in entries.items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(value)]
+        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}[
+            type(value)
+        ]
         add(f"tokenizer.ggml.{key}", value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -191,11 +205,24 @@ def test_token_ids_are_those_of_llama_cpp(name: str, word_tokenizer: Path, tmp_p
     tokens, types, merges = byte_level if rule.is_byte_level else spelt_vocabulary()
     path = tmp_path / "vocabulary.gguf"
     write_vocabulary(path, tokens, types, merges, pre=name, bos_token_id=0, eos_token_id=1)
+    # llama.cpp leaves NFC to its caller
+    assert_same_ids(path, [unicodedata.normalize("NFC", text) if rule.composes else text for text in texts()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("add_space_prefix", [True, False])
+def test_token_ids_of_scored_vocabularies_are_those_of_llama_cpp(add_space_prefix: bool, tmp_path: Path) -> None:
+    tokens, types, scores = scored_vocabulary()
+    entries: dict[str, Any] = {"scores": scores, "bos_token_id": 1, "eos_token_id": 2}
+    path = tmp_path / "vocabulary.gguf"
+    write_vocabulary(path, tokens, types, [], add_space_prefix=add_space_prefix, **entries)
+    assert_same_ids(path, texts())
+
+
+def assert_same_ids(path: Path, given: list[str]) -> None:
     ours = load_tokenizer(path)
     with read_by_llama_cpp(path) as theirs:
-        for text in texts():
-            if rule.composes:  # llama.cpp leaves NFC to its caller
-                text = unicodedata.normalize("NFC", text)
+        for text in given:
             for parse in (True, False):
                 wanted = theirs.tokenize(text.encode(), add_bos=True, special=parse)
                 assert ours.encode(text, parse_special_tokens=parse) == wanted, (text, parse)
@@ -304,3 +331,16 @@ def test_tokens_that_end_an_answer_are_found_by_their_text() -> None:
     assert found("<|end|>", "<|user|>") == {"<|end|>"}
     assert found("<|end|>", "<|return|>", "<|call|>") == {"<|return|>", "<|call|>"}
     assert found("</s>", "<turn|>", "<|tool_response>") == {"<turn|>", "<|tool_response>"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPLIT_RULES)
+def test_grammars_read_the_tokenizer_of_every_rule(name: str, word_tokenizer: Path, tmp_path: Path) -> None:
+    from llguidance import LLTokenizer
+
+    byte_level = byte_level_vocabulary(word_tokenizer / "tokenizer.json")
+    tokens, types, merges = byte_level if SPLIT_RULES[name].is_byte_level else spelt_vocabulary()
+    path = write_vocabulary(tmp_path / "vocabulary.gguf", tokens, types, merges, pre=name, eos_token_id=1)
+    ours, text = load_tokenizer(path), '{"the": "quick", "fox": 123456}\n'
+    theirs = LLTokenizer(ours.backend.to_str(), n_vocab=len(tokens), eos_token=[1])
+    assert theirs.tokenize_str(text) == ours.encode(text, add_special_tokens=False)

@@ -249,7 +249,7 @@ def test_begin_and_end_tokens_follow_the_files_flags(
         ("gpt2", {"pre": "unheard-of"}, "'unheard-of'"),
         ("gpt2", {"pre": "gpt-2"}, "no merges"),
         ("gpt2", {"pre": "gpt-2", "merges": ["a zzz"]}, "a zzz"),
-        ("gpt2", {"pre": "gpt-2", "merges": ["a b"], "eos_token_id": 99}, "eos_token_id"),
+        ("gpt2", {"pre": "gpt-2", "merges": ["a b"], "eos_token_id": "b"}, "eos_token_id"),
         ("llama", {}, "scores"),
         ("llama", {"scores": [0.0]}, "scores"),
     ],
@@ -261,6 +261,14 @@ def test_vocabularies_that_cannot_work_are_refused(
     with pytest.raises(ModelError, match=expected) as caught:
         load_tokenizer(path)
     assert "bad.gguf" in str(caught.value)
+
+
+def test_what_llama_cpp_warns_of_in_a_vocabulary_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    entries: dict[str, Any] = {"merges": ["a b"], "bos_token_id": 0, "eos_token_id": 99}
+    tokenizer = load_tokenizer(write_vocabulary(tmp_path / "v.gguf", "gpt2", ["a", "b", "ab"], [1, 1, 1], **entries))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, None)
+    assert "eos_token_id is 99, but there are 3 tokens" in caplog.text
+    assert "names no rule by which text is split" in caplog.text
 
 
 def test_repeated_or_missing_tokens_are_refused(tmp_path: Path) -> None:

@@ -552,11 +552,18 @@ def test_rotary_parameters_that_transformers_doubts_are_doubted(
     assert any(doubt in record.getMessage() for record in caplog.records)
 
 
-def test_a_mistral_with_layer_types_has_the_windows_that_autoconfig_gives_it() -> None:
+def test_a_mistral_with_layer_types_has_the_windows_that_autoconfig_gives_it(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    from minivllm.model_facts.transformers_config import read_transformers_config
+
     types = ["full_attention", "sliding_attention"]
     config = build("MistralForCausalLM", num_hidden_layers=2, layer_types=types, sliding_window=32)
     assert windows(config) == (None, 32)
     assert windows(build("MistralForCausalLM", num_hidden_layers=2, sliding_window=32)) == (32, 32)
+    entries = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**entries, "layer_types": types, "sliding_window": 32}))
+    assert read_transformers_config(tmp_path).load().layer_types == AutoConfig.from_pretrained(tmp_path).layer_types
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def _directories() -> dict[str, str]:
     return {
         "models": str(model_cache()),
         "compiled_code": str(cache_directory()),
-        "hugging_face": hugging_face,
+        "hugging_face": os.path.expanduser(hugging_face),
         "chat_history": str(default_history_path()),
     }
 

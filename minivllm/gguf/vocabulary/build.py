@@ -4,7 +4,8 @@ Two kinds exist: pairs that ``tokenizer.ggml.merges`` lists are merged, within t
 names; or pairs whose union has a score are merged, as SentencePiece does.
 """
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from minivllm.errors import ModelError
 from minivllm.gguf.end_of_generation import CONTROL, end_of_generation
 from minivllm.gguf.gguf_file import GGUFFile
 from minivllm.gguf.vocabulary.split_rules import SPLIT_RULES, SplitRule
+
+logger = logging.getLogger(__name__)
 
 # token types of GGUF
 UNKNOWN, USER_DEFINED, BYTE = 2, 4, 6
@@ -46,13 +49,19 @@ def build_vocabulary(path: Path) -> BuiltVocabulary:
     }
     if not isinstance(model, str) or model not in builders:
         raise ModelError(f"{path} holds a tokenizer of the kind {model!r}, but supported are: {', '.join(builders)}.")
+    if model == "gpt2" and "tokenizer.ggml.pre" not in metadata:
+        logger.warning(
+            "%s names no rule by which text is split (tokenizer.ggml.pre): 'default' is used, and the model may have "
+            "been taught another one. Convert it anew.",
+            path,
+        )
     vocabulary = _Vocabulary(metadata, path)
     backend = builders[model](vocabulary)
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     named = {f"{ours}_token": vocabulary.token(f"{theirs}_token_id") for ours, theirs in roles.items()}
     special = {name: token for name, token in named.items() if token is not None}
     _add_special_tokens(backend, vocabulary, special.values())
-    _add_begin_and_end(backend, vocabulary, model == "llama" or vocabulary.split_rule().adds_bos)
+    _add_begin_and_end(backend, vocabulary, special, model == "llama" or vocabulary.split_rule().adds_bos)
     template = metadata.get("tokenizer.chat_template")
     return BuiltVocabulary(backend, special, template if isinstance(template, str) else None)
 
@@ -103,15 +112,22 @@ class _Vocabulary:
         return scores
 
     def token(self, name: str) -> str | None:
-        """The token that ``tokenizer.ggml.<name>`` names; None when the entry is missing."""
+        """The token that ``tokenizer.ggml.<name>`` names; None, with a warning, for an id outside the vocabulary."""
         index = self.metadata.get(f"tokenizer.ggml.{name}")
         if index is None:
             return None
-        if not isinstance(index, int) or not 0 <= index < len(self.tokens):
-            raise ModelError(
-                f"{self.path}: tokenizer.ggml.{name} is {index!r}, but there are {len(self.tokens)} tokens."
-            )
-        return self.tokens[index]
+        if not isinstance(index, int):
+            raise ModelError(f"{self.path}: tokenizer.ggml.{name} is {index!r}, but must be the id of a token.")
+        if 0 <= index < len(self.tokens):
+            return self.tokens[index]
+        logger.warning(
+            "%s: tokenizer.ggml.%s is %d, but there are %d tokens: it is left out.",
+            self.path,
+            name,
+            index,
+            len(self.tokens),
+        )
+        return None
 
     def flag(self, name: str, default: bool) -> bool:
         return bool(self.metadata.get(f"tokenizer.ggml.{name}", default))
@@ -217,8 +233,10 @@ def _add_special_tokens(backend: Tokenizer, vocabulary: _Vocabulary, named: Iter
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in named])
 
 
-def _add_begin_and_end(backend: Tokenizer, vocabulary: _Vocabulary, begin_by_default: bool) -> None:
-    begin, end = vocabulary.token("bos_token_id"), vocabulary.token("eos_token_id")
+def _add_begin_and_end(
+    backend: Tokenizer, vocabulary: _Vocabulary, special: Mapping[str, str], begin_by_default: bool
+) -> None:
+    begin, end = special.get("bos_token"), special.get("eos_token")
     before = [begin] if begin is not None and vocabulary.flag("add_bos_token", begin_by_default) else []
     after = [end] if end is not None and vocabulary.flag("add_eos_token", False) else []
     if before or after:
