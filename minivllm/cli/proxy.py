@@ -178,3 +178,5 @@ def serve_disaggregated(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: children.kill())
         children.close()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # the interpreter, when it ends, would let a handler's signal kill it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -295,7 +296,7 @@ def test_a_frozen_prefill_server_delays_by_its_deadlines_and_ctrl_c_ends_all(
 def test_servers_end_with_the_command_even_by_kill_9_and_leave_no_directory(
     start: Callable[..., Disaggregated], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = tmp_path / "temporary"
+    directory = tmp_path.parents[-2] / f"minivllm{os.getpid()}"  # short enough for the paths of sockets
     directory.mkdir()
     monkeypatch.setenv("TMPDIR", str(directory))
     running = start()
@@ -303,6 +304,7 @@ def test_servers_end_with_the_command_even_by_kill_9_and_leave_no_directory(
     os.kill(running.process.pid, signal.SIGKILL)
     assert psutil.wait_procs(running.children, timeout=60)[1] == []
     assert list(directory.glob("minivllm-*")) == []
+    shutil.rmtree(directory)
 
 
 @pytest.mark.slow
@@ -310,7 +312,7 @@ def test_a_second_signal_ends_all_at_once_with_0(start: Callable[..., Disaggrega
     running = start("1P1D", "--drain-timeout", "300")
     with running.client() as client:
         stream = client.completions.create(
-            model="tiny", prompt=PROMPTS[0], max_tokens=390, stream=True, extra_body={"ignore_eos": True}
+            model="tiny", prompt=PROMPTS[3], max_tokens=390, stream=True, extra_body={"ignore_eos": True}
         )
         next(iter(stream))
         for one in (running.server("decode 1"), *running.server("decode 1").children(recursive=True)):
@@ -341,7 +343,7 @@ class StandInChild(Child):
 
     def start(self) -> None:
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
-        self.process = subprocess.Popen([sys.executable, "-c", script])
+        self.process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
 
 
 def stand_ins(monkeypatch: pytest.MonkeyPatch, script: str) -> Children:

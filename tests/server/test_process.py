@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,35 @@ def test_a_second_signal_exits_at_once(start: Callable[..., Command]) -> None:
         assert command.process.wait(60) == 0
         print(f"a second SIGTERM took {time.monotonic() - start_of_end:.2f} s")
     assert psutil.wait_procs(children, timeout=30)[1] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_at_every_moment_of_the_end_change_neither_the_code_nor_the_log(
+    ctrl_c_interrupts: None, start: Callable[..., Command], number: int
+) -> None:
+    command = start()
+    children = psutil.Process(command.process.pid).children(recursive=True)
+    command.process.send_signal(signal.SIGTERM)
+    while command.process.poll() is None:
+        command.process.send_signal(number)
+        time.sleep(0.003)
+    assert command.process.returncode == 0
+    assert "Traceback" not in command.log
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+
+
+@pytest.mark.slow
+def test_a_single_signal_that_comes_while_the_engine_is_closed_is_no_death(start: Callable[..., Command]) -> None:
+    command = start()
+    [engine, *_] = psutil.Process(command.process.pid).children()
+    command.process.send_signal(signal.SIGTERM)
+    command.wait_for("SIGTERM: finishing")
+    while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.001)
+    with suppress(ProcessLookupError):
+        command.process.send_signal(signal.SIGTERM)
+    assert command.process.wait(60) == 0
 
 
 def test_a_killed_core_reaches_every_client_health_and_the_exit_code(start: Callable[..., Command]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from httpcore._backends.auto import AutoBackend
 from typer.testing import CliRunner
 
 from minivllm.cli import commands
@@ -518,6 +519,35 @@ def test_a_compressed_answer_says_so(pair: RunningProxy, content_type: bytes) ->
         response = httpx.post(f"{proxy.url}/v1/completions", json={"prompt": "a"})
         assert response.headers["content-encoding"] == "gzip"
         assert response.json() == {"choices": []}, "httpx unpacked it"
+
+
+def test_few_connections_are_made_at_a_time(pair: RunningProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judged where httpx opens them; those that cannot be opened give their places back."""
+    monkeypatch.setattr(relay_module, "MAX_CONNECTING", 3)
+    connect, num_now, numbers = AutoBackend.connect_tcp, 0, list[int]()
+
+    async def counted(*arguments: Any, **settings: Any) -> Any:
+        nonlocal num_now
+        num_now += 1
+        numbers.append(num_now)
+        try:
+            await asyncio.sleep(0.01)
+            return await connect(*arguments, **settings)
+        finally:
+            num_now -= 1
+
+    monkeypatch.setattr(AutoBackend, "connect_tcp", counted)
+
+    async def main() -> None:
+        places = relay_module.ConnectPlaces()
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as client:
+            urls = [f"{pair.decode[0].url}/ready"] * 30 + [refused_address()] * 10
+            asking = (client.get(url, extensions={"trace": places}) for url in urls)
+            answers = await asyncio.gather(*asking, return_exceptions=True)
+        assert [isinstance(one, httpx.Response) for one in answers] == [True] * 30 + [False] * 10
+
+    asyncio.run(main())
+    assert len(numbers) >= 11 and max(numbers) == 3
 
 
 def test_a_burst_of_requests_reaches_both_servers(servers: Callable[[int], list[ServedCore]]) -> None:

@@ -109,6 +109,11 @@ class Child:
         """How it ended, a sentence."""
         return describe_exit(f"{self.name} server", self.process.returncode)
 
+    def kill(self) -> None:
+        """End it at once, with its engine and workers, even if they are stopped."""
+        if not self.has_ended:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     async def ended(self) -> None:
         """Return when the process has ended."""
         while not self.has_ended:
@@ -182,7 +187,7 @@ class Children:
     def kill(self) -> None:
         """End all at once; ``close`` then has nothing to wait for."""
         for child in self.all:
-            child.process.kill()
+            child.kill()
 
     def close(self) -> None:
         """End all that run."""
@@ -237,7 +242,7 @@ def end_all(children: Sequence[Child], seconds: float) -> None:
             child.process.wait(max(end - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
             logger.warning("The %s server does not end, and is killed.", child.name)
-            child.process.kill()
+            child.kill()
             child.process.wait()
         child.close()
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -32,6 +33,8 @@ Headers = list[tuple[bytes, bytes]]
 ATTEMPTS = 2
 """Servers of each kind that a request is sent to: one that kills its server must not kill all of them."""
 CONNECT_SECONDS = 5.0
+MAX_CONNECTING = 32
+"""Connections to servers that are being made at a time: of a burst of thousands, some would be late by themselves."""
 PROBE_SECONDS = 1.0
 """A server that failed must answer under /ready within this time before it gets a request again."""
 FORWARDED = frozenset((b"authorization", b"content-type", b"x-request-id", b"traceparent", b"tracestate", b"accept"))
@@ -78,6 +81,22 @@ class ProxyMetrics:
         return generate_latest(self.registry)
 
 
+class ConnectPlaces:
+    """Lets few requests connect at a time. A trace of httpx, which is called before and after each of their steps.
+
+    The time limit of a connection begins when it has a place.
+    """
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(MAX_CONNECTING)
+
+    async def __call__(self, event: str, _: Mapping[str, Any]) -> None:
+        if event == "connection.connect_tcp.started":
+            await self._places.acquire()
+        elif event in ("connection.connect_tcp.complete", "connection.connect_tcp.failed"):
+            self._places.release()
+
+
 class Relay:
     """The servers behind a proxy, and the connections to them."""
 
@@ -85,6 +104,7 @@ class Relay:
         self._settings = settings
         self.prefill, self.decode = Pool(settings.prefill), Pool(settings.decode)
         self.metrics = ProxyMetrics()
+        self._extensions = {"trace": ConnectPlaces()}
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(settings.timeout, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
@@ -126,7 +146,9 @@ class Relay:
                             continue
                     try:
                         with backend.working():
-                            response = await self._client.post(backend.url + path, content=body, headers=headers)
+                            response = await self._client.post(
+                                backend.url + path, content=body, headers=headers, extensions=self._extensions
+                            )
                     except httpx.HTTPError as error:
                         _failed(backend, "prefill", repr(error))
                         continue
@@ -155,7 +177,9 @@ class Relay:
             if backend.has_failed and not await self._is_ready(backend, "/ready", PROBE_SECONDS):
                 backend.rest()
                 continue
-            request = self._client.build_request(method, backend.url + path, content=body, headers=headers)
+            request = self._client.build_request(
+                method, backend.url + path, content=body, headers=headers, extensions=self._extensions
+            )
             try:
                 with ExitStack() as until_end:
                     until_end.enter_context(backend.working())

@@ -110,7 +110,7 @@ def engine_dead() -> ApiError:
 
 
 def engine_lost() -> ApiError:
-    message = "The engine for this request has died. Others serve on, or it is being started again: send it again."
+    message = "The engine that worked on this request has died, or all are being started again: send it again."
     return ApiError(503, message, type="server_error", code="engine_lost", headers={"retry-after": "1"})
 
 
