@@ -94,7 +94,8 @@ def main() -> int:
     chosen = [part for part in parts() if re.search(given.only, part)]
     if not chosen:
         parser.error(f"--only {given.only!r} matches none of: {', '.join(parts())}")
-    reports, is_complete = compile_all(chosen, given.jobs, given.keep, given.seconds)
+    keep = given.keep and given.keep.resolve()
+    reports, is_complete = compile_all(chosen, given.jobs, keep, given.seconds)
     found = [fault for report in reports for fault in faults(report)]
     print(*found, sep="\n", end="\n" if found else "")
     kernels = sum(len(report.launches) for report in reports)
