@@ -51,7 +51,8 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> SortedRows:
     ends = is_of.sum(0).cumsum(0)
     rank = is_of.cumsum(0).gather(-1, flat.unsqueeze(-1)).squeeze(-1) - 1
     place = F.pad(ends, (1, 0))[flat] + rank
-    order = torch.empty_like(flat).scatter_(0, place, torch.arange(flat.shape[0], device=ids.device))
+    # Not by scatter_, for which Inductor has no code of its own where values are int64.
+    order = torch.empty_like(flat).index_put_((place,), torch.arange(flat.shape[0], device=ids.device))
     return SortedRows(order, ends.to(torch.int32))
 
 

@@ -103,7 +103,8 @@ class QueryTiles:
     def _compile(self, spec: AttentionSpec, batch: int | None) -> Callable:
         context, rule = self._context, self._rule
         dtype = (self._compute_dtype if self.size > 1 else None) or context.query_dtype
-        own: Any = context.policy.kernel_options(context.tables.block_size, context.head_dim, dtype, self.size)
+        block_size, has_window = context.tables.block_size, spec.window is not None
+        own: Any = context.policy.kernel_options(block_size, context.head_dim, dtype, self.size, has_window)
         function = partial(self._kernel(), **rule.options(spec), **self._options(), kernel_options=own)
         name = self._kind if batch is None else f"{self._kind} of {batch}"
         constants = (spec, rule.fingerprint, self._options(), own)

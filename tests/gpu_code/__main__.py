@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.gpu_code import sources
-from tests.gpu_code.report import TABLE, RegionReport, differences, faults, render
+from tests.gpu_code.report import TABLE, RegionReport, differences, faults, join, split, tables
 from tests.gpu_code.shapes import parts
 
 
@@ -78,7 +78,7 @@ def versions() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the table")
-    parser.add_argument("--only", default="", metavar="REGEX", help="parts to compile, the table left alone")
+    parser.add_argument("--only", default="", metavar="REGEX", help="parts to compile; other ones stay as they are")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which what is not compiled is left out")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for the Python that Inductor writes")
@@ -94,31 +94,43 @@ def main() -> int:
     chosen = [part for part in parts() if re.search(given.only, part)]
     if not chosen:
         parser.error(f"--only {given.only!r} matches none of: {', '.join(parts())}")
-    reports, is_complete = compile_all(chosen, given.jobs, given.keep, given.seconds)
+    keep = given.keep and given.keep.resolve()
+    reports, is_complete = compile_all(chosen, given.jobs, keep, given.seconds)
     found = [fault for report in reports for fault in faults(report)]
-    table = render(reports, versions())
     print(*found, sep="\n", end="\n" if found else "")
     kernels = sum(len(report.launches) for report in reports)
     print(f"{len(reports)} regions, {kernels} kernels, {len(found)} faults: {time.monotonic() - started:.0f} s.")
     if not is_complete:
         print(f"Cut off: {len({report.shape for report in reports})} of {len(chosen)} parts were begun.")
-    elif given.only:
-        print(table)
     elif given.write:
-        TABLE.write_text(table)
-        sources.DIGEST.write_text(f"{digest}\n")
+        write(tables(reports))
+        if not given.only:
+            sources.DIGEST.write_text(f"{digest}\n")
     else:
-        found += compare(table)
+        found += compare(tables(reports))
     return 1 if found else 0
 
 
-def compare(table: str) -> list[str]:
-    """Print how the table differs from the one that is kept. Of other versions there is none to compare with."""
-    kept = TABLE.read_text() if TABLE.is_file() else ""
-    if versions() not in kept:
+def kept_parts() -> dict[str, str]:
+    """Those of the table that is kept, if it is one of these versions."""
+    parts_of_table, of = split(TABLE.read_text() if TABLE.is_file() else "")
+    return parts_of_table if of == versions() else {}
+
+
+def write(compiled: dict[str, str]) -> None:
+    """Put these parts into the table in place of those that it has of them."""
+    merged = kept_parts() | compiled
+    TABLE.write_text(join({part: merged[part] for part in parts() if part in merged}, versions()))
+
+
+def compare(compiled: dict[str, str]) -> list[str]:
+    """Print how these parts differ from those of the table. Of other versions there is none to compare with."""
+    kept = kept_parts()
+    if not kept:
         print(f"No table is kept for {versions()}.")
         return []
-    changed = differences(kept, table)
+    own = {part: text for part, text in kept.items() if part in compiled}
+    changed = differences(join(own, versions()), join(compiled, versions()))
     if changed:
         print(*changed, "", "The table has changed: python -m tests.gpu_code --write, and commit it.", sep="\n")
     return changed

@@ -159,8 +159,8 @@ class CompilingAtOnce(RegionCompiler):
 class DeclaredModel(PagedModel):
     """A model whose regions and attention are declared as an engine does, without caches and buffers."""
 
-    def __init__(self, model: Decoder, limits: RunnerLimits, policy: DevicePolicy) -> None:
-        self.model, self._limits, self._policy, self._make_attention = model, limits, policy, rule_attention
+    def __init__(self, model: Decoder, limits: RunnerLimits, policy: DevicePolicy, make_attention: Any) -> None:
+        self.model, self._limits, self._policy, self._make_attention = model, limits, policy, make_attention
         rows, length = limits.max_num_seqs, limits.max_model_len
         self._groups = [GroupTables(rows, length, group, DEVICE) for group in limits.groups]
         placed = {layer: index for index, group in enumerate(limits.groups) for layer in group.layers}
@@ -185,7 +185,7 @@ class FewBatches(DevicePolicy):
 
 
 def compile_model(recorder: Recorder, name: str, shape: Shape) -> None:
-    """All regions of a decoder, and its attention."""
+    """All regions of a decoder, and its attention if no other shape has the same."""
     policy, mode = FewBatches.of(DEVICE), FakeTensorMode()
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(shape.config))
@@ -212,7 +212,9 @@ def compile_model(recorder: Recorder, name: str, shape: Shape) -> None:
             groups=tuple(replace(group, num_blocks=NUM_BLOCKS) for group in groups),
             verify_size=shape.verify_size,
         )
-        DeclaredModel(model, limits, policy).use_regions(compiler)
+        # Attention is the same whatever the weights are rounded to.
+        make_attention = rule_attention if shape.quantization is None else lambda context: None
+        DeclaredModel(model, limits, policy, make_attention).use_regions(compiler)
 
 
 def compile_draws(recorder: Recorder, name: str, vocab_size: int) -> None:

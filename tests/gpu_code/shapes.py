@@ -21,8 +21,8 @@ MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 8192, 8192
 
 @dataclass(frozen=True)
 class Shape:
-    """A model. quantization: what its weights are rounded to. verify_size: most tokens of a row whose drafts are
-    verified, 0 for no drafts."""
+    """A model. quantization: what its weights are rounded to, None for nothing. verify_size: most tokens of a row whose
+    drafts are verified, 0 for no drafts."""
 
     config: dict[str, Any]
     quantization: str | None = None

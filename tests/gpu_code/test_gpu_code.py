@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_code.report import Configuration, RegionReport, differences, faults, read_wrapper, render
+from tests.gpu_code.report import Configuration, RegionReport, differences, faults, join, read_wrapper, split, tables
 from tests.gpu_code.shapes import parts
 from tests.gpu_code.sources import ROOT, digest, essence, source_files
 
@@ -50,13 +50,17 @@ def test_a_region_in_order_has_no_fault() -> None:
     assert faults(report(library={"extern_kernels.mm": 4})) == []
 
 
+def test_a_configuration_may_spill_that_the_gpu_does_not_have_to_take() -> None:
+    assert faults(report(configurations=[small(), small(stack=16)])) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"error": "ValueError: out of range"}, "does not compile: ValueError: out of range"),
-        ({"configurations": [small(), small(stack=16)]}, "triton_poi_fused_add_1 spills 16 bytes a thread"),
+        ({"configurations": [small(stack=40), small(stack=16)]}, "triton_poi_fused_add_1 spills 16 bytes a thread"),
         ({"library": {"torch.ops.aten.sort.stable": 1}}, "torch.ops.aten.sort.stable is left to PyTorch"),
-        ({"configurations": []}, "triton_poi_fused_add_1 was launched, but not seen"),
+        ({"configurations": []}, "triton_poi_fused_add_1 is launched, but no compilation was seen"),
         ({"warnings": ["PyTorch cannot be changed"]}, "warns: PyTorch cannot be changed"),
     ],
 )
@@ -69,7 +73,8 @@ def test_the_table_has_a_line_for_each_region_and_each_kernel() -> None:
     long = "triton_red_fused_" + "add_" * 30 + "17"
     first = report(launches={"triton_poi_fused_add_1": 1, long: 2}, library={"extern_kernels.mm": 1})
     first.configurations += [small(registers=30), small(long, stack=8)]
-    table = render([first, RegionReport("Llama 3 8B", "last", error="ValueError")], "torch 2.11.0, triton 3.6.0")
+    second = RegionReport("Llama 3 8B", "last", error="ValueError")
+    table = join(tables([first, second]), "torch 2.11.0, triton 3.6.0")
     assert "torch 2.11.0, triton 3.6.0" in table and table.count("## Llama 3 8B\n") == 1
     assert "\nbetween: 3 launches, 1 extern_kernels.mm\n" in table and "\nlast: does not compile\n" in table
     assert "triton_poi_fused_add_1: 1 launch, 2 configurations, warps 4, registers 24-30, shared 0\n" in table
@@ -78,10 +83,16 @@ def test_the_table_has_a_line_for_each_region_and_each_kernel() -> None:
 
 
 def test_a_table_is_compared_line_by_line() -> None:
-    old, new = (render([report(configurations=[small(registers=count)])], "torch") for count in (24, 40))
+    old, new = (join(tables([report(configurations=[small(registers=count)])]), "torch") for count in (24, 40))
     assert differences(old, old) == []
     changed = [line for line in differences(old, new) if line[0] in "+-" and not line.startswith(("---", "+++"))]
     assert [line[0] for line in changed] == ["-", "+"] and "registers 40" in changed[1]
+
+
+def test_a_table_can_be_taken_apart_and_put_together_again() -> None:
+    parts_of_table = tables([report(), RegionReport("Qwen3 8B", "draw", launches={"triton_poi_fused_add_1": 1})])
+    assert split(join(parts_of_table, "torch 2.11.0")) == (parts_of_table, "torch 2.11.0")
+    assert split("") == ({}, "")
 
 
 def test_reports_survive_the_way_between_processes() -> None:
