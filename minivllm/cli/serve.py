@@ -97,7 +97,7 @@ def _adapter(text: str) -> LoRARequest:
     name, _, path = text.partition("=")
     if not name or not path:
         raise ConfigError(f"--lora is {text!r}, but must be NAME=PATH, such as french=adapters/french.")
-    return LoRARequest(name, str(Path(path).expanduser().resolve()))
+    return LoRARequest(name, lora_path=str(Path(path).expanduser().resolve()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,9 @@ import msgspec
 from minivllm.config import EngineConfig
 from minivllm.errors import ContextLengthError, MinivllmError, ModelError, RequestError
 from minivllm.messages import EngineRequest, LoRARequest
+from minivllm.processing.beam_search_params import BeamSearchParams
 from minivllm.sampling.logits_processors import load_logits_processors
-from minivllm.sampling_params import BeamSearchParams, OutputKind, PoolingParams, SamplingParams
+from minivllm.sampling_params import OutputKind, PoolingParams, SamplingParams
 from minivllm.stop_conditions.stop_regex import compile_stop_patterns
 from minivllm.stop_conditions.stop_strings import FirstStop, StopAutomaton, StopMatcher
 from minivllm.structured_output.schemas.json_schema import sound_schema
@@ -357,11 +358,18 @@ class InputProcessor:
         if lora is None:
             return
         if not isinstance(lora, LoRARequest):
-            raise RequestError(f"The adapter is {_shown(lora)}, but must be a LoRARequest(name, path).")
-        for name in ("name", "path"):
-            _check_text(f"the adapter's {name}", getattr(lora, name), MAX_ADAPTER_TEXT_LENGTH)
+            raise RequestError(
+                f"The adapter is {_shown(lora)}, but must be a LoRARequest(lora_name, lora_int_id, lora_path)."
+            )
+        if type(lora.lora_int_id) is not int or lora.lora_int_id < 1:
+            raise RequestError(
+                f"lora_int_id is {_shown(lora.lora_int_id)}, but must be a whole number of at least 1. The order is "
+                "LoRARequest(lora_name, lora_int_id, lora_path)."
+            )
+        for name in ("lora_name", "lora_path"):
+            _check_text(name, getattr(lora, name), MAX_ADAPTER_TEXT_LENGTH)
             if not getattr(lora, name):
-                raise RequestError(f"The adapter's {name} is empty, but must have at least one character.")
+                raise RequestError(f"{name} is empty, but must have at least one character.")
         if self.config.lora is None:
             raise RequestError(f"The adapter {lora.name!r} needs an engine that is started with enable_lora=True.")
 

@@ -149,7 +149,7 @@ def test_adapters_are_those_of_all_engines(server: ServedCore, args: EngineArgs,
     (tmp_path / "bad").mkdir()
     in_loop(server, engine.add_lora(adapter))
     with pytest.raises(RequestError):
-        in_loop(server, engine.add_lora(LoRARequest("bad", str(tmp_path / "bad"))))
+        in_loop(server, engine.add_lora(LoRARequest("bad", lora_path=str(tmp_path / "bad"))))
     assert in_loop(server, engine.list_loras()) == [adapter]
 
     async def use(count: int) -> set[int]:

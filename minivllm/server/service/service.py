@@ -31,7 +31,7 @@ QUEUE_POLL_SECONDS = 0.02
 
 
 class Service:
-    """One engine and the names it is served under. Raises ConfigError for a parser there is none of."""
+    """One engine and the names it is served under."""
 
     def __init__(self, engine: AsyncLLM, settings: ServerSettings) -> None:
         self.engine = engine

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from minivllm.errors import ConfigError
 from minivllm.messages import LoRARequest
+from minivllm.server.parsers.choose import check_parsers
 
 _LIMITS = (
     ("port", 0, 65535),
@@ -67,6 +68,7 @@ class ServerSettings:
                 raise ConfigError(f"{name} is {value}, but must be {allowed}.")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"request_timeout is {self.request_timeout:g}, but must be above 0, in seconds.")
+        check_parsers(self.tool_call_parser, self.reasoning_parser)
         for name in self.served_model_names:
             if not name.strip():
                 raise ConfigError("A served_model_name is empty, but clients must have something to ask for.")
