@@ -74,6 +74,9 @@ class ServerOptions:
     reasoning_parser: Annotated[
         str, _option("How the model marks its reasoning: auto (by its chat template), think or none.")
     ] = "auto"
+    trust_request_chat_template: Annotated[
+        bool, _option("Let requests bring a chat template, a program in a sandbox.", "--trust-request-chat-template")
+    ] = False
     strict: Annotated[
         bool,
         _option(
@@ -151,17 +154,22 @@ def _server_flags(server: ServerOptions) -> list[str]:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
     flags += [f"--served-model-name={name}" for name in server.served_model_names or ()]
     flags += [f"--lora={adapter}" for adapter in server.lora_adapters or ()]
-    return flags + ["--log-json"] * server.log_json + ["--strict"] * server.strict
+    return (
+        flags
+        + ["--log-json"] * server.log_json
+        + ["--strict"] * server.strict
+        + (["--trust-request-chat-template"] * server.trust_request_chat_template)
+    )
 
 
 @with_options
 def serve(server: ServerOptions, several: DisaggregatedOptions, args: EngineArgs) -> None:
     """Serve a model to OpenAI clients: chat and text completions, streams, tool calls, metrics.
 
-    Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/score, /v1/models,
-    /v1/load_lora_adapter, /v1/unload_lora_adapter, /tokenize, /detokenize, /health, /ready, /version, /metrics, /live;
-    /openapi.json describes them. A browser that opens / gets a page to chat and to watch the engine. SIGTERM lets
-    running requests finish; a second one does not. The exit code is 1 if the engine died.
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/score, /v1/rerank,
+    /v1/models, /v1/load_lora_adapter, /v1/unload_lora_adapter, /tokenize, /detokenize, /health, /ready, /version,
+    /metrics, /live; /openapi.json describes them. A browser that opens / gets a page to chat and to watch the engine.
+    SIGTERM lets running requests finish; a second one does not. The exit code is 1 if the engine died.
 
     --nnodes 2 --node-rank 1 --master-addr HOST runs workers only, for the server on HOST, until that ends.
 

@@ -155,16 +155,25 @@ class InputProcessor:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
         parse_special_tokens: bool = False,
     ) -> dict[str, Any]:
         """A conversation as a prompt, by the model's chat template.
 
-        add_generation_prompt: open the assistant's turn. chat_template_kwargs: further names the template knows.
-        parse_special_tokens: special tokens that stand in the messages count as such instead of as text.
+        add_generation_prompt: open the assistant's turn. continue_final_message: leave the last turn open instead.
+        chat_template: takes the place of the model's. chat_template_kwargs: further names the template knows.
+        add_special_tokens: also put around it what the tokenizer puts around texts. parse_special_tokens: special
+        tokens that stand in the messages count as such instead of as text.
         """
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "add_generation_prompt and continue_final_message contradict each other: a turn is opened or continued."
+            )
         tokenizer = self._require_tokenizer("A conversation")
-        if not tokenizer.has_chat_template:
+        if not tokenizer.has_chat_template and chat_template is None:
             raise RequestError("This model has no chat template: give a text prompt instead of messages.")
         if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
             raise RequestError(
@@ -180,6 +189,9 @@ class InputProcessor:
         text, token_ids = tokenizer.encode_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            add_special_tokens=add_special_tokens,
             parse_special_tokens=parse_special_tokens,
             max_characters=self._max_characters(tokenizer),
             **dict(chat_template_kwargs or {}),

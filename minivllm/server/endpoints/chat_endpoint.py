@@ -11,8 +11,7 @@ from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import CompletionOutput, RequestOutput
 from minivllm.server.answers.chat_messages import (
     template_messages,
-    template_names,
-    template_tools,
+    template_options,
     text_for_custom_tool,
 )
 from minivllm.server.answers.constraints import constraint, offered_tools
@@ -40,6 +39,7 @@ class ChatAnswer:
     single_call: the answer is over with its first tool call (parallel_tool_calls: false). is_named: the client chose
     the tool, so calling it is no news and the answer ends with "stop", as OpenAI's does. ending: the fields that say
     why it is over, None while it is not. custom_names: tools that take a text, which is told once it is complete.
+    shows_reasoning: False leaves it out. echoed: text that the answer begins with.
     broken_call: the text of a call inside of which the answer stopped.
     """
 
@@ -51,8 +51,10 @@ class ChatAnswer:
         is_named: bool = False,
         custom_names: frozenset[str] = frozenset(),
         shows_reasoning: bool = True,
+        echoed: str = "",
     ) -> None:
         self._parser = parser
+        self._echoed = echoed
         self._custom_names = custom_names
         self._custom_arguments: list[str] | None = None
         self._shows_reasoning = shows_reasoning
@@ -81,6 +83,9 @@ class ChatAnswer:
                 self.ending["finish_reason"] = self._reason_of_calls
         if not self._has_begun:
             self._has_begun = True
+            if self._echoed:
+                self._content.insert(0, self._echoed)
+                deltas.insert(0, chat.Delta(content=self._echoed))
             deltas.insert(0, chat.Delta(role="assistant", content=""))
         return deltas
 
@@ -158,6 +163,7 @@ class ChatRun(CompletionRun):
         self._request = request
         self._object_name = "chat.completion.chunk" if request.stream else "chat.completion"
         self._prompt_text: str | None = None
+        self._has_told_prompt = False
         self._answers: dict[int, ChatAnswer] = {}
         self._names = TokenNames(service.token_decoder, bool(request.return_tokens_as_token_ids))
         if request.top_logprobs and not request.logprobs:
@@ -171,16 +177,21 @@ class ChatRun(CompletionRun):
         self.params = request.sampling_params(
             msgspec.structs.replace(service.engine.get_default_sampling_params(), max_tokens=None),
             n=request.n or 1,
+            best_of=request.best_of,
+            prompt_logprobs=request.prompt_logprobs,
             max_tokens=other if max_tokens is None else max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             output_kind=request.output_kind,
             structured_outputs=self._constraint.structure,
         )
-        self._num_completions = self.params.n
+        self._num_completions = self.params.num_sequences
         self._messages = template_messages(request.messages, service.chat_template)
-        self._template_kwargs: dict[str, Any] = template_names(request, service.chat_template)
-        if self._offered is not None:
-            self._template_kwargs["tools"] = template_tools(self._offered.tools, service.chat_template)
+        self._template_options = template_options(
+            request,
+            [] if self._offered is None else self._offered.tools,
+            service.chat_template,
+            trusts_templates=service.settings.trust_request_chat_template,
+        )
 
     async def deltas(self) -> AsyncGenerator[tuple[chat.Delta, list[chat.TokenLogprob] | None], None]:
         """What is new in the answer, for endpoints that tell it in another form; logprobs go with the first text."""
@@ -206,6 +217,9 @@ class ChatRun(CompletionRun):
                 is_named=self._offered is not None and self._offered.named is not None,
                 custom_names=frozenset() if self._offered is None else self._offered.custom_names,
                 shows_reasoning=self._request.include_reasoning is not False,
+                echoed=self._messages[-1]["content"]
+                if self._request.echo and self._messages[-1]["role"] == "assistant"
+                else "",
             )
         return self._answers[index]
 
@@ -234,20 +248,22 @@ class ChatRun(CompletionRun):
         if num_dropped:
             first = next(index for index, one in enumerate(messages) if one["role"] != "system")
             messages = [*messages[:first], *messages[first + num_dropped :]]
-        prompt = self._service.engine.render_chat(
-            messages,
-            add_generation_prompt=self._request.add_generation_prompt is not False,
-            chat_template_kwargs=self._template_kwargs,
-            parse_special_tokens=bool(self._request.parse_special_tokens),
-        )
+        prompt = self._service.engine.render_chat(messages, **self._template_options)
         self._prompt_text = prompt.get("prompt")
         return self._prepared(self._id, prompt)
+
+    def _object(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """With what is told of the prompt, once."""
+        told = self._told_prompt(self._last_outputs[0]) if choices and not self._has_told_prompt else {}
+        self._has_told_prompt |= bool(choices)
+        return super()._object(choices) | told
 
     def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         answer = self.answer(completion.index)
         answer.take_in(completion)
         message, logprobs = answer.message(), self._logprobs_of(completion)
-        return {"index": completion.index, "message": message, "logprobs": logprobs, **(answer.ending or {})}
+        choice = {"index": completion.index, "message": message, "logprobs": logprobs, **(answer.ending or {})}
+        return choice | self._told_tokens(completion)
 
     def _chunk_choices(
         self, number: int, output: RequestOutput, completion: CompletionOutput
@@ -260,13 +276,16 @@ class ChatRun(CompletionRun):
         logprobs = self._logprobs_of(completion)
         if completion.logprobs and all("role" in delta for delta in deltas):
             deltas.append(chat.Delta(content=""))
-        choice = {"index": completion.index, "delta": {}, "logprobs": None, "finish_reason": None}
+        choice: dict[str, Any] = {"index": completion.index, "delta": {}, "logprobs": None, "finish_reason": None}
+        tokens = self._told_tokens(completion)
+        if tokens and not deltas and answer.ending is None:
+            deltas.append(chat.Delta(content=""))
         for delta in deltas:
             carried = None if "role" in delta else logprobs
-            yield {**choice, "delta": delta, "logprobs": carried}
-            logprobs = None if carried is not None else logprobs
+            yield {**choice, "delta": delta, "logprobs": carried, **tokens}
+            logprobs, tokens = None if carried is not None else logprobs, {}
         if answer.ending is not None:
-            yield {**choice, **answer.ending}
+            yield {**choice, **answer.ending, **tokens}
 
     def _logprobs_of(self, completion: CompletionOutput) -> msgspec.Raw | None:
         if completion.logprobs is None:

@@ -6,9 +6,10 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar
 
-from minivllm.processing.input_processor import PreparedRequest, Prompt
+from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import PoolingParams, SamplingParams
+from minivllm.server.answers.logprobs import prompt_logprobs
 from minivllm.server.answers.streaming import DONE, data_frame
 from minivllm.server.protocol.completions import Usage
 from minivllm.server.protocol.completions import usage as count_usage
@@ -37,11 +38,16 @@ class CompletionRun(ABC):
         self._fields = request
         self._served = service.models.find(request.model)
         self.model = self._served.name
-        self._id = new_id(self.id_prefix)
+        chosen = request.request_id
+        self._id = new_id(self.id_prefix) if chosen is None else f"{self.id_prefix}-{chosen}"
         self._created = int(time.time())
         self._last_outputs: dict[int, RequestOutput] = {}
         if request.stream_options is not None and not request.stream:
             raise unsupported("stream_options", "is only allowed together with stream: true.")
+        if request.stream and request.prompt_logprobs is not None:
+            raise unsupported("prompt_logprobs", "cannot stream: leave stream out.")
+        if request.stream and (request.best_of or 1) > (request.n or 1):
+            raise unsupported("best_of", "above n cannot stream: which ones are best is known at the end only.")
 
     async def complete(self) -> dict[str, Any]:
         """The whole answer at once, its choices in the order of their indices."""
@@ -68,6 +74,10 @@ class CompletionRun(ABC):
     def error_frames(self, error: ApiError) -> bytes:
         """How a stream ends that fails in the middle."""
         return data_frame(error.body) + DONE
+
+    def _usage_so_far(self) -> Usage | None:
+        options = self._fields.stream_options
+        return self.usage() if options is not None and options.continuous_usage_stats else None
 
     def usage(self) -> Usage:
         outputs = self._last_outputs.values()
@@ -109,17 +119,32 @@ class CompletionRun(ABC):
         with named_in(self.prompt_field):
             return self._prepare()
 
-    def _prepared(self, request_id: str, prompt: Prompt) -> PreparedRequest:
+    def _prepared(
+        self, request_id: str, prompt: str | dict[str, Any], *, add_special_tokens: bool = True
+    ) -> PreparedRequest:
         fields = self._fields
+        room = self._service.max_model_len - (0 if self.pooling is not None else self.params.max_tokens or 1)
         return self._service.engine.prepare(
             request_id,
-            prompt,
+            self._service.cut_prompt(prompt, fields.truncate_prompt_tokens, room, add_special_tokens),
             self.params,
             priority=fields.priority or 0,
             cache_salt=fields.cache_salt,
             lora=self._served.lora,
             pooling=self.pooling,
         )
+
+    def _told_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """What the answer tells of the prompt, as it was asked for."""
+        told: dict[str, Any] = {}
+        if self._fields.return_token_ids:
+            told["prompt_token_ids"] = output.prompt_token_ids
+        if self._fields.prompt_logprobs is not None:
+            told["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
+        return told
+
+    def _told_tokens(self, completion: CompletionOutput) -> dict[str, Any]:
+        return {"token_ids": list(completion.token_ids)} if self._fields.return_token_ids else {}
 
     def _object(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -128,7 +153,7 @@ class CompletionRun(ABC):
             "created": self._created,
             "model": self.model,
             "choices": choices,
-            **({"usage": None} if self._fields.wants_usage_chunk else {}),
+            **({"usage": self._usage_so_far()} if self._fields.wants_usage_chunk else {}),
         }
 
 

@@ -66,6 +66,24 @@ class Service:
         texts = self._large_texts if body_bytes.get() > LARGE_BODY_BYTES else self._small_texts
         return await asyncio.get_running_loop().run_in_executor(texts, work, *arguments)
 
+    def cut_prompt(
+        self, prompt: str | dict[str, Any], limit: int | None, room: int, add_special_tokens: bool
+    ) -> str | dict[str, Any]:
+        """The last ``limit`` tokens of a prompt, or ``room`` of them for -1. Runs in the text thread.
+
+        add_special_tokens: False encodes a text without what the tokenizer puts around texts.
+        """
+        if limit is None and add_special_tokens:
+            return prompt
+        fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        token_ids = fields.get("prompt_token_ids")
+        if token_ids is None:
+            token_ids = self.engine.tokenizer.encode(fields["prompt"], add_special_tokens)
+        most = room if limit == -1 else limit
+        if most is None or len(token_ids) <= most:
+            return {**fields, "prompt_token_ids": token_ids}
+        return {"prompt_token_ids": token_ids[len(token_ids) - max(1, most) :]}
+
     async def run(
         self, num_completions: int, prepare: Callable[[], Sequence[PreparedRequest]], is_over: Callable[[], bool]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -34,7 +34,8 @@ class ServerSettings:
     in this directory, and unload any (None: they may not). otlp_endpoint: collector that gets a trace of every
     request (None: what OpenTelemetry's own environment variables say, if anything). tool_call_parser, reasoning_parser:
     "auto" goes by the chat template, "none" switches it off. strict: refuse every unknown field of a body, those of
-    other servers' clients that have no effect too.
+    other servers' clients that have no effect too. trust_request_chat_template: requests may bring a chat template,
+    which is a program, though one in a sandbox.
     """
 
     host: str = "127.0.0.1"
@@ -55,6 +56,7 @@ class ServerSettings:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     strict: bool = False
+    trust_request_chat_template: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
