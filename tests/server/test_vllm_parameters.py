@@ -221,3 +221,34 @@ def test_the_best_of_several_answers_of_a_chat(real_client: openai.OpenAI) -> No
         n=1, logprobs=True, extra_body={"ignore_eos": True, "best_of": 4}, **body
     )
     assert ranked(best) == pytest.approx([max(ranked(every))], abs=1e-5)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_beam_search_finds_what_the_engine_finds_for_itself(real_server: RealServer, path: str) -> None:
+    """The judge is LLM.beam_search, which transformers judges in turn."""
+    from minivllm import LLM, BeamSearchParams
+
+    prompts = [[5, 6, 7], [9, 8]]
+    common = {"n": 3, "max_tokens": 5, "use_beam_search": True, "length_penalty": 0.5, "return_token_ids": True}
+    if path == "completions":
+        answer = post(real_server, f"/v1/{path}", {"prompt": prompts, "temperature": 0, **common})
+    else:
+        answer = post(real_server, f"/v1/{path}", {"messages": [{"role": "user", "content": "a"}], **common})
+        prompts = [answer["prompt_token_ids"]]
+    with LLM(
+        model=str(real_server.model), dtype="float32", enforce_eager=True, max_model_len=64, num_gpu_blocks_override=40
+    ) as llm:
+        wanted = llm.beam_search(
+            [{"prompt_token_ids": one} for one in prompts],
+            BeamSearchParams(beam_width=3, max_tokens=5, length_penalty=0.5),
+        )
+    assert [choice["token_ids"] for choice in answer["choices"]] == [
+        sequence.token_ids for one in wanted for sequence in one.sequences
+    ]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(3 * len(prompts)))
+    for fields, param in (({"stream": True}, "stream"), ({"stop": "x"}, "stop"), ({"min_tokens": 2}, "min_tokens")):
+        body = {"prompt": [5], "use_beam_search": True, **fields}
+        assert post(real_server, "/v1/completions", body, 400)["error"]["param"] == param
+    assert post(real_server, "/v1/completions", {"prompt": [5], "length_penalty": 1}, 400)["error"]["param"] == (
+        "length_penalty"
+    )

@@ -11,6 +11,7 @@ from minivllm.processing.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import PoolingParams, SamplingParams
 from minivllm.server.answers.logprobs import prompt_logprobs
 from minivllm.server.answers.streaming import DONE, data_frame
+from minivllm.server.endpoints.beams import check_beams, search_beams
 from minivllm.server.protocol.completions import Usage
 from minivllm.server.protocol.completions import usage as count_usage
 from minivllm.server.service.service import Service
@@ -48,6 +49,7 @@ class CompletionRun(ABC):
             raise unsupported("prompt_logprobs", "cannot stream: leave stream out.")
         if request.stream and (request.best_of or 1) > (request.n or 1):
             raise unsupported("best_of", "above n cannot stream: which ones are best is known at the end only.")
+        check_beams(request)
 
     async def complete(self) -> dict[str, Any]:
         """The whole answer at once, its choices in the order of their indices."""
@@ -107,6 +109,13 @@ class CompletionRun(ABC):
 
     async def _completions(self) -> AsyncGenerator[tuple[int, RequestOutput, CompletionOutput], None]:
         """(number of the prompt, its output, what is new of one completion) as they come."""
+        if self._fields.use_beam_search:
+            found = await search_beams(self._service, self._fields, self.params, self._blaming_the_prompt)
+            for number, output in enumerate(found):
+                self._last_outputs[number] = output
+                for completion in output.outputs:
+                    yield number, output, completion
+            return
         async with aclosing(
             self._service.run(self._num_completions, self._blaming_the_prompt, self._is_over)
         ) as outputs:
@@ -155,10 +164,3 @@ class CompletionRun(ABC):
             "choices": choices,
             **({"usage": self._usage_so_far()} if self._fields.wants_usage_chunk else {}),
         }
-
-
-def ending(completion: CompletionOutput) -> dict[str, Any]:
-    """The fields of a choice that say whether it has ended, and why."""
-    reason = completion.finish_reason
-    ended = {"finish_reason": reason if reason in (None, "length") else "stop"}
-    return ended if completion.stop_reason is None else {**ended, "stop_reason": completion.stop_reason}

@@ -7,8 +7,9 @@ from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import CompletionOutput, PositionLogprobMap, RequestOutput
 from minivllm.sampling_params import PoolingParams, StructuredOutputs
 from minivllm.server.answers.constraints import forced_answer
+from minivllm.server.answers.ending import ending
 from minivllm.server.answers.logprobs import TextOffsets, TokenNames, completion_logprobs
-from minivllm.server.endpoints.completion_run import CompletionRun, ending
+from minivllm.server.endpoints.completion_run import CompletionRun
 from minivllm.server.protocol import completions as protocol
 from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import invalid, unsupported

@@ -111,6 +111,30 @@ class Service:
                         ticket.started()
                     yield number, output
 
+    async def run_in_rounds(
+        self,
+        places: int,
+        prepare: Callable[[], Sequence[PreparedRequest]],
+        finish: Callable[[Sequence[RequestOutput]], None],
+    ) -> None:
+        """Run rounds of requests, each made of what the last one gave, until ``prepare`` has no more.
+
+        prepare: makes a round in the text thread. finish: gets the last outputs of its requests, in their order.
+        Raises as ``run``.
+        """
+        limit = self.settings.request_timeout
+        deadline = None if limit is None else asyncio.get_running_loop().time() + limit
+        with self.admission.enter(places) as ticket:
+            while prepared := await self.in_text_thread(prepare):
+                if self.admission.is_draining:
+                    raise shutting_down()
+                ticket.request_ids = [one.request_id for one in prepared]
+                last: dict[int, RequestOutput] = {}
+                async with aclosing(self._merged(prepared, places, deadline, lambda: False)) as outputs:
+                    async for number, output in outputs:
+                        last[number] = output
+                finish([last[number] for number in range(len(prepared))])
+
     async def run_in_turn(
         self,
         num_requests: int,

@@ -155,6 +155,8 @@ class RequestFields(SamplingFields, CallerFields):
     id. prompt_logprobs: alternatives to report per token of the prompt; not in streams. return_token_ids: report the
     ids of prompt and answer. return_tokens_as_token_ids: call tokens ``token_id:ID`` in log-probabilities.
     truncate_prompt_tokens: keep at most so many tokens of the prompt, its last ones; -1 for as many as fit.
+    use_beam_search: n (or best_of) beams instead of sampling; their n likeliest sequences come back, by their score
+    with length_penalty (see BeamSearchParams); not in streams.
     """
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
@@ -167,6 +169,8 @@ class RequestFields(SamplingFields, CallerFields):
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
     response_format: ResponseFormat | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
 
     @property
     def output_kind(self) -> OutputKind:
