@@ -149,6 +149,7 @@ def test_a_prompt_can_be_cut_to_its_last_tokens(server: ServedCore, scripts: Scr
     ):
         post(server, path, {**body, "truncate_prompt_tokens": 6})
         assert server.core.admitted[-1].prompt_token_ids == whole[-6:]
+    assert chat(server, 400, truncate_prompt_tokens=0)["error"]["param"] == "truncate_prompt_tokens"
     chat(server, truncate_prompt_tokens=5)
     assert len(server.core.admitted[-1].prompt_token_ids) == 5
     post(server, "/v1/completions", {"prompt": [5] * 9000, "truncate_prompt_tokens": -1, "max_tokens": 96})
@@ -230,8 +231,9 @@ def test_beam_search_finds_what_the_engine_finds_for_itself(real_server: RealSer
 
     prompts = [[5, 6, 7], [9, 8]]
     common = {"n": 3, "max_tokens": 5, "use_beam_search": True, "length_penalty": 0.5, "return_token_ids": True}
+    common |= {"temperature": 0, "repetition_penalty": 1}
     if path == "completions":
-        answer = post(real_server, f"/v1/{path}", {"prompt": prompts, "temperature": 0, **common})
+        answer = post(real_server, f"/v1/{path}", {"prompt": prompts, **common})
     else:
         answer = post(real_server, f"/v1/{path}", {"messages": [{"role": "user", "content": "a"}], **common})
         prompts = [answer["prompt_token_ids"]]

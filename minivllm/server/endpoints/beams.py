@@ -26,8 +26,10 @@ def check_beams(request: RequestFields) -> None:
     for name in ("stream", "logprobs", "prompt_logprobs", "response_format", "tools", "echo"):
         if getattr(request, name, None):
             raise unsupported(name, "does not go with use_beam_search.")
+    neutral = SamplingParams()
     for name in SamplingFields.model_fields:
-        if name not in WITHOUT_EFFECT | UNDERSTOOD and getattr(request, name):
+        value = getattr(request, name)
+        if name not in WITHOUT_EFFECT | UNDERSTOOD and value and value != getattr(neutral, name, None):
             raise unsupported(name, "does not go with use_beam_search.")
 
 

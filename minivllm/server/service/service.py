@@ -20,7 +20,7 @@ from minivllm.server.limits.middleware import LARGE_BODY_BYTES, body_bytes
 from minivllm.server.parsers.choose import choose_answer_format
 from minivllm.server.service.models import ServedModels
 from minivllm.server.service.settings import ServerSettings
-from minivllm.server.wire.errors import shutting_down, timed_out
+from minivllm.server.wire.errors import invalid, shutting_down, timed_out
 from minivllm.tokenizer.detokenizer import TokenDecoder
 
 logger = logging.getLogger(__name__)
@@ -69,12 +69,16 @@ class Service:
     def cut_prompt(
         self, prompt: str | dict[str, Any], limit: int | None, room: int, add_special_tokens: bool
     ) -> str | dict[str, Any]:
-        """The last ``limit`` tokens of a prompt, or ``room`` of them for -1. Runs in the text thread.
+        """The last ``limit`` tokens of a prompt, or ``room`` of them for -1. Raises ApiError 400 for 0.
+
+        To be called in the text thread.
 
         add_special_tokens: False encodes a text without what the tokenizer puts around texts.
         """
         if limit is None and add_special_tokens:
             return prompt
+        if limit == 0:
+            raise invalid("truncate_prompt_tokens", "is 0, but must be at least 1, or -1 for as many as fit.")
         fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
         token_ids = fields.get("prompt_token_ids")
         if token_ids is None:
