@@ -63,7 +63,7 @@ class GGUFTokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        chat_template: str | None,
+        chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         tokenize: Literal[False],
