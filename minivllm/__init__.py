@@ -34,10 +34,10 @@ if TYPE_CHECKING:
         register_policy,
         register_routing,
     )
+    from minivllm.processing.beam_search_params import BeamSearchParams
     from minivllm.processing.outputs import CompletionOutput, RequestOutput
     from minivllm.sampling.logits_processors import BatchUpdate, LogitsProcessor
     from minivllm.sampling_params import (
-        BeamSearchParams,
         OutputKind,
         PoolingParams,
         RepetitionDetection,
@@ -65,8 +65,8 @@ _HOMES = {
         "plugins": "register_attention register_connector register_drafter register_policy register_routing",
         "processing.outputs": "CompletionOutput RequestOutput",
         "sampling.logits_processors": "BatchUpdate LogitsProcessor",
-        "sampling_params": "BeamSearchParams OutputKind PoolingParams RepetitionDetection SamplingParams "
-        "StructuredOutputs",
+        "processing.beam_search_params": "BeamSearchParams",
+        "sampling_params": "OutputKind PoolingParams RepetitionDetection SamplingParams StructuredOutputs",
         "scheduler.policy": "SchedulingPolicy Turns",
         "scheduler.queues": "SortedQueue",
         "spec_decode.drafter": "DraftContext DraftTask Drafter",

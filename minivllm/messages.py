@@ -38,11 +38,23 @@ class EngineEvent(msgspec.Struct, frozen=True):
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """A low-rank adapter to answer with. name: what it is called from here on. path: local directory in PEFT's format
-    (adapter_config.json and adapter_model.safetensors)."""
+    """A low-rank adapter to answer with, in vLLM's order of fields.
 
-    name: str
-    path: str
+    lora_name: what it is called from here on, and told apart by. lora_int_id: a label of the caller's, as vLLM has it.
+    lora_path: local directory in PEFT's format (adapter_config.json and adapter_model.safetensors).
+    """
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.lora_name
+
+    @property
+    def path(self) -> str:
+        return self.lora_path
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -82,6 +82,9 @@ class ServerOptions:
     reasoning_parser: Annotated[
         str, _option("How the model marks its reasoning: auto (by its chat template), think or none.")
     ] = "auto"
+    trust_request_chat_template: Annotated[
+        bool, _option("Let requests bring a chat template, a program in a sandbox.", "--trust-request-chat-template")
+    ] = False
     strict: Annotated[
         bool,
         _option(
@@ -105,7 +108,7 @@ def _adapter(text: str) -> LoRARequest:
     name, _, path = text.partition("=")
     if not name or not path:
         raise ConfigError(f"--lora is {text!r}, but must be NAME=PATH, such as french=adapters/french.")
-    return LoRARequest(name, str(Path(path).expanduser().resolve()))
+    return LoRARequest(name, lora_path=str(Path(path).expanduser().resolve()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +171,12 @@ def _server_flags(server: ServerOptions) -> list[str]:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
     flags += [f"--served-model-name={name}" for name in server.served_model_names or ()]
     flags += [f"--lora={adapter}" for adapter in server.lora_adapters or ()]
-    return flags + ["--log-json"] * server.log_json + ["--strict"] * server.strict
+    return (
+        flags
+        + ["--log-json"] * server.log_json
+        + ["--strict"] * server.strict
+        + (["--trust-request-chat-template"] * server.trust_request_chat_template)
+    )
 
 
 @with_options

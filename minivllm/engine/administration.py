@@ -72,7 +72,7 @@ class Administration:
 
     def add_lora(self, name: str, path: str) -> None:
         """Have a LoRA adapter in memory before it is needed. Raises RequestError if it cannot be served."""
-        self._core.load_adapter(LoRARequest(name, path))
+        self._core.load_adapter(LoRARequest(name, lora_path=path))
 
     def remove_lora(self, name: str) -> bool:
         """Forget an adapter; False if it is not known. Raises RequestError while unfinished requests use it."""

@@ -187,7 +187,7 @@ class AsyncLLM(TextFrontend):
 
     async def list_loras(self) -> list[LoRARequest]:
         """All known adapters, least recently used first."""
-        return [LoRARequest(name, path) for name, path in await self._call("list_loras")]
+        return [LoRARequest(name, lora_path=path) for name, path in await self._call("list_loras")]
 
     async def pause(self) -> None:
         """Finish the running step and run no more; requests are taken in, and wait."""

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from minivllm.errors import RequestError
+from minivllm.processing.beam_search_params import BeamSearchParams
 from minivllm.processing.outputs import PositionLogprobMap
-from minivllm.sampling_params import MAX_LOGPROBS, BeamSearchParams
+from minivllm.sampling_params import MAX_LOGPROBS
 
 
 @dataclass(slots=True)

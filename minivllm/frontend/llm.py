@@ -16,9 +16,10 @@ from minivllm.errors import EngineDeadError, RequestError
 from minivllm.frontend.beam_search import BeamSearch, BeamSearchOutput, run_searches
 from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.messages import LoRARequest, SchedulerStats
+from minivllm.processing.beam_search_params import BeamSearchParams
 from minivllm.processing.input_processor import PreparedRequest, Prompt
 from minivllm.processing.outputs import EmbeddingOutput, PositionLogprobMap, RequestOutput
-from minivllm.sampling_params import BeamSearchParams, OutputKind, PoolingParams, SamplingParams
+from minivllm.sampling_params import OutputKind, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.tokenizer.tokenizer import Tokenizer

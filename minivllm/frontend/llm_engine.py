@@ -150,7 +150,7 @@ class LLMEngine(TextFrontend):
     def list_loras(self) -> list[LoRARequest]:
         """All known adapters, least recently used first."""
         self._check_open()
-        return [LoRARequest(name, path) for name, path in self.client.call("list_loras")]
+        return [LoRARequest(name, lora_path=path) for name, path in self.client.call("list_loras")]
 
     def close(self) -> None:
         """Free the model and its memory; unfinished requests are dropped. Closing twice is fine."""

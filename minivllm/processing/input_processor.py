@@ -22,14 +22,9 @@ import msgspec
 from minivllm.config import EngineConfig
 from minivllm.errors import ContextLengthError, MinivllmError, ModelError, RequestError
 from minivllm.messages import EngineRequest, LoRARequest
+from minivllm.processing.beam_search_params import BeamSearchParams
 from minivllm.sampling.logits_processors import load_logits_processors
-from minivllm.sampling_params import (
-    FALLBACK_SAMPLING,
-    BeamSearchParams,
-    OutputKind,
-    PoolingParams,
-    SamplingParams,
-)
+from minivllm.sampling_params import FALLBACK_SAMPLING, OutputKind, PoolingParams, SamplingParams
 from minivllm.stop_conditions.stop_regex import compile_stop_patterns
 from minivllm.stop_conditions.stop_strings import FirstStop, StopAutomaton, StopMatcher
 from minivllm.structured_output.schemas.json_schema import sound_schema
@@ -162,16 +157,25 @@ class InputProcessor:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
         parse_special_tokens: bool = False,
     ) -> dict[str, Any]:
         """A conversation as a prompt, by the model's chat template.
 
-        add_generation_prompt: open the assistant's turn. chat_template_kwargs: further names the template knows.
-        parse_special_tokens: special tokens that stand in the messages count as such instead of as text.
+        add_generation_prompt: open the assistant's turn. continue_final_message: leave the last turn open instead.
+        chat_template: takes the place of the model's. chat_template_kwargs: further names the template knows.
+        add_special_tokens: also put around it what the tokenizer puts around texts. parse_special_tokens: special
+        tokens that stand in the messages count as such instead of as text.
         """
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "add_generation_prompt and continue_final_message contradict each other: a turn is opened or continued."
+            )
         tokenizer = self._require_tokenizer("A conversation")
-        if not tokenizer.has_chat_template:
+        if not tokenizer.has_chat_template and chat_template is None:
             raise RequestError("This model has no chat template: give a text prompt instead of messages.")
         if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
             raise RequestError(
@@ -187,6 +191,9 @@ class InputProcessor:
         text, token_ids = tokenizer.encode_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            add_special_tokens=add_special_tokens,
             parse_special_tokens=parse_special_tokens,
             max_characters=self._max_characters(tokenizer),
             **dict(chat_template_kwargs or {}),
@@ -376,11 +383,18 @@ class InputProcessor:
         if lora is None:
             return
         if not isinstance(lora, LoRARequest):
-            raise RequestError(f"The adapter is {_shown(lora)}, but must be a LoRARequest(name, path).")
-        for name in ("name", "path"):
-            _check_text(f"the adapter's {name}", getattr(lora, name), MAX_ADAPTER_TEXT_LENGTH)
+            raise RequestError(
+                f"The adapter is {_shown(lora)}, but must be a LoRARequest(lora_name, lora_int_id, lora_path)."
+            )
+        if type(lora.lora_int_id) is not int or lora.lora_int_id < 1:
+            raise RequestError(
+                f"lora_int_id is {_shown(lora.lora_int_id)}, but must be a whole number of at least 1. The order is "
+                "LoRARequest(lora_name, lora_int_id, lora_path)."
+            )
+        for name in ("lora_name", "lora_path"):
+            _check_text(name, getattr(lora, name), MAX_ADAPTER_TEXT_LENGTH)
             if not getattr(lora, name):
-                raise RequestError(f"The adapter's {name} is empty, but must have at least one character.")
+                raise RequestError(f"{name} is empty, but must have at least one character.")
         if self.config.lora is None:
             raise RequestError(f"The adapter {lora.name!r} needs an engine that is started with enable_lora=True.")
 

@@ -14,7 +14,7 @@ from minivllm.server.endpoints import models_endpoint as small
 from minivllm.server.endpoints.chat_endpoint import ChatRun
 from minivllm.server.endpoints.completion_run import CompletionRun
 from minivllm.server.endpoints.completions_endpoint import TextRun
-from minivllm.server.endpoints.embeddings_endpoint import embed, score
+from minivllm.server.endpoints.embeddings_endpoint import embed, rerank, score
 from minivllm.server.endpoints.page import add_page
 from minivllm.server.endpoints.responses_endpoint import ResponseRun
 from minivllm.server.limits.hosts import KnownHosts
@@ -140,6 +140,13 @@ def _add_pooling(app: FastAPI, service: Service) -> None:
     async def scores(body: texts.ScoreRequest, request: Request) -> Response:
         """How alike texts are: the cosines of their vectors."""
         return json_response(await while_connected(request.receive, score(service, body)))
+
+    ranked = {200: {"model": texts.RerankResponse}, **GENERATING}
+
+    @app.post("/v1/rerank", responses=ranked, tags=["embeddings"])
+    async def reranking(body: texts.RerankRequest, request: Request) -> Response:
+        """Documents in the order in which they are like a query, by the cosines of their vectors."""
+        return json_response(await while_connected(request.receive, rerank(service, body)))
 
 
 def _add_tokenization(app: FastAPI, service: Service) -> None:

@@ -44,6 +44,7 @@ class GGUFTokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         tokenize: Literal[False],
@@ -53,7 +54,7 @@ class GGUFTokenizer:
         from minivllm.tokenizer.chat_template import render_chat
 
         return render_chat(
-            self.chat_template or "",
+            chat_template or self.chat_template or "",
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,

@@ -53,10 +53,11 @@ class SpecialTexts:
         ids = twin.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return [original.get(token_id, token_id) for token_id in ids]
 
-    def encode_template(self, text: str, hidden: HiddenTexts) -> list[int]:
+    def encode_template(self, text: str, hidden: HiddenTexts, add_special_tokens: bool) -> list[int]:
         """Token ids of what a template wrote: special tokens count, except those that ``hidden`` took out before."""
         aliases = self._twin[1]
-        return self.encode_plain(hidden.restored(self._pattern.sub(lambda found: aliases[found[0]], text)), False)
+        text = hidden.restored(self._pattern.sub(lambda found: aliases[found[0]], text))
+        return self.encode_plain(text, add_special_tokens)
 
     @cached_property
     def _twin(self) -> tuple[TokenizersBackend, dict[str, str], dict[int | None, int]]:
@@ -207,48 +208,65 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         parse_special_tokens: bool = False,
+        add_special_tokens: bool = False,
         max_characters: int | None = None,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> tuple[str, list[int]]:
-        """(text, token ids) of a conversation; parameters and errors as ``apply_chat_template``.
+        """(text, token ids) of a conversation; parameters and errors as ``render_chat``.
 
         parse_special_tokens: special tokens in messages, tools and kwargs count as such; otherwise they are text, and
-        only the template's own ones count. max_characters: no ids are made of a longer text.
+        only the template's own ones count. add_special_tokens: put around the text what the tokenizer puts around
+        texts, for templates that do not. max_characters: no ids are made of a longer text.
         """
         hidden = HiddenTexts(self._special_texts)
         if not parse_special_tokens:
             messages, tools, kwargs = hidden.hide(list(messages)), hidden.hide(tools), hidden.hide(kwargs)
-        rendered = self.render_chat(messages, add_generation_prompt, tools, **kwargs)
+        rendered = self.render_chat(messages, add_generation_prompt, tools, chat_template=chat_template, **kwargs)
         text = hidden.restored(rendered)
         if max_characters is not None and len(text) > max_characters:
             return text, []
         if hidden.is_empty:
-            return text, self.encode(text, add_special_tokens=False)
-        return text, self._special_texts.encode_template(rendered, hidden)
+            return text, self.encode(text, add_special_tokens)
+        return text, self._special_texts.encode_template(rendered, hidden, add_special_tokens)
 
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """What the template makes of a conversation, as text; it brings its own special tokens."""
-        if not self.has_chat_template:
+        """What the template makes of a conversation, as text; it brings its own special tokens.
+
+        continue_final_message: end within the last message, which the model then goes on with. chat_template: takes
+        the place of the model's. kwargs: further template variables. Raises RequestError.
+        """
+        if not self.has_chat_template and chat_template is None:
             raise RequestError(f"The model {self.source} has no chat template; send a plain prompt instead.")
         import jinja2
 
+        given, end = [dict(message) for message in messages], ""
+        if continue_final_message:
+            end = "".join(secrets.choice("123456789") for _ in range(_SECRET_DIGITS))
+            given[-1]["content"] = (given[-1].get("content") or "") + end
         try:
             text = self._fast.apply_chat_template(
-                [dict(message) for message in messages],
+                given,
+                chat_template=chat_template,
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **kwargs,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise RequestError(f"The model's chat template refused the messages: {error}.") from error
-        return str(text)
+            raise RequestError(f"The chat template refused the messages: {error}.") from error
+        if end and end not in text:
+            raise RequestError("continue_final_message is True, but the chat template leaves the last message out.")
+        return str(text).rpartition(end)[0] if end else str(text)
 
 
 def max_characters_per_token(backend: TokenizersBackend) -> int | None:

@@ -149,7 +149,7 @@ def test_adapters_are_those_of_all_engines(server: ServedCore, args: EngineArgs,
     (tmp_path / "bad").mkdir()
     in_loop(server, engine.add_lora(adapter))
     with pytest.raises(RequestError):
-        in_loop(server, engine.add_lora(LoRARequest("bad", str(tmp_path / "bad"))))
+        in_loop(server, engine.add_lora(LoRARequest("bad", lora_path=str(tmp_path / "bad"))))
     assert in_loop(server, engine.list_loras()) == [adapter]
 
     async def use(count: int) -> set[int]:
@@ -186,7 +186,9 @@ def test_a_killed_engine_is_told_to_its_callers_within_a_second_and_the_server_s
     os.kill(engines.pids[1], signal.SIGKILL)
     for number, stream in enumerate(streams):
         if 20 + number in victims:
-            with pytest.raises(openai.APIError, match="has died, or all are being started again: send it again") as raised:
+            with pytest.raises(
+                openai.APIError, match="has died, or all are being started again: send it again"
+            ) as raised:
                 for _ in stream:
                     pass
             assert time.monotonic() - killed < ERROR_SECONDS + spare_seconds() and raised.value.code == "engine_lost"

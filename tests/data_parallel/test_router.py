@@ -111,7 +111,7 @@ STEPS = st.lists(
             st.just("add"),
             PROMPTS,
             st.sampled_from([None, None, "salt"]),
-            st.sampled_from([None, None, LoRARequest("a", "/a"), LoRARequest("b", "/b")]),
+            st.sampled_from([None, None, LoRARequest("a", lora_path="/a"), LoRARequest("b", lora_path="/b")]),
             st.sampled_from([None, None, None, 2]),
         ),
         st.tuples(st.just("output"), st.integers(0, 50), st.lists(st.integers(0, 1), max_size=6), st.booleans()),
@@ -218,7 +218,7 @@ def test_salts_and_adapters_have_prefixes_of_their_own() -> None:
     router = prefix_router()
     router.add(request("a", [1] * 40, cache_salt="x"))
     [home] = router.remove(["a"])
-    for others in ({}, {"cache_salt": "y"}, {"lora": LoRARequest("x", "/x")}):
+    for others in ({}, {"cache_salt": "y"}, {"lora": LoRARequest("x", lora_path="/x")}):
         one = router.add(request("b", [1] * 40, **others))
         assert router.engines[one].num_prompt_tokens == 40
         router.remove(["b"])

@@ -182,7 +182,7 @@ def test_adapters_come_and_go(tiny_model: TinyModel, tmp_path: Path, mode: str) 
         (directory / "adapter_config.json").write_text(
             json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]})
         )
-        adapters.append(LoRARequest(f"adapter-{index}", str(directory)))
+        adapters.append(LoRARequest(f"adapter-{index}", lora_path=str(directory)))
     prompts = [{"prompt_token_ids": prompt} for prompt in random_prompts((9, 5, 17, 3, 12, 7, 30, 4))]
     params = [seeded(seed, stop_token_ids=MANY_IDS[::2]) for seed in range(len(prompts))]
     answers = []

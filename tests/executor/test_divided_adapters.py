@@ -45,7 +45,7 @@ def of_one_layer(directory: Path, model: Path, layer: int, factor: float = 1.0) 
     """An adapter that other layers know nothing of."""
     matrices = random_matrices(model, 12, ("q_proj", "down_proj"), seed=layer)
     own = {name: tensor * factor for name, tensor in matrices.items() if f".layers.{layer}." in name}
-    return LoRARequest(directory.name, str(write_adapter(directory, own, r=12, lora_alpha=24)))
+    return LoRARequest(directory.name, lora_path=str(write_adapter(directory, own, r=12, lora_alpha=24)))
 
 
 def sampled(llm: LLM, prompts: list[list[int]], adapters: Adapters) -> list[list[int]]:
@@ -119,7 +119,8 @@ def test_vectors_and_tokens_of_processes_are_those_of_one_worker(
         for got, wanted in zip(llm.embed(asked, lora_request=adapters), vectors, strict=True):
             assert got.embedding == pytest.approx(wanted, abs=1e-4)
         named = next(adapter for adapter in adapters if adapter is not None)
-        assert LoRARequest(*llm.llm_engine.client.call("list_loras")[0]) in adapters
+        name, path = llm.llm_engine.client.call("list_loras")[0]
+        assert LoRARequest(name, lora_path=path) in adapters
         assert llm.llm_engine.client.call("remove_lora", named.name)
         assert answers(llm) == tokens  # read again
     [path] = traces.iterdir()

@@ -272,7 +272,7 @@ def random_adapter(directory: Path, shapes: dict[str, tuple[int, int]]) -> LoRAR
     modules = sorted({name.rpartition(".")[2] for name in shapes})
     entries = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": modules}
     (directory / "adapter_config.json").write_text(json.dumps(entries))
-    return LoRARequest("own", str(directory))
+    return LoRARequest("own", lora_path=str(directory))
 
 
 DEALT: dict[str, tuple[str, dict[str, Any]]] = {

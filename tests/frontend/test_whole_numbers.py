@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from minivllm import SamplingParams
+from minivllm import BeamSearchParams, SamplingParams
 from minivllm.errors import RequestError
-from minivllm.sampling_params import MAX_INTEGER, BeamSearchParams, RepetitionDetection
+from minivllm.sampling_params import MAX_INTEGER, RepetitionDetection
 
 NAMES = ("top_k", "min_tokens", "max_tokens", "thinking_budget")
 

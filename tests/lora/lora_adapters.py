@@ -64,7 +64,7 @@ def random_adapter(
     alpha = options.pop("lora_alpha", rank)
     matrices = random_matrices(model, rank, layers, seed)
     path = write_adapter(directory, matrices, r=rank, lora_alpha=alpha, target_modules=list(layers), **options)
-    return LoRARequest(directory.name, str(path))
+    return LoRARequest(directory.name, lora_path=str(path))
 
 
 @lru_cache(maxsize=8)

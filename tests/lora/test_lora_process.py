@@ -43,9 +43,9 @@ def test_adapters_come_and_go_while_others_stream(tiny_model: TinyModel, tmp_pat
             while "streams" not in tokens:
                 await asyncio.sleep(0.001)
             with pytest.raises(RequestError, match="path is '/no/where', but must be a local directory"):
-                await llm.add_lora(LoRARequest("bad", "/no/where"))
+                await llm.add_lora(LoRARequest("bad", lora_path="/no/where"))
             with pytest.raises(RequestError, match="path is '/no/where', but must be a local directory"):
-                await read("bad", prompts[1], 4, LoRARequest("bad", "/no/where"))
+                await read("bad", prompts[1], 4, LoRARequest("bad", lora_path="/no/where"))
             await llm.add_lora(second)
             await read("joins", prompts[1], 8, second)
             assert await llm.list_loras() == [first, second]

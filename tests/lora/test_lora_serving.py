@@ -35,10 +35,10 @@ def test_an_adapter_that_differs_between_nodes_is_refused_and_nobody_keeps_it() 
 
     registry = AdapterRegistry(LoRAConfig(max_loras=1, max_lora_rank=8, max_cpu_loras=1), collective)
     with pytest.raises(RequestError, match=r"'own' is not the same on all nodes: /own holds .* of rank 2 than"):
-        registry.add(LoRARequest("own", "/own"), ())
+        registry.add(LoRARequest("own", lora_path="/own"), ())
     assert not kept and not registry.requests()
     digests[2] = "one"
-    assert registry.add(LoRARequest("own", "/own"), ()) == "one"
+    assert registry.add(LoRARequest("own", lora_path="/own"), ()) == "one"
     assert kept == registry.names_in_memory() == ["own"]
 
 
@@ -183,9 +183,10 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(tiny_model: TinyM
             llm.generate(prompts, GREEDY, lora_request=[good, random_adapter(tmp_path / "large", model, rank=16)])
         for wrong, message in (
             ("name", "lora_request is 'name', but must be a LoRARequest or a list"),
-            (LoRARequest("", good.path), "The adapter's name is empty"),
-            (LoRARequest("x", 7), "the adapter's path is 7, but must be a text"),  # type: ignore[arg-type]
-            (LoRARequest("x", "/no/where"), "path is '/no/where', but must be a local directory"),
+            (LoRARequest("", lora_path=good.path), "lora_name is empty"),
+            (LoRARequest("x", lora_path=7), "lora_path is 7, but must be a text"),  # type: ignore[arg-type]
+            (LoRARequest("x", "/no/where"), "lora_int_id is '/no/where'"),  # type: ignore[arg-type]
+            (LoRARequest("x", lora_path="/no/where"), "path is '/no/where', but must be a local directory"),
             ([good], "has 1 entries, but must have one for each of the 2 prompts"),
         ):
             with pytest.raises(RequestError, match=message):
@@ -203,7 +204,7 @@ def test_room_for_adapters_must_make_sense(tiny_model: TinyModel) -> None:
 
 
 def waiting_request(index: int, adapter: int | None) -> Request:
-    lora = None if adapter is None else LoRARequest(f"a{adapter}", "/")
+    lora = None if adapter is None else LoRARequest(f"a{adapter}", lora_path="/")
     return Request(
         EngineRequest(
             request_id=str(index),

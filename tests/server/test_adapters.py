@@ -169,6 +169,6 @@ def test_names_that_clash_and_directories_that_are_none_are_refused_at_the_start
 ) -> None:
     engine = real_server.served.run.service.engine
     with pytest.raises(ConfigError, match="'tiny' stands for two models"):
-        ServedModels(engine, ["tiny"], [LoRARequest("tiny", "/x")])
+        ServedModels(engine, ["tiny"], [LoRARequest("tiny", lora_path="/x")])
     with pytest.raises(ConfigError, match="must be a directory"):
         ServerSettings(lora_directory=tmp_path / "missing")

@@ -171,6 +171,38 @@ def test_a_server_that_tells_no_stats_gets_a_sentence(metrics: str | None, reaso
             server.shutdown()
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_of_other_servers_is_shown_under_either_name(name: str) -> None:
+    deltas = [{"role": "assistant", "content": ""}, {name: "Hm. "}, {name: "Well."}, {"content": "Yes."}]
+    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    frames = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+    class OtherServer(BaseHTTPRequestHandler):
+        def answer(self, page: str, kind: str) -> None:
+            self.send_response(200)
+            self.send_header("content-type", kind)
+            self.end_headers()
+            self.wfile.write(page.encode())
+
+        def do_GET(self) -> None:
+            self.answer(json.dumps({"data": [{"id": "other", "max_model_len": 64}]}), "application/json")
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.answer(frames, "text/event-stream")
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            session = RemoteSession(f"http://127.0.0.1:{server.server_port}", "", SamplingParams())
+            assert ask(session, "x") == "<think>Hm. Well.</think>Yes."
+        finally:
+            server.shutdown()
+
+
 def test_a_refusal_is_the_servers_sentence_and_changes_nothing(session: RemoteSession) -> None:
     with pytest.raises(RequestError, match="more blocks than the cache has"):
         ask(session, "REFUSE")

@@ -159,3 +159,17 @@ def test_repetition_and_thinking_have_limits_to_choose(client: openai.OpenAI, se
     assert (params.repetition_detection.max_pattern_size, params.repetition_detection.min_count) == (4, 2)
     with pytest.raises(openai.BadRequestError, match="max_pattern_size"):
         ask(client, "chat", "say:fine", "scripted", repetition_detection={"max_pattern_size": 0})
+
+
+def test_a_grammar_that_the_engine_refuses_is_counted_as_an_error(
+    real_server: RealServer, real_client: openai.OpenAI
+) -> None:
+    registry = real_server.served.run.service.metrics.registry
+
+    def errors() -> float:
+        return registry.get_sample_value("minivllm_request_success_total", {"finished_reason": "error"}) or 0.0
+
+    before = errors()
+    with pytest.raises(openai.BadRequestError, match="look-around"):
+        ask(real_client, "completions", "a", "tiny", structured_outputs={"regex": "(?=a)b"})
+    assert errors() == before + 1

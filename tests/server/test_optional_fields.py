@@ -12,7 +12,7 @@ import pytest
 from pydantic.fields import FieldInfo
 
 import minivllm.server.app
-from minivllm.server.wire.fields import Body
+from minivllm.server.wire.body import Body
 from minivllm.server.wire.other_clients import ADVICE, LABELS
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 

@@ -25,6 +25,7 @@ from minivllm.server.parsers.events import (
 )
 from minivllm.server.parsers.reasoning import ThinkParser
 from minivllm.server.parsers.tool_calls import HermesParser, LlamaParser
+from minivllm.server.service.settings import ServerSettings
 
 PARSERS: dict[str, Callable[[], Parser]] = {
     "hermes": HermesParser,
@@ -213,5 +214,11 @@ def test_the_chat_template_tells_the_parsers() -> None:
     assert (llama.tool_call_parser, llama.has_reasoning) == ("llama", False)
     assert choose_answer_format("{{ messages }}", "auto", "auto").tool_call_parser is None
     assert choose_answer_format("<tool_call>", "llama", "think").tool_call_parser == "llama"
-    with pytest.raises(ConfigError, match="must be one of auto, none, hermes, llama"):
-        choose_answer_format("", "mistral", "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"), [("tool_call_parser", "auto, none, hermes, llama"), ("reasoning_parser", "auto, none, think")]
+)
+def test_an_unknown_parser_is_refused_before_a_model_is_loaded(name: str, known: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 'mistral', but must be one of {known}"):
+        ServerSettings(**{name: "mistral"})

@@ -76,7 +76,7 @@ def test_an_adapter_changes_what_it_names_and_nobody_else(family: str, tmp_path:
     llm = tiny_llm(directory, model_impl="transformers", max_model_len=64, enable_lora=True)
     if family in IN_REGIONS:
         use_regions(llm)
-    lora = [LoRARequest("own", str(adapter)), None] * 3
+    lora = [LoRARequest("own", lora_path=str(adapter)), None] * 3
     texts = [{"prompt_token_ids": prompt} for prompt in prompts()]
     answers = llm.generate(texts, GREEDY, use_tqdm=False, lora_request=lora[: len(texts)])
 

@@ -53,7 +53,7 @@ def write_random_adapters(
         save_file(matrices, path / "adapter_model.safetensors")
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
         (path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-        requests.append(LoRARequest(path.name, str(path)))
+        requests.append(LoRARequest(path.name, lora_path=str(path)))
     return requests
 
 

@@ -265,7 +265,8 @@ class RemoteSession(ChatSession):
                     generation.num_counted = metrics.num_generation_tokens = int(usage["completion_tokens"])
                     generation.num_cached_tokens = metrics.num_cached_tokens = int(details.get("cached_tokens") or 0)
                 for choice in event.get("choices") or ():
-                    thought, text = choice["delta"].get("reasoning_content"), choice["delta"].get("content")
+                    delta = choice["delta"]
+                    thought, text = delta.get("reasoning_content") or delta.get("reasoning"), delta.get("content")
                     if thought or text:
                         metrics.last_token_time = time.monotonic()
                         metrics.first_token_time = metrics.first_token_time or metrics.last_token_time

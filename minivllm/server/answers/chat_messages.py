@@ -52,21 +52,56 @@ def template_tools(tools: Sequence[chat.Tool], chat_template: str) -> list[dict[
     ]
 
 
-def template_names(request: chat.ChatCompletionRequest, chat_template: str) -> dict[str, Any]:
-    """Further names for the chat template: chat_template_kwargs, and what reasoning_effort means to it."""
-    names: dict[str, Any] = dict(request.chat_template_kwargs or {})
+def template_options(
+    fields: chat.TemplateFields, tools: Sequence[chat.Tool], chat_template: str, *, trusts_templates: bool
+) -> dict[str, Any]:
+    """What ``render_chat`` takes besides messages. tools: those that the model may call. Raises ApiError 400.
+
+    chat_template: the model's. trusts_templates: a request may bring another one.
+    """
+    if fields.chat_template is not None:
+        if not trusts_templates:
+            why = "is not taken from requests here: the operator allows it with --trust-request-chat-template."
+            raise unsupported("chat_template", why)
+        chat_template = fields.chat_template
+    continues = fields.continue_final_message is True
+    if continues and fields.add_generation_prompt:
+        raise invalid("continue_final_message", "contradicts add_generation_prompt: set one of them to false.")
+    names = _template_names(fields, chat_template)
+    if tools:
+        names["tools"] = template_tools(tools, chat_template)
+    if fields.documents is not None:
+        if "documents" not in chat_template:
+            raise unsupported("documents", "cannot be given to this model: its chat template has no place for them.")
+        names["documents"] = fields.documents
+    return {
+        "add_generation_prompt": not continues and fields.add_generation_prompt is not False,
+        "continue_final_message": continues,
+        "chat_template": fields.chat_template,
+        "chat_template_kwargs": names,
+        "add_special_tokens": bool(fields.add_special_tokens),
+        "parse_special_tokens": bool(fields.parse_special_tokens),
+    }
+
+
+def _template_names(fields: chat.TemplateFields, chat_template: str) -> dict[str, Any]:
+    """Further names for the chat template: chat_template_kwargs, and what the switches of thinking mean to it."""
+    names: dict[str, Any] = dict(fields.chat_template_kwargs or {})
     for name in names:
         if name in RESERVED_TEMPLATE_NAMES or name not in chat_template:
             raise unsupported(f"chat_template_kwargs.{name}", "is not a name that this model's chat template knows.")
-    effort = request.reasoning_effort
-    if effort is None:
-        return names
-    if "reasoning_effort" in chat_template:
-        names["reasoning_effort"] = effort
-    elif "enable_thinking" in chat_template:
-        names["enable_thinking"] = effort != "none"
-    elif effort != "none":
-        raise unsupported("reasoning_effort", "has no meaning for this model: its chat template does not know it.")
+    for switch in ("reasoning_effort", "enable_thinking", "think"):
+        value = getattr(fields, switch)
+        if value is None:
+            continue
+        is_effort = isinstance(value, str)
+        thinks = value not in (False, "none")
+        if is_effort and "reasoning_effort" in chat_template:
+            names["reasoning_effort"] = value
+        elif "enable_thinking" in chat_template:
+            names["enable_thinking"] = thinks
+        elif thinks and (is_effort or "<think>" not in chat_template):
+            raise unsupported(switch, "has no meaning for this model: its chat template does not know it.")
     return names
 
 

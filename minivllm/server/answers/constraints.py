@@ -12,6 +12,8 @@ from minivllm.server.parsers.events import Parser, PlainText
 from minivllm.server.parsers.tool_calls import CallForm, HermesParser
 from minivllm.server.protocol import chat
 from minivllm.server.wire.errors import invalid, unsupported
+from minivllm.server.wire.fields import RequestFields
+from minivllm.server.wire.formats import ResponseFormatJsonObject, ResponseFormatJsonSchema
 
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _DATA = frozenset({"const", "enum", "default", "examples"})
@@ -69,16 +71,8 @@ def constraint(
     request: chat.ChatCompletionRequest, offered: OfferedTools | None, native: NativeCalls | None
 ) -> Constraint:
     """native: reads the calls as the model writes them by itself. Raises ApiError 400 or RequestError."""
-    answer: dict[str, Any] | None = None
-    if isinstance(request.response_format, chat.ResponseFormatJsonSchema):
-        answer = _as_object(request.response_format.json_schema.schema_)
-    elif isinstance(request.response_format, chat.ResponseFormatJsonObject):
-        answer = {"type": "object"}
-    structure = request.structure()
+    answer, structure = forced_answer(request)
     if structure is not None:
-        if answer is not None:
-            why = "and response_format both say what the answer must look like: give one of them."
-            raise invalid("structured_outputs", why)
         if offered is not None:
             raise invalid("structured_outputs", "would make tool calls impossible: give tool_choice none.")
         return Constraint(structure, PlainText)
@@ -103,6 +97,19 @@ def constraint(
         _calls_structure(offered.functions, form, single_call, answer),
         partial(CallsOrAnswer, native, [form.begin(function.name) for function in offered.functions]),
     )
+
+
+def forced_answer(request: RequestFields) -> tuple[dict[str, Any] | None, StructuredOutputs | None]:
+    """The schema that response_format forces an answer into, and structured_outputs; at most one of them."""
+    wanted, structure, schema = request.response_format, request.structure(), None
+    if isinstance(wanted, ResponseFormatJsonSchema):
+        schema = _as_object(wanted.json_schema.schema_)
+    elif isinstance(wanted, ResponseFormatJsonObject):
+        schema = {"type": "object"}
+    if schema is not None and structure is not None:
+        why = "and response_format both say what the answer must look like: give one of them."
+        raise invalid("structured_outputs", why)
+    return schema, structure
 
 
 def _as_object(schema: dict[str, Any] | bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import msgspec
 
 from minivllm.processing.outputs import Logprob, PositionLogprobMap
 from minivllm.server.protocol.chat import ChoiceLogprobs, TokenLogprob, TopLogprob
-from minivllm.server.protocol.completions import CompletionLogprobs
+from minivllm.server.protocol.completions import CompletionLogprobs, PromptLogprob
 from minivllm.tokenizer.detokenizer import TokenDecoder
 
 LOWEST = -9999.0
@@ -110,6 +110,21 @@ def completion_logprobs(
         result["token_logprobs"].append(None if position is None else _finite(position[token_id].logprob))
         result["top_logprobs"].append(None if position is None else _by_name(position, names))
     return _written(result)
+
+
+def prompt_logprobs(positions: Sequence[PositionLogprobMap | None]) -> list[dict[str, PromptLogprob] | None]:
+    """One entry per token of the prompt, by token ids as vLLM has them; None for the first."""
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): PromptLogprob(
+                logprob=_finite(value.logprob), rank=value.rank, decoded_token=value.decoded_token
+            )
+            for token_id, value in position.items()
+        }
+        for position in positions
+    ]
 
 
 def _written(logprobs: Mapping[str, Any]) -> msgspec.Raw:

@@ -6,10 +6,12 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar
 
-from minivllm.processing.input_processor import PreparedRequest, Prompt
+from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import PoolingParams, SamplingParams
+from minivllm.server.answers.logprobs import prompt_logprobs
 from minivllm.server.answers.streaming import DONE, data_frame
+from minivllm.server.endpoints.beams import check_beams, search_beams
 from minivllm.server.protocol.completions import Usage
 from minivllm.server.protocol.completions import usage as count_usage
 from minivllm.server.service.service import Service
@@ -37,11 +39,17 @@ class CompletionRun(ABC):
         self._fields = request
         self._served = service.models.find(request.model)
         self.model = self._served.name
-        self._id = new_id(self.id_prefix)
+        chosen = request.request_id
+        self._id = new_id(self.id_prefix) if chosen is None else f"{self.id_prefix}-{chosen}"
         self._created = int(time.time())
         self._last_outputs: dict[int, RequestOutput] = {}
         if request.stream_options is not None and not request.stream:
             raise unsupported("stream_options", "is only allowed together with stream: true.")
+        if request.stream and request.prompt_logprobs is not None:
+            raise unsupported("prompt_logprobs", "cannot stream: leave stream out.")
+        if request.stream and (request.best_of or 1) > (request.n or 1):
+            raise unsupported("best_of", "above n cannot stream: which ones are best is known at the end only.")
+        check_beams(request)
 
     async def complete(self) -> dict[str, Any]:
         """The whole answer at once, its choices in the order of their indices."""
@@ -68,6 +76,10 @@ class CompletionRun(ABC):
     def error_frames(self, error: ApiError) -> bytes:
         """How a stream ends that fails in the middle."""
         return data_frame(error.body) + DONE
+
+    def _usage_so_far(self) -> Usage | None:
+        options = self._fields.stream_options
+        return self.usage() if options is not None and options.continuous_usage_stats else None
 
     def usage(self) -> Usage:
         outputs = self._last_outputs.values()
@@ -97,6 +109,13 @@ class CompletionRun(ABC):
 
     async def _completions(self) -> AsyncGenerator[tuple[int, RequestOutput, CompletionOutput], None]:
         """(number of the prompt, its output, what is new of one completion) as they come."""
+        if self._fields.use_beam_search:
+            found = await search_beams(self._service, self._fields, self.params, self._blaming_the_prompt)
+            for number, output in enumerate(found):
+                self._last_outputs[number] = output
+                for completion in output.outputs:
+                    yield number, output, completion
+            return
         async with aclosing(
             self._service.run(self._num_completions, self._blaming_the_prompt, self._is_over)
         ) as outputs:
@@ -109,17 +128,32 @@ class CompletionRun(ABC):
         with named_in(self.prompt_field):
             return self._prepare()
 
-    def _prepared(self, request_id: str, prompt: Prompt) -> PreparedRequest:
+    def _prepared(
+        self, request_id: str, prompt: str | dict[str, Any], *, add_special_tokens: bool = True
+    ) -> PreparedRequest:
         fields = self._fields
+        room = self._service.max_model_len - (0 if self.pooling is not None else self.params.max_tokens or 1)
         return self._service.engine.prepare(
             request_id,
-            prompt,
+            self._service.cut_prompt(prompt, fields.truncate_prompt_tokens, room, add_special_tokens),
             self.params,
             priority=fields.priority or 0,
             cache_salt=fields.cache_salt,
             lora=self._served.lora,
             pooling=self.pooling,
         )
+
+    def _told_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """What the answer tells of the prompt, as it was asked for."""
+        told: dict[str, Any] = {}
+        if self._fields.return_token_ids:
+            told["prompt_token_ids"] = output.prompt_token_ids
+        if self._fields.prompt_logprobs is not None:
+            told["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
+        return told
+
+    def _told_tokens(self, completion: CompletionOutput) -> dict[str, Any]:
+        return {"token_ids": list(completion.token_ids)} if self._fields.return_token_ids else {}
 
     def _object(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -128,12 +162,5 @@ class CompletionRun(ABC):
             "created": self._created,
             "model": self.model,
             "choices": choices,
-            **({"usage": None} if self._fields.wants_usage_chunk else {}),
+            **({"usage": self._usage_so_far()} if self._fields.wants_usage_chunk else {}),
         }
-
-
-def ending(completion: CompletionOutput) -> dict[str, Any]:
-    """The fields of a choice that say whether it has ended, and why."""
-    reason = completion.finish_reason
-    ended = {"finish_reason": reason if reason in (None, "length") else "stop"}
-    return ended if completion.stop_reason is None else {**ended, "stop_reason": completion.stop_reason}

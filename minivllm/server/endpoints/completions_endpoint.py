@@ -5,9 +5,11 @@ from typing import Any
 
 from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import CompletionOutput, PositionLogprobMap, RequestOutput
-from minivllm.sampling_params import PoolingParams
+from minivllm.sampling_params import PoolingParams, StructuredOutputs
+from minivllm.server.answers.constraints import forced_answer
+from minivllm.server.answers.ending import ending
 from minivllm.server.answers.logprobs import TextOffsets, TokenNames, completion_logprobs
-from minivllm.server.endpoints.completion_run import CompletionRun, ending
+from minivllm.server.endpoints.completion_run import CompletionRun
 from minivllm.server.protocol import completions as protocol
 from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import invalid, unsupported
@@ -33,28 +35,34 @@ class TextRun(CompletionRun):
             self.pooling = PoolingParams()  # the prompt is computed, and nothing generated
         if request.stream and request.echo and request.logprobs is not None and (request.n or 1) > 1:
             raise unsupported("n", "must be 1 where stream, echo and logprobs come together.")
-        if request.stream and (request.best_of or 1) > (request.n or 1):
-            raise unsupported("best_of", "above n cannot stream: which ones are best is known at the end only.")
+        schema, structure = forced_answer(request)
         max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        echoed = request.logprobs if request.echo else None
+        counts = [count for count in (echoed, request.prompt_logprobs) if count is not None]
         self.params = request.sampling_params(
             service.engine.get_default_sampling_params(),
             n=request.n or 1,
             best_of=request.best_of,
             max_tokens=max(1, max_tokens),
             logprobs=request.logprobs,
-            prompt_logprobs=request.logprobs if request.echo else None,
+            prompt_logprobs=max(counts, default=None),
+            structured_outputs=structure if schema is None else StructuredOutputs(json=schema),
             output_kind=request.output_kind,
         )
         self._num_completions = len(self._prompts) * self.params.num_sequences
 
     def _prepare(self) -> Sequence[PreparedRequest]:
-        return [self._prepared(f"{self._id}-{number}", as_prompt(one)) for number, one in enumerate(self._prompts)]
+        adds = self._request.add_special_tokens is not False
+        return [
+            self._prepared(f"{self._id}-{number}", as_prompt(one), add_special_tokens=adds)
+            for number, one in enumerate(self._prompts)
+        ]
 
     def _chunk_choices(
         self, number: int, output: RequestOutput, completion: CompletionOutput
     ) -> Iterable[dict[str, Any]]:
         choice = self._choice(number, output, completion)
-        if choice["text"] or choice["finish_reason"] or choice["logprobs"]:
+        if choice["text"] or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids"):
             yield choice
 
     def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
@@ -80,7 +88,8 @@ class TextRun(CompletionRun):
                 token_ids, positions, starts, TokenNames(decoder, bool(self._request.return_tokens_as_token_ids))
             )
         end = ending(completion) if self.pooling is None else {"finish_reason": "length"}
-        return {"index": index, "text": text, "logprobs": logprobs, **end}
+        told = self._told_tokens(completion) | (self._told_prompt(output) if is_new else {})
+        return {"index": index, "text": text, "logprobs": logprobs, **end, **told}
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:

@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings`` and ``POST /v1/score``: pooling requests, many of which make one answer."""
+"""``POST /v1/embeddings``, ``/v1/score`` and ``/v1/rerank``: pooling requests, many of which make one answer."""
 
 import base64
 import time
@@ -64,6 +64,27 @@ async def score(service: Service, request: protocol.ScoreRequest) -> protocol.Sc
     )
 
 
+async def rerank(service: Service, request: protocol.RerankRequest) -> protocol.RerankResponse:
+    """Raises ApiError, RequestError or EngineDeadError."""
+    served = service.models.find(request.model)
+
+    def name(number: int) -> str:
+        return "query" if number == 0 else f"documents.{number - 1}"
+
+    texts = [request.query, *request.documents]
+    (query, *vectors), usage = await _vectors(service, request, served.lora, texts, np.asarray, name)
+    results = []
+    for index, (vector, document) in enumerate(zip(vectors, request.documents)):
+        result = protocol.RerankResult(index=index, relevance_score=float(query @ vector))
+        if request.return_documents is not False:
+            result["document"] = protocol.RerankedDocument(text=document)
+        results.append(result)
+    results.sort(key=lambda result: -result["relevance_score"])
+    return protocol.RerankResponse(
+        id=new_id("rerank"), model=served.name, results=results[: request.top_n or None], usage=usage
+    )
+
+
 async def _vectors(
     service: Service,
     request: protocol.PoolingFields,
@@ -86,7 +107,9 @@ async def _vectors(
         with named_in(name(number)):
             return service.engine.prepare(
                 f"{answer_id}-{number}",
-                as_prompt(inputs[number]),
+                service.cut_prompt(
+                    as_prompt(inputs[number]), request.truncate_prompt_tokens, service.max_model_len, True
+                ),
                 SamplingParams(temperature=0.0, output_kind=OutputKind.FINAL_ONLY),
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt,

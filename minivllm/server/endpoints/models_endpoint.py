@@ -1,6 +1,6 @@
 """Model cards, ``/tokenize`` and ``/detokenize``."""
 
-from minivllm.server.answers.chat_messages import template_messages
+from minivllm.server.answers.chat_messages import template_messages, template_options
 from minivllm.server.protocol import operation as protocol
 from minivllm.server.service.models import ServedModel
 from minivllm.server.service.service import Service
@@ -40,15 +40,17 @@ def tokenize(service: Service, request: protocol.TokenizeRequest) -> protocol.To
             )
             raise ApiError(400, message, param="prompt", code="context_length_exceeded")
         token_ids = tokenizer.encode(
-            request.prompt, request.add_special_tokens, request.parse_special_tokens is not False
+            request.prompt, request.add_special_tokens is not False, request.parse_special_tokens is not False
         )
     else:
         messages = template_messages(request.messages or [], service.chat_template)
-        rendered = service.engine.render_chat(
-            messages,
-            add_generation_prompt=request.add_generation_prompt,
-            parse_special_tokens=bool(request.parse_special_tokens),
+        options = template_options(
+            request,
+            request.tools or [],
+            service.chat_template,
+            trusts_templates=service.settings.trust_request_chat_template,
         )
+        rendered = service.engine.render_chat(messages, **options)
         token_ids = rendered["prompt_token_ids"]
     return protocol.TokenizeResponse(
         count=len(token_ids),

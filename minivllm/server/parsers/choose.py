@@ -47,15 +47,19 @@ class AnswerFormat:
 
 
 def choose_answer_format(chat_template: str, tool_call_parser: str, reasoning_parser: str) -> AnswerFormat:
-    """From the flags, or where they say "auto" from the template. Raises ConfigError for a parser there is none of."""
-    _known("tool_call_parser", tool_call_parser, tuple(TOOL_CALL_PARSERS))
-    _known("reasoning_parser", reasoning_parser, REASONING_PARSERS)
+    """From the flags, which ``check_parsers`` knows, or where they say "auto" from the template."""
     tools = None if tool_call_parser == "none" else tool_call_parser
     if tools == "auto":
         is_llama = LLAMA_TAG in chat_template or ("tools" in chat_template and '"parameters"' in chat_template)
         tools = "hermes" if HERMES_OPEN in chat_template else "llama" if is_llama else None
     thinks = OPEN in chat_template if reasoning_parser == "auto" else reasoning_parser == "think"
     return AnswerFormat(tools, thinks)
+
+
+def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
+    """Raises ConfigError for a parser there is none of."""
+    _known("tool_call_parser", tool_call_parser, tuple(TOOL_CALL_PARSERS))
+    _known("reasoning_parser", reasoning_parser, REASONING_PARSERS)
 
 
 def _known(name: str, value: str, parsers: tuple[str, ...]) -> None:

@@ -6,18 +6,18 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Discriminator, Field, StringConstraints, Tag
 from typing_extensions import TypedDict
 
-from minivllm.server.protocol.completions import Usage
+from minivllm.server.protocol.completions import PromptLogprob, Usage
+from minivllm.server.wire.body import Body, OrDefault
 from minivllm.server.wire.fields import (
     MAX_TOKEN_ID,
-    Body,
     Label,
     NeutralFields,
     NeutralVerbosity,
     Nothing,
-    OrDefault,
     ReasoningEffort,
     RequestFields,
 )
+from minivllm.server.wire.formats import FunctionName
 from minivllm.server.wire.other_clients import MESSAGE_LABELS, PART_LABELS
 
 MAX_TOP_LOGPROBS = 20
@@ -27,7 +27,6 @@ MAX_TOOLS = 128
 
 CUSTOM_ARGUMENT = "input"
 """Name of the argument by which a custom tool is a function."""
-FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 TemplateValue = bool | int | float | Annotated[str, StringConstraints(max_length=4096)]
 
 
@@ -269,43 +268,39 @@ ToolChoice = (
 )
 
 
-class ResponseFormatText(Body):
-    type: Literal["text"]
+class TemplateFields(Body):
+    """What a conversation is written with, by the model's chat template.
+
+    reasoning_effort, chat_template_kwargs: names that the template knows; "none" switches thinking off, and so does
+    False for enable_thinking or think, its names with other servers. continue_final_message: go on with the last
+    message, which needs add_generation_prompt to be False or left out. add_special_tokens: put around it what the
+    tokenizer puts around texts. parse_special_tokens: special tokens that stand in messages and tools count as such;
+    by default they are text, so that no message can end its turn and begin another. documents: for templates that know
+    them. chat_template: takes the place of the model's, where the operator allows it.
+    """
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    parse_special_tokens: bool | None = None
+    documents: Annotated[list[dict[str, str]], Field(max_length=MAX_MESSAGES)] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: (
+        Annotated[dict[Annotated[str, Field(max_length=64)], TemplateValue], Field(max_length=16)] | None
+    ) = None
 
 
-class ResponseFormatJsonObject(Body):
-    type: Literal["json_object"]
-
-
-class JsonSchemaFormat(Body):
-    """schema: what the answer must follow. strict is always the case."""
-
-    name: FunctionName
-    description: str | None = None
-    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
-    strict: bool | None = None
-
-
-class ResponseFormatJsonSchema(Body):
-    type: Literal["json_schema"]
-    json_schema: JsonSchemaFormat
-
-
-ResponseFormat = Annotated[
-    ResponseFormatText | ResponseFormatJsonObject | ResponseFormatJsonSchema, Field(discriminator="type")
-]
-
-
-class ChatCompletionRequest(RequestFields, NeutralFields):
+class ChatCompletionRequest(RequestFields, NeutralFields, TemplateFields):
     """A conversation to continue.
 
     max_completion_tokens (max_tokens is its older name): None is the rest of the context. logprobs, top_logprobs: for
-    every token of the answer. response_format: the form of an answer, in place of which the model may call a tool.
-    include_reasoning: False leaves the reasoning out of the answer.
-    reasoning_effort, chat_template_kwargs: names the model's chat template knows; "none" switches thinking off.
-    parse_special_tokens: special tokens that stand in messages and tools count as such; by default they are text, so
-    that no message can end its turn and begin another. store: either, nothing is kept. verbosity and all
-    that follow it: only values that change nothing.
+    every token of the answer. include_reasoning: False leaves the reasoning out of the answer. echo: begin the answer
+    with the last message, if that is the assistant's. In place of an answer in the form of response_format the model
+    may call a tool. store: either, nothing is kept. verbosity and all that follow it: only values that change nothing.
     """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -313,17 +308,10 @@ class ChatCompletionRequest(RequestFields, NeutralFields):
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
-    add_generation_prompt: bool | None = None
-    parse_special_tokens: bool | None = None
-    chat_template_kwargs: (
-        Annotated[dict[Annotated[str, Field(max_length=64)], TemplateValue], Field(max_length=16)] | None
-    ) = None
+    echo: bool | None = None
     store: bool | None = None
     verbosity: NeutralVerbosity = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
@@ -389,10 +377,11 @@ class ChatChoice(TypedDict):
     logprobs: ChoiceLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: NotRequired[int | str]
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletion(TypedDict):
-    """created: Unix time [seconds]."""
+    """created: Unix time [seconds]. prompt_token_ids, prompt_logprobs: if they were asked for."""
 
     id: str
     object: Literal["chat.completion"]
@@ -400,6 +389,8 @@ class ChatCompletion(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 
 
 class Delta(TypedDict):

@@ -5,8 +5,9 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from minivllm.sampling_params import MAX_LOGPROBS, MAX_N
-from minivllm.server.wire.fields import MAX_TOKEN_ID, CallerFields, OrDefault, Prompts, RequestFields
+from minivllm.sampling_params import MAX_LOGPROBS
+from minivllm.server.wire.body import OrDefault
+from minivllm.server.wire.fields import MAX_PROMPTS, MAX_TOKEN_ID, CallerFields, Prompts, RequestFields, Text
 
 
 class PromptTokensDetails(TypedDict):
@@ -39,13 +40,13 @@ class CompletionRequest(RequestFields):
     prompt: a text, a list of texts, token ids or lists of token ids. Special tokens in a text count as such, as in
     vLLM: whoever sends a whole prompt writes its turns too. echo: repeat the prompt before its completion, with
     logprobs of its tokens if those are asked for. max_tokens: 16 if left out, 0 only with echo. logprobs: how many
-    alternatives to report per token. best_of: so many are generated, and the n likeliest come back; not in streams.
+    alternatives to report per token. add_special_tokens: True puts around a text what the tokenizer puts around texts.
     suffix: none, the models served here do not fill gaps.
     """
 
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    add_special_tokens: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: Literal[""] | None = None
@@ -60,6 +61,14 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
+class PromptLogprob(TypedDict):
+    """rank: 1 is the likeliest token at that place."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
 class CompletionChoice(TypedDict):
     """index: prompt number × n + number of the completion."""
 
@@ -68,6 +77,9 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
     stop_reason: NotRequired[int | str]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 
 
 class Completion(TypedDict):
@@ -82,8 +94,9 @@ class Completion(TypedDict):
 
 
 class PoolingFields(CallerFields):
-    """pooling: the state of the last token, or the mean of all."""
+    """pooling: the state of the last token, or the mean of all. truncate_prompt_tokens: see ``RequestFields``."""
 
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
     pooling: OrDefault[Literal["last", "mean"]] = "last"
 
 
@@ -142,4 +155,32 @@ class ScoreList(TypedDict):
     created: int
     model: str
     data: list[Score]
+    usage: EmbeddingUsage
+
+
+class RerankRequest(PoolingFields):
+    """documents: to be put in order, the one most like ``query`` first. top_n: how many come back; 0 is all."""
+
+    query: Text
+    documents: Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+    top_n: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
+    return_documents: bool | None = None
+
+
+class RerankedDocument(TypedDict):
+    text: str
+
+
+class RerankResult(TypedDict):
+    """index: in the request's documents. relevance_score: the cosine of the two vectors, -1 to 1."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[RerankedDocument]
+
+
+class RerankResponse(TypedDict):
+    id: str
+    model: str
+    results: list[RerankResult]
     usage: EmbeddingUsage

@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
-from minivllm.server.protocol.chat import MAX_MESSAGES, Message
-from minivllm.server.wire.fields import Body, OrDefault, TokenId
+from minivllm.server.protocol.chat import MAX_MESSAGES, Message, TemplateFields
+from minivllm.server.wire.body import Body, OrDefault
+from minivllm.server.wire.fields import TokenId
 from minivllm.server.wire.other_clients import LABELS
 
 AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
@@ -50,20 +51,18 @@ class DeletedModel(TypedDict):
     deleted: Literal[True]
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(TemplateFields):
     """Exactly one of prompt (a text) and messages (a conversation, by the chat template).
 
-    add_special_tokens: what the tokenizer puts around a text; a chat template writes its own. parse_special_tokens:
-    special tokens in the text count as such; left out, they do in a prompt and do not in messages, as when generating.
+    add_special_tokens: what the tokenizer puts around a text; left out, a prompt gets them, and messages do not, whose
+    template writes its own. parse_special_tokens: special tokens in the text count as such; left out, they do in a
+    prompt and do not in messages, as when generating.
     """
 
     labels = LABELS
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    add_special_tokens: OrDefault[bool] = True
-    add_generation_prompt: OrDefault[bool] = True
-    parse_special_tokens: bool | None = None
     return_token_strs: OrDefault[bool] = False
 
 

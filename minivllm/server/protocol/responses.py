@@ -13,26 +13,22 @@ from minivllm.server.protocol.chat import (
     CustomGrammar,
     CustomTextFormat,
     FunctionDefinition,
-    FunctionName,
-    JsonSchemaFormat,
     NamedFunction,
-    ResponseFormatJsonObject,
-    ResponseFormatText,
     TokenLogprob,
 )
 from minivllm.server.protocol.completions import PromptTokensDetails
+from minivllm.server.wire.body import Body, OrDefault
 from minivllm.server.wire.fields import (
     MAX_TOKEN_ID,
-    Body,
     CallerFields,
     Label,
     NeutralFields,
     NeutralVerbosity,
     Nothing,
-    OrDefault,
     ReasoningEffort,
     SamplingFields,
 )
+from minivllm.server.wire.formats import FunctionName, JsonSchemaFormat, ResponseFormatJsonObject, ResponseFormatText
 from minivllm.server.wire.other_clients import PART_LABELS
 
 Status = Literal["in_progress", "completed", "incomplete"]

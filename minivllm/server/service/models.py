@@ -77,7 +77,7 @@ class ServedModels:
         path: inside the directory for adapters, relative to it or absolute. Raises ApiError 403 where the operator
         allows none, 400 for a path or an adapter that cannot be served, 409 for a name that is taken.
         """
-        adapter = LoRARequest(name, self._allowed_path(path))
+        adapter = LoRARequest(name, lora_path=self._allowed_path(path))
         async with self._changing:
             known = self._models.get(name)
             if known is not None:

@@ -20,7 +20,7 @@ from minivllm.server.limits.middleware import LARGE_BODY_BYTES, body_bytes
 from minivllm.server.parsers.choose import choose_answer_format
 from minivllm.server.service.models import ServedModels
 from minivllm.server.service.settings import ServerSettings
-from minivllm.server.wire.errors import shutting_down, timed_out
+from minivllm.server.wire.errors import invalid, shutting_down, timed_out
 from minivllm.tokenizer.detokenizer import TokenDecoder
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ QUEUE_POLL_SECONDS = 0.02
 
 
 class Service:
-    """One engine and the names it is served under. Raises ConfigError for a parser there is none of."""
+    """One engine and the names it is served under."""
 
     def __init__(self, engine: AsyncLLM, settings: ServerSettings) -> None:
         self.engine = engine
@@ -66,6 +66,28 @@ class Service:
         texts = self._large_texts if body_bytes.get() > LARGE_BODY_BYTES else self._small_texts
         return await asyncio.get_running_loop().run_in_executor(texts, work, *arguments)
 
+    def cut_prompt(
+        self, prompt: str | dict[str, Any], limit: int | None, room: int, add_special_tokens: bool
+    ) -> str | dict[str, Any]:
+        """The last ``limit`` tokens of a prompt, or ``room`` of them for -1. Raises ApiError 400 for 0.
+
+        To be called in the text thread.
+
+        add_special_tokens: False encodes a text without what the tokenizer puts around texts.
+        """
+        if limit is None and add_special_tokens:
+            return prompt
+        if limit == 0:
+            raise invalid("truncate_prompt_tokens", "is 0, but must be at least 1, or -1 for as many as fit.")
+        fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        token_ids = fields.get("prompt_token_ids")
+        if token_ids is None:
+            token_ids = self.engine.tokenizer.encode(fields["prompt"], add_special_tokens)
+        most = room if limit == -1 else limit
+        if most is None or len(token_ids) <= most:
+            return {**fields, "prompt_token_ids": token_ids}
+        return {"prompt_token_ids": token_ids[len(token_ids) - max(1, most) :]}
+
     async def run(
         self, num_completions: int, prepare: Callable[[], Sequence[PreparedRequest]], is_over: Callable[[], bool]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -92,6 +114,30 @@ class Service:
                     if output.outputs and output.metrics.first_token_time is not None:
                         ticket.started()
                     yield number, output
+
+    async def run_in_rounds(
+        self,
+        places: int,
+        prepare: Callable[[], Sequence[PreparedRequest]],
+        finish: Callable[[Sequence[RequestOutput]], None],
+    ) -> None:
+        """Run rounds of requests, each made of what the last one gave, until ``prepare`` has no more.
+
+        prepare: makes a round in the text thread. finish: gets the last outputs of its requests, in their order.
+        Raises as ``run``.
+        """
+        limit = self.settings.request_timeout
+        deadline = None if limit is None else asyncio.get_running_loop().time() + limit
+        with self.admission.enter(places) as ticket:
+            while prepared := await self.in_text_thread(prepare):
+                if self.admission.is_draining:
+                    raise shutting_down()
+                ticket.request_ids = [one.request_id for one in prepared]
+                last: dict[int, RequestOutput] = {}
+                async with aclosing(self._merged(prepared, places, deadline, lambda: False)) as outputs:
+                    async for number, output in outputs:
+                        last[number] = output
+                finish([last[number] for number in range(len(prepared))])
 
     async def run_in_turn(
         self,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from minivllm.errors import ConfigError
 from minivllm.messages import LoRARequest
+from minivllm.server.parsers.choose import check_parsers
 
 _LIMITS = (
     ("port", 0, 65535),
@@ -38,7 +39,8 @@ class ServerSettings:
     in this directory, and unload any (None: they may not). otlp_endpoint: collector that gets a trace of every
     request (None: what OpenTelemetry's own environment variables say, if anything). tool_call_parser, reasoning_parser:
     "auto" goes by the chat template, "none" switches it off. strict: refuse every unknown field of a body, those of
-    other servers' clients that have no effect too.
+    other servers' clients that have no effect too. trust_request_chat_template: requests may bring a chat template,
+    which is a program, though one in a sandbox.
     """
 
     host: str = "127.0.0.1"
@@ -60,6 +62,7 @@ class ServerSettings:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     strict: bool = False
+    trust_request_chat_template: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -73,6 +76,7 @@ class ServerSettings:
                 raise ConfigError(f"{name} is {value}, but must be {allowed}.")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"request_timeout is {self.request_timeout:g}, but must be above 0, in seconds.")
+        check_parsers(self.tool_call_parser, self.reasoning_parser)
         for name in self.served_model_names:
             if not name.strip():
                 raise ConfigError("A served_model_name is empty, but clients must have something to ask for.")

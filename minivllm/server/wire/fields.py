@@ -5,25 +5,15 @@ change nothing are accepted. A label (``safety_identifier``) is for the caller's
 field could ask for is refused by name.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    StringConstraints,
-    Tag,
-    model_validator,
-)
-from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from minivllm.errors import RequestError
 from minivllm.sampling_params import (
     MAX_GRAMMAR_BYTES,
+    MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_PATTERNS,
     MAX_STOP_STRINGS,
@@ -31,15 +21,16 @@ from minivllm.sampling_params import (
     SamplingParams,
     StructuredOutputs,
 )
+from minivllm.server.wire.body import Body
 from minivllm.server.wire.errors import ApiError
+from minivllm.server.wire.formats import ResponseFormat
 from minivllm.server.wire.json_bounds import JsonBounds
-from minivllm.server.wire.other_clients import LABELS, is_ignored
+from minivllm.server.wire.other_clients import LABELS
 
 MAX_STOP_LENGTH = 1024
 MAX_LIST_LENGTH = 1024
 MAX_TOKEN_ID = 2**31 - 1
 MAX_EXTRA_ARGS = 64
-MAX_UNKNOWN_FIELDS = 8
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -49,84 +40,6 @@ ExtraName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 PlainValue = bool | int | float | Annotated[str, StringConstraints(max_length=4096)]
 ExtraValue = PlainValue | Annotated[list[PlainValue], Field(max_length=MAX_LIST_LENGTH)]
 Label = Annotated[str, StringConstraints(max_length=512)]
-
-
-T = TypeVar("T")
-
-
-class _OrNull:
-    """Says in the schema what ``Body`` does: null is the default."""
-
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"anyOf": [handler(core), {"type": "null"}]}
-
-
-OrDefault = Annotated[T, _OrNull()]
-"""Type of a field with a default other than None."""
-
-
-def _fail_fast(schema: Any) -> None:
-    """Let every list inside a schema end at its first error, and every dictionary be counted first."""
-    if isinstance(schema, list | tuple):
-        for inner in schema:
-            _fail_fast(inner)
-    if not isinstance(schema, dict) or (
-        schema.get("type") == "function-before" and schema["schema"].get("type") == "dict"  # done before
-    ):
-        return
-    for inner in schema.values():
-        _fail_fast(inner)
-    if schema.get("type") == "list":
-        schema["fail_fast"] = True
-    elif schema.get("type") == "dict" and schema.get("max_length") is not None:
-        counted = dict(schema)
-        limit = counted["max_length"]
-
-        def count(values: Any) -> Any:
-            if isinstance(values, dict) and len(values) > limit:
-                sizes = {"field_type": "Dictionary", "max_length": limit, "actual_length": len(values)}
-                raise PydanticKnownError("too_long", sizes)
-            return values
-
-        schema.clear()
-        schema.update(core_schema.no_info_before_validator_function(count, counted))
-
-
-class Body(BaseModel):
-    """Base of all bodies: no unknown field, no conversion between types, no NaN or infinity.
-
-    A field that may be left out may be null as well, which means the same, at every depth.
-    What is wrong is reported a few times, not a million times: a list is left at its first wrong entry, a dictionary
-    that is too long is not looked at, and of unknown fields a few are.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-
-    labels: ClassVar[frozenset[str]] = frozenset()
-    """Unknown fields that are left out instead of being refused."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fields_that_say_something(cls, values: Any) -> Any:
-        """Without nulls in place of fields that may be left out, without labels, and with few unknown fields."""
-        if not isinstance(values, dict):
-            return values
-        is_required = {field.alias or name: field.is_required() for name, field in cls.model_fields.items()}
-        kept, num_unknown = {}, 0
-        for name, value in values.items():
-            if name in is_required:
-                if value is not None or is_required[name]:
-                    kept[name] = value
-            elif num_unknown < MAX_UNKNOWN_FIELDS and not is_ignored(name, cls.labels):
-                kept[name] = value
-                num_unknown += 1
-        return kept
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema = handler(source)
-        _fail_fast(schema)
-        return schema
 
 
 class StructuredOutputsFields(Body):
@@ -150,8 +63,8 @@ class RepetitionDetectionFields(Body):
 
 
 class SamplingFields(Body):
-    """Parameters that every generating endpoint has. top_p: 0 takes the likeliest token, as OpenAI's. vllm_xargs: for
-    custom logits processors."""
+    """Parameters that every generating endpoint has. top_p: 0 takes the likeliest token, as OpenAI's.
+    thinking_token_budget: vLLM's name of thinking_budget. vllm_xargs: for custom logits processors."""
 
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -173,6 +86,7 @@ class SamplingFields(Body):
     skip_special_tokens: bool | None = None
     repetition_detection: RepetitionDetectionFields | None = None
     thinking_budget: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
     structured_outputs: StructuredOutputsFields | None = None
     vllm_xargs: Annotated[dict[ExtraName, ExtraValue], Field(max_length=MAX_EXTRA_ARGS)] | None = None
 
@@ -191,7 +105,10 @@ class SamplingFields(Body):
 
     def sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
         """``defaults`` overridden by what was given here and in ``others``. Raises RequestError or ApiError 400."""
-        values = {name: getattr(self, name) for name in SamplingFields.model_fields if name != "vllm_xargs"}
+        values = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        del values["vllm_xargs"], values["thinking_token_budget"]
+        if self.thinking_budget is None:
+            values["thinking_budget"] = self.thinking_token_budget
         values |= {"structured_outputs": self.structure(), "extra_args": self.vllm_xargs}
         if self.repetition_detection is not None:
             values["repetition_detection"] = self.repetition_detection.model_dump(exclude_none=True)
@@ -209,9 +126,11 @@ class SamplingFields(Body):
 
 
 class StreamOptions(Body):
-    """include_usage: end the stream with a chunk that counts tokens. include_obfuscation: chunks are never padded."""
+    """include_usage: end the stream with a chunk that counts tokens. continuous_usage_stats: count in every chunk then.
+    include_obfuscation: chunks are never padded."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
@@ -232,13 +151,26 @@ class CallerFields(Body):
 class RequestFields(SamplingFields, CallerFields):
     """What completions of texts and of conversations have besides sampling parameters.
 
-    return_tokens_as_token_ids: call tokens ``token_id:ID`` in log-probabilities.
+    best_of: so many are generated, and the n likeliest come back; not in streams. request_id: stands in the answer's
+    id. prompt_logprobs: alternatives to report per token of the prompt; not in streams. return_token_ids: report the
+    ids of prompt and answer. return_tokens_as_token_ids: call tokens ``token_id:ID`` in log-probabilities.
+    truncate_prompt_tokens: keep at most so many tokens of the prompt, its last ones; -1 for as many as fit.
+    use_beam_search: n (or best_of) beams instead of sampling; their n likeliest sequences come back, by their score
+    with length_penalty (see BeamSearchParams); not in streams.
     """
 
-    return_tokens_as_token_ids: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    request_id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
+    response_format: ResponseFormat | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
 
     @property
     def output_kind(self) -> OutputKind:

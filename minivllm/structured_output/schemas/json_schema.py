@@ -15,7 +15,7 @@ What is other than the name may suggest, always towards fewer texts:
 - minProperties counts keys, and other names than required ones may come twice: it may exceed required by one.
 - pattern matches anywhere unless it has ``^`` and ``$``, which may stand only where a text begins and ends. ``\\d``,
   ``\\w`` are ASCII; ``\\D``, ``\\W``, ``\\s``, ``\\S`` leave out what ECMA-262 and Python read differently.
-- format asserts; see FORMATS in patterns.py for the formats and how they are narrowed. Numbers have no format.
+- format asserts where it is one of FORMATS in patterns.py, which says how they are narrowed. Others are annotations.
 - Bounded numbers are written without exponent, and bounds are cut to ±2**53. An exclusive bound is kept by the next
   number of 15 digits, that of 0 by 1e-20. An unbounded number may have an exponent that no float has: Python reads it
   as inf.
@@ -412,13 +412,12 @@ def _expression(value: Any, path: str, *, exact: bool = False) -> str:
 
 
 def _format(value: Any, schema: Schema, path: str) -> list[Schema]:
-    """Formats are of strings: beside other types they say nothing."""
+    """Formats are of strings: beside other types they say nothing. An unknown one is an annotation."""
     types = schema.get("type", "string")
-    if "string" not in (types if isinstance(types, list) else [types]):
+    if not isinstance(value, str):
+        raise _refusal(path, f"has {_shown(value)} as 'format'", "it is a name")
+    if "string" not in (types if isinstance(types, list) else [types]) or value not in FORMATS:
         return []
-    if not isinstance(value, str) or value not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise _refusal(path, f"has the unknown format {_shown(value)}", f"known are {known}; leave it out otherwise")
     return [{"pattern": f"^{FORMATS[value]}$"}]
 
 

@@ -1,0 +1,40 @@
+"""Sampling parameters as vLLM's users write them: None is the default, and a wrong type is told by the field's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minivllm import SamplingParams
+from minivllm.errors import RequestError
+
+
+@pytest.mark.parametrize("name", SamplingParams.__struct_fields__)
+def test_none_is_the_default_of_every_field(name: str) -> None:
+    if name == "max_tokens":  # here None has a meaning of its own, as in vLLM
+        assert SamplingParams(max_tokens=None).max_tokens is None
+    else:
+        assert SamplingParams(**{name: None}) == SamplingParams()
+
+
+@pytest.mark.parametrize("name", SamplingParams.__struct_fields__)
+@pytest.mark.parametrize("value", [object(), {1: object()}, [object()], "abc", b"x", 1.5, "", [""]], ids=repr)
+def test_a_wrong_type_is_a_sentence_that_names_the_field(name: str, value: Any) -> None:
+    try:
+        made = getattr(SamplingParams(**{name: value}), name)
+    except RequestError as error:
+        assert str(error).startswith((name, "'")) or name in str(error), error
+    else:
+        assert made == value or made == [value]
+
+
+def test_tuples_are_lists_and_one_string_is_one_stop_string() -> None:
+    params = SamplingParams(stop=("a", "b"), stop_token_ids=(1, 2), stop_regex="x")  # type: ignore[arg-type]
+    assert (params.stop, params.stop_token_ids, params.stop_regex) == (["a", "b"], [1, 2], ["x"])
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_regex", "bad_words"])
+def test_an_empty_string_is_refused_by_name(name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name} has an empty string"):
+        SamplingParams(**{name: [""]})
