@@ -25,9 +25,8 @@ MAX_INTEGER = 2**63 - 1
 FALLBACK_SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9}
 """Used by every frontend where neither the request nor the model's generation_config.json says how to sample.
 
-Of 40 short questions of general knowledge SmolLM2-135M-Instruct answers 72 % correctly with these values (200 answers),
-as many as
-with the likeliest token alone, and answers still differ from one another."""
+Of 40 short questions of general knowledge SmolLM2-135M-Instruct answers 72 % correctly with these values, as many as
+with the likeliest token alone, and 58 % with temperature 0.7 and top-p 0.95."""
 
 
 class OutputKind(StrEnum):

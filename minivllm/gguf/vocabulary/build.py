@@ -241,7 +241,7 @@ def _add_begin_and_end(
     after = [end] if end is not None and vocabulary.flag("add_eos_token", False) else []
     if before or after:
         pieces = [*before, "$A", *after]
-        special = [(token, vocabulary.ids[token]) for token in (*before, *after)]
-        template = processors.TemplateProcessing(single=pieces, special_tokens=special)
+        numbered = [(token, vocabulary.ids[token]) for token in (*before, *after)]
+        template = processors.TemplateProcessing(single=pieces, special_tokens=numbered)
         current = backend.post_processor
         backend.post_processor = template if current is None else processors.Sequence([current, template])
