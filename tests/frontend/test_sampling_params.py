@@ -19,7 +19,11 @@ def test_none_is_the_default_of_every_field(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SamplingParams.__struct_fields__)
-@pytest.mark.parametrize("value", [object(), {1: object()}, [object()], "abc", b"x", 1.5, "", [""]], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1: object()}, [object()], "abc", b"x", 1.5, "", [""]],
+    ids=["object", "dict", "list", "text", "bytes", "float", "empty text", "list of an empty text"],
+)
 def test_a_wrong_type_is_a_sentence_that_names_the_field(name: str, value: Any) -> None:
     try:
         made = getattr(SamplingParams(**{name: value}), name)
