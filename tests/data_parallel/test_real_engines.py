@@ -252,10 +252,11 @@ def test_the_memory_of_the_cache_is_divided(tiny_model: Callable[..., Path]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "code"), [("SIGTERM", 0), ("kill -9 of all engines", 1)])
+@pytest.mark.parametrize("kills_engines", [False, True])
 def test_the_command_ends_with_all_its_engines(
-    way: str, code: int, tiny_model: Callable[..., Path], tmp_path: Path
+    kills_engines: bool, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
+    """Also with those that were started again after kill -9 of all."""
     command = Command(tiny_model("llama"), tmp_path / "log", "--data-parallel-size", "2")
     try:
         children = psutil.Process(command.process.pid).children(recursive=True)
@@ -265,17 +266,21 @@ def test_the_command_ends_with_all_its_engines(
             streams = [client.completions.create(prompt=[5 + number, 6], **ENDLESS) for number in range(2)]
             for stream in streams:
                 next(iter(stream))
-            if way == "SIGTERM":
-                command.process.send_signal(signal.SIGTERM)
-                assert [list(stream)[-1].choices[0].finish_reason for stream in streams] == ["length"] * 2
-            else:
+            if kills_engines:
                 for engine in engines:
                     engine.kill()
                 for stream in streams:
                     with pytest.raises(openai.APIError, match="has died"):
                         list(stream)
                 assert httpx.get(f"{command.url}/health").status_code == 503
-        assert command.process.wait(60) == code
+                for number in range(2):
+                    command.wait_for(f"Engine {number} serves again")
+                children += psutil.Process(command.process.pid).children(recursive=True)
+                streams = [client.completions.create(prompt=[5 + number, 6], **ENDLESS) for number in range(2)]
+                assert httpx.get(f"{command.url}/health").status_code == 200
+            command.process.send_signal(signal.SIGTERM)
+            assert [list(stream)[-1].choices[0].finish_reason for stream in streams] == ["length"] * 2
+        assert command.process.wait(60) == 0
         assert psutil.wait_procs(children, timeout=30)[1] == []
     finally:
         command.process.kill()
