@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 TABLE = Path(__file__).parent / "kernels.txt"
-NAME_LENGTH = 72
+NAME_LENGTH = 70
 
 LIBRARY_CALLS = {
     "extern_kernels.addmm",  # cuBLAS
@@ -150,11 +150,9 @@ def _number(count: int, noun: str) -> str:
 
 
 def _short(kernel: str) -> str:
-    """Names list operators, and may be long; their last number tells kernels of a region apart."""
-    if len(kernel) <= NAME_LENGTH:
-        return kernel
-    number = kernel.rpartition("_")[2]
-    return f"{kernel[: NAME_LENGTH - len(number) - 2]}.._{number}"
+    """Without its number, which changes where a kernel before it comes or goes; and not the whole list of operators."""
+    name = kernel.rpartition("_")[0]
+    return name if len(name) < NAME_LENGTH else f"{name[: NAME_LENGTH - 2]}.."
 
 
 def differences(old: str, new: str) -> list[str]:
