@@ -40,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", metavar="I/N", help="run only the I-th of N parts of the files, I from 0")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "smoke":  # files of the core path have slow tests as well
+        config.option.markexpr = "smoke and not slow and not matrix"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     shard = config.getoption("--shard")
     if shard is not None:

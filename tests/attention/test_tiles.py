@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -31,6 +32,8 @@ from tests.attention.random_batches import (
     random_rows,
 )
 
+pytestmark = pytest.mark.smoke
+
 SHAPE = BatchShape()
 REACHES = [
     *(Reach(window) for window in (None, 1, 5, 8, 20, 100)),
@@ -39,6 +42,15 @@ REACHES = [
     *(Reach(window, chunk, has_sinks=True) for window, chunk in ((None, None), (9, None), (None, 12))),
 ]
 VERIFY_SIZE = 4
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiles are dealt to the threads of a CPU; with one of them they lie in the order of the rows."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Steps:

@@ -14,6 +14,8 @@ from minivllm import LLM, EngineArgs, RequestOutput, SamplingParams
 from minivllm.errors import ConfigError, ModelError
 from minivllm.frontend.async_llm import AsyncLLM
 
+pytestmark = pytest.mark.smoke
+
 PROMPTS = ["The quick brown fox", "one two three", "Grüße aus Köln", "The scheduler hands out tokens"]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2),

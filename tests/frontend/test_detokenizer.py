@@ -14,6 +14,8 @@ from minivllm.stop_conditions.stop_strings import StopAutomaton, StopMatch
 from minivllm.tokenizer.detokenizer import Detokenizer, TokenDecoder
 from tests.frontend.small_tokenizers import FAMILIES, TEXTS, byte_fallback_bpe, byte_level_bpe
 
+pytestmark = pytest.mark.smoke
+
 TOKENIZERS = {name: make() for name, make in FAMILIES.items()}
 DECODERS = {name: TokenDecoder(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 BYTE_LEVEL = TOKENIZERS["byte-level"]

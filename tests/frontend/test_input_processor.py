@@ -15,6 +15,8 @@ from minivllm.tokenizer.tokenizer import Tokenizer
 from tests.frontend.scripted_client import engine_config
 from tests.frontend.small_tokenizers import byte_level_bpe, wrapped
 
+pytestmark = pytest.mark.smoke
+
 VOCAB = 500
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -18,6 +18,8 @@ from minivllm.tokenizer.detokenizer import TokenDecoder
 from tests.frontend.scripted_client import EOS, engine_config, logprobs_at
 from tests.frontend.small_tokenizers import byte_level_bpe, wrapped
 
+pytestmark = pytest.mark.smoke
+
 BACKEND = byte_level_bpe()
 DECODER = TokenDecoder(BACKEND)
 VOCAB = BACKEND.get_vocab_size()

@@ -12,6 +12,8 @@ from torch._inductor.utils import run_and_get_code
 
 from kernels_triton_free.paged_cache import gather_blocks, rounded, write_kv
 
+pytestmark = pytest.mark.smoke
+
 PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM = 7, 4, 2, 8
 
 

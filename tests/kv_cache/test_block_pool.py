@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, FreeBlockQueue, KVCacheBlock
 
+pytestmark = pytest.mark.smoke
+
 
 @given(st.lists(st.tuples(st.sampled_from(["popleft", "append", "prepend", "remove"]), st.integers(0, 7)), max_size=60))
 def test_the_free_queue_behaves_like_a_list(operations: list[tuple[str, int]]) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import struct
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +11,8 @@ from minivllm.kv_cache.hashing import block_extras, extend_block_hashes, hash_bl
 from minivllm.messages import EngineRequest
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.smoke
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=6)
 extras = st.lists(st.one_of(st.binary(max_size=4), st.text(max_size=4), st.integers(-300, 300)), max_size=3).map(tuple)

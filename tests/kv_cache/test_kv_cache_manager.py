@@ -13,6 +13,8 @@ from minivllm.messages import EngineRequest
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.smoke
+
 
 def make_request(request_id: str, token_ids: list[int], salt: str | None = None, **params: object) -> Request:
     return Request(

@@ -8,6 +8,8 @@ from minivllm.request import Request
 from minivllm.scheduler.policy import make_policy
 from tests.scheduler.simulated_worker import make_engine_request
 
+pytestmark = pytest.mark.smoke
+
 operations = st.lists(
     st.tuples(st.sampled_from(["add", "add", "prepend", "pop", "remove"]), st.integers(0, 2), st.integers(0, 2)),
     max_size=30,

@@ -20,6 +20,8 @@ from minivllm.request import Request, RequestStatus
 from minivllm.scheduler.scheduler import NUM_RECENT_STEPS, Scheduler
 from tests.scheduler.simulated_worker import SimulatedWorker, make_engine_request, next_token, reference_generation
 
+pytestmark = pytest.mark.smoke
+
 
 class Engine:
     """A scheduler and the simulated worker, stepped together."""

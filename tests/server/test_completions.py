@@ -14,6 +14,8 @@ from minivllm.tokenizer.detokenizer import TokenDecoder
 from tests.frontend.small_tokenizers import FAMILIES
 from tests.server.serving import Scripts, ServedCore
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture
 def encode(scripts: Scripts) -> Any:

@@ -13,6 +13,8 @@ import pytest
 
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
+pytestmark = pytest.mark.smoke
+
 LONG = "a b c d " * 200
 
 

@@ -13,6 +13,8 @@ from minivllm.kv_cache.specs import one_group
 from minivllm.messages import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.attention.random_batches import CPU, finish_all, new_request
 
+pytestmark = pytest.mark.smoke
+
 MAX_SEQS, MAX_LENGTH, PAGE_SIZE, NUM_PAGES = 4, 40, 4, 25
 
 
