@@ -21,7 +21,7 @@ from minivllm.sampling_params import SamplingParams
 
 COLUMNS = 112
 QUESTIONS = (
-    "What is the capital of France, and what is it known for?",
+    "What is the capital of France?",
     "Write a Python function that returns the square of a number.",
 )
 
