@@ -22,7 +22,7 @@ from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import documented
 
 FOLDER = Path(__file__).parent
-SCRIPTS = ("page_markdown.js", "page.js")
+SCRIPTS = ("page_code.js", "page_math.js", "page_markdown.js", "page.js")
 
 
 class LiveStep(TypedDict):
