@@ -383,6 +383,46 @@ def test_mathematics_is_drawn_by_the_browser_and_refused_whole_where_something_i
     assert min(page.value(heights)) > 5
 
 
+def test_every_formula_is_drawn_or_refused_whatever_is_in_it(page: Browser, running: ServedCore) -> None:
+    connected(page, running)
+    tokens = page.value(
+        "[LETTERS, OPERATORS, SUMS, INTEGRALS, FENCES, ACCENTS, UNDER].flatMap(all => [...all.keys()])"
+        ".concat(...LIMITS, ...FUNCTIONS, ...SIZES, ...TEXTS, ...Object.keys(ALPHABETS), ...SPACES.keys())"
+        ".map(name => '\\\\' + name)"
+    )
+    structures = [
+        r"\frac",
+        r"\binom",
+        r"\sqrt",
+        r"\sqrt[",
+        r"\left",
+        r"\right",
+        r"\middle",
+        r"\not",
+        r"\overset",
+        r"\tag",
+    ]
+    environments = [
+        f"\\{edge}{{{name}}}" for edge in ("begin", "end") for name in ("cases", "pmatrix", "array", "align")
+    ]
+    plain = [*"{{{}}}__^^&'()[]|12xyzA~%$#é字😀", r"\\", " ", "\n", "{a}", "{1}", "{}"]
+    draw = random.Random(0)
+    sources = [
+        "".join(
+            draw.choice(draw.choice([tokens, structures, environments, plain, plain]))
+            for _ in range(draw.randint(1, 8))
+        )
+        for _ in range(5000)
+    ]
+    outcomes = page.value(f"{json.dumps(sources)}.map(one => formula(one, true)?.localName ?? null)")
+    assert set(outcomes) == {"math", None} and outcomes.count("math") > 300
+    alone = page.value(
+        f"{json.dumps(tokens)}.filter(one => !formula(one, false) && !formula(one + '{{x}}', false)"
+        " && !formula(one + '(', false))"
+    )
+    assert [one for one in alone if re.fullmatch(r"\\\w+", one)] == [], "every command that has a name can be drawn"
+
+
 def test_a_list_of_tasks_shows_what_is_done(page: Browser, running: ServedCore) -> None:
     connected(page, running)
     ask(page, "say:" + MATH[4])

@@ -241,7 +241,8 @@ const isComposing = (event) => event.isComposing || event.keyCode === 229;
 const TOUCH = matchMedia("(hover: none) and (pointer: coarse)"); // its keyboard has no Shift-Enter
 function adaptToKeyboard() {
   $("message").enterKeyHint = TOUCH.matches ? "enter" : "send";
-  $("hint").textContent = TOUCH.matches ? "Enter starts a line." : "Enter sends, Shift-Enter starts a line, Escape stops an answer.";
+  const atDesk = "Enter sends, Shift-Enter starts a line, Escape stops an answer.";
+  $("hint").textContent = TOUCH.matches ? "Enter starts a line." : atDesk;
 }
 TOUCH.addEventListener("change", adaptToKeyboard);
 adaptToKeyboard();
