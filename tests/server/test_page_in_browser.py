@@ -634,7 +634,7 @@ def test_enter_sends_at_a_desk_starts_a_line_on_a_phone_and_ends_a_composition(
     page.key("Enter")
     page.type("two")
     assert page.value(message) == "say:one\ntwo"
-    assert page.value("document.getElementById('message').enterKeyHint") == "enter"
+    page.wait_for("document.getElementById('message').enterKeyHint === 'enter'")
     page.press("send")
     ended(page, "stop")
     page.look(1400, 900, "light")
