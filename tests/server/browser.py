@@ -69,6 +69,11 @@ class Browser:
         self.call("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete'")
 
+    def reload(self) -> None:
+        self.value("window.isOld = true")
+        self.call("Page.reload")
+        self.wait_for("!window.isOld && document.readyState === 'complete'")
+
     def value(self, expression: str) -> Any:
         """What a JavaScript expression gives."""
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
@@ -103,6 +108,7 @@ class Browser:
         """Be a screen of this size [CSS pixels] whose owner prefers ``scheme``, "dark" or "light"."""
         size = {"width": width, "height": height, "deviceScaleFactor": 2 if is_phone else 1, "mobile": is_phone}
         self.call("Emulation.setDeviceMetricsOverride", **size)
+        self.call("Emulation.setTouchEmulationEnabled", enabled=is_phone)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def screenshot(self, path: Path) -> None:

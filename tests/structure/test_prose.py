@@ -18,6 +18,8 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 # Words that are right here, although they look like others misspelt.
 CORRECT_HERE = {
     "te": "the pattern [te][0-9] finds tutorials and examples",
+    "notin": "LaTeX's ∉",
+    "oint": "LaTeX's ∮",
     "nd": "the Unicode category of decimal digits",
 }
 

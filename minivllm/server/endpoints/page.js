@@ -1,10 +1,7 @@
-const SAMPLES = 120, POLL_MS = 500, POLL_MS_IDLE = 3000, COLUMNS = 80, ROWS = 24;
-const $ = (id) => document.getElementById(id);
-let key = "", models = new Map(), messages = [], answering = null, follows = true;
-const samples = { running: [], waiting: [], kv: [] }, caughtUp = new Set();
-let steps = [], lastStep = 0;
-
-const counted = (number, noun) => number + " " + noun + (number === 1 ? "" : "s");
+// The server and the chat.
+const POLL_MS_IDLE = 3000;
+const chats = new Chats();
+let key = "", models = new Map(), chat = newChat(), answering = null, follows = true;
 
 // -- the server --------------------------------------------------------------------------------------------------
 
@@ -130,6 +127,14 @@ function addMessage(kind, name, ...children) {
   return element;
 }
 
+/** An answer without text yet: [element, view, the folded reasoning, the line below]. */
+function addAnswer() {
+  const thoughts = make("details", "reasoning", make("summary", "", "Reasoning"), make("div"));
+  const shown = make("div", "text"), foot = make("p", "figures", "…");
+  thoughts.hidden = true;
+  return [addMessage("assistant", "Model", thoughts, shown, foot), new MarkdownView(shown), thoughts, foot];
+}
+
 function figures(first, start, usage) {
   if (first === null) return [];
   const found = ["TTFT " + Math.round(first - start) + " ms"], tokens = usage ? usage.completion_tokens : 0;
@@ -150,13 +155,21 @@ async function answer(text) {
   const sampling = [["temperature", "temperature"], ["top-p", "top_p"], ["max-tokens", "max_completion_tokens"]];
   const body = { model: $("model").value || undefined, stream: true, stream_options: { include_usage: true } };
   for (const [id, name] of sampling) if ($(id).value !== "") body[name] = Number($(id).value);
-  const before = messages;
-  body.messages = [...before, { role: "user", content: text }];
-  const question = addMessage("user", "You", text);
-  const reasoning = make("div", "reasoning"), shown = make("div", "text"), foot = make("p", "figures", "…");
-  const element = addMessage("assistant", "Model", reasoning, shown, foot), view = new MarkdownView(shown);
+  const mine = chat, before = mine.messages; // another chat may be shown before the answer ends
+  body.messages = [...before.map(({ role, content }) => ({ role, content })), { role: "user", content: text }];
+  const question = addMessage("user", "You", text), [element, view, thoughts, foot] = addAnswer();
   const start = performance.now();
-  let content = "", unseen = "", frame = null, first = null, usage = null, reason = null;
+  let content = "", reasoning = "", unseen = "", frame = null, first = null, usage = null, reason = null;
+  /** Keeps what was said so far: an answer, or a question that waits in the composer. */
+  const keep = () => {
+    const said = { role: "assistant", content, ...(reasoning && { reasoning }) };
+    mine.draft = content ? "" : text;
+    mine.messages = content ? [...before, { role: "user", content: text }, said] : before;
+    if (!mine.isDeleted) chats.keep(mine);
+    showChats();
+  };
+  keep();
+  addEventListener("pagehide", keep);
   const show = () => {
     frame = null;
     if (unseen) view.add(unseen);
@@ -172,11 +185,14 @@ async function answer(text) {
       if (event.error) throw new Problem(event.error.message);
       usage = event.usage || usage;
       for (const choice of event.choices) {
-        const delta = choice.delta.content || "", thought = choice.delta.reasoning_content || "";
+        const delta = choice.delta.content || "", thought = choice.delta.reasoning || choice.delta.reasoning_content || "";
         if ((delta || thought) && first === null) first = performance.now();
+        if (thought && thoughts.hidden) thoughts.open = !(thoughts.hidden = false);
+        if (delta && !content) thoughts.open = false;
         content += delta;
         unseen += delta;
-        if (thought) reasoning.append(thought);
+        reasoning += thought;
+        if (thought) thoughts.lastChild.append(thought);
         reason = choice.finish_reason || reason;
       }
       frame ??= requestAnimationFrame(show);
@@ -195,7 +211,9 @@ async function answer(text) {
   foot.textContent = [...figures(first, start, usage), ending(reason, usage)].join(" · ");
   show();
   if (!content) question.classList.add("unsent");
-  else if (messages === before) messages = [...body.messages, { role: "assistant", content }]; // no new chat meanwhile
+  thoughts.open = false;
+  removeEventListener("pagehide", keep);
+  keep();
   setAnswering(null);
   element.dataset.done = reason;
 }
@@ -217,162 +235,87 @@ $("chat-form").addEventListener("submit", (event) => {
   $("message").value = "";
   answer(text);
 });
+
+// A key of an input method ends a word, not the message. Safari tells of it by the code only.
+const isComposing = (event) => event.isComposing || event.keyCode === 229;
+const TOUCH = matchMedia("(hover: none) and (pointer: coarse)"); // its keyboard has no Shift-Enter
+function adaptToKeyboard() {
+  $("message").enterKeyHint = TOUCH.matches ? "enter" : "send";
+  const atDesk = "Enter sends, Shift-Enter starts a line, Escape stops an answer.";
+  $("hint").textContent = TOUCH.matches ? "Enter starts a line." : atDesk;
+}
+TOUCH.addEventListener("change", adaptToKeyboard);
+adaptToKeyboard();
 $("message").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+  if (event.key === "Enter" && !event.shiftKey && !TOUCH.matches && !isComposing(event)) {
     event.preventDefault();
     $("chat-form").requestSubmit();
   }
 });
 const stop = () => answering && answering.abort();
 $("stop").addEventListener("click", stop);
-document.addEventListener("keydown", (event) => event.key === "Escape" && !event.isComposing && stop());
-$("clear").addEventListener("click", () => {
+document.addEventListener("keydown", (event) => event.key === "Escape" && !isComposing(event) && stop());
+
+// -- conversations -----------------------------------------------------------------------------------------------
+
+function showChats() {
+  const kept = chats.all(), isKnown = kept.some((one) => one.id === chat.id);
+  const shown = isKnown ? kept : [chat, ...kept];
+  $("chats").replaceChildren(...shown.map((one) => new Option(chatTitle(one), one.id)));
+  $("chats").value = chat.id;
+  $("delete").disabled = !isKnown;
+  $("unkept").hidden = chats.isKept;
+  history.replaceState(null, "", isKnown ? "#" + chat.id : location.pathname); // so that a reload shows it again
+}
+
+/** Another chat in place of the one that is shown; its answer, if it is still being written, ends. */
+function openChat(wanted) {
   stop();
-  messages = [];
+  if ($("message").value === chat.draft) $("message").value = "";
+  chat = wanted;
+  $("message").value ||= chat.draft;
   $("log").replaceChildren();
-  $("newest").hidden = true;
-  $("message").focus();
-});
-
-// -- watching ----------------------------------------------------------------------------------------------------
-
-async function look() {
-  if (document.visibilityState === "visible") {
-    try {
-      const watched = $("engine").value || "0", live = await (await ask("/live?after=" + lastStep + "&engine=" + watched)).json();
-      if (watched === ($("engine").value || "0")) show(live);
-      setStatus("connected");
-    } catch (error) {
-      if (error.status === 401) return askForKey();
-      setStatus(error.status === 503 ? "the engine has died" : "the server does not answer, trying again", true);
-      return setTimeout(connect, POLL_MS_IDLE);
+  for (const { role, content, reasoning } of chat.messages) {
+    if (role === "user") addMessage("user", "You", content);
+    else {
+      const [, view, thoughts, foot] = addAnswer();
+      view.add(content);
+      thoughts.lastChild.append(reasoning || "");
+      thoughts.hidden = !reasoning;
+      foot.remove();
     }
   }
-  setTimeout(look, POLL_MS);
+  follows = true;
+  followLog();
+  showChats();
+  $("message").focus();
 }
 
-function showEngines(engines) {
-  const select = $("engine");
-  $("engines").hidden = engines.length < 2;
-  if (select.length !== engines.length) select.replaceChildren(...engines.map((_, index) => new Option("", index)));
-  engines.forEach((one, index) => {
-    const state = one.is_up ? one.num_running + " running, " + one.num_waiting + " waiting" : "down";
-    if (document.activeElement !== select) select.options[index].text = "Engine " + index + ": " + state;
-  });
-}
-$("engine").addEventListener("change", () => {
-  [steps, lastStep] = [[], 0];
-  for (const values of Object.values(samples)) values.length = 0;
-  $("engine").blur();
+$("clear").addEventListener("click", () => openChat(newChat()));
+$("chats").addEventListener("change", () => {
+  openChat(chats.all().find((one) => one.id === $("chats").value) || newChat());
 });
 
-function showTiers(tiers) {
-  const mib = (bytes) => (bytes / 2 ** 20).toFixed(1) + " MiB";
-  $("tiers").hidden = $("loading-legend").hidden = !tiers.length;
-  $("tiers").replaceChildren(...tiers.map((tier) => {
-    const line = document.createElement("li");
-    line.textContent = tier.name + ": " + counted(tier.hit_tokens, "token") + " found, " + mib(tier.loaded_bytes) + " loaded, " +
-      mib(tier.saved_bytes) + " saved, " + counted(tier.num_failed_blocks, "block") + " failed";
-    return line;
-  }));
-}
-
-function show(live) {
-  showEngines(live.engines);
-  showTiers(live.tiers);
-  if (live.num_steps < lastStep) [steps, lastStep] = [[], 0]; // another server
-  for (const [name, value] of [["running", live.num_running], ["waiting", live.num_waiting], ["kv", live.kv_cache_usage]]) {
-    samples[name].push(value);
-    if (samples[name].length > SAMPLES) samples[name].shift();
-    $(name).textContent = name === "kv" ? Math.round(value * 100) + " %" : value;
+const DELETE = $("delete").textContent;
+const resetDelete = () => { $("delete").textContent = DELETE; };
+$("delete").addEventListener("blur", resetDelete);
+$("delete").addEventListener("click", () => {
+  if ($("delete").textContent === DELETE) {
+    $("delete").textContent = "Really?";
+    return;
   }
-  for (const step of live.steps) {
-    for (const id of step.preempted) caughtUp.delete(id);
-    step.decoding = new Set(Object.keys(step.num_scheduled_tokens).filter((id) => caughtUp.has(id)));
-    const unfinished = new Set(step.unfinished_prompts);
-    for (const id of Object.keys(step.num_scheduled_tokens)) if (!unfinished.has(id)) caughtUp.add(id);
-    lastStep = step.step;
-  }
-  steps = steps.concat(live.steps).slice(-COLUMNS);
-  const shown = new Set(steps.flatMap((step) => Object.keys(step.num_scheduled_tokens)));
-  for (const id of caughtUp) if (!shown.has(id)) caughtUp.delete(id);
-  draw();
-}
+  resetDelete();
+  chat.isDeleted = true;
+  chats.remove(chat);
+  openChat(chats.all()[0] || newChat());
+});
+addEventListener("storage", (event) => event.key === STORED && showChats()); // another window has changed them
 
-function draw() {
-  for (const name of ["running", "waiting", "kv"]) {
-    drawChart($(name + "-chart"), samples[name], name === "kv" ? 1 : Math.max(4, ...samples[name]));
-  }
-  drawHeat();
-}
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-addEventListener("resize", draw);
+// The header may take two lines; chat and header fill a screen.
+const head = document.querySelector("header");
+new ResizeObserver(() => {
+  document.documentElement.style.setProperty("--head", head.offsetHeight + "px");
+}).observe(head);
 
-function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-}
-
-function prepare(canvas, height) {
-  const scale = window.devicePixelRatio || 1, width = canvas.clientWidth;
-  canvas.width = Math.max(1, Math.round(width * scale));
-  canvas.height = Math.round(height * scale);
-  canvas.style.height = height + "px";
-  const context = canvas.getContext("2d");
-  context.scale(scale, scale);
-  return [context, width];
-}
-
-function drawChart(canvas, values, most) {
-  const height = 70, [context, width] = prepare(canvas, height);
-  context.fillStyle = colour("--empty");
-  context.fillRect(0, 0, width, height);
-  const place = (index) => width - (values.length - 1 - index) * width / (SAMPLES - 1);
-  const level = (value) => height - 2 - value / most * (height - 8);
-  context.beginPath();
-  values.forEach((value, index) => context.lineTo(place(index), level(value)));
-  context.strokeStyle = colour("--accent");
-  context.lineWidth = 2;
-  context.stroke();
-  context.lineTo(width, height);
-  context.lineTo(place(0), height);
-  context.globalAlpha = 0.2;
-  context.fillStyle = colour("--accent");
-  context.fill();
-}
-
-function drawHeat() {
-  const named = (step) => Object.keys(step.num_scheduled_tokens).concat(step.preempted, step.loading);
-  const ids = [...new Set(steps.flatMap(named))];
-  const rows = ids.slice(-ROWS), cellHeight = Math.min(24, 240 / Math.max(1, rows.length));
-  const [context, width] = prepare($("heat"), cellHeight * Math.max(1, rows.length)), cellWidth = width / COLUMNS;
-  const most = Math.max(2, ...steps.flatMap((step) => Object.values(step.num_scheduled_tokens)));
-  const colours = { low: colour("--prompt-low"), high: colour("--prompt-high"), decode: colour("--decode"),
-    preempted: colour("--preempted"), loading: colour("--loading"), empty: colour("--empty") };
-  steps.forEach((step, column) => {
-    rows.forEach((id, row) => {
-      const box = [column * cellWidth, row * cellHeight, cellWidth - 1, cellHeight - 1];
-      const count = step.num_scheduled_tokens[id];
-      context.globalAlpha = 1;
-      if (step.preempted.includes(id)) context.fillStyle = colours.preempted;
-      else if (count === undefined) context.fillStyle = step.loading.includes(id) ? colours.loading : colours.empty;
-      else if (step.decoding.has(id)) context.fillStyle = colours.decode;
-      else {
-        context.fillStyle = colours.low;
-        context.fillRect(...box);
-        context.globalAlpha = Math.log(count) / Math.log(most);
-        context.fillStyle = colours.high;
-      }
-      context.fillRect(...box);
-    });
-  });
-  if (!steps.length) return;
-  const last = steps[steps.length - 1], counts = Object.values(last.num_scheduled_tokens);
-  $("heat").dataset.columns = steps.length;
-  $("heat").dataset.rows = rows.length;
-  $("heat-text").textContent = "A row is a request, a column a step: steps " + steps[0].step + " to " + last.step + ", " +
-    (ids.length > ROWS ? "the last " + ROWS + " of " : "") + counted(ids.length, "request") + ". Step " + last.step + " computed " +
-    counted(counts.reduce((sum, count) => sum + count, 0), "token") + " for " + counts.length + " of them.";
-}
-
-$("message").focus();
+openChat(chats.all().find((one) => "#" + one.id === location.hash) || chats.all()[0] || newChat());
 connect();

@@ -3,6 +3,7 @@
 The page goes out in one piece, put together of its HTML, style and scripts, without anything from elsewhere. It holds
 no data and needs no key; whatever it shows, it asks for with a key. Its Content-Security-Policy names the hashes of its
 own script and style, so nothing else can run. What a model writes becomes text nodes only, see page_markdown.js.
+Conversations stay in the browser, see page_chats.js.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from minivllm.server.service.service import Service
 from minivllm.server.wire.errors import documented
 
 FOLDER = Path(__file__).parent
-SCRIPTS = ("page_markdown.js", "page.js")
+SCRIPTS = ("page_code.js", "page_math.js", "page_markdown.js", "page_chats.js", "page_watch.js", "page.js")
 
 
 class LiveStep(TypedDict):

@@ -1,16 +1,23 @@
 // Markdown as elements. A model's text only ever becomes text nodes: nothing in it is parsed as HTML, and a link leads
 // to the web or to mail, or is no link. No pattern takes more than linear time in a line: inline ones look at most
 // MOST_INLINE characters ahead, a paragraph above MOST_PARAGRAPH characters stays plain, nesting ends at MOST_DEPTH.
-const MOST_INLINE = 1000, MOST_PARAGRAPH = 20000, MOST_DEPTH = 8;
+const MOST_INLINE = 1000, MOST_PARAGRAPH = 20000, MOST_DEPTH = 8, MOST_MATH_LINES = 200;
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})\s(.*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)/;
+const TASK = /^\[([ xX])\] +(?=\S)/;
+// Display mathematics begins a line, and ends one.
+const MATH = /^ {0,3}(?:\$\$(?!.*\$\$\s*[^\s.,;:])(?!\$)|\\\[(?!.*\\\]\s*[^\s.,;:]))/;
 const UNDER_TABLE = /^\|? *:?-+:? *(?:\| *:?-+:? *)*\|?$/;
 const INLINE = new RegExp([
+  /\\\((.{1,N}?)\\\)/,
+  /\\\[(.{1,N}?)\\\]/,
+  /\$\$(?!\$)(.{1,N}?)\$\$/,
+  /(?<![\w$])\$(?![\s$])((?:[^$\\\n]|\\[^\n]){1,N}?)(?<!\s)\$(?![\w$])/,
   /\\([!-/:-@[-`{-~])/,
-  /(?<!`)(`+)(?!`)(.{1,N}?)(?<!`)\2(?!`)/,
+  /(?<!`)(`+)(?!`)(.{1,N}?)(?<!`)\6(?!`)/,
   /!?\[([^\]]{0,N})\]\(<?([^\s()<>]{1,N}(?:\([^\s()<>]{0,N}\)[^\s()<>]{0,N})?)>?(?: "[^"]{0,N}")?\)/,
   /\*\*\*(?![\s*])(.{1,N}?)(?<!\s)\*\*\*/,
   /\*\*(?!\s)(.{1,N}?)(?<!\s)\*\*(?!\*)/,
@@ -48,8 +55,11 @@ function inline(text, depth = 0) {
   for (const match of text.matchAll(INLINE)) {
     nodes.push(text.slice(end, match.index));
     end = match.index + match[0].length;
-    const [whole, escaped, , code, label, address, both, strong, strongToo, emphasis, emphasisToo, deleted, angled, bare] = match;
-    if (escaped) nodes.push(escaped);
+    const [whole, round, square, dollars, dollar, escaped, , code, label, address, both] = match;
+    const [strong, strongToo, emphasis, emphasisToo, deleted, angled, bare] = match.slice(11);
+    if (round || dollar) nodes.push(formula(round || dollar, false) || whole);
+    else if (square || dollars) nodes.push(formula(square || dollars, true) || whole);
+    else if (escaped) nodes.push(escaped);
     else if (code) nodes.push(make("code", "", code.replace(/^ (.+) $/s, "$1")));
     else if (address) nodes.push(link(address, inline(label || address, depth + 1)));
     else if (both) nodes.push(make("em", "", make("strong", "", ...inline(both, depth + 1))));
@@ -67,7 +77,7 @@ function inline(text, depth = 0) {
 }
 
 function codeBlock(language, text) {
-  const code = make("code", "", text), pre = make("pre", "", code);
+  const code = make("code", "", ...coloured(language, text)), pre = make("pre", "", code);
   const button = make("button", "", "Copy");
   button.type = "button";
   button.addEventListener("click", () => copy(code, button));
@@ -100,18 +110,48 @@ function table(lines) {
     return make("tr", "", ...sides.map((side, column) => make(name, side, ...inline(found[column] || ""))));
   };
   const head = make("thead", "", row(lines[0], "th")), body = make("tbody", "", ...lines.slice(2).map((line) => row(line, "td")));
-  const scroll = make("div", "scroll", make("table", "", head, body));
-  scroll.tabIndex = 0;
-  scroll.setAttribute("role", "group");
-  scroll.setAttribute("aria-label", "Table");
-  return scroll;
+  return scrolled("Table", make("table", "", head, body));
+}
+
+/** Display mathematics from line ``at``: [element, the line after it], or null if it is none. Until its end is written, all
+ * lines belong to it, as source. A blank line before its end makes them ordinary lines. */
+function displayed(lines, at) {
+  const opening = lines[at].trim().slice(0, 2), closing = opening === "$$" ? "$$" : "\\]", from = lines[at].indexOf(opening) + 2;
+  for (let end = at; end < Math.min(lines.length, at + MOST_MATH_LINES); end += 1) {
+    if (!lines[end].trim() && end < lines.length - 1) return null;
+    const place = lines[end].indexOf(closing, end === at ? from : 0), after = lines[end].slice(place + 2).trim();
+    if (place < 0) continue;
+    if (/[^.,;:]/.test(after)) return null;
+    const source = [lines[at].slice(from), ...lines.slice(at + 1, end + 1)], last = source.length - 1;
+    source[last] = source[last].slice(0, end === at ? place - from : place);
+    const drawn = formula(source.join("\n"), true);
+    if (!drawn) return [make("p", "", lines.slice(at, end + 1).join("\n")), end + 1];
+    return [scrolled("Formula", drawn, after), end + 1];
+  }
+  return lines.length - at < MOST_MATH_LINES ? [make("p", "", lines.slice(at).join("\n")), lines.length] : null;
+}
+
+/** A box for elements that may be wider than the screen; keys scroll it too. */
+function scrolled(name, ...children) {
+  const element = make("div", "scroll", ...children.filter((child) => child !== ""));
+  element.tabIndex = 0;
+  element.setAttribute("role", "group");
+  element.setAttribute("aria-label", name);
+  return element;
 }
 
 const indentOf = (line) => line.length - line.trimStart().length;
 const isTable = (lines, at) => lines[at].includes("|") && at + 1 < lines.length && UNDER_TABLE.test(lines[at + 1].trim())
   && cells(lines[at]).length === cells(lines[at + 1]).length;
-const begins = (lines, at) => [FENCE, HEADING, RULE, QUOTE].some((pattern) => pattern.test(lines[at]))
+const begins = (lines, at) => [FENCE, HEADING, RULE, QUOTE, MATH].some((pattern) => pattern.test(lines[at]))
   || (ITEM.test(lines[at]) && indentOf(lines[at]) < 4) || isTable(lines, at);
+
+function checkbox(isDone) {
+  const element = make("input");
+  [element.type, element.checked, element.disabled] = ["checkbox", isDone, true];
+  element.setAttribute("aria-label", isDone ? "done" : "not done");
+  return element;
+}
 
 /** The list at line ``at``: [element, the line behind it]. What is indented by two belongs to an item; another kind of
  * marker begins another list. */
@@ -133,7 +173,11 @@ function list(lines, at, depth) {
       if (indentOf(lines[filled]) < base + 2 && !goesOn) break;
       for (; at <= filled; at += 1) own.push(lines[at].slice(Math.min(indentOf(lines[at]), width)));
     }
-    element.append(make("li", "", ...blocks(own, depth + 1).map((block) => block.node)));
+    const task = TASK.exec(own[0]);
+    if (task) own[0] = own[0].slice(task[0].length);
+    const item = make("li", task ? "task" : "", ...blocks(own, depth + 1).map((block) => block.node));
+    if (task) (item.querySelector("p") === item.firstChild ? item.firstChild : item).prepend(checkbox(task[1] !== " "));
+    element.append(item);
     if (filled < lines.length && isSibling(lines[filled])) at = filled;
   }
   return [element, at];
@@ -172,6 +216,8 @@ function blocks(lines, depth = 0) {
       node = make("blockquote", "", ...blocks(inside, depth + 1).map((block) => block.node));
     } else if (depth <= MOST_DEPTH && ITEM.test(line)) {
       [node, at] = list(lines, at, depth);
+    } else if (MATH.test(line) && (match = displayed(lines, at))) {
+      [node, at] = match;
     } else if (isTable(lines, at)) {
       for (at += 2; at < lines.length && lines[at].trim() && !begins(lines, at);) at += 1;
       node = table(lines.slice(start, at));
