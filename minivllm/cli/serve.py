@@ -57,8 +57,9 @@ class ServerOptions:
     allowed_hosts: Annotated[
         list[str] | None,
         _option(
-            "Host name that clients may use besides localhost and --host (may be repeated). Without it, any name will "
-            "do where keys are asked for or other machines can reach the server.",
+            "Host name with a dot that clients may use besides --host (may be repeated); localhost, addresses and "
+            "names without a dot always do. Without it, any name will do where keys are asked for or other machines "
+            "can reach the server.",
             "--allowed-host",
         ),
     ] = None

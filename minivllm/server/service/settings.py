@@ -100,15 +100,13 @@ class ServerSettings:
 
     @property
     def known_hosts(self) -> frozenset[str] | None:
-        """What the Host header may name; None for anything.
+        """Names with a dot that the Host header may have; None for anything.
 
         A server that asks for no key and listens on this machine alone is only as safe as this: see limits/hosts.py.
         """
         if not self.allowed_hosts and (self.api_keys or self.is_public):
             return None
-        bound = f"[{self.host}]" if ":" in self.host else self.host
-        hosts = ("localhost", "127.0.0.1", "[::1]", bound, *self.allowed_hosts)
-        return frozenset(host.lower() for host in hosts)
+        return frozenset(host.lower().removesuffix(".") for host in (self.host, *self.allowed_hosts))
 
     @property
     def is_public(self) -> bool:
