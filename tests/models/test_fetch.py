@@ -261,7 +261,7 @@ def test_only_safe_files_are_asked_of_the_hub(tmp_path: Path, monkeypatch: pytes
 
 def test_everything_that_is_kept_lies_below_one_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from minivllm.cli.engine.env import default_history_path
-    from minivllm.compilation.compiler import cache_directory
+    from minivllm.compilation.compiler import cache_directory, packages_directory
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -269,8 +269,8 @@ def test_everything_that_is_kept_lies_below_one_home(monkeypatch: pytest.MonkeyP
     for given, home in (("~/mv", tmp_path / "mv"), ("here", tmp_path / "here"), (str(tmp_path / "x"), tmp_path / "x")):
         monkeypatch.setenv("MINIVLLM_HOME", given)
         assert home_directory() == home
-        kept = [model_cache(), cache_directory(), default_history_path()]
-        assert [path.parent for path in kept] == [home] * 3
+        kept = [model_cache(), cache_directory(), packages_directory(), default_history_path()]
+        assert [path.parent for path in kept] == [home] * 4
     monkeypatch.setenv("MINIVLLM_HOME", "~nobody-of-this-name/mv")
     with pytest.raises(ConfigError, match="set MINIVLLM_HOME to an absolute path"):
         home_directory()
