@@ -249,6 +249,7 @@ class ChatTerminal:
 
     def _answer(self, generate: Generate) -> None:
         generation = stream_answer(generate, self._log, "Reading the conversation", self._raw)
+        notice(generation.failure)
         if generation.interrupted:
             notice("[interrupted; the partial answer is kept, /undo forgets it]")
         notice(generation.statistics_line(self._session.max_model_len))
@@ -257,6 +258,7 @@ class ChatTerminal:
     def _compact(self) -> None:
         session, before = self._session, self._session.num_context_tokens()
         generation = stream_answer(session.compact, self._log, "Summarizing", self._raw)
+        notice(generation.failure)
         if generation.interrupted:
             notice("[interrupted; the conversation stays as it was]")
             return
@@ -465,6 +467,8 @@ def _answer_once(session: ChatSession, question: str, raw: bool, as_json: bool, 
                 f"The context is full ({generation.num_context_tokens:,} of {session.max_model_len:,} tokens) and the "
                 "answer was cut; start with a larger --max-model-len."
             )
+    if generation.failure:
+        raise RequestError(generation.failure)
     if generation.interrupted:
         raise typer.Exit(130)
 
