@@ -108,8 +108,8 @@ def proxy(options: ProxyOptions) -> None:
         timeout=options.timeout,
     )
     start_logging(as_json=settings.log_json)
-    warn_if_open(settings)
     listener = listen(settings)
+    warn_if_open(settings)
     try:
         asyncio.run(_run(relay, settings, listener))
     finally:

@@ -109,7 +109,10 @@ def _adapter(text: str) -> LoRARequest:
     name, _, path = text.partition("=")
     if not name or not path:
         raise ConfigError(f"--lora is {text!r}, but must be NAME=PATH, such as french=adapters/french.")
-    return LoRARequest(name, lora_path=str(Path(path).expanduser().resolve()))
+    directory = Path(path).expanduser().resolve()
+    if not (directory / "adapter_config.json").is_file():
+        raise ConfigError(f"--lora is {text!r}, but {directory} must be a directory with an adapter_config.json.")
+    return LoRARequest(name, lora_path=str(directory))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,8 +214,8 @@ def serve(server: ServerOptions, several: DisaggregatedOptions, args: EngineArgs
         fetch_model(args)
         raise typer.Exit(run_node(args))
     check_packages(settings.otlp_endpoint)
-    warn_if_open(settings)
     listener = listen(settings)
+    warn_if_open(settings)
     try:
         if several.disaggregated is not None:
             from minivllm.cli.proxy import serve_disaggregated

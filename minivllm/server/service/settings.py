@@ -74,6 +74,11 @@ class ServerSettings:
             if not low <= value <= high:
                 allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
                 raise ConfigError(f"{name} is {value}, but must be {allowed}.")
+        if not self.host.strip():
+            raise ConfigError(
+                f"host is {self.host!r}, but must be an address, such as 127.0.0.1, or 0.0.0.0 for every one this "
+                "machine has."
+            )
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"request_timeout is {self.request_timeout:g}, but must be above 0, in seconds.")
         check_parsers(self.tool_call_parser, self.reasoning_parser)
