@@ -134,8 +134,8 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
 def _with_parser(hint: Any) -> Any:
     """The annotation of a flag whose value is a number or a path, with a parser that repeats what was given wrongly."""
     option = hint.__metadata__[0]
-    for kind, (parser, metavar) in _PARSERS.items():
-        if hint.__origin__ in (kind, kind | None, list[kind] | None) and option.parser is None and option.min is None:
+    for kinds, parser, metavar in _PARSERS:
+        if hint.__origin__ in kinds and option.parser is None and option.min is None:
             option = copy.copy(option)
             option.parser, option.metavar = parser, option.metavar or metavar
     return Annotated[hint.__origin__, option]
@@ -200,12 +200,12 @@ def engine_flags(args: EngineArgs) -> list[str]:
     return flags
 
 
-_PARSERS: dict[Any, tuple[Callable[[str], Any], str]] = {
-    int: (whole_number, "<int>"),
-    float: (_number, "<float>"),
-    Path: (_path, "<path>"),
-}
-"""Type of a flag -> its parser, and how its value is called in a help."""
+_PARSERS: tuple[tuple[tuple[Any, ...], Callable[[str], Any], str], ...] = (
+    ((int, int | None, list[int] | None), whole_number, "<int>"),
+    ((float, float | None), _number, "<float>"),
+    ((Path | None,), _path, "<path>"),
+)
+"""Types of flags, their parser, and how the value is called in a help."""
 
 _FROM_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
