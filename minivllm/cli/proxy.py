@@ -52,8 +52,9 @@ class ProxyOptions:
     allowed_hosts: Annotated[
         list[str] | None,
         _option(
-            "Host name that clients may use besides localhost and --host (may be repeated). Without it, any name will "
-            "do where keys are asked for or other machines can reach the proxy.",
+            "Host name with a dot that clients may use besides --host (may be repeated); localhost, addresses and "
+            "names without a dot always do. Without it, any name will do where keys are asked for or other machines "
+            "can reach the proxy.",
             "--allowed-host",
         ),
     ] = None
@@ -107,8 +108,8 @@ def proxy(options: ProxyOptions) -> None:
         timeout=options.timeout,
     )
     start_logging(as_json=settings.log_json)
-    warn_if_open(settings)
     listener = listen(settings)
+    warn_if_open(settings)
     try:
         asyncio.run(_run(relay, settings, listener))
     finally:

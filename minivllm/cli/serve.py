@@ -57,8 +57,9 @@ class ServerOptions:
     allowed_hosts: Annotated[
         list[str] | None,
         _option(
-            "Host name that clients may use besides localhost and --host (may be repeated). Without it, any name will "
-            "do where keys are asked for or other machines can reach the server.",
+            "Host name with a dot that clients may use besides --host (may be repeated); localhost, addresses and "
+            "names without a dot always do. Without it, any name will do where keys are asked for or other machines "
+            "can reach the server.",
             "--allowed-host",
         ),
     ] = None
@@ -108,7 +109,10 @@ def _adapter(text: str) -> LoRARequest:
     name, _, path = text.partition("=")
     if not name or not path:
         raise ConfigError(f"--lora is {text!r}, but must be NAME=PATH, such as french=adapters/french.")
-    return LoRARequest(name, lora_path=str(Path(path).expanduser().resolve()))
+    directory = Path(path).expanduser().resolve()
+    if not (directory / "adapter_config.json").is_file():
+        raise ConfigError(f"--lora is {text!r}, but {directory} must be a directory with an adapter_config.json.")
+    return LoRARequest(name, lora_path=str(directory))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +214,8 @@ def serve(server: ServerOptions, several: DisaggregatedOptions, args: EngineArgs
         fetch_model(args)
         raise typer.Exit(run_node(args))
     check_packages(settings.otlp_endpoint)
-    warn_if_open(settings)
     listener = listen(settings)
+    warn_if_open(settings)
     try:
         if several.disaggregated is not None:
             from minivllm.cli.proxy import serve_disaggregated

@@ -42,6 +42,15 @@ def cache_directory() -> Path:
     return home / "inductor" if is_default else chosen
 
 
+def packages_directory() -> Path:
+    """Where packages of regions are kept: below MINIVLLM_HOME, or in TORCHINDUCTOR_CACHE_DIR, beside Inductor's files.
+
+    Never beside that folder, where the user may not be the only one who writes.
+    """
+    home, cache = home_directory(), cache_directory()
+    return (home if cache == home / "inductor" else cache) / "regions"
+
+
 def cannot_compile_reason(device: torch.device) -> str | None:
     """Why torch.compile cannot work here, or None if it can. Makes the directory for compiled code."""
     if device.type != "cuda" and find_cpp_compiler() is None:

@@ -33,6 +33,7 @@ from minivllm.compilation.compiler import (
     RegionCompiler,
     cache_directory,
     only_marked_sizes_are_dynamic,
+    packages_directory,
     prepare_inductor,
 )
 from minivllm.compilation.package_builds import Child, PackageBuilds, can_fork
@@ -57,7 +58,7 @@ class PackagedRegionCompiler(RegionCompiler):
 
     def __init__(self, directory: Path | None = None) -> None:
         super().__init__(enabled=True)
-        self._directory = directory or cache_directory().parent / "regions"
+        self._directory = directory or packages_directory()
         self._regions: dict[str, _PackagedRegion] = {}
         self._child: Child | None = None
         self._settle = functools.partial(settle_child, torch.get_num_threads())

@@ -352,6 +352,9 @@ class EngineArgs:
             raise ConfigError(
                 "kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: set only one of them."
             )
+        for name in ("tokenizer", "revision", "profile", "family", "master_addr", "node_key_file"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} is empty: give it a value, or leave it out.")
         if self.logits_processors is not None and not isinstance(self.logits_processors, (list, tuple)):
             raise ConfigError(f"logits_processors is {self.logits_processors!r}, but must be a list.")
         if self.speculative_config is not None:

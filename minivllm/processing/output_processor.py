@@ -180,7 +180,7 @@ class _Sequence:
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.has_news = True
         if self._detokenizer is not None and self._detokenizer.stop_match is None:
-            self._detokenizer.flush()
+            self._detokenizer.flush(is_cut=reason in (FinishReason.ABORT, FinishReason.ERROR))
             if self._detokenizer.stop_match is not None:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, self._detokenizer.stop_match.reason
 

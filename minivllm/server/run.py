@@ -103,6 +103,7 @@ class ServerRun:
 
         Raises RequestError, before anything is served, for an adapter of the settings that cannot be.
         """
+        self._engine.start()
         await self.service.models.load_configured()
         host, port = listener.getsockname()[:2]
         names = ", ".join(model.name for model in self.service.models.all)

@@ -25,11 +25,16 @@ _BYTE_FALLBACK_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class TokenStream(Protocol):
-    """Turns ids into text; ``push`` returns the text that became certain, ``flush`` ends the stream."""
+    """Turns ids into text; ``push`` returns the text that became certain, ``flush`` ends the stream.
+
+    ``forget_half_character`` drops bytes at the end that only begin a character: the stream was cut from outside.
+    """
 
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str: ...
+
+    def forget_half_character(self) -> None: ...
 
 
 class TokenDecoder:
@@ -113,6 +118,9 @@ class ByteLevelStream:
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
+    def forget_half_character(self) -> None:
+        self._utf8.reset()
+
 
 class WindowStream:
     """Decodes pending tokens behind the last finished one (the context) and emits what the context alone lacks.
@@ -144,6 +152,12 @@ class WindowStream:
         self._context = self._pending[-1:]
         self._pending = []
         return text
+
+    def forget_half_character(self) -> None:
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        utf8.decode(b"".join(map(self._decoder.bytes_of, self._pending)))  # pending are tokens of a byte each
+        begun, _ = utf8.getstate()
+        del self._pending[len(self._pending) - len(begun) :]
 
 
 class Detokenizer:
@@ -182,9 +196,14 @@ class Detokenizer:
             self._release(text)
         return self.stop_match is not None
 
-    def flush(self) -> bool:
-        """End the sequence and release what was held back; True if a match turned up in the last of it."""
+    def flush(self, *, is_cut: bool = False) -> bool:
+        """End the sequence and release what was held back; True if a match turned up in the last of it.
+
+        is_cut: it ends from outside, between any two tokens, so a character that is begun is left out.
+        """
         if self.stop_match is None:
+            if is_cut:
+                self._stream.forget_half_character()
             text = self._stream.flush()
             self._release(text, look_for_stops=self._num_tokens_to_ignore == 0)
             if self.stop_match is None:

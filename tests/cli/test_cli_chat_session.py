@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from minivllm.cli.conversation.slash_commands import COMMANDS, SETTINGS, Next, i
 from minivllm.cli.engine.engine_start import Generation
 from minivllm.errors import RequestError
 from minivllm.messages import SchedulerStats
-from minivllm.processing.outputs import RequestMetrics
+from minivllm.processing.outputs import RequestMetrics, RequestOutput
 from minivllm.sampling_params import SamplingParams
 from tests.cli.scripted_engine import ScriptedEngine
 
@@ -65,6 +66,23 @@ def test_an_interrupted_answer_is_aborted_and_its_part_stays_in_the_conversation
     assert session.messages[-1].interrupted
     assert "stop: interrupted" in generation.statistics_line(512)
     assert ask(session, "go on").text == "GO ON"
+
+
+def test_an_answer_that_the_engine_gives_up_keeps_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, num_steps = ScriptedEngine(), 0
+    step = engine.step
+
+    def give_up() -> list[RequestOutput]:
+        outputs = step()
+        if engine.num_steps == num_steps:
+            return [replace(output, error="Its grammar broke.", finished=True) for output in outputs]
+        return outputs
+
+    monkeypatch.setattr(engine, "step", give_up)
+    session, num_steps = session_with(engine), 4
+    generation = ask(session, "forever")
+    assert (generation.text, generation.failure) == ("on a", "Its grammar broke.")
+    assert session.messages[-1].interrupted and session.messages[-1].content == "on a"
 
 
 def test_an_answer_may_fill_the_rest_of_the_context_and_no_more() -> None:
@@ -243,6 +261,13 @@ def test_every_command_shows_in_help_and_the_showing_ones_answer() -> None:
     assert "prefix cache" in run_command(session, "/stats")[0]
     assert run_command(session, "/bye")[1] is Next.LEAVE
     assert run_command(session, "/quit")[1] is Next.LEAVE
+
+
+def test_nothing_is_offered_that_no_model_here_can_do() -> None:
+    session = session_with()
+    assert "image" not in run_command(session, "/help")[0]
+    with pytest.raises(RequestError, match="There is no command /image; /help lists the commands"):
+        run_command(session, "/image cat.png")
 
 
 def test_stats_tell_how_many_drafts_were_accepted_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:

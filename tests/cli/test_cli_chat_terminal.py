@@ -294,7 +294,7 @@ def test_another_model_takes_over_and_a_missing_one_does_not(terminal: Terminal)
     terminal.expect("HELLO\r\nHELLO\r\nAGAIN")
 
 
-def test_files_are_read_and_written_and_images_refused(terminal: Terminal, tmp_path: Path) -> None:
+def test_files_are_read_and_written(terminal: Terminal, tmp_path: Path) -> None:
     note = tmp_path / "note.txt"
     note.write_text("inside\n")
     terminal.type(f"/read {note}\r")
@@ -303,9 +303,6 @@ def test_files_are_read_and_written_and_images_refused(terminal: Terminal, tmp_p
     terminal.type("what?\r")
     for part in ("NOTE.TXT:\r\n", "  .*INSIDE", r"WHAT\?\r\n"):
         terminal.expect(part)
-    terminal.expect_prompt()
-    terminal.type("/image cat.png\r")
-    terminal.expect("smollm2 takes no images")
     terminal.expect_prompt()
     terminal.type(f"/export {tmp_path}/out.md\r")
     terminal.expect("2 messages exported")

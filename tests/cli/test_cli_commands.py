@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from minivllm import LLM, __version__
@@ -23,6 +24,7 @@ from minivllm.cli.engine import engine_start
 from minivllm.cli.engine.engine_start import engine_log
 from minivllm.cli.engine.options import SamplingOptions, model_defaults
 from minivllm.cli.main import main
+from minivllm.compilation.region_packages import PackagedRegionCompiler
 from minivllm.config import EngineArgs
 from minivllm.errors import MinivllmError, ModelError
 from minivllm.hub.fetch import resolve_model
@@ -438,6 +440,34 @@ def test_env_tells_the_defaults_that_an_engine_resolves_to() -> None:
     assert report["dtype"]["value"] == resolve_dtype("auto", "bfloat16", device)[0]
     assert report["max_num_seqs"]["value"] == str(DEFAULTS[device].max_num_seqs)
     assert report["max_num_batched_tokens"]["value"] == str(DEFAULTS[device].max_num_batched_tokens)
+
+
+@pytest.mark.parametrize(("has_bfloat16", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_env_tells_the_kv_cache_dtype_of_this_cpu_and_why(
+    has_bfloat16: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU with AVX2 and no more computes in float32, so nothing is halved unless that is asked for."""
+    from minivllm.engine import resolve
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
+    monkeypatch.setattr(resolve, "cpu_computes_bfloat16", lambda: has_bfloat16)
+    report = json.loads(CliRunner().invoke(app, ["env", "--json"]).output)["defaults"]
+    assert report["dtype"]["value"] == report["kv_cache_dtype"]["value"] == dtype
+    why = report["kv_cache_dtype"]["why"]
+    assert ("--kv-cache-dtype bfloat16 takes half the memory" in why) is not has_bfloat16
+    assert "that of the weights" in why and "float32" not in why
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU keeps packages")
+def test_env_names_the_folder_in_which_an_engine_keeps_compiled_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    report = json.loads(CliRunner().invoke(app, ["env", "--json"]).output)
+    assert report["directories"]["compiled_code"] == str(PackagedRegionCompiler()._directory)
+    assert report["directories"]["compiled_code"] == str(tmp_path / "regions")
 
 
 def test_env_tells_the_pools_that_an_engine_of_this_model_gets(

@@ -175,18 +175,80 @@ def test_flags_come_from_a_file_and_the_command_line_comes_first(started: list[E
     [
         ("max-model-ln: 4", "'max-model-ln', which is no flag of this command. Did you mean max-model-len?"),
         ("- a", "must hold flags and their values"),
-        ("{", "cannot be read"),
+        ("{", "is no YAML or JSON"),
+        ("[" * 5000, "holds lists within lists without end"),
+        (b"\xff\xfe", "is not UTF-8 text"),
         ("config: x", "no flag of this command"),
         ("max-model-len: eight", "no whole number"),
     ],
 )
 def test_a_wrong_file_of_flags_gets_a_sentence(
-    started: list[EngineArgs], tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, sentence: str
+    started: list[EngineArgs], tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | bytes, sentence: str
 ) -> None:
     file = tmp_path / "flags.yaml"
-    file.write_text(content)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert run("chat", "--config", str(file), "-p", "x") == 2 and not started
     assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("/dev/zero", "it is a device; give a regular file"),
+        (".", "it is a directory; give a regular file"),
+        ("/nonexistent/flags.yaml", "Cannot read /nonexistent/flags.yaml: No such file or directory"),
+    ],
+)
+def test_only_a_regular_file_of_flags_is_read(
+    started: list[EngineArgs], capsys: pytest.CaptureFixture[str], path: str, sentence: str
+) -> None:
+    """A device has no end: the command ran out of memory."""
+    assert run("chat", "--config", path, "-p", "x") == 2 and not started
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+WHOLE_NUMBER = "is no whole number: write it like 4096, 8k (8,000) or 8K (8,192)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["chat", "--max-tokens", "abc"], f"'abc' {WHOLE_NUMBER}"),
+        (["chat", "--max-tokens="], f"'' {WHOLE_NUMBER}"),
+        (["chat", "--seed", "1.5"], f"'1.5' {WHOLE_NUMBER}"),
+        (["chat", "--stop-token-ids", "2", "--stop-token-ids", "x"], f"'x' {WHOLE_NUMBER}"),
+        (["serve", "--port", "http"], f"'http' {WHOLE_NUMBER}"),
+        (["trace", "--budget", "x"], f"'x' {WHOLE_NUMBER}"),
+        (["chat", "--temperature", "hot"], "'hot' is no number: write it like 0.7"),
+        (["chat", "--gpu-memory-utilization", "half"], "'half' is no number"),
+        (["serve", "--request-timeout="], "'' is no number"),
+        (["chat", "--stop="], "stop has an empty string, but each must have at least one character"),
+        (["chat", "--stop-regex="], "stop_regex has an empty string"),
+        (["chat", "--bad-words="], "bad_words has an empty string"),
+        (["chat", "--tokenizer="], "tokenizer is empty: give it a value, or leave it out"),
+        (["chat", "--profile="], "profile is empty: give it a value, or leave it out"),
+        (["chat", "--dtype="], "dtype is '', but must be one of auto"),
+        (["chat", "--url="], "--url is '', but must be like http://127.0.0.1:8000"),
+        (["serve", "--host="], "host is '', but must be an address, such as 127.0.0.1"),
+        (["serve", "--lora-directory="], "an empty text names no file"),
+        (["serve", "--lora", "a=/nonexistent"], "/nonexistent must be a directory with an adapter_config.json"),
+        (["serve", "--api-key="], "An API key is empty"),
+        (["serve", "--served-model-name="], "A served_model_name is empty"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_value_that_is_none_is_repeated_with_what_is_allowed(
+    started: list[EngineArgs], capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    command, *flags = arguments
+    assert run(command, *flags, *(["-p", "x"] if command == "chat" else [])) == 2 and not started
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_empty_name_is_no_default_model(started: list[EngineArgs]) -> None:
+    for arguments in (["--model="], [""]):
+        run("chat", *arguments, "-p", "x")
+    assert [args.model for args in started] == ["", ""]
 
 
 # helps

@@ -161,6 +161,24 @@ def test_what_a_preempted_request_had_comes_back_from_a_second_tier_after_so_man
     assert sum(sum(line["num_scheduled_tokens"].values()) for line in lines) == recomputed - 4, "one block was lost"
 
 
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, {}])
+def test_without_colours_signs_tell_prompts_decodes_and_preemptions_apart(variables: dict[str, str]) -> None:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in PREEMPTING.items() if isinstance(value, int)]
+    flags.append("--prompt-lens=" + ",".join(map(str, PREEMPTING["prompt_lens"])))
+    output = CliRunner().invoke(app, ["trace", "--plot", *flags], env=variables).output
+    *rows, _, legend = output.splitlines()
+    steps = list(simulated_steps(Workload(**PREEMPTING)))
+    for number, row in enumerate(rows[1:], start=1):
+        name, *cells = row.split()
+        assert name == f"R{number}"
+        for cell, step in zip(cells, steps, strict=True):
+            is_scheduled = name in step.num_scheduled_tokens and name not in step.preempted
+            assert (cell == "x") == (name in step.preempted)
+            assert cell.startswith("+") == (name in step.decoding and is_scheduled)
+            assert not is_scheduled or int(cell) == step.num_scheduled_tokens[name]
+    assert legend.strip() == "3 prompt   +1 decode   x preempted"
+
+
 def test_loads_are_in_the_heat_strip_and_in_the_perfetto_file() -> None:
     steps = list(simulated_steps(Workload(**LOADING, load_steps=3)))
     strip = heat_strip(steps, 2).plain

@@ -74,6 +74,30 @@ def test_half_characters_are_never_emitted(make: object, text: str) -> None:
     assert "".join(emitted) == tokenizer.decode(ids) == text
 
 
+@pytest.mark.parametrize("make", [byte_level_bpe, byte_fallback_bpe])
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_stream_that_is_cut_anywhere_ends_at_the_last_whole_character(make: object, text: str) -> None:
+    tokenizer = make()  # type: ignore[operator]
+    decoder, ids = TokenDecoder(tokenizer), tokenizer.encode(text).ids
+    for cut in range(len(ids) + 1):
+        detokenizer = Detokenizer(decoder.stream(True))
+        for token_id in ids[:cut]:
+            detokenizer.push(token_id)
+        detokenizer.flush(is_cut=True)
+        known = b"".join(map(decoder.bytes_of, ids[:cut])).decode(errors="ignore")
+        assert detokenizer.take() == (known.removeprefix(" ") if make is byte_fallback_bpe else known)
+
+
+def test_bytes_that_are_no_text_stay_where_a_stream_is_cut_and_a_begun_character_goes() -> None:
+    data = [0x41, 0xFF, 0x42, 0xF0, 0x9F]
+    alphabet = {byte: BYTE_LEVEL.token_to_id(char) for char, byte in DECODERS["byte-level"]._byte_of_char.items()}
+    detokenizer = Detokenizer(DECODERS["byte-level"].stream(True))
+    for byte in data:
+        detokenizer.push(alphabet[byte])
+    detokenizer.flush(is_cut=True)
+    assert detokenizer.take() == "A\ufffdB"
+
+
 def test_invalid_bytes_do_not_pile_up_unemitted() -> None:
     byte = BYTE_LEVEL.token_to_id(next(char for char, b in DECODERS["byte-level"]._byte_of_char.items() if b == 0x80))
     emitted = stream_text(BYTE_LEVEL, [byte] * 1000, True)

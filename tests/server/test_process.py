@@ -183,20 +183,35 @@ def test_ctrl_c_ends_a_start_at_once_and_quietly(
     assert log.read_text() == ""
 
 
-def test_an_open_server_without_a_key_is_warned_of_and_a_taken_port_is_said(tmp_path: Path) -> None:
+def test_an_engine_that_dies_before_anything_is_asked_ends_the_server(start: Callable[..., Command]) -> None:
+    """The server listens to it from the start, which brings the engine's log lines too."""
+    command = start("--stats-interval", "0")
+    children = psutil.Process(command.process.pid).children(recursive=True)
+    [core] = [child for child in children if child.memory_info().rss == max(c.memory_info().rss for c in children)]
+    os.kill(core.pid, signal.SIGKILL)
+    assert command.process.wait(60) == 1
+    assert "The engine has died, and the server stops" in command.log
+
+
+def serve_nothing(*flags: str) -> subprocess.CompletedProcess[str]:
+    """A server that cannot start."""
+    command = [sys.executable, "-m", "minivllm.cli.main", "serve", "no-such-model", "--host", "0.0.0.0", *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode in (1, 2) and "Traceback" not in result.stderr
+    return result
+
+
+def test_an_open_server_without_a_key_is_warned_of() -> None:
+    assert re.search(r"WARNING +The server listens on 0\.0\.0\.0", serve_nothing("--port", "0").stderr)
+    assert "WARNING" not in serve_nothing("--port", "0", "--api-key", "k").stderr
+
+
+def test_a_taken_port_is_said_and_nothing_else() -> None:
     import socket
 
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        result = subprocess.run(
-            [sys.executable, "-m", "minivllm.cli.main", "serve", "--host", "0.0.0.0", "--port", port],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-    assert result.returncode == 2
-    assert re.search(r"WARNING +The server listens on 0\.0\.0\.0", result.stderr)
-    assert f"cannot listen on 0.0.0.0 port {port}" in result.stderr
-    assert "Traceback" not in result.stderr
+        (line,) = serve_nothing("--port", port).stderr.splitlines()
+    assert f"cannot listen on 0.0.0.0 port {port}" in line

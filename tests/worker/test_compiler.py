@@ -22,6 +22,7 @@ from minivllm.compilation.compiler import (
     cache_directory,
     cannot_compile_reason,
     find_cpp_compiler,
+    packages_directory,
     prepare_inductor,
 )
 from minivllm.compilation.regions import Region, Size, TensorSpec
@@ -212,9 +213,10 @@ def test_inductor_is_told_of_a_compiler_it_would_not_look_for(monkeypatch: pytes
 def test_compiled_code_is_kept_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "given"))
     monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path / "home"))
-    assert cache_directory() == tmp_path / "given"
+    assert cache_directory() == tmp_path / "given" and packages_directory() == tmp_path / "given" / "regions"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     assert cache_directory() == tmp_path / "home" / "inductor"
+    assert packages_directory() == tmp_path / "home" / "regions"
     torchs_own = cache_dir()  # what Inductor writes into the environment is not the user's choice
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == torchs_own
     assert cache_directory() == tmp_path / "home" / "inductor"

@@ -20,6 +20,7 @@ from minivllm.cli.engine.openai_server import (
     served_models,
     server_root,
     stream_events,
+    unreachable,
 )
 from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError, RequestError
@@ -141,12 +142,15 @@ class RemoteSession(ChatSession):
         return len(self._tokenize({"prompt": text, "add_special_tokens": False}))
 
     def prompt_token_ids(self, messages: list[Message]) -> list[int]:
-        return self._tokenize({"messages": self.conversation(messages), "add_generation_prompt": True})
+        return self._tokenize(
+            {"messages": self.conversation(messages), "add_generation_prompt": True, **self._template_fields()}
+        )
+
+    def _template_fields(self) -> dict[str, Any]:
+        return {} if self.thinking is None else {"chat_template_kwargs": {"enable_thinking": self.thinking}}
 
     def num_context_tokens(self) -> int:
         """As the server counts them; of one that does not, what the last answer took."""
-        if not self.messages:
-            return 0
         try:
             return super().num_context_tokens()
         except RequestError:
@@ -164,15 +168,12 @@ class RemoteSession(ChatSession):
                 trust_env=False,
             )
         except httpx.HTTPError as error:
-            raise self._unreachable(error) from None
+            raise unreachable(self.url, error) from None
         if answer.status_code == 404:
             raise RequestError(f"The server at {self.url} has no /tokenize, so its tokens cannot be counted from here.")
         if answer.status_code != 200:
             raise RequestError(error_message(answer.text))
         return [int(token) for token in answer.json()["tokens"]]
-
-    def _unreachable(self, error: Exception) -> RequestError:
-        return RequestError(f"The server at {self.url} cannot be reached ({type(error).__name__}).")
 
     def _body(self, messages: list[Message], max_tokens: int | None) -> dict[str, Any]:
         """The settings that differ from a server's neutral ones, under OpenAI's names where it has one."""
@@ -189,9 +190,8 @@ class RemoteSession(ChatSession):
             max_tokens = self.params.max_tokens
         if max_tokens is not None:
             body["max_completion_tokens"] = max_tokens
-        if self.thinking is not None:
-            body["chat_template_kwargs"] = {"enable_thinking": self.thinking}
         return body | {
+            **self._template_fields(),
             "model": self.model,
             "messages": self.conversation(messages),
             "stream": True,
@@ -216,13 +216,19 @@ class RemoteSession(ChatSession):
     async def _follow_answer(
         self, body: dict[str, Any], on_text: Callable[[str], None], is_interrupted: Callable[[], bool]
     ) -> RemoteGeneration:
-        """Read the stream beside looking for Ctrl-C, which closes the connection; the server then aborts."""
+        """Read the stream beside looking for Ctrl-C, which closes the connection; the server then aborts.
+
+        An answer that breaks off keeps what has arrived. Raises RequestError if that is nothing.
+        """
         generation = RemoteGeneration(metrics=RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=0))
         reading = asyncio.create_task(self._read_stream(body, generation, on_text))
         while not reading.done() and not is_interrupted():
             await asyncio.wait({reading}, timeout=SECONDS_BETWEEN_LOOKS)
         if reading.done():
-            reading.result()
+            try:
+                reading.result()
+            except RequestError as error:
+                generation.fail(error)
         else:
             reading.cancel()
             with suppress(asyncio.CancelledError):
@@ -244,9 +250,11 @@ class RemoteSession(ChatSession):
                     raise RequestError(error_message((await response.aread()).decode(errors="replace")))
                 await self._take_in(response, generation, on_text)
         except httpx.HTTPError as error:
-            raise self._unreachable(error) from None
+            raise unreachable(self.url, error) from None
+        except RequestError:  # a ValueError too
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RequestError(f"The answer of the server at {self.url} is broken: {error}.") from None
+            raise RequestError(f"The answer of the server at {self.url} is broken: {error}. Try again.") from None
         generation.metrics.finished_time = time.monotonic()
         generation.finish_reason = generation.finish_reason or str(FinishReason.STOP)
 

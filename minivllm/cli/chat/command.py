@@ -28,7 +28,7 @@ from minivllm.cli.terminal.answer_view import answer_view
 from minivllm.cli.terminal.live_text import window_size, wrap
 from minivllm.cli.terminal.terminal_text import counted, dim, printable, styles
 from minivllm.cli.terminal.typed import check_text, prompt_text, read_standard_input
-from minivllm.cli.trace.command import folded, heat_strip
+from minivllm.cli.trace.command import folded, has_colours, heat_strip
 from minivllm.config import EngineArgs
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError
 from minivllm.messages import FinishReason
@@ -249,6 +249,7 @@ class ChatTerminal:
 
     def _answer(self, generate: Generate) -> None:
         generation = stream_answer(generate, self._log, "Reading the conversation", self._raw)
+        notice(generation.failure)
         if generation.interrupted:
             notice("[interrupted; the partial answer is kept, /undo forgets it]")
         notice(generation.statistics_line(self._session.max_model_len))
@@ -257,6 +258,7 @@ class ChatTerminal:
     def _compact(self) -> None:
         session, before = self._session, self._session.num_context_tokens()
         generation = stream_answer(session.compact, self._log, "Summarizing", self._raw)
+        notice(generation.failure)
         if generation.interrupted:
             notice("[interrupted; the conversation stays as it was]")
             return
@@ -271,7 +273,8 @@ class ChatTerminal:
         generation = self._session.last_generation
         if generation is not None:
             console = Console(stderr=True, highlight=False, color_system="auto" if styles(sys.stderr) else None)
-            strip = heat_strip(folded(self._session.insight.steps(generation)), 1, console.width)
+            steps = folded(self._session.insight.steps(generation))
+            strip = heat_strip(steps, 1, console.width, has_colours(console))
             console.print(strip, no_wrap=True, crop=False, overflow="ignore")
 
     def _prompt_session(self, history_path: Path | None) -> PromptSession[str]:
@@ -465,6 +468,8 @@ def _answer_once(session: ChatSession, question: str, raw: bool, as_json: bool, 
                 f"The context is full ({generation.num_context_tokens:,} of {session.max_model_len:,} tokens) and the "
                 "answer was cut; start with a larger --max-model-len."
             )
+    if generation.failure:
+        raise RequestError(generation.failure)
     if generation.interrupted:
         raise typer.Exit(130)
 

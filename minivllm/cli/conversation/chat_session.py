@@ -347,7 +347,12 @@ class ChatSession:
                 break
             for output in self.engine.step():
                 if output.request_id == request_id:
-                    on_text(generation.add(output))
+                    num_shown = len(generation.text)
+                    try:
+                        generation.add(output)
+                    except RequestError as error:
+                        generation.fail(error)
+                    on_text(generation.text[num_shown:])
         return generation
 
     def _params_for(self, prompt_token_ids: list[int], first: bool) -> SamplingParams:

@@ -222,12 +222,6 @@ def _read(session: ChatSession, argument: str) -> str:
     return f"{attachment.name} ({counted(attachment.num_tokens, 'token')}) goes with your next message."
 
 
-def _image(session: ChatSession, argument: str) -> str:
-    raise RequestError(
-        f"{session.model} takes no images: the models this engine runs read text only; /read sends text."
-    )
-
-
 def _model(session: ChatSession, argument: str) -> str:
     if not argument:
         return f"The model is {session.model}; /model NAME talks to another one."
@@ -304,7 +298,6 @@ COMMANDS: dict[str, Command] = {
         Command("/drop N", "forget the N oldest exchanges (1 if not given)", _drop),
         Command("/compact", "put a summary in place of the older exchanges", following=Next.COMPACT),
         Command("/read FILE", "send a text file along with the next message", _read),
-        Command("/image FILE", "send an image, to a model that takes any", _image),
         Command("/save FILE", "save the conversation as JSON", _save),
         Command("/load FILE", "continue a saved conversation", _load),
         Command("/export FILE", "write the conversation as Markdown", _export),
@@ -319,5 +312,5 @@ COMMANDS: dict[str, Command] = {
 ALIASES = {"/exit": "/bye", "/quit": "/bye", "/?": "/help"}
 _EXAMPLES = {"/save": "chat.json", "/load": "chat.json", "/export": "chat.md", "/read": "notes.txt"}
 """Commands that do not go without a file, each with the name of one."""
-FILE_COMMANDS = ("/save", "/load", "/export", "/read", "/image", "/model")
+FILE_COMMANDS = ("/save", "/load", "/export", "/read", "/model")
 """Commands that a path can follow."""

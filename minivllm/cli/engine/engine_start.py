@@ -178,6 +178,7 @@ class Generation:
     """What has arrived of one request so far; token_ids includes the token that ended it, text does not.
 
     bandwidth_share: part of the memory bandwidth that decoding used; None if it is not known.
+    failure: sentence that says why it ended early; empty if it did not, or the user stopped it.
     """
 
     text: str = ""
@@ -188,6 +189,7 @@ class Generation:
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None
     bandwidth_share: float | None = None
+    failure: str = ""
 
     def add(self, output: RequestOutput) -> str:
         """Take in one output of a DELTA stream and return its text. Raises RequestError if the engine gave up on it."""
@@ -209,6 +211,13 @@ class Generation:
     def interrupt(self) -> None:
         """The user stopped it."""
         self.finish_reason = str(FinishReason.ABORT)
+
+    def fail(self, error: RequestError) -> None:
+        """Something stopped it. Raises ``error`` if nothing was said yet, so that there is nothing to keep."""
+        if not self.text:
+            raise error
+        self.interrupt()
+        self.failure = str(error)
 
     @property
     def interrupted(self) -> bool:
@@ -235,6 +244,7 @@ class Generation:
             "num_output_tokens": self.num_output_tokens,
             "metrics": {name: getattr(self.metrics, name, None) for name in _METRICS},
             "bandwidth_share": self.bandwidth_share,
+            **({"error": self.failure} if self.failure else {}),
         }
 
     def statistics_line(self, max_model_len: int) -> str:

@@ -95,18 +95,18 @@ def collect() -> dict[str, Any]:
         "cpu": _cpu(),
         "memory": _memory(),
         "cuda_devices": _cuda_devices(),
-        "cpp_compiler": find_cpp_compiler(),
+        "cpp_compiler": _cpp_compiler(),
         "defaults": _defaults(),
         "directories": _directories(),
     }
 
 
-def find_cpp_compiler() -> str | None:
-    """Path of the C++ compiler that torch.compile would find on a CPU: $CXX, else the usual names."""
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        if name and (path := shutil.which(name)):
-            return path
-    return None
+def _cpp_compiler() -> str | None:
+    """Path of the C++ compiler that torch.compile uses on a CPU."""
+    from minivllm.compilation.compiler import find_cpp_compiler
+
+    name = find_cpp_compiler()
+    return name and shutil.which(name)
 
 
 def _defaults() -> dict[str, dict[str, str]]:
@@ -117,25 +117,30 @@ def _defaults() -> dict[str, dict[str, str]]:
     from minivllm.device.memory import MAX_CPU_CACHE_BYTES
     from minivllm.device.policy import DevicePolicy
     from minivllm.engine.openmp import wait_policy
-    from minivllm.engine.resolve import DEFAULT_BLOCK_SIZE, DEFAULTS, resolve_device, resolve_dtype
+    from minivllm.engine.resolve import (
+        DEFAULT_BLOCK_SIZE,
+        DEFAULTS,
+        resolve_cache_dtype,
+        resolve_device,
+        resolve_dtype,
+    )
 
     device = resolve_device("auto")
+    policy = DevicePolicy.of(torch.device(device))
     dtype, why_dtype = resolve_dtype("auto", "bfloat16", device)
+    cache_dtype, why_cache_dtype = resolve_cache_dtype("auto", dtype, device, policy.capability)
+    if cache_dtype == "float32":
+        why_cache_dtype += "; --kv-cache-dtype bfloat16 takes half the memory"
+    elif device == "cuda":
+        why_cache_dtype += "; --kv-cache-dtype fp8_e4m3 takes half the memory"
     limits = DEFAULTS[device]
     if device == "cuda":
-        why_device = "PyTorch sees a CUDA device"
-        kv_cache = {
-            "value": "as dtype",
-            "why": "the GPU attends in the dtype of the weights; fp8_e4m3 takes half of it",
-        }
-        share = "of the device's memory"
+        why_device, share = "PyTorch sees a CUDA device", "of the device's memory"
     else:
         why_device = "PyTorch sees no CUDA device"
-        kv_cache = {"value": "as dtype", "why": "half the bytes of float32 are read, and all sums are in float32"}
         share = f"of the free memory, at most {format_bytes(MAX_CPU_CACHE_BYTES)}"
     reason = cannot_compile_reason(torch.device(device))
     if reason is None:
-        policy = DevicePolicy.of(torch.device(device))
         kernels = "FlexAttention for prompts, loops over strips for single tokens" if policy.on_cpu else "FlexAttention"
         attention = {"value": f"compiled: {kernels}", "why": "torch.compile works here; latents are gathered"}
     else:
@@ -143,7 +148,7 @@ def _defaults() -> dict[str, dict[str, str]]:
     return {
         "device": {"value": device, "why": why_device},
         "dtype": {"value": dtype, "why": f"for a checkpoint saved in bfloat16: {why_dtype}"},
-        "kv_cache_dtype": kv_cache,
+        "kv_cache_dtype": {"value": cache_dtype, "why": why_cache_dtype},
         "attention": attention,
         "kv_cache": {"value": f"{limits.memory_utilization:.0%} {share}", "why": "unless it is sized explicitly"},
         "block_size": {"value": str(DEFAULT_BLOCK_SIZE), "why": "tokens per KV block"},
@@ -217,16 +222,21 @@ def _cuda_devices() -> list[dict[str, Any]]:
 
 def _directories() -> dict[str, str]:
     """Where downloads, compiled code and the chat history are kept."""
-    from minivllm.compilation.compiler import cache_directory
+    import torch
+
+    from minivllm.compilation.compiler import cache_directory, packages_directory
+    from minivllm.device.policy import DevicePolicy
+    from minivllm.engine.resolve import resolve_device
     from minivllm.hub.fetch import model_cache
 
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     hugging_face = os.environ.get("HF_HUB_CACHE") or str(
         Path(os.environ.get("HF_HOME") or Path(cache) / "huggingface") / "hub"
     )
+    policy = DevicePolicy.of(torch.device(resolve_device("auto")))
     return {
         "models": str(model_cache()),
-        "compiled_code": str(cache_directory()),
+        "compiled_code": str(packages_directory() if policy.keeps_packages else cache_directory()),
         "hugging_face": os.path.expanduser(hugging_face),
         "chat_history": str(default_history_path()),
     }

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from minivllm.errors import ConfigError
+from minivllm.cli.terminal.typed import read_typed_file
+from minivllm.errors import ConfigError, RequestError
 
 RARE = frozenset(
     {
@@ -91,11 +92,15 @@ def read_flags(ctx: typer.Context, path: Path | None) -> None:
     import yaml
 
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"--config {path} has more than {MAX_CONFIG_BYTES:,} bytes: is it the right file?")
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {' '.join(str(error).split())}.") from None
+        values = yaml.safe_load(read_typed_file(path, MAX_CONFIG_BYTES).decode("utf-8"))
+    except RequestError as error:
+        raise ConfigError(f"--config: {error}") from None
+    except UnicodeError:
+        raise ConfigError(f"--config {path} is not UTF-8 text: give a YAML or JSON file of flags.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path} is no YAML or JSON: {' '.join(str(error).split())}.") from None
+    except RecursionError:
+        raise ConfigError(f"--config {path} holds lists within lists without end: give flags and values.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path} must hold flags and their values, such as `max-model-len: 4096`.")
     known = {str(param.name): param for param in ctx.command.params}

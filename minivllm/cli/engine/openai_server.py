@@ -29,6 +29,12 @@ def key_header(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
 
+def unreachable(root: str, error: Exception) -> RequestError:
+    return RequestError(
+        f"The server at {root} cannot be reached ({type(error).__name__}): see whether it still runs, then try again."
+    )
+
+
 def served_models(root: str, headers: Mapping[str, str]) -> list[dict[str, Any]]:
     """The entries of /v1/models, at least one, each with an "id". Raises ModelError that says what to do."""
     import httpx
@@ -60,7 +66,7 @@ def engine_stats(root: str, headers: Mapping[str, str]) -> SchedulerStats:
     try:
         answer = httpx.get(f"{root}/metrics", headers=headers, timeout=30, trust_env=False)
     except httpx.HTTPError as error:
-        raise RequestError(f"The server at {root} cannot be reached ({type(error).__name__}).") from None
+        raise unreachable(root, error) from None
     values: dict[str, list[float]] = {}
     for metric, value in _METRIC.findall(answer.text) if answer.is_success else ():
         values.setdefault(metric, []).append(float(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import logging
@@ -91,7 +92,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
                 values["text"], model = model, None
             if model is not None and named is not None:
                 raise ConfigError(f"The model is named twice, as {model} and as --model {named}: give one of them.")
-            values["model"] = model or named or models[0].default
+            given = named if model is None else model
+            values["model"] = models[0].default if given is None else given
         grouped = {}
         for name, group in groups.items():
             own = {field.name: values.pop(field.name) for field in fields(group)}
@@ -119,23 +121,43 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
     if group is EngineArgs:
         for name, hint in hints.items():
             kind, metavar = _WRITTEN.get(name, (hint.__origin__, None))
-            is_count = kind == int | None
-            option = typer.Option(
-                *_NAMED.get(name, ()),
-                help=hint.__metadata__[0],
-                metavar=metavar or ("INTEGER" if is_count else None),
-                parser=whole_number if is_count else None,
-            )
+            option = typer.Option(*_NAMED.get(name, ()), help=hint.__metadata__[0], metavar=metavar)
             hints[name] = Annotated[kind, option]
         hints["model"] = ModelArgument
+    hints = {name: _with_parser(hint) for name, hint in hints.items()}
     keyword = inspect.Parameter.KEYWORD_ONLY
     return [
         inspect.Parameter(one.name, keyword, default=one.default, annotation=hints[one.name]) for one in fields(group)
     ]
 
 
-def whole_number(text: str) -> int:
+def _with_parser(hint: Any) -> Any:
+    """The annotation of a flag whose value is a number or a path, with a parser that repeats what was given wrongly."""
+    option = hint.__metadata__[0]
+    for kinds, parser, metavar in _PARSERS:
+        if hint.__origin__ in kinds and option.parser is None and option.min is None:
+            option = copy.copy(option)
+            option.parser, option.metavar = parser, option.metavar or metavar
+    return Annotated[hint.__origin__, option]
+
+
+def _number(text: str | float) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no number: write it like 0.7.") from None
+
+
+def _path(text: str | Path) -> Path:
+    if text == "":
+        raise typer.BadParameter("an empty text names no file: name one, or leave the flag out.")
+    return Path(text)
+
+
+def whole_number(text: str | int) -> int:
     """A number that may end in a unit: 4096, 8k, 1.5M. Raises typer.BadParameter, which names the flag."""
+    if isinstance(text, int):  # a flag's default
+        return text
     digits, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
     try:
         number = Decimal(digits) * unit
@@ -177,6 +199,13 @@ def engine_flags(args: EngineArgs) -> list[str]:
             flags.append(f"--{flag}={json.dumps(value) if isinstance(value, dict) else value}")
     return flags
 
+
+_PARSERS: tuple[tuple[tuple[Any, ...], Callable[[str], Any], str], ...] = (
+    ((int, int | None, list[int] | None), whole_number, "<int>"),
+    ((float, float | None), _number, "<float>"),
+    ((Path | None,), _path, "<path>"),
+)
+"""Types of flags, their parser, and how the value is called in a help."""
 
 _FROM_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

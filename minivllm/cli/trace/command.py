@@ -23,6 +23,7 @@ from minivllm.errors import ConfigError
 from minivllm.scheduler.policy import make_policy
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.text import Text
 
     from minivllm.messages import ModelRunnerOutput, SchedulerOutput
@@ -258,17 +259,29 @@ class _InStages(NamedTuple):
     sampled: ModelRunnerOutput
 
 
-def heat_strip(steps: Sequence[TraceStep], num_requests: int, columns: int | None = None) -> Text:
+def has_colours(console: Console) -> bool:
+    return console.color_system is not None and not console.no_color
+
+
+def heat_strip(
+    steps: Sequence[TraceStep], num_requests: int, columns: int | None = None, is_coloured: bool = True
+) -> Text:
     """A picture of the steps: a row per request, a column per step, in each cell the number of tokens.
 
     Blue cells compute prompts, or again what a preemption lost (darker is more); orange ones decode. "…" stands for
     steps and requests that are left out. columns: width of the window [cells], into which long strips are broken.
+    is_coloured: without colours a plus stands before the tokens of cells that decode.
     """
     from rich.text import Text
 
+    plus = "" if is_coloured else "+"
+    counts = [
+        (plus if request_id in step.decoding else "") + short_count(count)
+        for step in steps
+        for request_id, count in step.num_scheduled_tokens.items()
+    ]
     most = max((count for step in steps for count in step.num_scheduled_tokens.values()), default=1)
-    counts = {count for step in steps for count in step.num_scheduled_tokens.values()}
-    longest_count = max((len(short_count(count)) for count in counts), default=1)
+    longest_count = max(map(len, counts), default=1)
     width = 1 + max(longest_count, len(str(max((step.step for step in steps), default=0))))
     num_stages = max((len(step.stages) for step in steps), default=0)
     label_width = max(len(f"R{num_requests}"), len(f"stage {num_stages - 1}") if num_stages else 0, len("step")) + 1
@@ -287,24 +300,26 @@ def heat_strip(steps: Sequence[TraceStep], num_requests: int, columns: int | Non
             if number is None:
                 continue
             for shown in part:
-                strip.append(*_cell(shown, f"R{number}", most, width))
+                strip.append(*_cell(shown, f"R{number}", most, width, plus))
         for stage in range(num_stages):
             strip.append(f"\nstage {stage}".ljust(label_width + 1), style="bold")
             for shown in part:
                 strip.append(*_stage_cell(shown, stage, width))
     strip.append("\n\n" + " " * label_width)
-    legend = [("prompt", _PROMPT_COLOURS[1]), ("decode", _DECODE_COLOUR), ("preempted", PREEMPTED_COLOUR)]
+    legend = [("3 prompt", _PROMPT_COLOURS[1]), ("+1 decode", _DECODE_COLOUR), ("x preempted", PREEMPTED_COLOUR)]
     if any(step.loading for step in steps):
-        legend.append(("loading", LOADING_COLOUR))
+        legend.append(("~ loading", LOADING_COLOUR))
     if num_stages:
-        legend.append(("step that a stage computes", STAGE_COLOUR))
-    for name, colour in legend:
-        strip.append(f" {name} ", style=f"black on {colour}").append(" ")
+        legend.append(("0 step that a stage computes", STAGE_COLOUR))
+    if not is_coloured:
+        return strip.append(" " + "   ".join(entry for entry, _ in legend))
+    for entry, colour in legend:
+        strip.append(f" {entry.partition(' ')[2]} ", style=f"black on {colour}").append(" ")
     return strip
 
 
-def _cell(step: TraceStep | None, request_id: str, most: int, width: int) -> tuple[str, str]:
-    """Text and style of one request in one step; None is steps left out."""
+def _cell(step: TraceStep | None, request_id: str, most: int, width: int, plus: str) -> tuple[str, str]:
+    """Text and style of one request in one step; None is steps left out. plus: stands before tokens of a decode."""
     count = None if step is None else step.num_scheduled_tokens.get(request_id)
     if step is None:
         return "…".rjust(width), "dim"
@@ -314,7 +329,8 @@ def _cell(step: TraceStep | None, request_id: str, most: int, width: int) -> tup
         return "~".rjust(width), f"black on {LOADING_COLOUR}"
     if count is None:
         return "·".rjust(width), "dim"
-    return short_count(count).rjust(width), f"black on {cell_colour(step, request_id, most)}"
+    text = (plus if request_id in step.decoding else "") + short_count(count)
+    return text.rjust(width), f"black on {cell_colour(step, request_id, most)}"
 
 
 def _stage_cell(step: TraceStep | None, stage: int, width: int) -> tuple[str, str]:
@@ -442,7 +458,7 @@ def trace(
 
         console = Console()
         columns = console.width if console.is_terminal else None
-        strip = heat_strip(folded(steps), len(workload.prompt_lens), columns)
+        strip = heat_strip(folded(steps), len(workload.prompt_lens), columns, has_colours(console))
         console.print(strip, no_wrap=True, crop=False, overflow="ignore")
         for rank in range(workload.pp * workload.tp if workload.pp * workload.tp > 1 else 0):
             print(rank_text(rank, workload.pp, workload.tp))

@@ -30,7 +30,7 @@ BOUNDS = JsonBounds(max_values=2**21)
 def build_proxy_app(
     relay: Relay, api_keys: Sequence[str], max_body_bytes: int, known_hosts: Collection[str] | None = None
 ) -> ASGIApp:
-    """The ASGI application, key check and limits around it included. known_hosts: what Host may name; None for any."""
+    """The ASGI application, key check and limits around it included. known_hosts: see KnownHosts."""
     app = FastAPI(title="minivllm proxy", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
 

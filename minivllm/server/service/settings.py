@@ -74,6 +74,11 @@ class ServerSettings:
             if not low <= value <= high:
                 allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
                 raise ConfigError(f"{name} is {value}, but must be {allowed}.")
+        if not self.host.strip():
+            raise ConfigError(
+                f"host is {self.host!r}, but must be an address, such as 127.0.0.1, or 0.0.0.0 for every one this "
+                "machine has."
+            )
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"request_timeout is {self.request_timeout:g}, but must be above 0, in seconds.")
         check_parsers(self.tool_call_parser, self.reasoning_parser)
@@ -100,15 +105,13 @@ class ServerSettings:
 
     @property
     def known_hosts(self) -> frozenset[str] | None:
-        """What the Host header may name; None for anything.
+        """Names with a dot that the Host header may have; None for anything.
 
         A server that asks for no key and listens on this machine alone is only as safe as this: see limits/hosts.py.
         """
         if not self.allowed_hosts and (self.api_keys or self.is_public):
             return None
-        bound = f"[{self.host}]" if ":" in self.host else self.host
-        hosts = ("localhost", "127.0.0.1", "[::1]", bound, *self.allowed_hosts)
-        return frozenset(host.lower() for host in hosts)
+        return frozenset(host.lower().removesuffix(".") for host in (self.host, *self.allowed_hosts))
 
     @property
     def is_public(self) -> bool:
