@@ -75,13 +75,14 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         parse_special_tokens: bool = False,
+        chat_template: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several (a list of such lists), by the chat template.
 
         add_generation_prompt: open the assistant's turn. chat_template_kwargs: further names the template knows.
         parse_special_tokens: special tokens in the messages count; otherwise they are text, and only the template's own
-        ones count.
-        Raises RequestError as ``generate`` does, and for a model without a chat template.
+        ones count. chat_template: takes the place of the model's, which need not have one then.
+        Raises RequestError as ``generate`` does, and where there is no chat template.
         """
         conversations: Any = messages
         if isinstance(messages, Mapping) or not messages or isinstance(messages[0], (Mapping, str)):
@@ -92,6 +93,7 @@ class LLM:
                 prompt = self.llm_engine.render_chat(
                     conversation,
                     add_generation_prompt=add_generation_prompt,
+                    chat_template=chat_template,
                     chat_template_kwargs=chat_template_kwargs,
                     parse_special_tokens=parse_special_tokens,
                 )

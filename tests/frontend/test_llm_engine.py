@@ -224,6 +224,11 @@ def test_one_conversation_or_several() -> None:
             model.chat(wrong, GENEROUS)  # type: ignore[arg-type]
 
 
+def test_a_given_chat_template_takes_the_place_of_the_models() -> None:
+    template = "{{ messages[0].content }}!"
+    assert texts(llm()[0].chat([{"role": "user", "content": "hello"}], GENEROUS, chat_template=template)) == ["hello!"]
+
+
 def test_metrics_tokenizer_and_prefix_cache_are_at_hand() -> None:
     with llm()[0] as model:
         assert model.get_tokenizer() is TOKENIZER

