@@ -1,0 +1,170 @@
+"""The ledger of compiled regions: which regions every kind of model has in every layout, and the graph of each.
+
+``python -m tests.models.region_ledger --write`` writes ``regions.json``; ``test_region_ledger.py`` compares. Nothing is
+compiled and nothing is generated: an engine is started whose compiler only takes note of what it is asked for, with the
+device policy of a plain CPU, so that every machine finds the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from minivllm import LLM, EngineArgs
+from minivllm.compilation.compiler import RegionCompiler
+from minivllm.compilation.region_packages import export_region
+from minivllm.compilation.regions import Region
+from minivllm.device.policy import DevicePolicy
+from minivllm.worker.worker import Worker
+from tests.executor.virtual_shards import virtual_llm
+from tests.model_families import save_tiny_model
+
+LEDGER = Path(__file__).with_name("regions.json")
+TORCH = ".".join(torch.__version__.split(".")[:2])
+"""Graphs are those of one minor version of PyTorch."""
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "TP 2": {"tensor_parallel_size": 2},
+    "PP 2": {"pipeline_parallel_size": 2},
+}
+FAMILIES = ("llama", "gemma3", "olmo2", "qwen3-moe", "deepseek-v2", "lfm2", "qwen3-next")
+"""One of each kind of layer: plain, windows and norms on both sides, norms over all heads, experts, latents, states."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {"moe_intermediate_size": 64},
+    "deepseek-v2": {"moe_intermediate_size": 64},
+    "qwen3-next": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+}
+"""What makes the layers of a family divisible by two."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "TP 2 and PP 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "LoRA": {"enable_lora": True, "max_lora_rank": 8},
+    "int8": {"quantization": "int8"},
+}
+"""Of the first family."""
+
+
+class Recorder(RegionCompiler):
+    """Hands out regions as they are, and keeps what it was asked for."""
+
+    min_rows = 1
+
+    def __init__(self) -> None:
+        super().__init__(enabled=True)
+        self.regions: list[Region] = []
+
+    def __call__(self, region: Region) -> Callable:
+        self.regions.append(region)
+        return region.function
+
+
+def canonical_graph(region: Region) -> str:
+    """The exported graph as text that no order of arguments and no name changes: inputs are numbered by their first
+    use, and those that nothing reads are left out."""
+    graph = export_region(region, {}).graph
+    names: dict[torch.fx.Node, str] = {}
+    lines: list[str] = []
+
+    def shown(value: Any) -> str:
+        if isinstance(value, torch.fx.Node):
+            if value not in names:
+                tensor = value.meta.get("val")
+                shape = [size if isinstance(size, int) else "*" for size in getattr(tensor, "shape", ())]
+                names[value] = f"in{len(names)}"
+                lines.append(f"{names[value]}: {getattr(tensor, 'dtype', None)} {shape}")
+            return names[value]
+        if isinstance(value, (list, tuple)):
+            return f"({', '.join(map(shown, value))})"
+        return repr(value)
+
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        args = [shown(value) for value in node.args] + [f"{key}={shown(one)}" for key, one in node.kwargs.items()]
+        if node.op == "output":
+            lines.append(f"output {args}")
+            continue
+        names.setdefault(node, f"v{len(names)}")
+        lines.append(f"{names[node]} = {node.target}({', '.join(args)})")
+    return "\n".join(lines)
+
+
+def described(region: Region) -> str:
+    """Name, variants for numbers of rows, and a digest of the graph."""
+    variants = "".join(f" +{rows}" for rows in ("single", "few") if region.has_code_for(rows))
+    digest = hashlib.sha256(canonical_graph(region).encode()).hexdigest()[:12]
+    return f"{region.name}{variants} {digest}"
+
+
+@contextmanager
+def recorded(arguments: dict[str, Any]) -> Iterator[list[Recorder]]:
+    """The recorders of all workers of an engine, in order of rank."""
+    recorders: list[Recorder] = []
+
+    def make(worker: Worker) -> Recorder:
+        recorders.append(Recorder())
+        return recorders[-1]
+
+    policy = mock.patch.object(DevicePolicy, "of", lambda device: DevicePolicy(type="cpu"))
+    with mock.patch.object(Worker, "_make_compiler", make), policy, virtual_llm(**arguments) as llm:
+        assert isinstance(llm, LLM)
+        yield recorders
+
+
+def regions_of(model: Path, **settings: Any) -> list[dict[str, int]]:
+    """Of each rank: region -> how often it was asked for, which is how often equal ones are compiled."""
+    arguments = {
+        **{"model": str(model), "dtype": "float32", "device": "cpu", "attention_backend": "sdpa", "block_size": 8},
+        **{"max_model_len": 64, "max_num_seqs": 12, "num_gpu_blocks_override": 24, "compile_in_background": False},
+        **settings,
+    }
+    EngineArgs(**arguments)
+    with recorded(arguments) as recorders:
+        return [dict(sorted(Counter(map(described, one.regions)).items())) for one in recorders]
+
+
+def cases() -> list[tuple[str, str, dict[str, Any]]]:
+    """(family, what is special, engine arguments)."""
+    found = [(family, name, settings) for family in FAMILIES for name, settings in LAYOUTS.items()]
+    return found + [(FAMILIES[0], name, settings) for name, settings in VARIANTS.items()]
+
+
+def main() -> None:
+    """Write or print the ledger."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", default="", help="families whose name holds this")
+    chosen = parser.parse_args()
+    ledger: dict[str, Any] = {"torch": TORCH}
+    with tempfile.TemporaryDirectory() as directory:
+        for family, name, settings in cases():
+            if chosen.only not in family:
+                continue
+            path = Path(directory) / family
+            if not path.exists():
+                save_tiny_model(path, family, SHAPES.get(family, {}))
+            try:
+                ledger[f"{family}, {name}"] = regions_of(path, **settings)
+            except Exception as error:
+                print(f"{family}, {name}: {type(error).__name__}: {error}")
+                raise
+            print(family, name, [sum(one.values()) for one in ledger[f"{family}, {name}"]], flush=True)
+    text = json.dumps(ledger, indent=1, sort_keys=True) + "\n"
+    if chosen.write:
+        LEDGER.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
