@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -139,10 +140,18 @@ def test_ctrl_c_while_the_process_is_made_ends_it_quietly(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.fixture
+def short_directory() -> Iterator[Path]:
+    """Short enough for sockets inside, wherever the tests keep their files."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
 def test_the_directory_of_a_killed_owner_is_removed_by_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of owners that live stay, and what is no such directory."""
+    tmp_path = short_directory
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     script = (
         "import tempfile, sys, time\n"

@@ -322,7 +322,7 @@ def test_goodput_needs_every_limit_kept() -> None:
         (["--rates", "4,2"], "--rates is '4,2', but must be ascending numbers"),
         (["--rates", "1,2", "--against", "a.json"], "leave out --rates"),
         (["--endpoint", "embeddings"], "completions or chat"),
-        (["--url", "localhost:8000"], "--url is 'localhost:8000'"),
+        (["--url", "localhost"], "--url is 'localhost'"),
         (["--url", "http://127.0.0.1:9", "--model", ""], None),
     ],
 )

@@ -598,7 +598,7 @@ def test_a_key_is_asked_for_and_passed_on(scripts: Scripts) -> None:
     [
         ([], "at least one --prefill and one --decode"),
         (["--decode", "http://a:1"], "at least one --prefill"),
-        (["--prefill", "a:1", "--decode", "http://b:2"], "--prefill is 'a:1', but must be like http://"),
+        (["--prefill", "a", "--decode", "http://b:2"], "--prefill is 'a', but must be like http://"),
         (["--prefill", "http://a:1", "--decode", "b"], "--decode is 'b'"),
         (["--prefill", "http://a:1", "--decode", "http://b:2", "--port", "70000"], "port is 70000"),
     ],

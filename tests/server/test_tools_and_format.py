@@ -163,6 +163,7 @@ def test_random_weights_write_valid_calls_and_valid_answers(real_client: openai.
             n=4,
             seed=seed,
             max_tokens=150,
+            temperature=1.0,
             # Whitespace between the tokens of JSON has no end of its own.
             extra_body={"bad_words": [" ", "\t", "\r"]},
         )

@@ -145,8 +145,8 @@ def test_what_cannot_be_embedded_is_refused(tiny_model: TinyModel) -> None:
     with pytest.raises(RequestError, match="pooling is 'max', but must be 'last' or 'mean'"):
         PoolingParams(pooling="max")
     with tiny_llm(tiny_model("llama")) as llm:
-        with pytest.raises(RequestError, match=r"Prompt 1: The prompt has 128 tokens .* max_model_len is 128"):
-            llm.embed([{"prompt_token_ids": [5]}, {"prompt_token_ids": [5] * 128}])
+        with pytest.raises(RequestError, match=r"Prompt 1: The prompt has 129 tokens.* max_model_len is 128"):
+            llm.embed([{"prompt_token_ids": [5]}, {"prompt_token_ids": [5] * 129}])
         with pytest.raises(RequestError, match="The pooling parameters are 'mean', but must be a PoolingParams"):
             llm.embed("Hello", "mean")  # type: ignore[arg-type]
         assert llm.get_metrics().num_steps == 0
