@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm import LLM, SamplingParams
 from minivllm.bench.accuracy.passages import PASSAGES
 from minivllm.errors import ModelError
@@ -213,6 +214,24 @@ def test_float32_tokens_are_the_likeliest_of_llama_cpp(llm: LLM, llama_cpp: Any)
     for prompt, completion in zip(prompts, tokens_of(run(llm, prompts, GREEDY)), strict=True):
         assert len(completion) == MAX_TOKENS or completion[-1] in llm.llm_engine.client.eos_token_ids
         assert shortfalls(judged(llama_cpp, prompt, completion), completion).max() <= NEAR_TIE
+
+
+@pytest.mark.skipif(not can_multiply_int4(), reason="this CPU has no 4-bit operator whose order of weights is known")
+def test_int4_predictions_are_near_those_of_llama_cpp(gemma: Path, llama_cpp: Any) -> None:
+    """The engine's 4 bits hold the values of the file's 4-bit blocks, so that predictions stay those of float32."""
+    params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0)
+    with engine(gemma, quantization="int4") as llm:
+        prompts = prompts_of(llm)
+        outputs = [output.outputs[0] for output in run(llm, prompts, params)]
+    differences, others = [], []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        completion = list(output.token_ids)
+        logprobs = judged(llama_cpp, prompt, completion)
+        others += shortfalls(logprobs, completion).tolist()
+        for token, row, found in zip(completion, logprobs, output.logprobs or [], strict=True):
+            differences.append(abs(found[token].logprob - float(row[token])))
+    assert max(others) <= NEAR_TIE
+    assert len(differences) > 64 and sum(differences) / len(differences) <= 0.002
 
 
 def template_text(turns: list[dict[str, str]]) -> bytes:
