@@ -277,7 +277,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.unblock_all()
-        for _ in range(3000):
+        steps_of_one = 2 * 2 * MAX_MODEL_LEN  # one token each, scheduled and delivered, and once more if preempted
+        for _ in range(3000 + steps_of_one * len(self.given)):
             self.settle()
             if not self.scheduler.has_requests() and not self.in_flight:
                 break
