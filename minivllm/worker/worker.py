@@ -225,7 +225,8 @@ class Worker:
 
     def build_progress(self) -> tuple[int, int, bool]:
         """(regions that are built, all regions, whether a process in the background is building)."""
-        return self._compiler.num_built(), self._compiler.num_regions, self._compiler.is_building
+        is_building = self._compiler.is_building  # asked first: a build that ends in between has left its package
+        return self._compiler.num_built(), self._compiler.num_regions, is_building
 
     @torch.inference_mode()
     def serve_uncompiled(self) -> bool:
