@@ -1,8 +1,8 @@
 """Private directories for the sockets between processes, which do not outlive their owner by more than one start.
 
 The owner holds a lock on a file inside. It is free when the owner has ended, also by kill -9, and the next process that
-makes such a directory removes those whose lock is free. A process id would not tell: containers may share a directory
-for temporary files, and each counts its processes from 1.
+makes such a directory removes those whose lock is free. A process id would not tell: containers may share /tmp, and
+each counts its processes from 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PREFIX, LOCK_FILE = "minivllm-", "owner.lock"
 MAX_SOCKET_PATH = 100
 """Operating systems allow a little more than a hundred bytes for the path of a socket."""
 OWN_BYTES = 32
-"""Of a socket's path, after that of the directory for temporary files."""
+"""Of a socket's path, after that of the directory that the system gives."""
 
 
 class PrivateDirectory:
