@@ -62,6 +62,7 @@ class Executor(Protocol):
 WORKER_METHODS = frozenset({"adapter_shapes", "memory_bytes", "weight_checksums"})
 """Methods of a Worker that ``collective_rpc`` of a frontend may call: they only look."""
 ENGINE_METHODS = WORKER_METHODS | {
+    "build_progress",
     "change_over",
     "clock",
     "initialize_pools",
@@ -79,7 +80,16 @@ ENGINE_METHODS = WORKER_METHODS | {
     "unload_adapter",
     "wake_up",
 }
-"""What an executor calls on workers in other processes, by name."""
+"""Methods of a Worker that ``Executor.collective`` may call, by name."""
+
+
+def call_method(worker: Any, method: str, args: Sequence[Any]) -> Any:
+    """The result of a method of the worker, or the value of a property. Raises RequestError if ENGINE_METHODS does not
+    name it or the arguments do not fit."""
+    if method not in ENGINE_METHODS:
+        raise RequestError(f"{method!r} is no method of a worker that may be called.")
+    found = getattr(worker, method)
+    return found(*check_arguments(found, args)) if callable(found) else found
 
 
 def start_workers(collective: Callable[..., list[Any]]) -> tuple[list[GroupSpec], list[int]]:

@@ -13,7 +13,7 @@ from minivllm.distributed.lockstep import EnginePlace
 from minivllm.distributed.other_workers import NO_OTHERS, OtherWorkers
 from minivllm.distributed.shared_memory import SharedMemoryCommunicator
 from minivllm.errors import MinivllmError
-from minivllm.executor.protocol import PendingOutput, check_arguments
+from minivllm.executor.protocol import PendingOutput, call_method
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import SchedulerOutput, TokenMasks
@@ -72,8 +72,7 @@ class UniProcExecutor:
         return self._thread.submit(self.worker.execute, step, token_masks)
 
     def collective(self, method: str, *args: Any) -> list[Any]:
-        function = getattr(self.worker, method)
-        return [self._call(function, *check_arguments(function, args))]
+        return [self._call(call_method, self.worker, method, args)]
 
     def num_recompilations(self) -> int:
         return self.worker.num_recompilations

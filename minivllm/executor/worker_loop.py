@@ -10,7 +10,6 @@ import sys
 import threading
 import traceback
 from collections import deque
-from typing import Any
 
 import msgspec
 
@@ -23,8 +22,8 @@ from minivllm.distributed.other_workers import OtherWorkers
 from minivllm.distributed.secure_sockets import Network
 from minivllm.distributed.shared_memory import SharedMemoryCommunicator
 from minivllm.distributed.stage import Stage
-from minivllm.errors import MinivllmError, RequestError
-from minivllm.executor.protocol import ENGINE_METHODS, PendingOutput, check_arguments
+from minivllm.errors import MinivllmError
+from minivllm.executor.protocol import PendingOutput, call_method
 from minivllm.executor.ring.agreement import token_digest
 from minivllm.executor.ring.broadcast_ring import RingReader
 from minivllm.executor.wire.child_reports import ErrorInfo, LogSender, printable
@@ -172,10 +171,7 @@ class WorkerProcess:
     @staticmethod
     def _call(worker: Worker, call: Call) -> Answer:
         try:
-            if call.method not in ENGINE_METHODS:
-                raise RequestError(f"{call.method!r} is no method of a worker that may be called.")
-            found: Any = getattr(worker, call.method)
-            value = found(*check_arguments(found, call.args)) if callable(found) else found
+            value = call_method(worker, call.method, call.args)
         except MinivllmError as error:
             return Answer(error=ErrorInfo.of(error))
         if call.method == "initialize_pools":  # what exists now stays

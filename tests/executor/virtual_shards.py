@@ -21,7 +21,7 @@ from minivllm.engine.core import EngineCore
 from minivllm.engine.resolve import resolve
 from minivllm.engine_process.client import InProcessClient
 from minivllm.errors import MinivllmError
-from minivllm.executor.protocol import PendingOutput, check_arguments, start_workers
+from minivllm.executor.protocol import PendingOutput, call_method, start_workers
 from minivllm.frontend.llm_engine import LLMEngine, load_model_tokenizer
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
@@ -110,11 +110,7 @@ class VirtualShards:
                     os.eventfd_write(link[1], 1000)
 
     def collective(self, method: str, *args: Any) -> list[Any]:
-        def call(worker: Worker) -> Any:
-            function = getattr(worker, method)
-            return function(*check_arguments(function, args))
-
-        return [future.result(120) for future in self._submit(call)]
+        return [future.result(120) for future in self._submit(lambda worker: call_method(worker, method, args))]
 
     def num_recompilations(self) -> int:
         return max(worker.num_recompilations for worker in self.workers)
