@@ -94,7 +94,8 @@ def tensor_bytes(tensors: Any) -> int:
 def weight_bytes(decoder: Decoder, rows: int = 1) -> int:
     """What a step of so many rows reads of the weights [bytes]: all of them but the embedding, of which a few rows are
     read, and of what is kept in several forms the one that its code reads."""
-    weights = tree_iter([decoder._weights, decoder.final_norm, decoder.head.tensors])
+    in_layers = [(layer.vectors, [stored.tensors for stored in layer.stored]) for layer in decoder.layers]
+    weights = tree_iter([in_layers, decoder.final_norm, decoder.head.tensors])
     return tensor_bytes([one for one in weights if isinstance(one, torch.Tensor) and is_read(one, rows)])
 
 
