@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -95,7 +96,7 @@ class AttentionContext:
         """Of each layer."""
         return CacheSpec(self.kv_heads, self.head_dim, self.cache_dtype, in_strips=self.in_strips)
 
-    @property
+    @cached_property
     def reaches(self) -> list[Reach]:
         """The different ones of the specs."""
         return list(dict.fromkeys(spec.reach for spec in self.specs))

@@ -160,12 +160,7 @@ CompileRegion = Callable[[Region], Callable]
 
 
 def bound(region: Callable, *last: Any) -> Callable:
-    """A compiled region with its last arguments, of which nothing is left to be done in a call.
-
-    Python that runs between two regions is slow, since the weights that go through the CPU's caches drive out all that
-    it needs: to flatten the 21 tensors of a layer of SmolLM2-135M took 12 us there, and 21 like them 4 us over and
-    over again (two cores of Zen 3).
-    """
+    """What is called in place of a region, with its last arguments: packages have flattened them already."""
     bind: Callable[..., Callable] | None = getattr(region, "bound", None)
     return (lambda *args: region(*args, *last)) if bind is None else bind(*last)
 

@@ -33,6 +33,10 @@ class BoundProgram:
     def __init__(self, plan: Plan, compile_region: CompileRegion) -> None:
         self._body = Runner(plan.body, compile_region)
         self._tail = None if plan.tail is None else Runner(plan.tail, compile_region)
+        # The tail is given the results of the body, then those inputs of the body that it reads as well, then the rows.
+        again = () if plan.tail is None else plan.tail.inputs[len(plan.body.results) : -1]
+        assert set(again) <= {"positions", "adapters"}, again
+        self._reads_positions, self._reads_adapters = "positions" in again, "adapters" in again
         caches = [name for name in plan.body.inputs if name.startswith("cache.")]
         self._has_cache = [plan.body.trees[name] is not None for name in caches]
 
@@ -53,7 +57,8 @@ class BoundProgram:
         """Everything up to the choice of rows. more: the inputs after those of ``program_inputs``. Returns what follows
         reads of it; nothing, if the program ends without a result."""
         inputs: list[Tensor] = [token_ids, tokens.positions]
-        flatten((tokens.adapters,), inputs)
+        if tokens.adapters is not None:
+            flatten(tokens.adapters, inputs)
         for has_cache, cache in zip(self._has_cache, caches):
             if has_cache:
                 inputs += cache
@@ -63,9 +68,11 @@ class BoundProgram:
         """The results for the picked rows (int32) of what ``body`` returned for these tokens."""
         assert self._tail is not None, "this stage has no results"
         inputs = [*hidden]
-        given = {"positions": tokens.positions, "adapters": tokens.adapters, "rows": rows}
-        flatten(tuple(given[name] for name in self._tail.inputs[len(hidden) :]), inputs)
-        return self._tail(inputs, world)
+        if self._reads_positions:
+            inputs.append(tokens.positions)
+        if self._reads_adapters and tokens.adapters is not None:
+            flatten(tokens.adapters, inputs)
+        return self._tail([*inputs, rows], world)
 
     def join(self, nothing: Tensor, world: World) -> None:
         """See ``Runner.join``."""

@@ -235,6 +235,7 @@ class RequestState:
             None if params.prompt_logprobs is None else [None]
         )
         self.num_unfinished = params.num_sequences
+        self._keeps_best = params.num_sequences > params.n
         self._finished_outputs: dict[int, CompletionOutput] = {}
         self.sequences = [
             _Sequence(self, index, engine_request.request_id, decoder, prepared.stops)
@@ -281,7 +282,7 @@ class RequestState:
 
     def _best(self, completions: list[CompletionOutput]) -> list[CompletionOutput]:
         """With best_of above n the n likeliest ones, best first; else all as they are."""
-        if self.params.num_sequences == self.params.n:
+        if not self._keeps_best:
             return completions
         ranked = sorted(completions, key=lambda completion: -(completion.cumulative_logprob or 0.0))[: self.params.n]
         return [replace(completion, index=index) for index, completion in enumerate(ranked)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from minivllm.compilation.regions import Region, Size, TensorSpec, changed, flatten, leaves, specs_of
+from minivllm.compilation.regions import Region, Size, TensorSpec, changed, leaves, specs_of
 from minivllm.program.program import Code, Name, Piece, Program, Seam, Tree
 from minivllm.program.seams import Pick
 
@@ -67,7 +67,11 @@ class Joined:
             for number, value in zip(gives, (out,) if len(gives) == 1 else out):
                 values[number] = value
         results: list[Tensor] = []
-        flatten(tuple([values[number] for number in self.outputs]), results)
+        for number in self.outputs:
+            if isinstance(value := values[number], Tensor):
+                results.append(value)
+            else:
+                results += leaves(value)
         return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -211,7 +215,7 @@ class _Fuser:
         alive = [name for name in following if name in self._alive[cut] and name != "rows"]
         given = {name for item in self._items[:cut] for name in item.gives}
         kept = tuple(name for name in alive if name in given)
-        again = tuple(name for name in alive if name not in given)
+        again = tuple(name for name in self._inputs if name in alive and name not in given)
         body = Part(names, self._taken(), kept, self._trees)
         trees = {name: self._trees[name] for name in alive}
         dims = tuple(_token_dim(trees[name]) for name in (*again, *kept))

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from minivllm.compilation.regions import CompileRegion, bound, leaves
+from minivllm.compilation.regions import CompileRegion, leaves
 from minivllm.profiling.spans import span
 from minivllm.program.fuse import Part, Run
 from minivllm.program.program import Name, Seam, World
@@ -76,8 +76,9 @@ class _RegionStep:
         self._bound = self._function
 
     def rebind(self) -> None:
-        tensors = [tensor for piece in self._run.pieces for tensor in leaves(piece.weights())]
-        self._bound = bound(self._function, *tensors)
+        weights = [tensor for piece in self._run.pieces for tensor in leaves(piece.weights())]
+        function, bind = self._function, getattr(self._function, "bound", None)
+        self._bound = bind(*weights) if bind is not None else lambda *tensors: function(*tensors, *weights)
 
     def run(self, registers: Registers, world: World) -> None:
         with span(self._run.name):
