@@ -14,17 +14,16 @@ import pytest
 from tests.structure.documents import DOCUMENTS, ROOT, name_of, text_of
 
 FILLERS = re.compile(
-    r"\b(?:nobody|somebody|everybody|whoever|whichever)\b|(?:^|[.:;?!]\s+|\"\"\"\s*|#\s*)(?:what of|of what)\b",
-    re.IGNORECASE | re.MULTILINE,
+    r"\b(?i:nobody|somebody|everybody|whoever|whichever)\b|\b(?:What of|Of what)\b"  # capitals begin a sentence
 )
 FOLDERS = ("minivllm", "kernels_triton_free", "tests", "tutorials")
 
 MOST: dict[str, int] = {
-    "kernels_triton_free": 7,
+    "kernels_triton_free": 5,
     "minivllm": 2,
     "minivllm/attention": 2,
     "minivllm/bench": 6,
-    "minivllm/cli": 7,
+    "minivllm/cli": 6,
     "minivllm/compilation": 4,
     "minivllm/data_parallel": 1,
     "minivllm/device": 1,
@@ -40,16 +39,16 @@ MOST: dict[str, int] = {
     "minivllm/linear": 1,
     "minivllm/lora": 3,
     "minivllm/model_facts": 2,
-    "minivllm/models": 15,
+    "minivllm/models": 10,
     "minivllm/processing": 3,
     "minivllm/profiling": 4,
     "minivllm/sampling": 2,
     "minivllm/scheduler": 3,
-    "minivllm/server": 8,
+    "minivllm/server": 7,
     "minivllm/spec_decode": 3,
     "minivllm/structured_output": 3,
     "minivllm/tokenizer": 1,
-    "minivllm/worker": 2,
+    "minivllm/worker": 1,
     "tests": 53,
     "tutorials": 3,
 }
@@ -104,6 +103,7 @@ def test_docstrings_and_comments_have_fewer_filler_words_with_every_change() -> 
         ("Whoever asks, somebody answers.", 2),
         ("Ends. Of what comes next", 1),
         ("# What of a row is known", 1),
+        ("on_screen = 3  # what of it is shown", 0),
         ("It knows of what comes, and what of it counts.", 0),
     ],
 )
