@@ -43,7 +43,7 @@ def env(
 
 
 def implementation(model: str) -> dict[str, str]:
-    """Whose layers compute a model, and why. Raises ModelError if nobody's can."""
+    """The implementation that computes a model, and the reason. Raises ModelError if there is none."""
     from minivllm.hub.fetch import resolve_model
     from minivllm.model_facts.choose import choose_implementation, read_model_facts
 
