@@ -43,7 +43,6 @@ MOST: dict[str, int] = {
     "minivllm/profiling": 4,
     "minivllm/sampling": 2,
     "minivllm/scheduler": 3,
-    "minivllm/server": 7,
     "minivllm/spec_decode": 3,
     "minivllm/structured_output": 3,
     "minivllm/tokenizer": 1,

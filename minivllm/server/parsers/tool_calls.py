@@ -176,7 +176,7 @@ class _State(Enum):
 
 
 class CallParser(ABC):
-    """What both forms share: whitespace around calls is nobody's text, a broken call is text, objects may repeat."""
+    """Rules of both forms: whitespace around calls is dropped, a broken call is text, objects may repeat."""
 
     form: ClassVar[CallForm]
 

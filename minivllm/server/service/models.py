@@ -105,7 +105,7 @@ class ServedModels:
             model = self._models.get(name)
             if model is None or model.lora is None:
                 raise self._unknown("adapter", name)
-            # From here on nobody new gets in.
+            # From here on no new request gets in.
             del self._models[name]
             try:
                 await self._engine.remove_lora(name)

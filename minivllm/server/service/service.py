@@ -147,9 +147,9 @@ class Service:
     ) -> None:
         """Run many requests of one client, of which few are in the engine at a time.
 
-        They take half of its places at most, and together no more prompt tokens than one step has: whoever comes
-        meanwhile waits for those, not for all. prepare: makes the request of a number, in the text thread, when its
-        turn comes. finish: gets its last output. Raises as ``run``; the first failure ends all of them.
+        They take half of its places at most, and together no more prompt tokens than one step has: a request that
+        comes meanwhile waits for those, not for all. prepare: makes the request of a number, in the text thread, when
+        its turn comes. finish: gets its last output. Raises as ``run``; the first failure ends all of them.
         """
         scheduler, limit = self.engine.config.scheduler, self.settings.request_timeout
         deadline = None if limit is None else asyncio.get_running_loop().time() + limit
@@ -188,7 +188,7 @@ class Service:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request, counted and traced. Raises for one that the engine gave up on.
 
-        deadline: by the event loop's clock; the engine ends what still runs then, also when nobody reads it.
+        deadline: by the event loop's clock; the engine ends what still runs then, also without a reader.
         """
         now = asyncio.get_running_loop().time
         recorder = RequestRecorder(self.metrics, request.params.n, request.arrival_time)
