@@ -30,7 +30,6 @@ MOST: dict[str, int] = {
     "minivllm/engine": 5,
     "minivllm/engine_process": 1,
     "minivllm/executor": 9,
-    "minivllm/frontend": 4,
     "minivllm/graphs": 1,
     "minivllm/hub": 1,
     "minivllm/kv_cache": 9,
