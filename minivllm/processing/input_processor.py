@@ -457,8 +457,8 @@ def _generation_config(model_path: str) -> tuple[Path, dict[str, Any]]:
 
 
 def _sequence_params(params: SamplingParams, index: int) -> SamplingParams:
-    """Parameters of one sequence. Only the first one computes prompt logprobs: they are the same for all, and whoever
-    computes them cannot use the prefix cache."""
+    """Parameters of one sequence. Only the first one computes prompt logprobs: they are the same for all, and a
+    sequence that computes them cannot use the prefix cache."""
     if params.num_sequences == 1:
         return params
     prompt_logprobs = params.prompt_logprobs if index == 0 else None

@@ -38,7 +38,6 @@ MOST: dict[str, int] = {
     "minivllm/lora": 3,
     "minivllm/model_facts": 2,
     "minivllm/models": 10,
-    "minivllm/processing": 3,
     "minivllm/profiling": 4,
     "minivllm/sampling": 2,
     "minivllm/scheduler": 3,
