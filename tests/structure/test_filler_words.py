@@ -22,7 +22,6 @@ MOST: dict[str, int] = {
     "kernels_triton_free": 5,
     "minivllm": 2,
     "minivllm/attention": 2,
-    "minivllm/bench": 6,
     "minivllm/compilation": 4,
     "minivllm/data_parallel": 1,
     "minivllm/device": 1,

@@ -1,4 +1,4 @@
-"""``minivllm bench accuracy``: what engines think of a text that nobody generates, against float32."""
+"""``minivllm bench accuracy``: probabilities of a fixed text by every engine, against float32."""
 
 from __future__ import annotations
 

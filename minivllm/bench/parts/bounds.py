@@ -36,7 +36,7 @@ class Machine:
 
     @property
     def bandwidth(self) -> float:
-        """What decoding is held against: the faster of the two, so that nobody beats the bound by a slow probe."""
+        """The bound of decoding: the faster of the two, so that a slow probe makes no share exceed it."""
         return max(self.copy, self.read)
 
 

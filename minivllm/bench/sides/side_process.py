@@ -82,7 +82,7 @@ def _peak_of(process: int) -> int:
 
 
 def _end_with_parent() -> None:
-    """Once nobody can ask any more, end this process and its children, which may be loading or compiling."""
+    """When the parent has gone, end this process and its children, which may be loading or compiling."""
     inputs = select.poll()
     inputs.register(0, 0)  # hang-ups are told anyway
     inputs.poll()

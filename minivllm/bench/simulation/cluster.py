@@ -62,7 +62,7 @@ class Outcome:
 
 
 class SimulatedEngine:
-    """The scheduler and the KV cache of an engine, and a worker that samples a made-up token for everybody."""
+    """The scheduler and the KV cache of an engine, and a worker that makes up the tokens."""
 
     def __init__(self, cluster: Cluster) -> None:
         blocks = FullAttentionManager(cluster.num_blocks, cluster.block_size)
