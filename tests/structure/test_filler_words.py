@@ -41,7 +41,6 @@ MOST: dict[str, int] = {
     "minivllm/scheduler": 3,
     "minivllm/spec_decode": 3,
     "minivllm/structured_output": 3,
-    "minivllm/tokenizer": 1,
     "minivllm/worker": 1,
     "tests": 53,
     "tutorials": 3,
