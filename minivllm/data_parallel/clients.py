@@ -261,7 +261,7 @@ def _none_up() -> EngineLostError:
 
 
 def _ignore(error: EngineDeadError, request_ids: Collection[str] | None = None) -> None:
-    """Nobody listens yet, or any more."""
+    """There is no listener yet, or none any more."""
 
 
 def _of_all(config: EngineConfig, num_engines: int) -> EngineConfig:
