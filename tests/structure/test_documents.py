@@ -21,6 +21,7 @@ import typer.main
 from minivllm.bench.reports.figures import median
 from minivllm.bench.reports.report import Measurement, make_report, read_report
 from minivllm.cli.commands import app
+from minivllm.config import KVTransferConfig
 from minivllm.models.registry import registry
 from tests.structure.code_map import BEGIN, END, ORDER, TOUR, code_map
 from tests.structure.documents import DOCUMENTS, README, ROOT, blocks, name_of, text_of, without_code
@@ -163,6 +164,43 @@ def test_commands_and_flags_of_a_document_exist(document: Path) -> None:
             _, command, rest = command.resolve_command(typer.Context(command), rest)
         unknown = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)} - flags_of(command)
         assert unknown <= {"--help"}, f"minivllm {shlex.join(words)}: there is no {unknown}"
+
+
+def commands_below(command: Any) -> list[Any]:
+    """All commands of a group, those of its groups included; a command itself."""
+    if not isinstance(command, typer.core.TyperGroup):
+        return [command]
+    context = typer.Context(command)
+    below = [command.resolve_command(context, [name])[1] for name in command.list_commands(context)]
+    return [one for group in below for one in commands_below(group)]
+
+
+@pytest.mark.parametrize("document", [one for one in DOCUMENTS if "tests" not in one.parts], ids=name_of)
+def test_flags_that_a_document_names_alone_are_those_of_a_command(document: Path) -> None:
+    codes = re.findall(r"`(--[^`]+)`", without_code(text_of(document)))
+    named = {word for code in codes for word in code.split() if word.startswith("--")}
+    known = {flag for command in commands_below(typer.main.get_command(app)) for flag in flags_of(command)}
+    assert named <= {*known, "--help", "--run", "--save"}, "the last two are flags of python -m tutorials"
+
+
+def test_the_table_of_endpoints_is_that_of_the_server() -> None:
+    rows = re.findall(r"^\| (`/.*?`) \|", text_of(ROOT / "minivllm" / "server" / "README.md"), re.MULTILINE)
+    shown = [path for row in rows for path in re.findall(r"`(.+?)`", row)]
+    sources = [ROOT / "minivllm" / "server" / file for file in ("app.py", "endpoints/page.py")]
+    routes = [path for one in sources for path in re.findall(r"@app\.\w+\(\s*\"(/.*?)\"", text_of(one))]
+    assert len(set(shown)) == len(shown)
+    assert set(shown) == {path.replace("{name:path}", "{name}") for path in routes}
+
+
+def test_the_settings_of_connectors_are_accepted() -> None:
+    """And a connector reads each of its own settings."""
+    settings = [block for block in blocks("text") if block.startswith('{"kv_connector"')]
+    assert len(settings) == 6
+    sources = "".join(text_of(path) for path in ROOT.glob("minivllm/kv_transfer/**/*.py"))
+    for block in settings:
+        values = json.loads(block.replace('{"kv_connector": …}, …', '{"kv_connector": "OffloadingConnector"}'))
+        config = KVTransferConfig.from_dict(values)
+        assert all(f'"{name}"' in sources for name in config.kv_connector_extra_config)
 
 
 def snippets(needs_model: bool) -> list[str]:
