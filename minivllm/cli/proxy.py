@@ -1,4 +1,4 @@
-"""``minivllm proxy``, and ``minivllm serve --disaggregated``, which starts the servers behind it as well."""
+"""``minivllm proxy``, and ``minivllm serve --disaggregated``, which also starts its servers."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def serve_disaggregated(
     server_flags: Sequence[str],
     choices: Mapping[str, Any],
 ) -> None:
-    """Start the servers that ``text`` asks for, and a proxy in front of them. server_flags: of each server. choices:
+    """Start the servers that ``text`` asks for, and a proxy for them. server_flags: of each server. choices:
     settings of the relay.
 
     Raises EngineDeadError, with the name of the server, when one ends before it is ready, or the last that can answer.

@@ -28,7 +28,7 @@ def _option(help_text: str, *names: str, **settings: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """The flags behind ``ServerSettings``."""
+    """The flags that set ``ServerSettings``."""
 
     host: Annotated[str, _option("Address to listen on; 0.0.0.0 is every one this machine has.")] = "127.0.0.1"
     port: Annotated[int, _option("Port to listen on; 0 takes a free one.")] = 8000
@@ -170,7 +170,7 @@ _OF_EACH_SERVER = (
 
 
 def _server_flags(server: ServerOptions) -> list[str]:
-    """The flags of each server behind a proxy."""
+    """The flags of each server of a proxy."""
     values = {name: getattr(server, name) for name in _OF_EACH_SERVER}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
     flags += [f"--served-model-name={name}" for name in server.served_model_names or ()]

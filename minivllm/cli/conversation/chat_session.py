@@ -136,7 +136,7 @@ class ChatSession:
         return f"{config.device} {config.dtype}"
 
     def engine_stats(self) -> SchedulerStats:
-        """What the engine counted so far."""
+        """The counters of the engine so far."""
         return self.engine.stats()
 
     def num_text_tokens(self, text: str) -> int:

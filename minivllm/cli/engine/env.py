@@ -54,7 +54,7 @@ def implementation(model: str) -> dict[str, str]:
 
 
 def kv_cache_pools(model: str) -> dict[str, Any]:
-    """What the KV cache of a model holds in an engine with default settings: one pool for each kind of layers.
+    """The KV cache of a model in an engine with default settings: one pool for each kind of layers.
 
     Raises ModelError if the model cannot be served, ConfigError if the cache is too small for it.
     """
@@ -110,7 +110,7 @@ def _cpp_compiler() -> str | None:
 
 
 def _defaults() -> dict[str, dict[str, str]]:
-    """What an engine picks if no flag says otherwise: ``{what: {"value", "why"}}``."""
+    """The default settings of an engine on this machine: ``{setting: {"value", "why"}}``."""
     import torch
 
     from minivllm.compilation.compiler import cannot_compile_reason
