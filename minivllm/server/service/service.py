@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, who gets in, the thread for text work, running prepared requests."""
+"""The service that all endpoints use: the engine, admission, the thread for text work, prepared requests."""
 
 import asyncio
 import logging
@@ -161,7 +161,7 @@ class Service:
                 prepared = await self.in_text_thread(prepare, number)
                 num_tokens = len(prepared.prompt_token_ids)
                 async with room.taken(num_tokens):
-                    # Others may have filled the queue meanwhile. What has begun waits; what has not is told to go.
+                    # Others may have filled the queue meanwhile. Work that has begun waits; other work is refused.
                     while number >= places and not self.admission.has_room(num_tokens):
                         await asyncio.sleep(QUEUE_POLL_SECONDS)
                     ticket.add_prompt_tokens(num_tokens)

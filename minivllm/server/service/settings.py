@@ -1,4 +1,4 @@
-"""What the operator decides about a server, checked once."""
+"""Settings of a server by its operator, checked once."""
 
 import ipaddress
 import math
