@@ -167,8 +167,10 @@ class AsyncLLM(TextFrontend):
         )
 
     async def recent_steps(self, after: int = 0, engine: int = 0) -> list[RecentStep]:
-        """What the scheduler of an engine decided in its last few hundred steps, those with numbers above ``after``;
-        nothing if it is down, or does not answer within STATS_SECONDS."""
+        """The decisions of an engine's scheduler in its last few hundred steps, those with numbers above ``after``.
+
+        Empty if the engine is down, or does not answer within STATS_SECONDS.
+        """
         return await self._figures(engine, list[RecentStep], "recent_steps", after) or []
 
     async def _figures(self, engine: int, kind: type[T], method: str, *args: Any) -> T | None:
