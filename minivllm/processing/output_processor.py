@@ -1,4 +1,4 @@
-"""What the engine did, turned into what the user reads: text, stop strings, logprobs, n completions, timings.
+"""Engine outputs become outputs for users: text, stop strings, logprobs, n completions, timings.
 
 Stop strings live here and not in the engine core, which knows no text: a sequence that met one is finished for the user
 at once, and its id is handed back so that the engine aborts it.
