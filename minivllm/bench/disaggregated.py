@@ -30,7 +30,7 @@ ONE, APART, LOADED = "one engine", "1P1D", "1P1D, prefilled before"
 
 @dataclass(frozen=True)
 class Servers:
-    """Targets: an engine that does everything, a proxy, and the two engines behind it."""
+    """Targets: an engine that does everything, a proxy, and the two engines of the proxy."""
 
     one: Target
     proxy: Target
@@ -53,8 +53,8 @@ def disaggregated(
     """Measure what separate prefill changes: TTFT by prompt length, and ITL of streams while long prompts arrive.
 
     Three engines are started on this machine and take turns: one that computes everything, and a prefill and a decode
-    engine behind a proxy, which divide the cores. "1P1D, prefilled before" is the TTFT of the decode engine alone when
-    the prefill engine has the prompt's keys and values already: what the transfer costs, against computing the prompt
+    engine with a proxy, which divide the cores. "1P1D, prefilled before" is the TTFT of the decode engine alone when
+    the prefill engine has the prompt's keys and values already: the cost of the transfer, against computing the prompt
     in one engine.
 
     Example: minivllm bench disaggregated smollm2 --json disaggregated.json

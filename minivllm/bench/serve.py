@@ -55,7 +55,7 @@ _WORDS = ("one", "day", "the", "old", "sea", "was", "calm", "and", "a", "red", "
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is measured."""
+    """The server that is measured."""
 
     url: Annotated[str, typer.Option(help="Where the server's /v1 is.")] = "http://127.0.0.1:8000"
     model: Annotated[str | None, typer.Option(help="Name to ask for. [default: the first of /v1/models]")] = None
@@ -104,7 +104,7 @@ class Target:
 
 @dataclass
 class ServedRecord(Record):
-    """What became of a request to a server, which tells how many tokens there were, but not which.
+    """The outcome of a request to a server, which reports the number of tokens, but not the tokens.
 
     num_chunks: pieces of text that arrived. cancelled: the client left on purpose. refused_after: how long it took
     to be told 429, from when the request was due [seconds].
@@ -249,7 +249,7 @@ NUM_WARMUP_REQUESTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """What is sent, and when."""
+    """The requests, and their arrival times."""
 
     workload: Annotated[str, typer.Option(help=WORKLOAD_HELP)] = "random:64:32:256"
     concurrency: Annotated[
@@ -483,7 +483,7 @@ def keeps(record: ServedRecord, slo: dict[str, float]) -> bool:
 
 
 def notes_on(records: Sequence[ServedRecord]) -> list[str]:
-    """What the figures do not say: a sentence of every class of error, and chunks that are not tokens."""
+    """Notes besides the figures: a sentence for every class of error, and one on chunks that are not tokens."""
     notes = []
     examples = {record.error.partition(":")[0]: record.error for record in records if record.error is not None}
     counts = Counter(record.error.partition(":")[0] for record in records if record.error is not None)
@@ -496,7 +496,7 @@ def notes_on(records: Sequence[ServedRecord]) -> list[str]:
 
 
 def overload_note(usual: Sequence[ServedRecord], overloaded: Sequence[ServedRecord]) -> str:
-    """What overload did to those who were let in, and how long the others waited to be told, in a sentence."""
+    """The effect of overload on admitted requests, and the time until the others were refused, in a sentence."""
     before, after = p99_itl(usual), p99_itl(overloaded)
     if before is None or after is None:
         told = f"p99 ITL needs {P99_MIN_SAMPLES} gaps in both runs: send more requests."

@@ -37,7 +37,7 @@ BESIDE_WORKERS = {
     "update from output": "output",
     "frontend": "frontend",
 }
-"""What is heard of a step in the engine's process, where workers have their own: name of the part -> its span."""
+"""Spans of a step in the engine's process if workers have separate processes: name of the part -> its span."""
 
 
 def broadcast_seconds(collective: Callable[[str], list[float]], count: int) -> dict[str, list[float]]:

@@ -56,7 +56,7 @@ HOST_PARTS = {
     "update from output": "output",
     "frontend": "frontend",
 }
-"""What a step does besides computing the model: name of the part -> its span."""
+"""Parts of a step outside the model: name of the part -> its span."""
 
 
 def engine_core(engine: LLMEngine) -> Any:

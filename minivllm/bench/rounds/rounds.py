@@ -30,7 +30,7 @@ from minivllm.bench.sides.drive import Answer, Room, Task
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What is measured, and against whom."""
+    """The engine that is measured, and the engines that it is compared with."""
 
     engine: Annotated[
         str,
@@ -91,7 +91,7 @@ class SideOptions(EngineOptions):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of all rounds. facts: what each side says it loaded. notes: how the peers are calibrated."""
+    """Results of all rounds. facts: of each side, about what it loaded. notes: how the peers are calibrated."""
 
     measurements: list[Measurement]
     comparisons: list[Comparison]

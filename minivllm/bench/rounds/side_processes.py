@@ -223,7 +223,7 @@ def complete(side: SideSpec, model: str, dtype: str, room: Room) -> SideSpec:
         default = {"model": str(hf_directory(model)), "dtype": config.dtype, "max_model_len": room.longest + 64}
         return replace(side, arguments=default | given)
     if side.engine == "openvino":
-        # Whatever is not given is OpenVINO's own choice for this machine, but for the precision that dtype asks for.
+        # Properties that are not given are OpenVINO's choice for this machine, except the precision of dtype.
         weights, hint = given.get("weights", "fp16"), {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
         properties = {"INFERENCE_PRECISION_HINT": hint[config.dtype]} if weights != "int4" else {}
         properties |= {name: value for name, value in given.items() if name != "weights"}
