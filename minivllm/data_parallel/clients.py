@@ -265,7 +265,7 @@ def _ignore(error: EngineDeadError, request_ids: Collection[str] | None = None) 
 
 
 def _of_all(config: EngineConfig, num_engines: int) -> EngineConfig:
-    """What a frontend sees: the places and the tokens per step of all engines."""
+    """The configuration for a frontend: running requests and tokens per step of all engines together."""
     limits = config.scheduler
     together = replace(
         limits,
