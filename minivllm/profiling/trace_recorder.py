@@ -91,7 +91,7 @@ class TraceRecorder:
         profiler.stop()
         profiler.export_chrome_trace(str(self.path))
         if self._collective is not None:
-            with suppress(MinivllmError):  # of workers that have died, or whose profile somebody else has stopped
+            with suppress(MinivllmError):  # of workers that have died, or whose profile another caller has stopped
                 merge_traces(self.path, dict(zip(self._ranks, self._collective("stop_profile"), strict=True)))
         logger.warning(
             "Wrote a trace of %d steps to %s: open it at https://ui.perfetto.dev.", self._num_steps, self.path

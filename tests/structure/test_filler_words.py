@@ -35,7 +35,6 @@ MOST: dict[str, int] = {
     "minivllm/lora": 3,
     "minivllm/model_facts": 2,
     "minivllm/models": 10,
-    "minivllm/profiling": 4,
     "minivllm/sampling": 2,
     "minivllm/scheduler": 3,
     "minivllm/spec_decode": 3,

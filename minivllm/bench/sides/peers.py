@@ -325,7 +325,7 @@ def _params(task: Task, kind: Any, **others: Any) -> Any:
 def load_vllm(arguments: dict[str, Any]) -> VllmEngine:
     """arguments: those of vllm.LLM.
 
-    On a CPU all cores compute: without this, vLLM keeps one of them for its scheduler. Values that are set already stay.
+    On a CPU all cores compute: without this, vLLM keeps one for its scheduler. Values that are already set stay.
     """
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     for name, value in (("OMP_THREADS_BIND", cores), ("NUM_OF_RESERVED_CPU", "0"), ("KVCACHE_SPACE", "2")):
