@@ -50,7 +50,7 @@ class AdapterManager:
         # Adapter in each slot from 1 on, least recently used first.
         self._slots: dict[str, int] = {}
         self._free_slots = list(range(config.max_loras, 0, -1))
-        # By slot: the chunks that its adapter has in the stacks of every layer. The first chunk is nobody's.
+        # By slot: the chunks that its adapter has in the stacks of every layer. The first chunk belongs to no adapter.
         self._chunks: dict[int, range] = {}
 
     @property

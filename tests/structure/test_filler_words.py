@@ -32,7 +32,6 @@ MOST: dict[str, int] = {
     "minivllm/kv_cache": 9,
     "minivllm/kv_transfer": 14,
     "minivllm/linear": 1,
-    "minivllm/lora": 3,
     "minivllm/model_facts": 2,
     "minivllm/models": 10,
     "minivllm/sampling": 2,
