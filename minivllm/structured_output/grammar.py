@@ -19,7 +19,7 @@ class Grammar:
     """One matcher, moved on token by token. Implements StopCondition and TokenMaskSource.
 
     A matcher can give up in the middle of a text when a step would take too long or too much memory; the request then
-    ends with an error, at its next token, and nobody else is affected.
+    ends with an error, at its next token, and no other request is affected.
     """
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, eos_token_ids: Collection[int]) -> None:
