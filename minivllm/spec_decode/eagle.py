@@ -5,8 +5,8 @@ as long: so blocks from the prefix cache bring them along, and nothing is lost b
 when it first guesses behind it, from the feature of position i and the token at i + 1. Beside each place stands a
 fingerprint of the text, up to that token, which its keys and values were made of; what does not match is missing,
 whatever happened. Since the head has one layer, keys and values depend on nothing but feature and token: catching up
-takes no attention, and single places can be missing. (The last place of a shared block belongs to whoever computed it
-last, if the texts part just behind it. That can cost a guess.)
+takes no attention, and single places can be missing. (If two texts differ directly after a shared block, the block's
+last place belongs to the request that computed it last. That can cost a guess.)
 
 Where the target has not been yet, the head's own output is put in the place of the feature, until verification writes
 the real one over it.

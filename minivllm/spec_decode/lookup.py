@@ -128,7 +128,7 @@ class SuffixAutomaton:
 
 
 class SuffixDrafter(Drafter):
-    """Copies what followed the longest match, in the request itself or in earlier outputs, whichever is longer.
+    """Copies what followed the longest match, in the request itself or in earlier outputs.
 
     Earlier outputs are kept in two generations: when the younger one is full it becomes the older, and the older one is
     forgotten. So no more than max_cached_tokens of them are remembered. Requests learn from those of the same

@@ -102,7 +102,7 @@ class Speculation:
         return {request_id: guess for request_id, guess in sound.items() if guess}
 
     def _sound(self, guess: Sequence[int], task: DraftTask) -> list[int]:
-        """What of a guess can be verified: as many tokens as were asked for, up to the first that is none.
+        """The part of a guess that can be verified: as many tokens as were asked for, up to the first that is none.
 
         The embedding of a token outside the vocabulary cannot be looked up, and drafters may be anybody's.
         """

@@ -36,7 +36,6 @@ MOST: dict[str, int] = {
     "minivllm/models": 10,
     "minivllm/sampling": 2,
     "minivllm/scheduler": 3,
-    "minivllm/spec_decode": 3,
     "minivllm/worker": 1,
     "tests": 53,
     "tutorials": 3,
