@@ -23,7 +23,6 @@ MOST: dict[str, int] = {
     "minivllm": 2,
     "minivllm/attention": 2,
     "minivllm/compilation": 4,
-    "minivllm/device": 1,
     "minivllm/distributed": 15,
     "minivllm/engine": 5,
     "minivllm/engine_process": 1,
