@@ -27,7 +27,6 @@ MOST: dict[str, int] = {
     "minivllm/engine": 5,
     "minivllm/engine_process": 1,
     "minivllm/executor": 9,
-    "minivllm/graphs": 1,
     "minivllm/kv_cache": 9,
     "minivllm/kv_transfer": 14,
     "minivllm/linear": 1,
