@@ -30,7 +30,6 @@ MOST: dict[str, int] = {
     "minivllm/kv_cache": 9,
     "minivllm/kv_transfer": 14,
     "minivllm/linear": 1,
-    "minivllm/model_facts": 2,
     "minivllm/models": 10,
     "minivllm/sampling": 2,
     "minivllm/scheduler": 3,
