@@ -74,7 +74,7 @@ class KVConnectorScheduler:
 
     @property
     def is_asking(self) -> bool:
-        """Whether somebody was told None, and the answer is on its way."""
+        """True if a caller was told None, and the answer is on its way."""
         return False
 
     def wake_with(self, wake: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 Files are hashed whole: fine-tuned weights may differ from the original in few places, which samples of the bytes would
 miss. It is done once. The digest of a file is remembered with its inode, size and times; the time of the last change
-of the inode is the kernel's, so whoever writes into the file cannot keep it as it was. Files that changed a moment ago
+of the inode is the kernel's, so a writer cannot restore it. Files that changed a moment ago
 are not remembered: what is written within the same tick of the clock would not show.
 """
 

@@ -28,7 +28,6 @@ MOST: dict[str, int] = {
     "minivllm/engine_process": 1,
     "minivllm/executor": 9,
     "minivllm/kv_cache": 9,
-    "minivllm/kv_transfer": 14,
     "minivllm/linear": 1,
     "minivllm/models": 10,
     "minivllm/sampling": 2,

@@ -1,7 +1,7 @@
 """The worker's side of a connector: blocks leave the KV cache in the order of steps, and come back beside them.
 
-A save is launched behind the step that fills the block, and before the next step, which may write into it: nobody has
-to keep the block meanwhile. A snapshot is what the last steps have left in its slot, so its save is launched before the
+A save is launched after the step that fills the block, and before the next step, which may write into it. So the block
+may be freed meanwhile. A snapshot is what the last steps have left in its slot, so its save is launched before the
 next one. A load runs in a thread of its own. It begins when all earlier steps are computed, since one of them may still
 write into blocks whose owner has left, and its blocks belong to it until it has ended.
 """

@@ -67,7 +67,7 @@ def address_of(options: LMCacheOptions) -> Address:
 class LMCacheScheduler(BlockStore):
     """Has a thread ask the server for a prompt's blocks, all of them at once, and remembers the answers for a moment.
 
-    Whoever waits for an answer waits beside the others, so a server that hangs holds up no step.
+    A request that waits for an answer waits beside the queue, so a server that hangs delays no step.
     """
 
     def __init__(self, context: TransferContext) -> None:

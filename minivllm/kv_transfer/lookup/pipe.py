@@ -128,7 +128,7 @@ class Pipe:
             return False
 
     def close(self) -> None:
-        """From any thread; whoever sends or receives gets an OSError."""
+        """From any thread; senders and receivers get an OSError."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

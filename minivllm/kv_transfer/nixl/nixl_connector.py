@@ -204,7 +204,7 @@ class NixlWorker(KVConnectorWorker):
             self._staged = {key: self._staging[index] for index, key in enumerate(keys[: len(leased.addresses)])}
 
     def _read(self, name: str, addresses: Sequence[int], staging: Tensor, size: int) -> None:
-        """Raises TimeoutError, after which nobody may use the staging memory: the read may still go on."""
+        """Raises TimeoutError, after which the staging memory must not be used: the read may still go on."""
         reader = self._reader
         rows = [(staging[index].data_ptr(), size, 0) for index in range(len(addresses))]
         own, theirs = (
