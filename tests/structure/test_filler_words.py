@@ -21,7 +21,6 @@ FOLDERS = ("minivllm", "kernels_triton_free", "tests", "tutorials")
 MOST: dict[str, int] = {
     "kernels_triton_free": 5,
     "minivllm": 2,
-    "minivllm/attention": 2,
     "minivllm/compilation": 4,
     "minivllm/distributed": 15,
     "minivllm/engine": 5,
