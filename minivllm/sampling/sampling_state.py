@@ -239,7 +239,7 @@ class SamplingState:
         """Alternatives to report per token, on the host only; -1: no log-probabilities at all."""
         self.wants_prompt_logprobs = np.zeros(num_slots, dtype=np.bool_)
         self.is_edited = np.zeros(num_slots, dtype=np.bool_)
-        """A stage may touch the slot's rows. Of any other slot nobody has to know what it has generated."""
+        """A stage may touch the slot's rows. For any other slot the generated tokens are not needed."""
         self.is_plain = np.zeros(num_slots, dtype=np.bool_)
         """The likeliest token is all that the slot's request wants, and no stage but draw_edits touches its rows."""
         self.constraints = TokenConstraints(num_slots, vocab_size, device)

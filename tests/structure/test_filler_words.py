@@ -29,7 +29,6 @@ MOST: dict[str, int] = {
     "minivllm/kv_cache": 9,
     "minivllm/linear": 1,
     "minivllm/models": 10,
-    "minivllm/sampling": 2,
     "minivllm/scheduler": 3,
     "minivllm/worker": 1,
     "tests": 53,
