@@ -70,7 +70,7 @@ lesson.measure("frames refused of 4 that are no messages", len(refused))
 # %% [markdown]
 # ## The same core, near and far
 # ``EngineClient`` is what frontends know. Behind it is either the core itself, or sockets to it. The answers must be
-# the same. The socket files are readable for their owner only, since whoever can write there can use the model.
+# the same. The socket files are readable for their owner only, since a program that can write there can use the model.
 
 
 # %%

@@ -13,8 +13,8 @@ together again. Where, how often, and how many bytes is that? (Megatron-LM, Shoe
 # cut in the same way: heads are its values in between. One sum behind attention and one behind the MLP, that is all.
 #
 # A ``Communicator`` adds such parts. Its workers need one method to do so, ``exchange``: give a tensor, get those of
-# all. Here workers are threads, and lay their tensors into a list. Two lists alternate: whoever writes into one has
-# seen that all have written into the other one, and so have read what was there before.
+# all. Here workers are threads, and lay their tensors into a list. Two lists alternate: a worker that writes into one
+# has seen that all have written into the other one, and so have read the values that were there before.
 
 # %%
 from __future__ import annotations
