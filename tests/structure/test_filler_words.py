@@ -19,7 +19,7 @@ FILLERS = re.compile(
 FOLDERS = ("minivllm", "kernels_triton_free", "tests", "tutorials")
 
 MOST: dict[str, int] = {
-    "kernels_triton_free": 5,
+    "kernels_triton_free": 1,
     "minivllm": 2,
     "minivllm/compilation": 4,
     "minivllm/distributed": 15,
