@@ -1,4 +1,4 @@
-"""11 · The engine process: text work and model work do not wait for each other, and neither drags the other into death.
+"""11 · The engine process: text work and model work do not wait for each other; messages, abort, failure.
 
 Turning tokens into text, parsing JSON, serving sockets: all of it is Python, and while it runs in the engine's
 process no step is scheduled. So the engine core lives in a process of its own. What crosses is small, typed and
