@@ -61,7 +61,7 @@ _listening: tuple[tuple[Listener, Collection[str] | None], ...] = ()
 
 
 def span(name: str, subject: object = None) -> AbstractContextManager[None]:
-    """What happens inside ``with`` has this name. subject: the object it is about, for listeners that want to look."""
+    """Name the work inside ``with``. subject: the object that it is about, for listeners."""
     if not _listening:
         return _SILENT
     listeners = [listener for listener, names in _listening if names is None or name in names]
