@@ -231,7 +231,7 @@ def adapter_tiles(slots: np.ndarray, ranks: np.ndarray, max_chunks: int) -> Adap
 
 
 def adapter_tile_specs(max_chunks: int, tokens: Size, device: torch.device) -> Any:
-    """What ``adapter_tiles`` makes for a step of ``tokens``, as regions declare it."""
+    """The result of ``adapter_tiles`` for a step of ``tokens``, as regions declare it."""
     tiles = Size("adapter tiles", 2, single=max_chunks)
     lanes = Size("lanes", LANES, single=1, varies=False)
     shapes: tuple[tuple[int | Size, ...], ...] = ((tiles, lanes), (tiles,), (tiles,), (tokens, max_chunks))
