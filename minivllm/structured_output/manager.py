@@ -117,7 +117,7 @@ class StructuredOutputManager:
 
     @property
     def has_blocked(self) -> bool:
-        """Whether requests wait for their grammars."""
+        """True while requests wait for their grammars."""
         return bool(self._blocked)
 
     def poll(self, may_wait: bool) -> Iterator[tuple[Request, str | None]]:
