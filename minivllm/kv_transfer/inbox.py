@@ -11,7 +11,7 @@ from minivllm.errors import MinivllmError
 
 
 class KVConnectorOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What a connector's worker side has done, reported whenever it is done. rank: of the worker. A transfer is over
+    """Report of a connector's worker side on finished transfers. rank: of the worker. A transfer is over
     when every rank has reported it. part: which of several connectors reports.
 
     finished_recving: transfer id of each load that has ended -> how many of its blocks, from the first one on, hold

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What a worker's side is made with. report: called from any thread, wakes the engine core."""
+    """Arguments to make a worker's side. report: called from any thread, wakes the engine core."""
 
     transfer: TransferContext
     device: torch.device
@@ -72,7 +72,7 @@ class CacheBlocks:
                 self.block_bytes += num_bytes
 
     def has(self, block_ids: Sequence[int]) -> bool:
-        """Whether these, one for each KV group, are of one of ours."""
+        """True if one of these blocks, one for each KV group, is in one of the groups that are moved here."""
         return any(block_ids[place] != NULL_BLOCK_ID for place in self._groups)
 
     def read(self, block_ids: Sequence[int], data: Tensor) -> None:
@@ -101,7 +101,7 @@ def _copy(target: Any, source: Any) -> None:
 
 
 class ConnectorWorker(ABC):
-    """What the worker calls. One thread does, in the order of steps."""
+    """The interface that the worker calls, from one thread, in the order of steps."""
 
     @abstractmethod
     def register_kv_caches(self, caches: Sequence[LayerCache | StateTensors]) -> None:
@@ -118,7 +118,7 @@ class ConnectorWorker(ABC):
 
     @abstractmethod
     def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
-        """Launch the saves of a step, behind it: no later step can write into their blocks before they are read."""
+        """Launch the saves of a step, after it: no later step can write into their blocks before they are read."""
 
     @abstractmethod
     def new_weights(self, fingerprint: str) -> None:
@@ -147,9 +147,11 @@ class KVConnectorWorker(ConnectorWorker):
 
     @abstractmethod
     def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
-        """What a block holds, uint8 [blocks.block_bytes] in host memory; None if it is missing or not what it should
-        be. Called by the loads' thread. place: what the scheduler's side said, or -1. blocks: ``self.blocks``, or
-        ``self.states`` if the key names a state."""
+        """The contents of a block, uint8 [blocks.block_bytes] in host memory; None if it is missing or damaged.
+
+        Called by the loads' thread. place: what the scheduler's side said, or -1. blocks: ``self.blocks``, or
+        ``self.states`` if the key names a state.
+        """
 
     @abstractmethod
     def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:

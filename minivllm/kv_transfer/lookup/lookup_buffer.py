@@ -28,7 +28,7 @@ class Contents(NamedTuple):
 class LookupBuffer:
     """Any thread may call it, and none ever waits for a consumer: a full buffer drops blocks. A state is a block here.
 
-    max_bytes: of all blocks, over all workers. What was taken is dropped first, then what has waited longest.
+    max_bytes: of all blocks, over all workers. Taken blocks are dropped first, then the oldest ones.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -51,7 +51,7 @@ class Block(msgspec.Struct, frozen=True, tag="block"):
 
 
 class News(msgspec.Struct, frozen=True, tag="news"):
-    """What has come into a producer's buffer, and what has gone; empty as a sign of life."""
+    """Blocks that have come into a producer's buffer, and blocks that have gone; empty as a sign of life."""
 
     came: list[Key] = []
     gone: list[Key] = []

@@ -100,7 +100,7 @@ class LeaseServer(LookupServer):
 
 
 class _Producer:
-    """What one consumer knows of a producer. name: of its NIXL agent."""
+    """A producer as one consumer knows it. name: of its NIXL agent."""
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe, self.name = pipe, ""
