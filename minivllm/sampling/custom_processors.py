@@ -71,7 +71,7 @@ class ProcessorStage:
             logits[index] = processed.to(logits)
 
     def _update(self, wanted: list[int]) -> BatchUpdate | None:
-        """What happened since the last call, and what puts the wanted slots into the first rows, in this order."""
+        """Changes since the last call, and moves that put the wanted slots into the first rows, in this order."""
         slots, removed = self._slots, sorted(self._removed)
         empty = list(removed)
         added = []

@@ -1,4 +1,4 @@
-"""What the sampler remembers of each slot: parameters in persistent tensors, vocabulary-wide state only where needed.
+"""State of the sampler for each slot: parameters in persistent tensors, vocabulary-wide state only where needed.
 
 Every number lives on the device, where rows gather it, and on the host, where "does any row need this stage?" is
 answered without waiting for the device.
@@ -222,7 +222,7 @@ class Penalties:
 class SamplingState:
     """The sampling parameters of every slot, and the stages that need memory of their own.
 
-    edits: stages before temperature, in order. draw_edits: stages behind it, which greedy rows do without.
+    edits: stages before temperature, in order. draw_edits: stages after it, which greedy rows do without.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str) -> None:
