@@ -85,15 +85,15 @@ def test_every_engine_takes_part_in_every_step_and_none_sleeps_through_one(
         for _ in range(3 * total + 3):
             if not any([turn(rank) for rank in range(size)]):
                 break
-        assert sleeping == set(range(size))  # with nothing in flight, so no engine waits for one that does not come
+        assert sleeping == set(range(size))  # with nothing in flight, so nobody waits for who does not come
         assert len({engine.begun for engine in engines}) == 1
         assert sum(engine.begun - engine.dummies for engine in engines) == total
-        assert engines[0].begun <= total  # no step begins without a request in any engine
+        assert engines[0].begun <= total  # nobody begins a step for which nobody has requests
 
 
 def test_a_border_is_passed_when_all_have_come_and_no_step_is_in_flight() -> None:
     """One engine comes at once, the other after three more steps, in which the first one takes part."""
-    places = open_places(2, 1)  # left open, so there is a listener
+    places = open_places(2, 1)  # left open: somebody listens
     first, second = map(Lockstep, places)
     events: list[str] = []
     both = threading.Barrier(2)
@@ -116,7 +116,7 @@ def test_a_border_is_passed_when_all_have_come_and_no_step_is_in_flight() -> Non
 
 
 def test_an_engine_that_has_left_is_not_waited_for() -> None:
-    places = open_places(2, 1)  # left open, so there is a listener
+    places = open_places(2, 1)  # left open: somebody listens
     first, second = map(Lockstep, places)
     leaving = threading.Thread(target=lambda: first.settle(lambda: None, for_good=True))
     first.listen(lambda: None)

@@ -18,7 +18,7 @@ SOURCES = sorted([*ROOT.glob("minivllm/**/*.py"), *ROOT.glob("kernels_triton_fre
 TEXT = TOUR.read_text(encoding="utf-8")
 PROSE = re.sub(r"^```.*?^```$", "", TEXT, flags=re.MULTILINE | re.DOTALL)
 MOST_FILES = 12
-MOST_LINES = 4000
+MOST_LINES = 4200
 """Of these files together: an afternoon of reading."""
 
 

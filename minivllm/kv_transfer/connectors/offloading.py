@@ -73,7 +73,7 @@ class _Places:
 
 
 class OffloadingScheduler(BlockStore):
-    """Knows the places of blocks and states. A place that is being loaded stays occupied."""
+    """Knows the places of blocks and states. What is being loaded keeps its own."""
 
     def __init__(self, context: TransferContext) -> None:
         super().__init__(context)

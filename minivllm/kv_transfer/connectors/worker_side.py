@@ -147,11 +147,9 @@ class KVConnectorWorker(ConnectorWorker):
 
     @abstractmethod
     def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
-        """The contents of a block, uint8 [blocks.block_bytes] in host memory; None if it is missing or damaged.
-
-        Called by the loads' thread. place: what the scheduler's side said, or -1. blocks: ``self.blocks``, or
-        ``self.states`` if the key names a state.
-        """
+        """What a block holds, uint8 [blocks.block_bytes] in host memory; None if it is missing or not what it should
+        be. Called by the loads' thread. place: what the scheduler's side said, or -1. blocks: ``self.blocks``, or
+        ``self.states`` if the key names a state."""
 
     @abstractmethod
     def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:

@@ -96,7 +96,7 @@ class LookupBufferWorker(KVConnectorWorker):
             self._hang_up(place)  # what was asked for and is not wanted any longer
 
     def _ask(self, place: int, keys: list[bytes]) -> None:
-        """Ask a producer for blocks, with a connection if there is none. A failure shows when they are to be taken."""
+        """Ask a producer for blocks, with a connection if there is none. What fails shows when they are to be taken."""
         if place < 0 or (place not in self._pipes and time.monotonic() < self._not_before.get(place, 0.0)):
             return
         try:
