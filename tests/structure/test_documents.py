@@ -183,6 +183,16 @@ def test_flags_that_a_document_names_alone_are_those_of_a_command(document: Path
     assert named <= {*known, "--help", "--run", "--save"}, "the last two are flags of python -m tutorials"
 
 
+@pytest.mark.parametrize(("folder", "group"), [("cli", "minivllm"), ("bench", "minivllm bench")])
+def test_the_table_of_commands_is_that_of_the_command_line(folder: str, group: str) -> None:
+    command = typer.main.get_command(app)
+    for name in group.split()[1:]:
+        _, command, _ = command.resolve_command(typer.Context(command), [name])
+    text = text_of(ROOT / "minivllm" / folder / "README.md")
+    shown = re.findall(rf"^\| `{group} (\w+).*?` \|", text, re.MULTILINE)
+    assert sorted(shown) == sorted(command.list_commands(typer.Context(command)))
+
+
 def test_the_table_of_endpoints_is_that_of_the_server() -> None:
     rows = re.findall(r"^\| (`/.*?`) \|", text_of(ROOT / "minivllm" / "server" / "README.md"), re.MULTILINE)
     shown = [path for row in rows for path in re.findall(r"`(.+?)`", row)]
