@@ -64,13 +64,11 @@ def speeds(report: Report) -> dict[str, dict[str, float]]:
 
 
 def section(report: Report) -> str:
-    """One report as Markdown: what ran where, and a table of cases. The ratio is first side to each other one."""
+    """One report as Markdown: machine, table of cases, command. The ratio is that of the first side to another one."""
     table = speeds(report)
     first, *others = _sides(report)
     refused = {(one.case, one.against) for one in report.comparisons if not one.holds}
     lines = [
-        _origin(report),
-        "",
         "| case | " + " | ".join([first, *(f"{side} | ratio" for side in others)]) + " |",
         "|---|" + "---:|" * (1 + 2 * len(others)),
     ]
@@ -81,7 +79,7 @@ def section(report: Report) -> str:
             ratio = "not calibrated" if (case, side) in refused else ratio
             cells += [_figure(row.get(side)), ratio]
         lines.append("| " + " | ".join([case, *cells]) + " |")
-    return "\n".join(lines) + "\n"
+    return _with_origin(lines, report)
 
 
 def accuracy_section(report: Report) -> str:
@@ -89,10 +87,10 @@ def accuracy_section(report: Report) -> str:
     found: dict[tuple[str, str], dict[str, float]] = {}
     for one in report.measurements:
         found.setdefault((one.case, one.side), {})[one.metric] = median(one.samples)
-    lines = [_origin(report), "", "| text | engine | perplexity | error [nats] |", "|---|---|---:|---:|"]
+    lines = ["| text | engine | perplexity | error [nats] |", "|---|---|---:|---:|"]
     for (case, side), values in found.items():
         lines.append(f"| {case} | {side} | {values['perplexity']:.2f} | {values['error']:.3f} |")
-    return "\n".join(lines) + "\n"
+    return _with_origin(lines, report)
 
 
 def speed_part(kept: list[Report], picture: Path, document: Path) -> str:
@@ -157,12 +155,13 @@ def _figure(value: float | None) -> str:
     return f"{value:,.3g} tok/s" if value < 1000 else f"{value:,.0f} tok/s"
 
 
-def _origin(report: Report) -> str:
-    """The command, the machine and the versions of torch and of every peer."""
+def _with_origin(table: list[str], report: Report) -> str:
+    """A table after the machine and the versions of torch and of every peer, and before the command."""
     sides = report.configuration["sides"]
     peers = [f"{name} {facts['version']}" for name, facts in sides.items() if "version" in facts]
     versions = ", ".join([f"torch {report.versions['torch']}", *peers])
-    return f"`minivllm {shlex.join(report.command)}` on {machine_text(report)}, with {versions}:"
+    command = f"Command: `minivllm {shlex.join(report.command)}`"
+    return "\n".join([f"On {machine_text(report)}, with {versions}:", "", *table, "", command]) + "\n"
 
 
 def main() -> int:

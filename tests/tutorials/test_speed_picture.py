@@ -42,7 +42,7 @@ def test_documents_and_charts_show_the_reports_that_are_kept() -> None:
 
 def test_the_table_of_accuracy_has_a_row_for_every_engine() -> None:
     [kept] = speed_picture.reports(kind="accuracy")
-    rows = speed_picture.accuracy_section(kept).splitlines()[4:]
+    rows = speed_picture.accuracy_section(kept).splitlines()[4:-2]
     assert [row.split(" | ")[1] for row in rows] == list(kept.configuration["sides"])
     assert "| 662 tokens | llama.cpp | 16.82 | 0.051 |" in rows
 
@@ -54,10 +54,8 @@ def test_a_new_report_brings_its_machine_its_command_and_its_medians(tmp_path: P
     assert "](../pictures/chart.svg)" in part
     text = speed_picture.with_new_part(f"before {speed_picture.BEGIN}old{speed_picture.END} after", part)
     assert text.startswith("before ") and text.endswith(" after") and "old" not in text
-    assert (
-        "`minivllm bench model --vs slowpoke` on 3 cores of abacus (beads, no bfloat16), with torch 1.2, slowpoke 7:"
-        in text
-    )
+    assert "On 3 cores of abacus (beads, no bfloat16), with torch 1.2, slowpoke 7:\n" in text
+    assert "Command: `minivllm bench model --vs slowpoke`\n" in text
     assert "| decode | 10 tok/s | 4 tok/s | 2.50 × |" in text
     slow = report("snail", 1.0, calibration=0.9)
     assert "| decode | 10 tok/s | 1 tok/s | not calibrated |" in speed_picture.section(slow)
