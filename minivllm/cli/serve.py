@@ -68,7 +68,7 @@ class ServerOptions:
     stats_interval: Annotated[float, _option("Seconds between status lines, when there is news; 0 for none.")] = 10.0
     lora_adapters: Annotated[
         list[str] | None,
-        _option("Adapter to serve as a model of its own, NAME=PATH in PEFT's format (may be repeated).", "--lora"),
+        _option("Adapter to serve as a separate model, NAME=PATH in PEFT's format (may be repeated).", "--lora"),
     ] = None
     lora_directory: Annotated[
         Path | None, _option("Let clients load adapters that lie in this directory, and unload them, while serving.")
@@ -122,7 +122,7 @@ class DisaggregatedOptions:
     disaggregated: Annotated[
         str | None,
         _option(
-            "Start so many prefill and decode servers on this host, and a proxy in front of them: 1P1D, 2P1D.",
+            "Start so many prefill and decode servers on this host, and a proxy for them: 1P1D, 2P1D.",
             metavar="xPyD",
         ),
     ] = None

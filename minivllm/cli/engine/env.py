@@ -26,7 +26,7 @@ def env(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Also say whose layers would compute this model, and what its KV cache holds.", metavar="MODEL"
+            help="Also show the implementation of this model, and the contents of its KV cache.", metavar="MODEL"
         ),
     ] = None,
 ) -> None:
