@@ -140,7 +140,7 @@ def roofline(
 
     Overhead of many requests: minivllm bench roofline --batch 64 --context 64 --steps 100
 
-    What a step consists of: minivllm bench roofline --batch 16 --kernels
+    The kernels of a step: minivllm bench roofline --batch 16 --kernels
     """
     import torch
 

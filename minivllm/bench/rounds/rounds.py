@@ -35,7 +35,7 @@ class EngineOptions:
     engine: Annotated[
         str,
         typer.Option(
-            help="What is measured: minivllm, or minivllm,ARGUMENT=VALUE,… for other settings; with lora=N requests "
+            help="Engine to measure: minivllm, or minivllm,ARGUMENT=VALUE,… for other settings; with lora=N requests "
             "use N random adapters of ranks 8 to 64 in turn, with regex=PATTERN (a long "
             "one, such as [ -~]{999}) all answers match it."
         ),
