@@ -21,6 +21,7 @@ FOLDERS = ("minivllm", "kernels_triton_free", "tests", "tutorials")
 MOST: dict[str, int] = {
     "kernels_triton_free": 1,
     "minivllm": 1,
+    "minivllm/cli": 1,
     "minivllm/compilation": 4,
     "minivllm/distributed": 15,
     "minivllm/engine": 5,

@@ -229,7 +229,7 @@ def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
         sampled = ModelRunnerOutput(sampled_token_ids={request_id: [0] for request_id in complete})
         entering = _InStages(step, output, sampled)
         results = []
-        if workload.pp > 1 and not output.num_scheduled_tokens:  # no stage computes that: a bubble enters
+        if workload.pp > 1 and not output.num_scheduled_tokens:  # nobody computes that: a bubble enters
             results = scheduler.update_from_output(output, sampled)
             in_stages.append(None)
         else:
