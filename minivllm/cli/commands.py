@@ -47,7 +47,7 @@ ALIASES = {"run": "chat", "ls": "list", "download": "pull", "complete": "generat
 """Commands as other programs call them -> ours."""
 NOT_HERE = {
     "ps": "models run only as long as the command that started them. `minivllm list` shows what is on disk.",
-    "show": "`minivllm env --model NAME` shows a model, `minivllm list` all that is on disk.",
+    "show": "`minivllm env NAME` shows a model, `minivllm list` all that is on disk.",
     "rm": "`minivllm list` shows where each model lies; delete that file or directory.",
     "stop": "models run only as long as the command that started them: end that one.",
     "create": "a model is a directory or a .gguf file: name it in place of MODEL.",

@@ -42,7 +42,7 @@ from minivllm.hub.fetch import exclusive
 
 logger = logging.getLogger(__name__)
 
-PACKAGES_WITH_REGION_CODE = ("models", "linear")
+PACKAGES_WITH_REGION_CODE = ("models", "linear", "program")
 """Whose sources the code of regions is made from, besides kernels_triton_free."""
 PACKAGE_NAME = "region"
 """What packages are called inside."""
@@ -64,6 +64,13 @@ class PackagedRegionCompiler(RegionCompiler):
         self._settle = functools.partial(settle_child, torch.get_num_threads())
 
     def __call__(self, region: Region) -> Callable:
+        made = super().__call__(region)
+        for packaged in self._regions.values():  # of a region that is asked for again, what was built meanwhile
+            if not packaged.is_ready:
+                packaged.load(self._directory)
+        return made
+
+    def _make(self, region: Region) -> Callable:
         several = self._packaged(region)
         if not region.has_code_for("single"):
             return several
@@ -75,10 +82,7 @@ class PackagedRegionCompiler(RegionCompiler):
 
     def _packaged(self, region: Region) -> _PackagedRegion:
         key = package_key(region)
-        packaged = self._regions.setdefault(key, _PackagedRegion(region, key, self._build))
-        if not packaged.is_ready:
-            packaged.load(self._directory)
-        return packaged
+        return self._regions.setdefault(key, _PackagedRegion(region, key, self._build))
 
     @property
     def min_rows(self) -> int:
@@ -118,7 +122,7 @@ class PackagedRegionCompiler(RegionCompiler):
         for packaged in missing:
             if not packaged.load(self._directory):
                 logger.warning("The region %r cannot be packaged; torch.compile takes over.", packaged.region.name)
-                packaged.take(super().__call__(packaged.region))
+                packaged.take(super()._make(packaged.region))
 
     def _build_packages(self, missing: list[_PackagedRegion]) -> None:
         """Export them one after the other, and compile what was exported in other processes meanwhile."""
@@ -392,8 +396,8 @@ def _delete_unpacked() -> None:
 
 def package_key(region: Region) -> str:
     """Names the code of one region on one machine: equal keys mean equal code."""
-    described = [spec.describe() for _, spec in region.tensors()]
-    parts = [region.name, repr(region.constants), *described, *_environment()]
+    name, constants, *described = region.key
+    parts = [name, constants, *described, *_environment()]
     return f"{region.name.replace(' ', '_')}-{_hash_of(chr(0).join(parts).encode())}"
 
 

@@ -67,16 +67,17 @@ class EagleDraft(CachedDraft):
         edges = np.flatnonzero(np.diff(is_missing, prepend=False, append=False)).tolist()
         return [Row(request, start, end - start) for start, end in zip(edges[::2], edges[1::2])]
 
-    def _compute(self, rows: list[Row]) -> tuple[StepInputs, Tensor, Tensor]:
-        """Keys and values into the cache: no attention. Returns (inputs, queries, residual stream)."""
+    def _compute(self, rows: list[Row], attends: bool = False) -> tuple[StepInputs, Hidden]:
+        """Keys and values into the cache, and what attention makes of them, if it is wanted."""
         inputs = self._paged.build(rows)
         [cache] = self._paged.step_caches(inputs)
-        return inputs, *self.model.queries(inputs.token_ids, inputs.tokens, cache, self._features)
+        attend = self._paged.attend(inputs) if attends else None
+        return inputs, self.model.attended(inputs.token_ids, inputs.tokens, cache, self._features, attend)
 
     def _logits(self, rows: list[Row]) -> Tensor:
-        inputs, q, residual = self._compute(rows)
-        o = self._paged.attend(inputs)(0, q)
-        logits, features = self.model.guess(o, residual, torch.arange(len(o), dtype=torch.int32, device=o.device))
+        inputs, hidden = self._compute(rows, attends=True)
+        every = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=inputs.token_ids.device)
+        logits, features = self.model.guess(hidden, every, inputs.tokens)
         # What the head foresees is the feature of the next position, if that has a place.
         slots, following = (np.array(values) for values in zip(*((r.request.slot, r.start + 1) for r in rows)))
         has_place = following < self._tables.num_held[slots] * self._tables.block_size

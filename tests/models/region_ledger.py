@@ -63,7 +63,7 @@ class Recorder(RegionCompiler):
         super().__init__(enabled=True)
         self.regions: list[Region] = []
 
-    def __call__(self, region: Region) -> Callable:
+    def _make(self, region: Region) -> Callable:
         self.regions.append(region)
         return region.function
 

@@ -30,6 +30,7 @@ ORDER = (
     "minivllm/device",
     "minivllm/models",
     "minivllm/model_facts",
+    "minivllm/program",
     "minivllm/linear",
     "kernels_triton_free",
     "minivllm/compilation",

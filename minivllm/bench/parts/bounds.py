@@ -96,7 +96,8 @@ def weight_bytes(decoder: Decoder, rows: int = 1) -> int:
 
     A weight that is kept in several forms counts in the form that the step's code reads.
     """
-    weights = tree_iter([decoder._weights, decoder.final_norm, decoder.head.tensors])
+    in_layers = [(layer.vectors, [stored.tensors for stored in layer.stored]) for layer in decoder.layers]
+    weights = tree_iter([in_layers, decoder.final_norm, decoder.head.tensors])
     return tensor_bytes([one for one in weights if isinstance(one, torch.Tensor) and is_read(one, rows)])
 
 

@@ -15,6 +15,7 @@ import typer
 from minivllm import __version__
 from minivllm.cli.engine.engine_start import ProgressHandler
 from minivllm.cli.terminal.terminal_text import format_bytes
+from minivllm.errors import ConfigError
 from minivllm.hub.home import home_directory
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "gguf", "ray", "nixl")
@@ -22,18 +23,38 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "a
 
 
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")] = False,
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Also show the implementation of this model, and the contents of its KV cache.", metavar="MODEL"
-        ),
+        typer.Argument(help="Also show the implementation of this model, and the contents of its KV cache."),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")] = False,
+    program: Annotated[
+        bool,
+        typer.Option("--program", help="Show the pieces and seams of the model instead, and its compiled regions."),
+    ] = False,
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor-parallel-size", "--tp", min=1, help="Ranks that divide each layer, for --program.")
+    ] = 1,
+    pipeline_parallel_size: Annotated[
+        int, typer.Option("--pipeline-parallel-size", "--pp", min=1, help="Pipeline stages, for --program.")
+    ] = 1,
 ) -> None:
     """Show versions, devices, what will be used and why.
 
     Example: minivllm env --json
     """
+    if program:
+        if model is None or as_json:
+            raise ConfigError(
+                "--program shows the program of a model as a table: name the model, and leave out --json."
+            )
+        from rich.console import Console
+
+        from minivllm.cli.engine.program_table import program_tables
+
+        for table in program_tables(model, tensor_parallel_size, pipeline_parallel_size):
+            Console(highlight=False, markup=False).print(table)
+        return
     with ProgressHandler(verbose=False).status("Asking PyTorch what it finds here"):
         report = collect()
         if model is not None:

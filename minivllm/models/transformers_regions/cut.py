@@ -38,7 +38,7 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor, arguments: LinearTensors, adapters: RowAdapters | None) -> Tensor:
         """x [..., in] -> [..., out]."""
-        out = self.linear.apply(x.reshape(-1, x.shape[-1]), arguments, adapters if self.has_adapters else None)
+        out = self.linear.product(x.reshape(-1, x.shape[-1]), arguments, adapters if self.has_adapters else None)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
