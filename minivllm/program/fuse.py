@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from minivllm.compilation.regions import Region, TensorSpec, changed, flatten, leaves, specs_of
+from minivllm.compilation.regions import Region, Size, TensorSpec, changed, flatten, leaves, specs_of
 from minivllm.program.program import Code, Name, Piece, Program, Seam, Tree
 from minivllm.program.seams import Pick
 
@@ -89,12 +89,25 @@ def _rebuilt(structure: Tree, tensors: Sequence[Tensor], taken: int) -> tuple[An
 
 @dataclass(frozen=True)
 class PickRows:
-    """The picked rows of registers [tokens, …]; of tuples, what their ``of`` says."""
+    """The picked rows of registers; of tuples, what their ``of`` says.
+
+    dims: which dimension of each register is the tokens; None where there is none, and all of it is kept.
+    """
+
+    dims: tuple[int | None, ...]
 
     def __call__(self, *values: Any) -> Any:
         *picked, rows = values
-        out = [None if x is None else x.of(rows) if hasattr(x, "of") else x[rows] for x in picked]
+        out = [self._of(x, dim, rows) for x, dim in zip(picked, self.dims)]
         return out[0] if len(out) == 1 else tuple(out)
+
+    @staticmethod
+    def _of(x: Any, dim: int | None, rows: Tensor) -> Any:
+        if x is None or dim is None:
+            return x
+        if not isinstance(x, Tensor):
+            return x.of(rows)
+        return x[rows] if dim == 0 else x.index_select(dim, rows)
 
 
 class Run(NamedTuple):
@@ -201,7 +214,8 @@ class _Fuser:
         again = tuple(name for name in alive if name not in given)
         body = Part(names, self._taken(), kept, self._trees)
         trees = {name: self._trees[name] for name in alive}
-        picks = Piece(PickRows(), (*again, *kept, "rows"), {name: trees[name] for name in (*again, *kept)})
+        dims = tuple(_token_dim(trees[name]) for name in (*again, *kept))
+        picks = Piece(PickRows(dims), (*again, *kept, "rows"), {name: trees[name] for name in (*again, *kept)})
         if any(isinstance(item, Seam) for item in self._items[cut + 1 :]):
             gives = (*again, *kept)
             self._steps = [Run("pick", (picks,), picks.reads, gives, {**trees, "rows": self._trees["rows"]}, False)]
@@ -258,6 +272,13 @@ def _alive_after(items: Sequence[Piece | Seam], results: Sequence[Name]) -> list
         found.append(alive)
         alive = (alive - item.gives.keys()) | set(item.reads)
     return found[::-1]
+
+
+def _token_dim(tree: Tree) -> int | None:
+    """The first dimension that varies."""
+    if not isinstance(tree, TensorSpec):
+        return 0
+    return next((dim for dim, size in enumerate(tree.shape) if isinstance(size, Size)), None)
 
 
 def _structure(tree: Tree) -> Tree:

@@ -15,18 +15,19 @@ class Attend(Seam):
 
     kind = "attend"
 
-    def __init__(self, layer: int, output: Tree, given: Callable[[], Any]) -> None:
-        """output: spec of o. given: sinks, or the weights of an update."""
+    def __init__(self, layer: int, output: Tree, given: Callable[[], Any], *, reads_stream: bool = True) -> None:
+        """output: spec of o. given: sinks, or the weights of an update. reads_stream: a drafter may ask for the
+        residual stream here."""
         self._layer, self._given = layer, given
-        self.reads, self.gives = ("q", "stream"), {"o": output}
+        self.reads, self.gives = ("q", "stream") if reads_stream else ("q",), {"o": output}
 
     def weights(self) -> tuple[Any, ...]:
         return (self._given(),)
 
     def cross(self, world: World, *values: Any) -> Sequence[Tensor]:
-        q, stream, given = values
+        q, *stream, given = values
         if world.note_input is not None:
-            world.note_input(self._layer, stream)
+            world.note_input(self._layer, *stream)
         return (world.attend(self._layer, q, given),)
 
 

@@ -12,7 +12,7 @@ from minivllm.compilation.region_packages import PackagedRegionCompiler, find_pa
 from minivllm.compilation.regions import Size, TensorSpec
 from minivllm.linear.layer import ChooseMethod, never_quantized
 from minivllm.linear.methods.int8 import Int8Linear
-from minivllm.models.decoder.decoder import no_attention
+from minivllm.models.bound_program import no_attention
 from minivllm.models.decoder.moe import MixtureOfExperts
 from minivllm.models.layer_specs import MlpSpec, MoeSpec
 from minivllm.models.linear_factory import LinearFactory

@@ -7,14 +7,12 @@ products.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels_triton_free.rotary import rotary_table
-from minivllm.compilation.regions import CompileRegion, TensorSpec, flatten
+from minivllm.compilation.regions import CompileRegion, TensorSpec
 from minivllm.distributed.communicator import Communicator
 from minivllm.distributed.expert_group import ExpertGroup
 from minivllm.distributed.stage import Stage
@@ -24,8 +22,9 @@ from minivllm.linear.layer import ChooseMethod, Linear, Shard, never_quantized
 from minivllm.linear.methods.exact import PlainLinear
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight
+from minivllm.models.bound_program import BoundProgram, no_attention, program_inputs
 from minivllm.models.decoder.layer import DecoderLayer
-from minivllm.models.decoder.program import decoder_program, program_inputs
+from minivllm.models.decoder.program import decoder_program
 from minivllm.models.decoder.stages import layers_of, linear_shapes
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
 from minivllm.models.layer_specs import LatentSpec, StateMixerSpec
@@ -35,7 +34,6 @@ from minivllm.models.model import (
     TOKENS,
     Attend,
     CacheSpec,
-    Given,
     Hidden,
     HiddenTap,
     LayerCache,
@@ -47,7 +45,6 @@ from minivllm.models.shards import VOCABULARY_UNIT
 from minivllm.profiling.spans import span
 from minivllm.program.fuse import Plan, fuse
 from minivllm.program.program import World
-from minivllm.program.runner import Runner
 
 
 class Decoder:
@@ -111,10 +108,10 @@ class Decoder:
         self.cos_sin = [tables[index or 0] for index in rotated]
         self.tap: HiddenTap | None = None
         self._declared: tuple[TokenInputs, Sequence[LayerCache]]
-        self._parts: _Parts | None = None
-        self._final: Runner | None = None
-        self._more_runners: list[Runner] = []
-        """Of plans besides those of ``build_regions``."""
+        self._step: BoundProgram
+        self._final: BoundProgram
+        self._programs: list[BoundProgram] = []
+        """All that are bound to these weights."""
 
     @property
     def vocab_size(self) -> int:
@@ -248,125 +245,81 @@ class Decoder:
     ) -> Plan:
         """The program of this worker, fused. tokens, caches: specs. layers: only so many."""
         own = self.layers[:layers]
-        inputs = program_inputs(tokens, own, caches)
+        inputs = program_inputs(tokens, [layer.own_cache(cache) for layer, cache in zip(own, caches)])
         results = (result,) if self.stage.is_last else ()
         return fuse(decoder_program(self, own, self._vocabulary_widths), inputs, ranks=self.shard.size, results=results)
 
     def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
         """Have all regions compiled; layers that compute the same thing share one."""
-        self._declared, self._more_runners = (tokens, caches), []
+        self._declared = tokens, caches
         for layer in self.layers:
             for stored in layer.stored:
                 if isinstance(stored, Experts):  # loops that run inside the operators of regions
                     stored.compile_few_rows(compile_region)
-        self._parts = self._bound(len(self.layers), compile_region)
-        # Uncompiled: it is one layer's MLP, and only requests for embeddings need it.
-        self._final = self._bound_tail("h", lambda region: region.function)
+        self._step = BoundProgram(self.plan(tokens, caches), compile_region)
+        # Uncompiled: the tail is one layer's MLP, and only requests for embeddings need it.
+        self._final = BoundProgram(self.plan(tokens, caches, result="h"), lambda region: region.function)
+        self._programs = [self._step, self._final]
 
-    def _bound(self, num_layers: int, compile_region: CompileRegion) -> _Parts:
-        plan = self.plan(*self._declared, num_layers)
-        body = Runner(plan.body, compile_region)
-        return _Parts(body, None if plan.tail is None else Runner(plan.tail, compile_region), num_layers)
-
-    def _bound_tail(self, result: str, compile_region: CompileRegion) -> Runner | None:
-        """What follows the last attention, up to another result."""
-        if not self.stage.is_last:
-            return None
-        tail = self.plan(*self._declared, result=result).tail
-        assert tail is not None
-        return Runner(tail, compile_region)
+    def _bind(self, compile_region: CompileRegion, layers: int | None = None, result: str = "logits") -> BoundProgram:
+        """One more program with these weights. ``build_regions`` comes first."""
+        program = BoundProgram(self.plan(*self._declared, layers, result), compile_region)
+        self._programs.append(program)
+        return program
 
     def _rebind(self) -> None:
         """The weights moved or were replaced."""
-        runners = (self._final, *self._more_runners)
-        if self._parts is not None:
-            runners = (self._parts.body, self._parts.tail, *runners)
-        for runner in runners:
-            if runner is not None:
-                runner.rebind()
+        for program in self._programs:
+            program.rebind()
+
+    def world(self, attend: Attend, note_input: Callable[[int, Tensor], None] | None = None) -> World:
+        """What the seams of the program lead to."""
+        return World(attend, self._communicator, self.stage, self._group, note_input)
 
     def first_layers(self, count: int, compile_region: CompileRegion) -> ShortenedDecoder:
         """The decoder of the first ``count`` layers with this one's final norm and head; all weights and, where they
         compute the same, all regions are shared. ``build_regions`` comes first. All ranks have to be asked for the
         same."""
-        parts = self._bound(count, compile_region)
-        self._more_runners += [runner for runner in (parts.body, parts.tail) if runner is not None]
-        return ShortenedDecoder(self, count, parts)
+        return ShortenedDecoder(self, count, self._bind(compile_region, layers=count))
 
     def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
-        """Run all layers up to the last attention. Returns what follows it needs: (o [tokens, kv_heads, G, D] of the
-        last attention, residual stream [tokens, hidden]); a stage before the last one, nothing: it sends the stream
-        behind its last layer on."""
+        """Run all layers up to the last attention. Returns what follows it needs: o [tokens, kv_heads, G, D] of the
+        last attention, and the residual stream [tokens, hidden]; a stage before the last one, nothing: it sends the
+        stream on."""
         tap, wanted = self.tap, list[Tensor]()
 
         def note_input(layer: int, stream: Tensor) -> None:
-            assert tap is not None
-            if layer in tap.layers:
+            if tap is not None and layer in tap.layers:
                 wanted.append(stream)
 
         if self._group is not None:
             self._group.begin_step(len(token_ids))
-        assert self._parts is not None, "build_regions comes first"
-        hidden = self.run_body(self._parts, token_ids, tokens, caches, attend, None if tap is None else note_input)
+        world = self.world(attend, None if tap is None else note_input)
+        hidden = self._step.body(token_ids, tokens, caches, world)
         if tap is not None:
             tap.take(wanted, hidden, tokens, caches)
         return hidden
 
-    def run_body(
-        self,
-        parts: _Parts,
-        token_ids: Tensor,
-        tokens: TokenInputs,
-        caches: Sequence[LayerCache],
-        attend: Attend,
-        note_input: Callable[[int, Tensor], None] | None = None,
-    ) -> Hidden:
-        """The body of a plan."""
-        inputs: list[Tensor] = [token_ids, tokens.positions]
-        flatten((tokens.adapters,), inputs)
-        for layer, cache in zip(self.layers[: parts.num_layers], caches):
-            if not layer.keeps_state:
-                inputs += cache
-        return parts.body(inputs, World(attend, self._communicator, self.stage, self._group, note_input))
-
     def logits(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """Logits [len(rows), vocab] of the picked rows (int32)."""
-        assert self._parts is not None
-        return self.run_tail(self._parts.tail, hidden, rows, tokens)
+        return self._step.tail(hidden, rows, tokens, self.world(no_attention))[0]
 
     def hidden_states(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """Final hidden states [len(rows), hidden] of the picked rows (int32)."""
-        return self.run_tail(self._final, hidden, rows, tokens)
+        return self._final.tail(hidden, rows, tokens, self.world(no_attention))[0]
 
     def compile_hidden_states(self, compile_region: CompileRegion) -> Callable[[Hidden, Tensor, TokenInputs], Tensor]:
         """``hidden_states``, compiled, for what needs them in every step."""
-        runner = self._bound_tail("h", compile_region)
-        if runner is not None:
-            self._more_runners.append(runner)
-        return partial(self.run_tail, runner)
-
-    def run_tail(self, runner: Runner | None, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
-        """The result of what follows the last attention, for the picked rows."""
-        assert runner is not None, "an earlier stage has no logits"
-        world = World(no_attention, self._communicator, self.stage, self._group)
-        (result,) = runner(self.tail_inputs(runner, hidden, rows, tokens), world)
-        return result
-
-    @staticmethod
-    def tail_inputs(runner: Runner, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> list[Tensor]:
-        """What the tail of a plan is given."""
-        inputs = [*hidden]
-        given = {"positions": tokens.positions, "adapters": tokens.adapters, "rows": rows}
-        flatten(tuple(given[name] for name in runner.inputs[len(hidden) :]), inputs)
-        return inputs
+        program = self._bind(compile_region, result="h")
+        return lambda hidden, rows, tokens: program.tail(hidden, rows, tokens, self.world(no_attention))[0]
 
     def join_step(self) -> None:
         """Compute this worker's experts for a step in which its engine has no tokens."""
-        assert self._group is not None and self._parts is not None
+        assert self._group is not None
         if self._group.begin_step(0):
             nothing = torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
             with span("mlp"):
-                self._parts.body.join(nothing, World(no_attention, self._communicator, self.stage, self._group))
+                self._step.join(nothing, self.world(no_attention))
 
     def gather_vocabulary(self, x: Tensor) -> Tensor:
         """x [rows, this worker's part of the vocabulary] -> [rows, vocab]: what all workers have."""
@@ -376,26 +329,16 @@ class Decoder:
 class ShortenedDecoder:
     """The first layers of a decoder, as a model to guess with."""
 
-    def __init__(self, whole: Decoder, num_layers: int, parts: _Parts) -> None:
-        self._whole, self._parts = whole, parts
+    def __init__(self, whole: Decoder, num_layers: int, program: BoundProgram) -> None:
+        self._whole, self._program = whole, program
         in_layers = sum(layer.weights_per_token for layer in whole.layers[:num_layers])
         self.weights_per_token = in_layers + whole.config.hidden_size * whole.head.out_features
         self.device, self.vocab_size = whole.device, whole.vocab_size
 
     def forward(self, token_ids: Tensor, tokens: TokenInputs, caches: Sequence[LayerCache], attend: Attend) -> Hidden:
         """See Decoder."""
-        return self._whole.run_body(self._parts, token_ids, tokens, caches, attend)
+        return self._program.body(token_ids, tokens, caches, self._whole.world(attend))
 
     def logits(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
         """See Decoder."""
-        return self._whole.run_tail(self._parts.tail, hidden, rows, tokens)
-
-
-class _Parts(NamedTuple):
-    body: Runner
-    tail: Runner | None
-    num_layers: int
-
-
-def no_attention(layer: int, q: Tensor, given: Given = None) -> Tensor:
-    raise AssertionError("nothing attends here")
+        return self._program.tail(hidden, rows, tokens, self._whole.world(no_attention))[0]

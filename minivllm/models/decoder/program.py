@@ -24,9 +24,9 @@ from minivllm.compilation.regions import TensorSpec
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.models.decoder.layer import DecoderLayer
 from minivllm.models.mixers.mixer import LayerContext
-from minivllm.models.model import ROWS, TOKENS, LayerCache, TokenInputs
+from minivllm.models.model import ROWS
 from minivllm.models.pieces import Add, AddNorm
-from minivllm.program.program import Name, Piece, Program, Seam, Tree
+from minivllm.program.program import Piece, Program, Seam
 from minivllm.program.seams import Gather, Pick, Receive, Send, Sum
 
 if TYPE_CHECKING:
@@ -68,21 +68,6 @@ class Head:
         logits = self.method.apply(h, head)
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
-
-
-def program_inputs(
-    tokens: TokenInputs, layers: Sequence[DecoderLayer], caches: Sequence[LayerCache]
-) -> Mapping[Name, Tree]:
-    """Registers at the beginning of a step, and "rows": those whose logits are wanted. tokens, caches: specs."""
-    positions: TensorSpec = tokens.positions  # type: ignore[assignment]
-    each = TensorSpec((TOKENS,), torch.int32, positions.device)
-    return {
-        "token_ids": each,
-        "positions": positions,
-        "adapters": tokens.adapters,
-        **{f"cache.{number}": layer.own_cache(cache) for number, (layer, cache) in enumerate(zip(layers, caches))},
-        "rows": TensorSpec((ROWS,), torch.int32, positions.device),
-    }
 
 
 def decoder_program(decoder: Decoder, layers: Sequence[DecoderLayer], vocabulary_widths: Sequence[int]) -> Program:

@@ -18,14 +18,15 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from minivllm.compilation.regions import CompileRegion, TensorSpec, flatten
+from minivllm.compilation.regions import CompileRegion, TensorSpec
 from minivllm.errors import ModelError
 from minivllm.linear.layer import ChooseMethod, Linear, Shard
 from minivllm.linear.methods.exact import COMPARED_ROWS, LoopedLinear, PlainLinear
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.linear.methods.stored_weight import StoredWeight
-from minivllm.models.decoder.decoder import Decoder, no_attention
-from minivllm.models.decoder.program import Embed, program_inputs
+from minivllm.models.bound_program import BoundProgram, no_attention, program_inputs
+from minivllm.models.decoder import Decoder
+from minivllm.models.decoder.program import Embed
 from minivllm.models.eagle.checkpoint import EagleTensors
 from minivllm.models.eagle.config import NUM_FUSED_LAYERS, EagleConfig
 from minivllm.models.eagle.pieces import DraftHead, Eagle3Input, EagleInput, FuseFeatures, ReadFeatures
@@ -85,8 +86,6 @@ class EagleHead(Decoder):
         self.head = make("lm_head", config.draft_vocab_size, hidden, False)
         # Place in the draft vocabulary of every token, the place behind the last one for tokens that are not in it.
         self.token_map: Tensor | None = None
-        self._input: Runner | None = None
-        self._output: Runner | None = None
         self._fusion: Runner | None = None
         self._features: Callable[[Hidden, Tensor, TokenInputs], Tensor]
 
@@ -162,9 +161,9 @@ class EagleHead(Decoder):
         self._rebind()
 
     def _rebind(self) -> None:
-        for runner in (self._input, self._output, self._fusion):
-            if runner is not None:
-                runner.rebind()
+        super()._rebind()
+        if self._fusion is not None:
+            self._fusion.rebind()
 
     def take_weights(self, other: Decoder) -> None:
         """Take over the weights of another head of the same configuration. Raises ModelError if it is none."""
@@ -199,11 +198,10 @@ class EagleHead(Decoder):
         target's ``build_regions`` comes first."""
         (cache,) = caches
         features = TensorSpec((*cache.blocks, self.feature_size), self.dtype, self.device)
-        inputs = {**program_inputs(tokens, self.layers, caches), "features": features}
+        inputs = {**program_inputs(tokens, caches), "features": features}
         version, results = self.eagle.version, ("logits", "feature")
-        plan = fuse(self._program(), inputs, results=results, label=version)
-        assert plan.tail is not None
-        self._input, self._output = Runner(plan.body, compile_region), Runner(plan.tail, compile_region)
+        self._step = BoundProgram(fuse(self._program(), inputs, results=results, label=version), compile_region)
+        self._programs = [self._step]
         if version == "eagle":
             self._features = self._target.compile_hidden_states(compile_region)
             return
@@ -272,16 +270,12 @@ class EagleHead(Decoder):
         feature is in ``features`` [blocks, block_size, feature_size]. attend: None where only keys and values are
         wanted.
         """
-        inputs: list[Tensor] = []
-        flatten((token_ids, tokens.positions, tokens.adapters, cache, features), inputs)
-        assert self._input is not None, "build_regions comes first"
-        return self._input(inputs, World(attend or _queries))
+        return self._step.body(token_ids, tokens, [cache], World(attend or _queries), features)
 
     def guess(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> tuple[Tensor, Tensor]:
         """Logits [len(rows), vocabulary of the target] and the next features [len(rows), feature_size] of the picked
         rows (int32). hidden: from ``attended``. Tokens that the head cannot guess get the lowest logit there is."""
-        assert self._output is not None
-        logits, features = self._output(self.tail_inputs(self._output, hidden, rows, tokens), World(no_attention))
+        logits, features = self._step.tail(hidden, rows, tokens, World(no_attention))
         return (self._target.gather_vocabulary(logits) if self.eagle.version == "eagle" else logits), features
 
 
