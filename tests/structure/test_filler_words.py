@@ -29,7 +29,7 @@ MOST: dict[str, int] = {
     "minivllm/executor": 9,
     "minivllm/kv_cache": 9,
     "minivllm/linear": 1,
-    "minivllm/models": 8,
+    "minivllm/models": 9,
     "minivllm/scheduler": 3,
     "minivllm/worker": 1,
     "tests": 5,
