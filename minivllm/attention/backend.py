@@ -51,7 +51,7 @@ class BlockTables(Protocol):
 
     block_table int32 [batch slots, max blocks of a request]: physical blocks in order; block 0 is the null block.
     kv_position int32 [blocks, rounded up; block_size]: position in its sequence of what each cache slot holds. A block
-    that is shared through the prefix cache holds the same positions for everybody.
+    that is shared through the prefix cache holds the same positions for all requests.
     """
 
     block_size: int

@@ -32,7 +32,7 @@ class _BenchCommands(typer.core.TyperGroup):
 
     @commands.setter
     def commands(self, none_yet: dict[str, Any]) -> None:
-        """What the constructor knows of."""
+        """The constructor sets an empty table, which is ignored."""
 
     @staticmethod
     @functools.cache

@@ -1,4 +1,4 @@
-"""How a frontend reaches an engine core: in its own process, or in another one over sockets.
+"""The connection from a frontend to an engine core, in the same process or through sockets.
 
 May import: config, device, distributed, engine, engine_process.ray, engine_process.torchrun, executor, executor.nodes,
 executor.wire, model_facts.

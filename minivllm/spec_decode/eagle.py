@@ -2,11 +2,11 @@
 
 Every step of the target leaves the features of its tokens in the blocks, beside its keys and values and valid exactly
 as long: so blocks from the prefix cache bring them along, and nothing is lost by preemption. The head computes a place
-when it first guesses behind it, from the feature of position i and the token at i + 1. Beside each place stands a
-fingerprint of the text, up to that token, which its keys and values were made of; what does not match is missing,
-whatever happened. Since the head has one layer, keys and values depend on nothing but feature and token: catching up
-takes no attention, and single places can be missing. (The last place of a shared block belongs to whoever computed it
-last, if the texts part just behind it. That can cost a guess.)
+when it first guesses the next token, from the feature of position i and the token at i + 1. Beside each place stands a
+fingerprint of the text, up to that token, which its keys and values were made of; a place that does not match counts
+as missing. Since the head has one layer, keys and values depend on nothing but feature and token: catching up
+takes no attention, and single places can be missing. (If two texts differ directly after a shared block, the block's
+last place belongs to the request that computed it last. That can cost a guess.)
 
 Where the target has not been yet, the head's own output is put in the place of the feature, until verification writes
 the real one over it.
@@ -55,10 +55,10 @@ class EagleDraft(CachedDraft):
         self.caches.append((allocate_features(self.model, self._tables.num_blocks, self._tables.block_size),))
 
     def _missing(self, row: Row) -> list[Row]:
-        """Those behind a guess count for this guess only: their feature is a guess too."""
+        """Rows after a guess count for this guess only: their feature is a guess too."""
         request = row.request
         places = self._places(request.slot, np.arange(row.start + 1))
-        if row.start >= request.num_computed_tokens:  # behind guesses, so everything before is there
+        if row.start >= request.num_computed_tokens:  # after guesses, so everything before is there
             self._computed[places[-1]] = 0
             return []
         texts = self._texts(request, row.start + 1)
@@ -96,7 +96,7 @@ class EagleDraft(CachedDraft):
         self._features.view(-1, self.model.feature_size)[places] = features
 
     def _texts(self, request: WorkerRequest, count: int) -> np.ndarray:
-        """As everywhere, and the adapter that the features are of."""
+        """Fingerprints of texts, combined with the adapter that the features come from."""
         texts = super()._texts(request, count)
         name = None if request.data.lora is None else request.data.lora.name
         return texts if name is None else texts ^ (np.uint64(zlib.crc32(name.encode())) << np.uint64(1))

@@ -234,7 +234,7 @@ def test_float16_and_what_is_stacked_stay_as_they_are_with_loops() -> None:
 def test_up_to_four_rows_of_compiled_code_read_the_words_and_nothing_else_does(
     has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory of another weight tells who reads it. It is nobody's own, and goes where the weight goes."""
+    """The memory of another weight shows who reads it. It has no owner, and goes where the weight goes."""
     weight, other = (torch.randn(64, 96, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(2))
     bias = torch.randn(64).bfloat16() if has_bias else None
     method = choose_linear_method(64, 96, torch.bfloat16, CPU)

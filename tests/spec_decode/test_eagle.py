@@ -315,7 +315,7 @@ def test_the_head_computes_every_place_once(known_model: Path, knowing_heads: di
         num_proposals = llm.get_metrics().num_drafts
         first = sum(computed)
         run(llm, PROMPTS[:1], GREEDY)
-    # The last four tokens are never looked at: nobody guesses behind them.
+    # The last four tokens are never looked at: no guess follows them.
     assert first == 18 + 15 - 4 + 1 + num_guesses - num_proposals
     assert sum(computed) - first <= first - 16  # two blocks of the prompt are there already
 

@@ -25,7 +25,7 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "a
 def env(
     model: Annotated[
         str | None,
-        typer.Argument(help="Also say which implementation computes this model, and what its KV cache holds."),
+        typer.Argument(help="Also show the implementation of this model, and the contents of its KV cache."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")] = False,
     program: Annotated[
@@ -64,7 +64,7 @@ def env(
 
 
 def implementation(model: str) -> dict[str, str]:
-    """Whose layers compute a model, and why. Raises ModelError if nobody's can."""
+    """The implementation that computes a model, and the reason. Raises ModelError if there is none."""
     from minivllm.hub.fetch import resolve_model
     from minivllm.model_facts.choose import choose_implementation, read_model_facts
 
@@ -75,7 +75,7 @@ def implementation(model: str) -> dict[str, str]:
 
 
 def kv_cache_pools(model: str) -> dict[str, Any]:
-    """What the KV cache of a model holds in an engine with default settings: one pool for each kind of layers.
+    """The KV cache of a model in an engine with default settings: one pool for each kind of layers.
 
     Raises ModelError if the model cannot be served, ConfigError if the cache is too small for it.
     """
@@ -131,7 +131,7 @@ def _cpp_compiler() -> str | None:
 
 
 def _defaults() -> dict[str, dict[str, str]]:
-    """What an engine picks if no flag says otherwise: ``{what: {"value", "why"}}``."""
+    """The default settings of an engine on this machine: ``{setting: {"value", "why"}}``."""
     import torch
 
     from minivllm.compilation.compiler import cannot_compile_reason
