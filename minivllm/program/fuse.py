@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -278,6 +279,7 @@ def _alive_after(items: Sequence[Piece | Seam], results: Sequence[Name]) -> list
     return found[::-1]
 
 
+@lru_cache(maxsize=1024)
 def _has_loops(value: Any) -> bool:
     """Whether a code, or a value in one of its fields, says so."""
     if isinstance(value, tuple):

@@ -81,8 +81,8 @@ class Seam(ABC):
         return ()
 
     @abstractmethod
-    def cross(self, world: World, *values: Any) -> Sequence[Tensor]:
-        """values: the registers it reads, then its weights. Returns what it gives."""
+    def cross(self, world: World, *values: Any) -> Tensor | None:
+        """values: the registers it reads, then its weights. Returns the register that it gives, if it gives one."""
 
 
 Program = Sequence[Piece | Seam]

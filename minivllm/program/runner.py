@@ -70,7 +70,8 @@ class Runner:
 
 class _RegionStep:
     def __init__(self, run: Run, reads: Sequence[int], gives: Sequence[int], compile_region: CompileRegion) -> None:
-        self._run, self._pick, self._gives = run, _picker(reads), gives
+        self._run, self._name, self._pick, self._gives = run, run.name, _picker(reads), gives
+        self._only = gives[0] if len(gives) == 1 else None
         region = run.region()
         self._function: Callable = compile_region(region) if run.is_compiled else region.function
         self._bound = self._function
@@ -81,10 +82,10 @@ class _RegionStep:
         self._bound = bind(*weights) if bind is not None else lambda *tensors: function(*tensors, *weights)
 
     def run(self, registers: Registers, world: World) -> None:
-        with span(self._run.name):
+        with span(self._name):
             out = self._bound(*self._pick(registers))
-        if len(self._gives) == 1:
-            registers[self._gives[0]] = out
+        if self._only is not None:
+            registers[self._only] = out
         else:
             for place, tensor in zip(self._gives, out):
                 registers[place] = tensor
@@ -92,16 +93,16 @@ class _RegionStep:
 
 class _SeamStep:
     def __init__(self, seam: Seam, reads: Sequence[int], gives: Sequence[int]) -> None:
-        self.seam, self._pick, self._gives = seam, _picker(reads), gives
+        self.seam, self._cross, self._pick, self._gives = seam, seam.cross, _picker(reads), gives
         self._weights: tuple[Any, ...] = ()
 
     def rebind(self) -> None:
         self._weights = self.seam.weights()
 
     def run(self, registers: Registers, world: World) -> None:
-        out = self.seam.cross(world, *self._pick(registers), *self._weights)
-        for place, tensor in zip(self._gives, out):
-            registers[place] = tensor
+        out = self._cross(world, *self._pick(registers), *self._weights)
+        for place in self._gives:
+            registers[place] = out
 
 
 _Step = _RegionStep | _SeamStep

@@ -19,16 +19,16 @@ class Attend(Seam):
         """output: spec of o. given: sinks, or the weights of an update. reads_stream: a drafter may ask for the
         residual stream here."""
         self._layer, self._given = layer, given
-        self.reads, self.gives = ("q", "stream") if reads_stream else ("q",), {"o": output}
+        self.reads, self.gives = ("q", "stream" if reads_stream else "q"), {"o": output}
 
     def weights(self) -> tuple[Any, ...]:
         return (self._given(),)
 
-    def cross(self, world: World, *values: Any) -> Sequence[Tensor]:
-        q, *stream, given = values
+    def cross(self, world: World, *values: Any) -> Tensor | None:
+        q, stream, given = values
         if world.note_input is not None:
-            world.note_input(self._layer, *stream)
-        return (world.attend(self._layer, q, given),)
+            world.note_input(self._layer, stream)
+        return world.attend(self._layer, q, given)
 
 
 class _Exchange(Seam):
@@ -46,9 +46,9 @@ class Sum(_Exchange):
     def __init__(self, register: Name, spec: Tree) -> None:
         self.reads, self.gives = (register,), {register: spec}
 
-    def cross(self, world: World, *values: Any) -> Sequence[Tensor]:
+    def cross(self, world: World, *values: Any) -> Tensor | None:
         assert world.communicator is not None
-        return (world.communicator.all_reduce(values[0]),)
+        return world.communicator.all_reduce(values[0])
 
 
 class Agree(_Exchange):
@@ -64,11 +64,11 @@ class Agree(_Exchange):
         self._takes_largest, self._code = largest, code
         self.reads, self.gives = (source or register,), {register: spec}
 
-    def cross(self, world: World, *values: Any) -> Sequence[Tensor]:
+    def cross(self, world: World, *values: Any) -> Tensor | None:
         assert world.communicator is not None
         x = values[0] if self._code is None else self._code(values[0])
         exchange = world.communicator.all_reduce_max if self._takes_largest else world.communicator.all_reduce
-        return (exchange(x),)
+        return exchange(x)
 
 
 class Gather(_Exchange):
@@ -81,9 +81,9 @@ class Gather(_Exchange):
         self._widths = widths
         self.reads, self.gives = (register,), {register: spec}
 
-    def cross(self, world: World, *values: Any) -> Sequence[Tensor]:
+    def cross(self, world: World, *values: Any) -> Tensor | None:
         assert world.communicator is not None
-        return (world.communicator.gather_columns(values[0], self._widths),)
+        return world.communicator.gather_columns(values[0], self._widths)
 
 
 class Receive(Seam):
@@ -95,9 +95,9 @@ class Receive(Seam):
         self._spec = stream
         self.reads, self.gives = ("token_ids",), {"stream": stream}
 
-    def cross(self, world: World, *values: Any) -> Sequence[Tensor]:
+    def cross(self, world: World, *values: Any) -> Tensor | None:
         assert world.stage is not None
-        return (world.stage.receive((len(values[0]), self._spec.shape[-1]), self._spec.dtype),)
+        return world.stage.receive((len(values[0]), self._spec.shape[-1]), self._spec.dtype)
 
 
 class Send(Seam):
@@ -106,10 +106,10 @@ class Send(Seam):
     kind = "send"
     reads = ("stream",)
 
-    def cross(self, world: World, *values: Any) -> Sequence[Tensor]:
+    def cross(self, world: World, *values: Any) -> Tensor | None:
         assert world.stage is not None
         world.stage.send(values[0])
-        return ()
+        return None
 
 
 class Share(Seam):
@@ -121,9 +121,9 @@ class Share(Seam):
         """source: this engine's [tokens, hidden]. register: gets those of all."""
         self.reads, self.gives = (source,), {register: stream}
 
-    def cross(self, world: World, *values: Any) -> Sequence[Tensor]:
+    def cross(self, world: World, *values: Any) -> Tensor | None:
         assert world.group is not None
-        return (world.group.gather(values[0]),)
+        return world.group.gather(values[0])
 
 
 class Combine(Seam):
@@ -138,12 +138,12 @@ class Combine(Seam):
         self.reads = ("x",) if shared is None else ("x", shared)
         self.gives = {"x": stream}
 
-    def cross(self, world: World, *values: Any) -> Sequence[Tensor]:
+    def cross(self, world: World, *values: Any) -> Tensor | None:
         assert world.group is not None
         x, *shared = values
         for part in shared:
             x[world.group.own] += part
-        return (world.group.combine(x),)
+        return world.group.combine(x)
 
 
 class Pick(Seam):
@@ -151,5 +151,5 @@ class Pick(Seam):
 
     kind = "pick"
 
-    def cross(self, world: World, *values: Any) -> Sequence[Tensor]:
+    def cross(self, world: World, *values: Any) -> Tensor | None:
         raise AssertionError("fuse cuts a program here")

@@ -109,7 +109,7 @@ class Decoder:
         self.tap: HiddenTap | None = None
         self._declared: tuple[TokenInputs, Sequence[LayerCache]]
         self._step: BoundProgram
-        self._final: BoundProgram
+        self._final: BoundProgram | None = None
         self._programs: list[BoundProgram] = []
         """All that are bound to these weights."""
 
@@ -257,9 +257,7 @@ class Decoder:
                 if isinstance(stored, Experts):  # loops that run inside the operators of regions
                     stored.compile_few_rows(compile_region)
         self._step = BoundProgram(self.plan(tokens, caches), compile_region)
-        # Uncompiled: the tail is one layer's MLP, and only requests for embeddings need it.
-        self._final = BoundProgram(self.plan(tokens, caches, result="h"), lambda region: region.function)
-        self._programs = [self._step, self._final]
+        self._programs, self._final = [self._step], None
 
     def _bind(self, compile_region: CompileRegion, layers: int | None = None, result: str = "logits") -> BoundProgram:
         """One more program with these weights. ``build_regions`` comes first."""
@@ -305,7 +303,12 @@ class Decoder:
         return self._step.tail(hidden, rows, tokens, self.world(no_attention))[0]
 
     def hidden_states(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> Tensor:
-        """Final hidden states [len(rows), hidden] of the picked rows (int32)."""
+        """Final hidden states [len(rows), hidden] of the picked rows (int32).
+
+        Not compiled: it is one layer's MLP, and only requests for embeddings need it.
+        """
+        if self._final is None:
+            self._final = self._bind(lambda region: region.function, result="h")
         return self._final.tail(hidden, rows, tokens, self.world(no_attention))[0]
 
     def compile_hidden_states(self, compile_region: CompileRegion) -> Callable[[Hidden, Tensor, TokenInputs], Tensor]:
