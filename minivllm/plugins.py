@@ -117,8 +117,8 @@ CONNECTORS = Plugins(
         "OffloadingConnector": "minivllm.kv_transfer.connectors.offloading:OffloadingConnector",
         "SharedStorageConnector": "minivllm.kv_transfer.connectors.shared_storage:SharedStorageConnector",
         "LookupBufferConnector": "minivllm.kv_transfer.lookup.lookup_connector:LookupBufferConnector",
-        "LMCacheConnector": "minivllm.kv_transfer.lmcache.lmcache_connector:LMCacheConnector",
-        "NixlConnector": "minivllm.kv_transfer.nixl.nixl_connector:NixlConnector",
+        "LMCacheConnector": "minivllm.kv_transfer.foreign.lmcache_connector:LMCacheConnector",
+        "NixlConnector": "minivllm.kv_transfer.foreign.nixl_connector:NixlConnector",
         "MultiConnector": "minivllm.kv_transfer.connectors.multi:MultiConnector",
     },
 )
@@ -131,5 +131,25 @@ ROUTING = Plugins(
     },
 )
 """A policy is a subclass of RoutingPolicy: the class itself, which is called without arguments."""
+EXECUTORS: Mapping[str, str] = MappingProxyType(
+    {
+        "uni": "minivllm.executor.uniproc:UniProcExecutor.start",
+        "mp": "minivllm.executor.multiproc:MultiprocExecutor.start",
+        "nodes": "minivllm.executor.nodes.entry:start_executor",
+        "ray": "minivllm.engine_process.ray.executor:RayExecutor.start",
+    }
+)
+"""``distributed_executor_backend`` -> the import path of ExecutorContext -> Executor; "nodes" is "mp" on several."""
+NODE_AGENT = "minivllm.executor.nodes.entry:run_node"
+"""EngineConfig -> exit status: what runs on the nodes that have no engine."""
+CLIENTS: Mapping[str, str] = MappingProxyType(
+    {"external_launcher": "minivllm.engine_process.torchrun.client:TorchrunClient"}
+)
+"""``distributed_executor_backend`` -> the import path of EngineArgs -> EngineClient, where another program has started
+the workers, and each of them makes a client."""
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {"bench": "minivllm.bench.command:bench", "simulate": "minivllm.bench.simulation.command:simulate"}
+)
+"""Commands of ``minivllm`` -> the import path of a typer application or a function, imported on request."""
 register_connector, register_routing = CONNECTORS.register, ROUTING.register
 register_policy, register_attention, register_drafter = POLICIES.register, ATTENTION.register, DRAFTERS.register

@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from minivllm import LLM, SamplingParams, register_connector
-from minivllm.bench.parts.bounds import copy_bandwidth
 from minivllm.kv_transfer.connectors.shared_storage import (
     SharedStorageConnector,
     SharedStorageOptions,
@@ -38,6 +37,7 @@ from minivllm.kv_transfer.connectors.shared_storage import (
 )
 from minivllm.kv_transfer.connectors.worker_side import CacheBlocks
 from minivllm.kv_transfer.lookup.pipe import Pipe
+from minivllm.simulation.bounds import copy_bandwidth
 from tutorials.lesson import Cell, Lesson
 from tutorials.small_model import SHAPE, engine_arguments, model_folder
 

@@ -1,6 +1,5 @@
 """How a frontend reaches an engine core: in its own process, or in another one over sockets.
 
-May import: config, device, distributed, engine, engine_process.ray, engine_process.torchrun, executor, executor.nodes,
-executor.wire, model_facts.
+May import: config, device, distributed, engine, executor, executor.wire, model_facts.
 Door: `make_client` in client.py.
 """

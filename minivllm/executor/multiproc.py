@@ -27,7 +27,7 @@ from minivllm.distributed.lockstep import EnginePlace
 from minivllm.distributed.secure_sockets import Network
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executor.local_workers import WORKER_COMMAND, LocalWorkers
-from minivllm.executor.protocol import PendingOutput, start_workers
+from minivllm.executor.protocol import ExecutorContext, PendingOutput, start_workers
 from minivllm.executor.ring.agreement import Agreement
 from minivllm.executor.ring.broadcast_ring import PeerGone, RingWriter
 from minivllm.executor.wire.child_reports import ErrorInfo, Log, describe_exit
@@ -348,6 +348,7 @@ class MultiprocExecutor:
         nodes: OtherNodes | None = None,
         place: EnginePlace | None = None,
     ) -> None:
+        self.config = config
         self.vocab_size = facts.vocab_size
         self.transfers = TransferInbox()
         self._group = WorkerGroup(config, self.transfers, command, nodes, place)
@@ -360,6 +361,11 @@ class MultiprocExecutor:
         except BaseException:
             self.shutdown()
             raise
+
+    @classmethod
+    def start(cls, context: ExecutorContext) -> MultiprocExecutor:
+        """See EXECUTORS."""
+        return cls(context.config, context.facts, place=context.place)
 
     def execute_model(
         self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None

@@ -13,7 +13,7 @@ from minivllm.distributed.lockstep import EnginePlace
 from minivllm.distributed.other_workers import NO_OTHERS, OtherWorkers
 from minivllm.distributed.shared_memory import SharedMemoryCommunicator
 from minivllm.errors import MinivllmError
-from minivllm.executor.protocol import PendingOutput, call_method
+from minivllm.executor.protocol import ExecutorContext, PendingOutput, call_method
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import SchedulerOutput, TokenMasks
@@ -38,12 +38,18 @@ class UniProcExecutor:
         self._worker: Worker | None = None
         self.transfers = TransferInbox()
         self.pids: Sequence[int] = [os.getpid()]
+        self.config = config
         self.vocab_size = facts.vocab_size
         try:
             self.kv_groups: Sequence[GroupSpec] = self._call(self._load, config, facts, place)
         except BaseException:
             self.shutdown()
             raise
+
+    @classmethod
+    def start(cls, context: ExecutorContext) -> UniProcExecutor:
+        """See EXECUTORS."""
+        return cls(context.config, context.facts, context.place)
 
     def _load(self, config: EngineConfig, facts: ModelFacts, place: EnginePlace | None) -> list[GroupSpec]:
         self._worker = Worker(config, facts, self.transfers.put, self._meet_others(place))

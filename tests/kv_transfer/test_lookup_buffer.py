@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from minivllm import LLM
+from minivllm.distributed.key_file import read_key
 from minivllm.errors import ConfigError
 from minivllm.kv_transfer.lookup import catalogue, lookup_connector
-from minivllm.kv_transfer.lookup.gate import Gate, read_key
+from minivllm.kv_transfer.lookup.gate import Gate
 from minivllm.kv_transfer.lookup.handshake import Purpose
 from minivllm.kv_transfer.lookup.lookup_server import MAX_CONNECTIONS
 from minivllm.kv_transfer.lookup.pipe import MAX_MESSAGE_BYTES, Address, Block, News, Pipe

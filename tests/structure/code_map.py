@@ -44,6 +44,7 @@ ORDER = (
     "minivllm/metrics",
     "minivllm/profiling",
     "minivllm/cli",
+    "minivllm/simulation",
     "minivllm/bench",
 )
 """In the order of the data's way; folders in a folder count with it."""

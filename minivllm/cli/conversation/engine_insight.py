@@ -77,7 +77,7 @@ class EngineInsight:
         num_steps = sum(bool(step.decoding) for step in self.steps(generation)) if runner is not None else 0
         if runner is None or not seconds or num_steps == 0:
             return None
-        from minivllm.bench.parts import bounds
+        from minivllm.simulation import bounds
 
         decoder = runner.decoder
         if self._weight_bytes is None:
@@ -93,7 +93,7 @@ def _bandwidth(device: str) -> float:
     """Of reading memory [bytes/s], measured once per process in about a tenth of a second, after the first answer."""
     import torch
 
-    from minivllm.bench.parts.bounds import read_bandwidth
+    from minivllm.simulation.bounds import read_bandwidth
 
     with torch.inference_mode():
         on_gpu = torch.device(device).type == "cuda"

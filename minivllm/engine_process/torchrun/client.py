@@ -38,7 +38,7 @@ class TorchrunClient:
         self._together("start", lambda: self._load(facts))
 
     def _load(self, facts: Any) -> None:
-        self._core = EngineCore(self.config, TorchrunExecutor(self._live, facts))
+        self._core = EngineCore(self.config, TorchrunExecutor(self.config, self._live, facts))
 
     @property
     def _live(self) -> Rank:

@@ -105,7 +105,8 @@ class _Ready(NamedTuple):
 class TorchrunExecutor:
     """An ``Executor`` for the engine core of rank 0. Loads, sizes and warms up the workers of all ranks."""
 
-    def __init__(self, rank: Rank, facts: ModelFacts) -> None:
+    def __init__(self, config: EngineConfig, rank: Rank, facts: ModelFacts) -> None:
+        self.config = config
         self._rank = rank
         self.vocab_size, self.transfers = facts.vocab_size, TransferInbox()
         self.pids: Sequence[int] = [os.getpid()]

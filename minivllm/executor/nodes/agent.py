@@ -19,6 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from minivllm.config import EngineConfig
+from minivllm.distributed.key_file import read_key
 from minivllm.distributed.secure_sockets import Network, SecureSockets, tcp_address
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.executor.local_workers import WORKER_COMMAND, LocalWorkers
@@ -26,7 +27,6 @@ from minivllm.executor.nodes import messages
 from minivllm.executor.nodes.messages import Begin, Ended, Failed, Hello, Kill, Record, Refused, find_host
 from minivllm.executor.ring.broadcast_ring import PeerGone
 from minivllm.executor.wire.child_reports import ErrorInfo, describe_exit
-from minivllm.kv_transfer.lookup.gate import read_key
 
 logger = logging.getLogger(__name__)
 

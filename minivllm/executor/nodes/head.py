@@ -22,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from minivllm.compilation.package_builds import close_in_children, forget_descriptor
 from minivllm.config import EngineConfig
+from minivllm.distributed.key_file import read_key
 from minivllm.distributed.secure_sockets import Network, SecureSockets, tcp_address
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.executor.nodes import messages
@@ -30,7 +31,6 @@ from minivllm.executor.ring.broadcast_ring import RingReader, RingWriter
 from minivllm.executor.wire import records
 from minivllm.executor.wire.child_reports import ErrorInfo
 from minivllm.executor.wire.records import Channel, Died
-from minivllm.kv_transfer.lookup.gate import read_key
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from minivllm.distributed.key_file import read_key
 from minivllm.kv_transfer.connector import TransferContext
-from minivllm.kv_transfer.lookup.gate import read_key
 from minivllm.kv_transfer.lookup.pipe import Address, Pipe
 
 logger = logging.getLogger(__name__)

@@ -20,13 +20,13 @@ import msgspec
 from torch import Tensor
 
 from minivllm.config import KVTransferConfig
+from minivllm.distributed.key_file import read_key
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.hashing import state_name
 from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferContext
 from minivllm.kv_transfer.connectors.queued_saves import QueuedSaves
 from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, WorkerContext
-from minivllm.kv_transfer.lmcache.client import BATCH, SEAL_BYTES, Client, Command, Names, received
-from minivllm.kv_transfer.lookup.gate import read_key
+from minivllm.kv_transfer.foreign.lmcache_client import BATCH, SEAL_BYTES, Client, Command, Names, received
 from minivllm.kv_transfer.lookup.pipe import Address
 from minivllm.kv_transfer.remote_loads import Load
 from minivllm.messages import BlockIds

@@ -24,12 +24,12 @@ from minivllm.config import KVTransferConfig
 from minivllm.errors import ConfigError
 from minivllm.kv_transfer.connector import KVConnector
 from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, KVConnectorWorker, WorkerContext
+from minivllm.kv_transfer.foreign.leased_blocks import LeasedBlocks
 from minivllm.kv_transfer.lookup.gate import Gate, LookupBufferOptions, addresses_of, check
 from minivllm.kv_transfer.lookup.handshake import Purpose
 from minivllm.kv_transfer.lookup.lookup_connector import LookupBufferScheduler
 from minivllm.kv_transfer.lookup.lookup_server import FOREVER, LookupServer
 from minivllm.kv_transfer.lookup.pipe import Address, Key, Pipe
-from minivllm.kv_transfer.nixl.leased_blocks import LeasedBlocks
 from minivllm.messages import BlockTransfer
 from minivllm.models.model import LayerCache, StateTensors
 
