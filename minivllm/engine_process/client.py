@@ -5,16 +5,14 @@ Nothing here imports torch before a core is loaded into this very process.
 
 from __future__ import annotations
 
-import gc
 import logging
-import sys
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from minivllm.config import EngineArgs, EngineConfig
 from minivllm.distributed.lockstep import EnginePlace, Lockstep
 from minivllm.engine.administration import Administration
+from minivllm.engine.garbage import without_collections
 from minivllm.engine.openmp import choose_wait_policy
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
@@ -131,22 +129,6 @@ class InProcessClient:
 
     def close(self) -> None:
         self.core.shutdown()
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Import, or load a model, without garbage collections, which look through hundreds of thousands of objects that
-    all stay: they take an eighth of the time torch needs, and a tenth of what SmolLM2-135M needs up to its first token.
-    What is there at the end is left out of later ones too, if torch was imported."""
-    had_torch, was_enabled = "torch" in sys.modules, gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if not had_torch:
-            gc.freeze()
-        if was_enabled:
-            gc.enable()
 
 
 def load_core(args: EngineArgs, place: EnginePlace | None = None) -> tuple[EngineCore, ModelFacts]:

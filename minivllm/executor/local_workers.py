@@ -21,9 +21,9 @@ from minivllm.distributed.lockstep import EnginePlace
 from minivllm.distributed.secure_sockets import Network
 from minivllm.distributed.shared_links import SharedLinks
 from minivllm.errors import EngineDeadError
-from minivllm.executor.ring.broadcast_ring import RingWriter
-from minivllm.executor.wire.child_reports import FRONTEND_SIGNALS, describe_exit
-from minivllm.executor.wire.records import Channel, Start
+from minivllm.executor.records.broadcast_ring import RingWriter
+from minivllm.executor.records.child_reports import FRONTEND_SIGNALS, describe_exit
+from minivllm.executor.records.records import Channel, Start
 
 
 def python_module(name: str) -> tuple[str, ...]:

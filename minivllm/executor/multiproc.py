@@ -28,10 +28,10 @@ from minivllm.distributed.secure_sockets import Network
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executor.local_workers import WORKER_COMMAND, LocalWorkers
 from minivllm.executor.protocol import ExecutorContext, PendingOutput, start_workers
-from minivllm.executor.ring.agreement import Agreement
-from minivllm.executor.ring.broadcast_ring import PeerGone, RingWriter
-from minivllm.executor.wire.child_reports import ErrorInfo, Log, describe_exit
-from minivllm.executor.wire.records import (
+from minivllm.executor.records.agreement import Agreement
+from minivllm.executor.records.broadcast_ring import PeerGone, RingWriter
+from minivllm.executor.records.child_reports import ErrorInfo, Log, describe_exit
+from minivllm.executor.records.records import (
     Answer,
     Call,
     Channel,

@@ -24,10 +24,10 @@ from minivllm.distributed.shared_memory import SharedMemoryCommunicator
 from minivllm.distributed.stage import Stage
 from minivllm.errors import MinivllmError
 from minivllm.executor.protocol import PendingOutput, call_method
-from minivllm.executor.ring.agreement import token_digest
-from minivllm.executor.ring.broadcast_ring import RingReader
-from minivllm.executor.wire.child_reports import ErrorInfo, LogSender, printable
-from minivllm.executor.wire.records import (
+from minivllm.executor.records.agreement import token_digest
+from minivllm.executor.records.broadcast_ring import RingReader
+from minivllm.executor.records.child_reports import ErrorInfo, LogSender, printable
+from minivllm.executor.records.records import (
     Answer,
     Call,
     Channel,

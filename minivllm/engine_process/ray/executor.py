@@ -19,8 +19,8 @@ from minivllm.executor.multiproc import MultiprocExecutor
 from minivllm.executor.nodes.head import HeadNode
 from minivllm.executor.nodes.messages import settings_of
 from minivllm.executor.protocol import ExecutorContext
-from minivllm.executor.wire.child_reports import Log, describe_exit
-from minivllm.executor.wire.records import Died
+from minivllm.executor.records.child_reports import Log, describe_exit
+from minivllm.executor.records.records import Died
 from minivllm.model_facts.facts import ModelFacts
 
 PLACER_COMMAND = python_module("minivllm.engine_process.ray.placer")

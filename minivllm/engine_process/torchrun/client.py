@@ -19,7 +19,7 @@ from minivllm.engine.resolve import resolve
 from minivllm.engine_process.torchrun.executor import Rank, TorchrunExecutor
 from minivllm.engine_process.torchrun.records import Added, Done, Stepped, place_of
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError
-from minivllm.executor.wire.child_reports import ErrorInfo
+from minivllm.executor.records.child_reports import ErrorInfo
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
 Value = TypeVar("Value")

@@ -16,8 +16,8 @@ from minivllm.engine_process.torchrun.records import FromFirst
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executor.multiproc import results_of
 from minivllm.executor.protocol import PendingOutput, check_arguments, start_workers
-from minivllm.executor.wire.child_reports import ErrorInfo
-from minivllm.executor.wire.records import Answer, Call, Masks, Step
+from minivllm.executor.records.child_reports import ErrorInfo
+from minivllm.executor.records.records import Answer, Call, Masks, Step
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks

@@ -25,8 +25,8 @@ from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.executor.local_workers import WORKER_COMMAND, LocalWorkers
 from minivllm.executor.nodes import messages
 from minivllm.executor.nodes.messages import Begin, Ended, Failed, Hello, Kill, Record, Refused, find_host
-from minivllm.executor.ring.broadcast_ring import PeerGone
-from minivllm.executor.wire.child_reports import ErrorInfo, describe_exit
+from minivllm.executor.records.broadcast_ring import PeerGone
+from minivllm.executor.records.child_reports import ErrorInfo, describe_exit
 
 logger = logging.getLogger(__name__)
 

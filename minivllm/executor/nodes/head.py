@@ -27,10 +27,10 @@ from minivllm.distributed.secure_sockets import Network, SecureSockets, tcp_addr
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.executor.nodes import messages
 from minivllm.executor.nodes.messages import Begin, Ended, Failed, Hello, Kill, Record, Refused
-from minivllm.executor.ring.broadcast_ring import RingReader, RingWriter
-from minivllm.executor.wire import records
-from minivllm.executor.wire.child_reports import ErrorInfo
-from minivllm.executor.wire.records import Channel, Died
+from minivllm.executor.records import records
+from minivllm.executor.records.broadcast_ring import RingReader, RingWriter
+from minivllm.executor.records.child_reports import ErrorInfo
+from minivllm.executor.records.records import Channel, Died
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from minivllm.server.wire.errors import ApiError, to_api_error
+from minivllm.server.bodies.errors import ApiError, to_api_error
 
 T = TypeVar("T")
 

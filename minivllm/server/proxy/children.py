@@ -21,8 +21,8 @@ import httpx
 
 from minivllm.device.cores import share_of_cores
 from minivllm.errors import ConfigError, EngineDeadError
-from minivllm.executor.wire.child_reports import describe_exit
-from minivllm.executor.wire.private_directories import PrivateDirectory
+from minivllm.executor.records.child_reports import describe_exit
+from minivllm.executor.records.private_directories import PrivateDirectory
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from minivllm.errors import EngineDeadError
-from minivllm.executor.ring.broadcast_ring import RingWriter
+from minivllm.executor.records.broadcast_ring import RingWriter
 
 
 def token_digest(sampled: Mapping[str, Sequence[int]]) -> int:

@@ -11,7 +11,7 @@ import msgspec
 
 from minivllm.config import EngineArgs, EngineConfig
 from minivllm.distributed.lockstep import EnginePlace
-from minivllm.executor.wire.child_reports import ErrorInfo, Log
+from minivllm.executor.records.child_reports import ErrorInfo, Log
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import EngineOutput, EngineRequest
 

@@ -20,7 +20,7 @@ from minivllm.config import EngineConfig
 from minivllm.distributed.link import StageLinks
 from minivllm.distributed.lockstep import EnginePlace
 from minivllm.distributed.secure_sockets import Network
-from minivllm.executor.wire.child_reports import ErrorInfo, Log
+from minivllm.executor.records.child_reports import ErrorInfo, Log
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
