@@ -326,9 +326,9 @@ class SlowOptions(SharedStorageOptions, kw_only=True, forbid_unknown_fields=True
 class SlowWorker(SharedStorageWorker):
     """Brings a block no faster than the way allows."""
 
-    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+    def load_block(self, key: bytes, source: int, blocks: CacheBlocks) -> Tensor | None:
         started, options = time.perf_counter(), self.context.transfer.options
-        data = super().load_block(key, place, blocks)
+        data = super().load_block(key, source, blocks)
         left = self.context.transfer.block_bytes / options.bytes_per_second - (time.perf_counter() - started)
         time.sleep(max(left, 0.0))
         return data

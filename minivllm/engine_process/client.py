@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from minivllm.config import EngineArgs, EngineConfig
-from minivllm.distributed.lockstep import EnginePlace, Lockstep
+from minivllm.distributed.lockstep import EngineSeat, Lockstep
 from minivllm.engine.administration import Administration
 from minivllm.engine.garbage import without_collections
 from minivllm.engine.openmp import choose_wait_policy
@@ -131,8 +131,8 @@ class InProcessClient:
         self.core.shutdown()
 
 
-def load_core(args: EngineArgs, place: EnginePlace | None = None) -> tuple[EngineCore, ModelFacts]:
-    """Load the model into this process. place: among engines that share experts. Raises ConfigError or ModelError."""
+def load_core(args: EngineArgs, seat: EngineSeat | None = None) -> tuple[EngineCore, ModelFacts]:
+    """Load the model into this process. seat: among engines that share experts. Raises ConfigError or ModelError."""
     if args.node_rank > 0:
         raise ConfigError(
             f"node_rank is {args.node_rank}, but only the first node has an engine: `minivllm serve` runs the others."
@@ -151,10 +151,10 @@ def load_core(args: EngineArgs, place: EnginePlace | None = None) -> tuple[Engin
 
         start = _load(EXECUTORS["nodes" if args.executor == "mp" and args.nnodes > 1 else args.executor])
     args = args if args.executor == "uni" else args.for_another_process()
-    lockstep = None if place is None else Lockstep(place)
+    lockstep = None if seat is None else Lockstep(seat)
     with without_collections():
         config, facts = resolve(args)
-        executor = start(ExecutorContext(args, config, facts, place))
+        executor = start(ExecutorContext(args, config, facts, seat))
         return EngineCore(executor.config, executor, lockstep), facts
 
 

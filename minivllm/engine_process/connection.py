@@ -22,7 +22,7 @@ from types import MappingProxyType
 import zmq
 
 from minivllm.config import EngineArgs
-from minivllm.distributed.lockstep import EnginePlace
+from minivllm.distributed.lockstep import EngineSeat
 from minivllm.engine_process import frames
 from minivllm.errors import EngineDeadError
 from minivllm.executor.records.child_reports import FRONTEND_SIGNALS, describe_exit
@@ -45,7 +45,7 @@ class EngineConnection:
 
     Raises what the engine raised if it cannot start: ConfigError, ModelError, or EngineDeadError with a traceback.
     command: what to run instead of this package's engine; it gets two file descriptors as further arguments.
-    environment: variables of the process besides those of this one. place: among engines that share experts. wait:
+    environment: variables of the process besides those of this one. seat: among engines that share experts. wait:
     return when the engine serves; otherwise ``wait_until_ready`` must be called before anything else.
     """
 
@@ -57,7 +57,7 @@ class EngineConnection:
         command: Sequence[str] = ENGINE_COMMAND,
         *,
         environment: Mapping[str, str] = MappingProxyType({}),
-        place: EnginePlace | None = None,
+        seat: EngineSeat | None = None,
         wait: bool = True,
     ) -> None:
         self.args = args.for_another_process()
@@ -82,7 +82,7 @@ class EngineConnection:
                     [*command, str(start_read), str(life_write)],
                     stdin=subprocess.DEVNULL,
                     stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
-                    pass_fds=(start_read, life_write, *(() if place is None else place.descriptors)),
+                    pass_fds=(start_read, life_write, *(() if seat is None else seat.descriptors)),
                     env={
                         **os.environ,
                         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -104,7 +104,7 @@ class EngineConnection:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
-            self._send_start(place)
+            self._send_start(seat)
         except BaseException:
             self.close()
             raise
@@ -122,13 +122,13 @@ class EngineConnection:
         path.chmod(0o600)
         return socket
 
-    def _send_start(self, place: EnginePlace | None) -> None:
+    def _send_start(self, seat: EngineSeat | None) -> None:
         start = frames.Start(
             args=self.args,
             directory=str(self._directory),
             identity=self._identity,
             log_level=logging.getLogger("minivllm").getEffectiveLevel(),
-            place=place,
+            seat=seat,
         )
         data = self._codec.encode(start)
         try:

@@ -102,7 +102,7 @@ class EngineProcess:
     def _load(self) -> None:
         from minivllm.engine_process.client import load_core
 
-        self._core, facts = load_core(self._start.args, self._start.place)
+        self._core, facts = load_core(self._start.args, self._start.seat)
         self._core.executor.when_dead(self._inputs.put)
         # A message that aborts nobody wakes the loop, which looks for what others have done in every step.
         self._core.listen(lambda: self._inputs.put(frames.Abort([])))

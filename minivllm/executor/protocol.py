@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from minivllm.config import EngineArgs, EngineConfig
-from minivllm.distributed.lockstep import EnginePlace
+from minivllm.distributed.lockstep import EngineSeat
 from minivllm.errors import MinivllmError, RequestError
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
@@ -29,7 +29,7 @@ class ExecutorContext:
     config: EngineConfig
     """As resolved from them."""
     facts: ModelFacts
-    place: EnginePlace | None = None
+    seat: EngineSeat | None = None
     """Of the engine, among those that share experts."""
 
 

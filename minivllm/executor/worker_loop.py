@@ -117,8 +117,8 @@ class WorkerProcess:
             remote = remote_links(self._mesh, size, config.num_workers, config.local_ranks)
         self._stage = Stage(number, config.pipeline_parallel_size, start.links, remote)
         group = None
-        if start.place is not None:
-            everyone = SharedMemoryCommunicator(start.place.rank * size + rank, *start.place.segment)
+        if start.seat is not None:
+            everyone = SharedMemoryCommunicator(start.seat.rank * size + rank, *start.seat.segment)
             group = ExpertGroup(everyone, size)
         others = OtherWorkers(communicator=self._communicator, stage=self._stage, group=group)
         return Worker(config, facts, lambda output: self._channel.send(Report(output)), others)

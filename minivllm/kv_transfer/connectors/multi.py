@@ -25,7 +25,7 @@ from minivllm.kv_transfer.connector import (
 )
 from minivllm.kv_transfer.connectors.worker_side import ConnectorWorker, WorkerContext
 from minivllm.kv_transfer.inbox import KVConnectorOutput
-from minivllm.kv_transfer.remote_loads import Load
+from minivllm.kv_transfer.loads import Load
 from minivllm.messages import BlockIds, BlockTransfer, KVConnectorMetadata
 from minivllm.models.model import LayerCache, StateTensors
 from minivllm.request import Request
