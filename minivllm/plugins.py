@@ -42,7 +42,8 @@ class Plugins:
     was registered."""
 
     def __init__(self, setting: str, ours: Mapping[str, Any]) -> None:
-        self._setting, self._ours = setting, ours
+        self._setting = setting
+        self._ours = ours
         self._known = dict(ours)
         self.known: Mapping[str, Any] = MappingProxyType(self._known)
 

@@ -73,7 +73,8 @@ class Replica:
     last try to start it went well."""
 
     def __init__(self, index: int, client: AsyncProcessClient) -> None:
-        self.index, self.client = index, client
+        self.index = index
+        self.client = client
         self.is_up = self.does_start = True
         self.num_restarts = 0
         self._num_tries = 0
@@ -93,7 +94,9 @@ class Replica:
             self._num_tries = 0
 
     def serves_again(self, client: AsyncProcessClient) -> None:
-        self.client, self.is_up, self.does_start = client, True, True
+        self.client = client
+        self.is_up = True
+        self.does_start = True
         self.num_restarts += 1
         self._up_since = time.monotonic()
 

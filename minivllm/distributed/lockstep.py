@@ -55,9 +55,11 @@ class Lockstep:
     """One engine's count of steps beside those of the others. Used by one thread."""
 
     def __init__(self, seat: EngineSeat) -> None:
-        self._rank, self._bells = seat.rank, seat.bells
+        self._rank = seat.rank
+        self._bells = seat.bells
         counts = memoryview(mmap.mmap(seat.board, mmap.PAGESIZE)).cast("q")
-        self._begun, self._arrived = counts[: seat.size], counts[seat.size : 2 * seat.size]
+        self._begun = counts[: seat.size]
+        self._arrived = counts[seat.size : 2 * seat.size]
         self._others = [bell for rank, bell in enumerate(seat.bells) if rank != seat.rank]
         self._has_news = threading.Event()
         self._wake: Callable[[], None] = lambda: None

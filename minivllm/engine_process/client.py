@@ -99,8 +99,11 @@ class InProcessClient:
     """Runs one step of the core per ``get_outputs``."""
 
     def __init__(self, core: EngineCore, model_vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self.config, self.core, self.administration = core.config, core, Administration(core)
-        self.model_vocab_size, self.eos_token_ids = model_vocab_size, eos_token_ids
+        self.config = core.config
+        self.core = core
+        self.administration = Administration(core)
+        self.model_vocab_size = model_vocab_size
+        self.eos_token_ids = eos_token_ids
 
     def add_request(self, request: EngineRequest) -> None:
         self.core.add_request(request)

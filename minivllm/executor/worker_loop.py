@@ -57,7 +57,9 @@ class WorkerProcess:
     """Serves one executor until it says Stop."""
 
     def __init__(self, start: Start, ring: RingReader, channel: Channel) -> None:
-        self._start, self._ring, self._channel = start, ring, channel
+        self._start = start
+        self._ring = ring
+        self._channel = channel
         self._decoder = msgspec.msgpack.Decoder(ToWorkers)
         self._worker: Worker | None = None
         self._mesh: Mesh | None = None

@@ -140,7 +140,8 @@ class BlockStore(KVConnectorScheduler, ABC):
     def __init__(self, context: TransferContext) -> None:
         self.context = context
         self.tier = context.config.kv_connector
-        self.block_bytes, self.num_ranks = context.block_bytes, context.num_ranks
+        self.block_bytes = context.block_bytes
+        self.num_ranks = context.num_ranks
         self._loads: list[BlockTransfer] = []
 
     @abstractmethod

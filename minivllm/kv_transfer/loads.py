@@ -19,8 +19,11 @@ class Load:
     def __init__(
         self, transfer_id: str, request: Request, keys: list[bytes], hits: BlocksPerGroup, blocks: BlocksPerGroup
     ) -> None:
-        self.transfer_id, self.request, self.keys = transfer_id, request, keys
-        self.hits, self.blocks = hits, blocks
+        self.transfer_id = transfer_id
+        self.request = request
+        self.keys = keys
+        self.hits = hits
+        self.blocks = blocks
         self.valid: dict[int, int] = {}
         self.begun = time.monotonic()
 

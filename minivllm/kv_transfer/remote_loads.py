@@ -29,11 +29,13 @@ class _TierCounts:
 
     def __init__(self) -> None:
         self.hit_tokens = self.num_loaded = self.num_failed = 0
-        self.num_loads, self.load_seconds = 0, 0.0
+        self.num_loads = 0
+        self.load_seconds = 0.0
         self.loads_within = dict.fromkeys(LOAD_SECONDS, 0)
 
     def add_load(self, seconds: float) -> None:
-        self.num_loads, self.load_seconds = self.num_loads + 1, self.load_seconds + seconds
+        self.num_loads += 1
+        self.load_seconds += seconds
         for bound in LOAD_SECONDS:
             self.loads_within[bound] += seconds <= bound
 
@@ -45,7 +47,8 @@ class RemoteLoads:
     """
 
     def __init__(self, manager: KVCacheManager, connector: KVConnectorScheduler) -> None:
-        self._manager, self._connector = manager, connector
+        self._manager = manager
+        self._connector = connector
         self.waiting: dict[str, Load] = {}
         self._loads: dict[str, Load] = {}
         self._sending: dict[str, tuple[BlocksPerGroup, set[int]]] = {}

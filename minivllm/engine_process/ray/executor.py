@@ -37,7 +37,8 @@ class Placement:
     """
 
     def __init__(self, args: EngineArgs, config: EngineConfig, command: Sequence[str] = PLACER_COMMAND) -> None:
-        self._args, self._secret = args, secrets.token_bytes(32)
+        self._args = args
+        self._secret = secrets.token_bytes(32)
         self._process, self._channel = start_process(command, FromPlacer, environment_of_children())
         try:
             self._channel.send(

@@ -32,7 +32,8 @@ class TorchrunClient:
     def __init__(self, args: EngineArgs) -> None:
         self._number, size = place_of(args)
         self.config, facts = resolve(args.for_another_process())
-        self.model_vocab_size, self.eos_token_ids = facts.vocab_size, tuple(facts.eos_token_ids)
+        self.model_vocab_size = facts.vocab_size
+        self.eos_token_ids = tuple(facts.eos_token_ids)
         self._rank: Rank | None = Rank(self.config, facts, self._number, size)
         self._core: EngineCore | None = None
         self._together("start", lambda: self._load(facts))

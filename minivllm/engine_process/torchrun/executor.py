@@ -108,7 +108,8 @@ class TorchrunExecutor:
     def __init__(self, config: EngineConfig, rank: Rank, facts: ModelFacts) -> None:
         self.config = config
         self._rank = rank
-        self.vocab_size, self.transfers = facts.vocab_size, TransferInbox()
+        self.vocab_size = facts.vocab_size
+        self.transfers = TransferInbox()
         self.pids: Sequence[int] = [os.getpid()]
         self.kv_groups: Sequence[GroupSpec]
         self.block_bytes: Sequence[int]

@@ -53,7 +53,9 @@ class NodeAgent:
     ) -> None:
         """Raises ConfigError for an address or a key that cannot be."""
         assert config.nodes is not None
-        self._config, self._command, self._node = config, command, config.nodes
+        self._config = config
+        self._command = command
+        self._node = config.nodes
         self._hello = Hello(config.nodes.node_rank, messages.versions(), dict(settings))
         self._host = find_host(config.nodes.master_addr)
         self._secret = secret or read_key(config.nodes.key_file)

@@ -45,7 +45,8 @@ class RemoteWorker:
     writing to have it killed."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._end, self._has_ended = end, threading.Event()
+        self._end = end
+        self._has_ended = threading.Event()
         self._status: int | None = None
 
     def poll(self) -> int | None:
@@ -111,7 +112,9 @@ class HeadNode:
         starter: NodeStarter | None = None,
     ) -> None:
         assert config.nodes is not None
-        self._config, self._node, self._settings = config, config.nodes, dict(settings)
+        self._config = config
+        self._node = config.nodes
+        self._settings = dict(settings)
         host, secret = messages.find_host(config.nodes.master_addr), secret or read_key(config.nodes.key_file)
         self.network = Network(host, secret)
         self._encode = msgspec.msgpack.Encoder().encode

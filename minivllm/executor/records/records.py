@@ -149,8 +149,10 @@ class Channel:
 
     def __init__(self, end: socket.socket, received: Any) -> None:
         """received: the type of what comes in."""
-        self._socket, self._decoder = end, msgspec.msgpack.Decoder(received)
-        self._lock, self._buffer = threading.Lock(), bytearray()
+        self._socket = end
+        self._decoder = msgspec.msgpack.Decoder(received)
+        self._lock = threading.Lock()
+        self._buffer = bytearray()
 
     def fileno(self) -> int:
         return self._socket.fileno()

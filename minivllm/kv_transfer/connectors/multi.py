@@ -84,7 +84,8 @@ class MultiScheduler(KVConnectorScheduler):
     is_connected = True
 
     def __init__(self, context: TransferContext) -> None:
-        self._block_size, self._num_ranks = context.block_size, context.num_ranks
+        self._block_size = context.block_size
+        self._num_ranks = context.num_ranks
         self._sides = self._make_sides(context)
         self._found: list[tuple[int, int]] | None = None
         self._composed: dict[str, _Composed] = {}

@@ -54,7 +54,8 @@ class _HostSlots:
 
     def __init__(self, count: int) -> None:
         self.slot_of: OrderedDict[bytes, int] = OrderedDict()
-        self._fresh, self._freed = iter(range(count)), list[int]()
+        self._fresh = iter(range(count))
+        self._freed = list[int]()
 
     def take(self, key: bytes, loading: Container[bytes]) -> int | None:
         """A slot for what is not there; None if all others are being loaded."""

@@ -32,7 +32,8 @@ class LeasedBlocks:
     """Any thread may call it. memory: uint8 [slots, block_bytes]. seconds: of a lease."""
 
     def __init__(self, memory: Tensor, seconds: float) -> None:
-        self._memory, self._seconds = memory, seconds
+        self._memory = memory
+        self._seconds = seconds
         self._free = list(range(len(memory) - 1, -1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
         self._waits: dict[bytes, Callable[[], None]] = {}

@@ -71,7 +71,8 @@ class Client:
 
     def __init__(self, address: Address, timeout: float) -> None:
         """timeout: seconds that a call may take."""
-        self._address, self._timeout = address, timeout
+        self._address = address
+        self._timeout = timeout
         self._pipe: Pipe | None = None
         self._not_before = 0.0
         self._has_failed = False

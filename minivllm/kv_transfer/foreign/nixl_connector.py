@@ -83,7 +83,8 @@ class LeaseServer(LookupServer):
     """A producer's end. Consumers take leases and come back; in between they read by themselves."""
 
     def __init__(self, address: Address, gate: Gate, blocks: LeasedBlocks, agent: bytes) -> None:
-        self._blocks, self._agent = blocks, agent
+        self._blocks = blocks
+        self._agent = agent
         super().__init__(address, gate, blocks)  # type: ignore[arg-type]  # which is only asked for its news
 
     def _answer(self, pipe: Pipe) -> None:
@@ -103,7 +104,8 @@ class _Producer:
     """What one consumer knows of a producer. name: of its NIXL agent."""
 
     def __init__(self, pipe: Pipe) -> None:
-        self.pipe, self.name = pipe, ""
+        self.pipe = pipe
+        self.name = ""
 
 
 class NixlWorker(KVConnectorWorker):
@@ -117,7 +119,8 @@ class NixlWorker(KVConnectorWorker):
         own, peers = addresses_of(transfer.config, self._options)
         self._own = None if own is None else own.beside(transfer.rank)
         self._peers = [peer.beside(transfer.rank) for peer in peers]
-        self._slot_bytes, self._is_cuda = 0, context.device.type == "cuda"
+        self._slot_bytes = 0
+        self._is_cuda = context.device.type == "cuda"
         self._blocks: LeasedBlocks | None = None
         self._server: LeaseServer | None = None
         self._reader: Any = None
@@ -155,7 +158,8 @@ class NixlWorker(KVConnectorWorker):
     # -- a consumer --------------------------------------------------------------------------------------------------
 
     def _load(self, load: BlockTransfer, wait: Callable[[], None]) -> None:
-        self._load_now, self._staged = load, {}
+        self._load_now = load
+        self._staged = {}
         self._deadline = time.monotonic() + self._options.timeout
         super()._load(load, wait)
 

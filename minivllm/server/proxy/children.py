@@ -73,7 +73,8 @@ class Child:
         num_sharing: int = 1,
         directory: str = "",
     ) -> None:
-        self.name, self.does_start = name, True
+        self.name = name
+        self.does_start = True
         # Bound and not listening, so that no other process is given the port before the server listens there.
         self._port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

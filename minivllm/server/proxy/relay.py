@@ -102,7 +102,8 @@ class Relay:
 
     def __init__(self, settings: RelaySettings) -> None:
         self._settings = settings
-        self.prefill, self.decode = Pool(settings.prefill), Pool(settings.decode)
+        self.prefill = Pool(settings.prefill)
+        self.decode = Pool(settings.decode)
         self.metrics = ProxyMetrics()
         self._extensions = {"trace": ConnectPlaces()}
         self._client = httpx.AsyncClient(
