@@ -32,8 +32,8 @@ from minivllm.kv_cache.group_manager import FullAttentionManager, SlidingWindowM
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.kv_cache.specs import GroupSpec, one_group
 from minivllm.models.decoder import Decoder
+from minivllm.simulation.steps import Arrival
 from tutorials.lesson import Lesson
-from tutorials.simulated_engine import Arrival
 from tutorials.small_model import SHAPE, engine_arguments, model_folder
 
 lesson = Lesson(__doc__)

@@ -1,5 +1,5 @@
-"""An engine without a model: what a step must at least take, and what stands in for workers.
+"""An engine without a model: what a step must at least take, and the scheduler over made-up requests.
 
-May import: batch, kernels_triton_free.packed, models, models.decoder.
-Door: `measure_machine` in bounds.py.
+May import: batch, config, kernels_triton_free.packed, kv_cache, kv_transfer, models, models.decoder, scheduler.
+Door: `scheduled_steps` in steps.py, `measure_machine` in bounds.py.
 """

@@ -1,5 +1,5 @@
 """A conversation and its slash commands, whoever answers.
 
-May import: cli.engine, cli.terminal, cli.trace, frontend, profiling, server.parsers, simulation.
+May import: cli.engine, cli.terminal, frontend, profiling, server.parsers, simulation.
 Door: `ChatSession` in chat_session.py.
 """

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from minivllm.cli.trace.command import TraceStep
 from minivllm.profiling.spans import listen
 
 if TYPE_CHECKING:
     from minivllm.cli.engine.engine_start import Generation
     from minivllm.frontend.llm_engine import LLMEngine
     from minivllm.messages import SchedulerOutput
+    from minivllm.simulation.steps import TraceStep
 
 CPU_PROBE_BYTES, GPU_PROBE_BYTES = 128 * 2**20, 2**30
 PROBE_CALLS = 3
@@ -46,6 +46,8 @@ class EngineInsight:
 
     def steps(self, generation: Generation) -> list[TraceStep]:
         """The scheduler's steps for the last answer, the only request of its time, as R1."""
+        from minivllm.simulation.steps import TraceStep
+
         left = generation.num_prompt_tokens - generation.num_cached_tokens
         known, steps = left, []
         for index, recorded in enumerate(self._recorded):
