@@ -1,5 +1,6 @@
-"""An engine without a model: what a step must at least take, and the scheduler over made-up requests.
+"""Engines that are not quite real: a scheduler without workers, ranks as threads, and what a step must at least take.
 
-May import: batch, config, kernels_triton_free.packed, kv_cache, kv_transfer, models, models.decoder, scheduler.
-Door: `scheduled_steps` in steps.py, `measure_machine` in bounds.py.
+May import: batch, config, distributed, engine, engine_process, executor, frontend, kernels_triton_free.packed,
+kv_cache, kv_transfer, model_facts, models, models.decoder, scheduler, worker.
+Door: `scheduled_steps` in steps.py, `VirtualShards` in ranks.py, `measure_machine` in bounds.py.
 """

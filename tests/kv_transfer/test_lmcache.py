@@ -23,9 +23,9 @@ from minivllm import LLM
 from minivllm.errors import ConfigError
 from minivllm.kv_transfer.foreign import lmcache_client, lmcache_connector
 from minivllm.kv_transfer.foreign.lmcache_client import REPLY, REQUEST, SEAL_BYTES
+from minivllm.simulation.ranks import virtual_llm
 from tests.executor.test_tensor_parallel import PROMPTS as DIVIDED_PROMPTS
 from tests.executor.test_tensor_parallel import UNEVEN, arguments
-from tests.executor.virtual_shards import virtual_llm
 from tests.kv_transfer.lookup_pair import block_keys, wait_until
 from tests.kv_transfer.test_connectors import ASYNC, CHUNKS, GREEDY, OFFLOAD, PROMPTS, transferred
 from tests.kv_transfer.test_many_workers import answers

@@ -20,7 +20,7 @@ from minivllm import LLM
 from minivllm.errors import ConfigError
 from minivllm.kv_transfer.foreign import nixl_connector
 from minivllm.kv_transfer.foreign.leased_blocks import LeasedBlocks
-from tests.executor.virtual_shards import virtual_llm
+from minivllm.simulation.ranks import virtual_llm
 from tests.kv_transfer import test_travelling_states as states
 from tests.kv_transfer.lookup_pair import block_keys, unix, wait_for_blocks
 from tests.kv_transfer.test_connectors import GREEDY, PROMPTS, transferred
