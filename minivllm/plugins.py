@@ -2,6 +2,8 @@
 
 A setting names one of ours, one that was registered under a name, or any importable one as "package.module:Class".
 What was registered counts in its own process: an engine in another process is given the import path instead.
+
+Annexes, folders that few starts need, are found here alone: no import leads into them from outside.
 """
 
 from __future__ import annotations
@@ -140,14 +142,15 @@ EXECUTORS: Mapping[str, str] = MappingProxyType(
         "ray": "minivllm.engine_process.ray.executor:RayExecutor.start",
     }
 )
-"""``distributed_executor_backend`` -> the import path of ExecutorContext -> Executor; "nodes" is "mp" on several."""
+"""``distributed_executor_backend``, or "nodes" for "mp" on several hosts -> the import path of a function from
+ExecutorContext to Executor."""
 NODE_AGENT = "minivllm.executor.nodes.entry:run_node"
-"""EngineConfig -> exit status: what runs on the nodes that have no engine."""
+"""The import path of a function from EngineConfig to an exit status: what runs on the hosts that have no engine."""
 CLIENTS: Mapping[str, str] = MappingProxyType(
     {"external_launcher": "minivllm.engine_process.torchrun.client:TorchrunClient"}
 )
-"""``distributed_executor_backend`` -> the import path of EngineArgs -> EngineClient, where another program has started
-the workers, and each of them makes a client."""
+"""``distributed_executor_backend`` -> the import path of a function from EngineArgs to EngineClient, where another program
+has started the workers, and each of them makes a client."""
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {"bench": "minivllm.bench.command:bench", "simulate": "minivllm.bench.simulation.command:simulate"}
 )

@@ -152,7 +152,7 @@ def load_core(args: EngineArgs, seat: EngineSeat | None = None) -> tuple[EngineC
         from minivllm.engine.resolve import resolve
         from minivllm.executor.protocol import ExecutorContext
 
-        start = _load(EXECUTORS["nodes" if args.executor == "mp" and args.nnodes > 1 else args.executor])
+        start = _load(args, EXECUTORS["nodes" if args.executor == "mp" and args.nnodes > 1 else args.executor])
     args = args if args.executor == "uni" else args.for_another_process()
     lockstep = None if seat is None else Lockstep(seat)
     with without_collections():
@@ -161,8 +161,8 @@ def load_core(args: EngineArgs, seat: EngineSeat | None = None) -> tuple[EngineC
         return EngineCore(executor.config, executor, lockstep), facts
 
 
-def _load(path: str) -> Any:
-    return import_object("distributed_executor_backend", path)
+def _load(args: EngineArgs, path: str) -> Any:
+    return import_object(f"distributed_executor_backend {args.executor!r}", path)
 
 
 def run_node(args: EngineArgs) -> int:
@@ -172,7 +172,7 @@ def run_node(args: EngineArgs) -> int:
     with without_collections():
         from minivllm.engine.resolve import resolve
 
-        run = _load(NODE_AGENT)
+        run = _load(args, NODE_AGENT)
     config, _ = resolve(args.for_another_process())
     status: int = run(config)
     return status
@@ -191,7 +191,7 @@ def make_client(args: EngineArgs) -> EngineClient:
     if args.executor in CLIENTS:
         choose_wait_policy()
         with without_collections():
-            connect = _load(CLIENTS[args.executor])
+            connect = _load(args, CLIENTS[args.executor])
         client: EngineClient = connect(args)
         return client
     core, facts = load_core(args)
