@@ -149,8 +149,8 @@ NODE_AGENT = "minivllm.executor.nodes.entry:run_node"
 CLIENTS: Mapping[str, str] = MappingProxyType(
     {"external_launcher": "minivllm.engine_process.torchrun.client:TorchrunClient"}
 )
-"""``distributed_executor_backend`` -> the import path of a function from EngineArgs to EngineClient, where another program
-has started the workers, and each of them makes a client."""
+"""``distributed_executor_backend`` -> the import path of a function from EngineArgs to EngineClient, where another
+program has started the workers, and each of them makes a client."""
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {"bench": "minivllm.bench.command:bench", "simulate": "minivllm.bench.simulation.command:simulate"}
 )
