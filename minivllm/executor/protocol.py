@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -38,6 +38,15 @@ class PendingOutput(Protocol):
 
     def result(self) -> ModelRunnerOutput:
         """Wait for them. Raises what the workers raised."""
+
+
+class FinishedStep(NamedTuple):
+    """A ``PendingOutput`` that is there."""
+
+    output: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        return self.output
 
 
 class Executor(Protocol):

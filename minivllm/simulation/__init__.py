@@ -2,5 +2,6 @@
 
 May import: batch, config, distributed, engine, engine_process, executor, frontend, kernels_triton_free.packed,
 kv_cache, kv_transfer, model_facts, models, models.decoder, scheduler, worker.
-Door: `scheduled_steps` in steps.py, `VirtualShards` in ranks.py, `measure_machine` in bounds.py.
+Door: `scheduled_steps` in steps.py, `VirtualShards` in ranks.py, `SimulatedExecutor` in executor.py,
+`measure_machine` in bounds.py.
 """

@@ -352,9 +352,9 @@ def fail(client: ProcessClient, first_token: int) -> EngineDeadError:
 @pytest.mark.parametrize(
     ("first_token", "text"),
     [
-        (RAISE, r"(?s)died of ValueError: the model has a fever.*mock_engine\.py.*in execute_model"),
-        (CRASH, r"(?s)killed by SIGSEGV.*mock_engine\.py.*in execute_model"),
-        (HANG, r"(?s)not answered for 1\.5 s and was killed.*mock_engine\.py.*in execute_model"),
+        (RAISE, r"(?s)died of ValueError: the model has a fever.*mock_engine\.py.*in run"),
+        (CRASH, r"(?s)killed by SIGSEGV.*mock_engine\.py.*in run"),
+        (HANG, r"(?s)not answered for 1\.5 s and was killed.*mock_engine\.py.*in run"),
     ],
 )
 def test_death_in_a_step_tells_everybody_where_it_happened(first_token: int, text: str) -> None:

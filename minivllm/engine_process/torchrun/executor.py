@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -15,7 +15,7 @@ from minivllm.distributed.other_workers import OtherWorkers
 from minivllm.engine_process.torchrun.records import FromFirst
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executor.multiproc import results_of
-from minivllm.executor.protocol import PendingOutput, check_arguments, start_workers
+from minivllm.executor.protocol import FinishedStep, PendingOutput, check_arguments, start_workers
 from minivllm.executor.records.child_reports import ErrorInfo
 from minivllm.executor.records.records import Answer, Call, Masks, Step
 from minivllm.kv_cache.specs import GroupSpec
@@ -93,15 +93,6 @@ class Rank:
         self.communicator.close()
 
 
-class _Ready(NamedTuple):
-    """A ``PendingOutput`` that is there."""
-
-    output: ModelRunnerOutput
-
-    def result(self) -> ModelRunnerOutput:
-        return self.output
-
-
 class TorchrunExecutor:
     """An ``Executor`` for the engine core of rank 0. Loads, sizes and warms up the workers of all ranks."""
 
@@ -119,7 +110,9 @@ class TorchrunExecutor:
         self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
     ) -> PendingOutput:
         self._rank.tell(Step(step, token_masks is not None))
-        return _Ready(self._rank.step(step, None if token_masks is None else lambda: self._tell_masks(token_masks())))
+        return FinishedStep(
+            self._rank.step(step, None if token_masks is None else lambda: self._tell_masks(token_masks()))
+        )
 
     def _tell_masks(self, masks: TokenMasks) -> TokenMasks:
         self._rank.tell(Masks(masks))
