@@ -102,7 +102,8 @@ class _Run:
     """One run, see ``run_cluster``. Events of one time happen in the order in which they were planned."""
 
     def __init__(self, cluster: Cluster, policy: RoutingPolicy, tasks: Sequence[Task]) -> None:
-        self._cluster, self._tasks = cluster, tasks
+        self._cluster = cluster
+        self._tasks = tasks
         num_tokens = (cluster.num_blocks - 1) * cluster.block_size
         self._router = Router(policy, cluster.num_engines, cluster.block_size, num_tokens)
         self._engines = [SimulatedEngine(cluster) for _ in range(cluster.num_engines)]
