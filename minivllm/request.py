@@ -41,7 +41,7 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Why a request ends now. error: with FINISHED_ERROR, a sentence for whoever sent it."""
+    """Why a request ends now. error: with FINISHED_ERROR, a sentence for its sender."""
 
     status: RequestStatus
     stop_reason: int | str | None = None

@@ -1,12 +1,13 @@
-"""Draws the README's chart of speeds and writes its tables, from the reports that ``minivllm bench`` left.
+"""Draws charts of speed and writes tables of it, from the reports that ``minivllm bench`` left.
 
 Every ``.json`` file in ``tutorials/measurements`` is a report as ``minivllm bench … --json FILE`` writes it, with the
-machine and the command it came from; those of ``bench model`` are drawn. To publish new figures, put the file there,
-then run ``python -m tutorials.speed_picture``: chart and README follow. A peer whose own way of running is more than
-5 % faster than the way it was driven gets no ratio.
+machine and the command it came from. ``minivllm/bench/README.md`` shows all reports of ``bench model`` and
+``bench accuracy``, and README.md shows one of them. To publish new figures, put the file there, then run
+``python -m tutorials.speed_picture``: charts and documents follow. A peer that is more than 5 % faster when it is run
+as its documentation says than in the comparison gets no ratio.
 
-On a CPU three commands measure the engines that others serve with, each with a --peer-python for every engine that
-lives in another Python:
+On a CPU three commands measure widely used engines, each with a --peer-python for every engine that lives in another
+Python:
 
     cases="--case decode:1 --case decode:4 --case decode:16 --case decode:32:256 --case prefill:512"
     cases="$cases --repeats 5 --calibrate 2"
@@ -26,6 +27,7 @@ and a fourth one measures 16 requests that begin together and end together, prom
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -37,15 +39,19 @@ from minivllm.bench.reports.report import Report, machine_text, read_report
 FOLDER = Path(__file__).parent
 MEASUREMENTS = FOLDER / "measurements"
 PICTURE = FOLDER / "pictures" / "speed.svg"
+PICTURE_OF_ALL = FOLDER / "pictures" / "speed_all.svg"
 README = FOLDER.parent / "README.md"
+BENCH = FOLDER.parent / "minivllm" / "bench" / "README.md"
+SHOWN_FIRST = "cpu_1_bfloat16.json"
+"""The report in README.md."""
 BEGIN, END = "<!-- speed -->\n", "<!-- end of speed -->"
 COLOURS = ("#f4a259", "#5fa8d3", "#8cb369", "#b392c6", "#d1788f", "#7a8aa0")
 
 
-def reports(folder: Path = MEASUREMENTS) -> list[Report]:
-    """All reports of ``bench model`` that are kept, in the order of their file names."""
+def reports(folder: Path = MEASUREMENTS, kind: str = "model") -> list[Report]:
+    """All reports of one benchmark that are kept, in the order of their file names."""
     kept = [read_report(path) for path in sorted(folder.glob("*.json"))]
-    return [report for report in kept if report.kind == "model"]
+    return [report for report in kept if report.kind == kind]
 
 
 def speeds(report: Report) -> dict[str, dict[str, float]]:
@@ -58,13 +64,11 @@ def speeds(report: Report) -> dict[str, dict[str, float]]:
 
 
 def section(report: Report) -> str:
-    """One report as Markdown: what ran where, and a table of cases. The ratio is first side to each other one."""
+    """One report as Markdown: machine, table of cases, command. The ratio is that of the first side to another one."""
     table = speeds(report)
     first, *others = _sides(report)
     refused = {(one.case, one.against) for one in report.comparisons if not one.holds}
     lines = [
-        f"`minivllm {shlex.join(report.command)}` on {machine_text(report)}, with {_versions(report)}:",
-        "",
         "| case | " + " | ".join([first, *(f"{side} | ratio" for side in others)]) + " |",
         "|---|" + "---:|" * (1 + 2 * len(others)),
     ]
@@ -75,20 +79,40 @@ def section(report: Report) -> str:
             ratio = "not calibrated" if (case, side) in refused else ratio
             cells += [_figure(row.get(side)), ratio]
         lines.append("| " + " | ".join([case, *cells]) + " |")
-    return "\n".join(lines) + "\n"
+    return _with_origin(lines, report)
 
 
-def readme_part(kept: list[Report]) -> str:
-    """What stands between BEGIN and END: the chart, and a section for each report."""
-    picture = PICTURE.relative_to(README.parent).as_posix()
+def accuracy_section(report: Report) -> str:
+    """A report of ``bench accuracy`` as Markdown: perplexity and error [nats] of every side."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for one in report.measurements:
+        found.setdefault((one.case, one.side), {})[one.metric] = median(one.samples)
+    lines = ["| text | engine | perplexity | error [nats] |", "|---|---|---:|---:|"]
+    for (case, side), values in found.items():
+        lines.append(f"| {case} | {side} | {values['perplexity']:.2f} | {values['error']:.3f} |")
+    return _with_origin(lines, report)
+
+
+def speed_part(kept: list[Report], picture: Path, document: Path) -> str:
+    """The text between BEGIN and END of a document: the chart, and a section for each report."""
     sides = " and ".join(", ".join(_sides(report)) for report in kept)
-    return f"\n![Bars of tokens per second: {sides}]({picture})\n\n" + "\n".join(section(one) for one in kept) + "\n"
+    target = Path(os.path.relpath(picture, document.parent)).as_posix()
+    return f"\n![Bars of tokens per second: {sides}]({target})\n\n" + "\n".join(section(one) for one in kept) + "\n"
 
 
-def with_new_part(readme: str, kept: list[Report]) -> str:
-    """The README with what stands between the marks replaced. Raises ValueError if the marks are missing."""
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + readme_part(kept) + END + rest.split(END)[1]
+def documents() -> dict[Path, str]:
+    """Document -> its text, brought up to date with the reports that are kept."""
+    readme = speed_part([read_report(MEASUREMENTS / SHOWN_FIRST)], PICTURE, README)
+    bench = speed_part(reports(), PICTURE_OF_ALL, BENCH)
+    bench += "".join(f"{accuracy_section(one)}\n" for one in reports(kind="accuracy"))
+    parts = {README: readme, BENCH: bench}
+    return {path: with_new_part(path.read_text(encoding="utf-8"), part) for path, part in parts.items()}
+
+
+def with_new_part(text: str, part: str) -> str:
+    """A document with the text between the marks replaced. Raises ValueError if the marks are missing."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + part + END + rest.split(END)[1]
 
 
 def draw(kept: list[Report], path: Path) -> None:
@@ -131,21 +155,26 @@ def _figure(value: float | None) -> str:
     return f"{value:,.3g} tok/s" if value < 1000 else f"{value:,.0f} tok/s"
 
 
-def _versions(report: Report) -> str:
-    """Of what ran: torch, and every peer as its own process told."""
-    own = [f"{name} {facts['version']}" for name, facts in report.configuration["sides"].items() if "version" in facts]
-    return ", ".join([f"torch {report.versions['torch']}", *own])
+def _with_origin(table: list[str], report: Report) -> str:
+    """A table after the machine and the versions of torch and of every peer, and before the command."""
+    sides = report.configuration["sides"]
+    peers = [f"{name} {facts['version']}" for name, facts in sides.items() if "version" in facts]
+    versions = ", ".join([f"torch {report.versions['torch']}", *peers])
+    command = f"Command: `minivllm {shlex.join(report.command)}`"
+    return "\n".join([f"On {machine_text(report)}, with {versions}:", "", *table, "", command]) + "\n"
 
 
 def main() -> int:
-    """Bring picture and README up to date."""
+    """Bring charts and documents up to date."""
     kept = reports()
     if not kept:
         print(f"There is no report in {MEASUREMENTS}: minivllm bench model --json FILE writes one.", file=sys.stderr)
         return 1
-    draw(kept, PICTURE)
-    README.write_text(with_new_part(README.read_text(encoding="utf-8"), kept), encoding="utf-8")
-    print(f"{PICTURE.name} and README.md show {len(kept)} reports.")
+    draw([read_report(MEASUREMENTS / SHOWN_FIRST)], PICTURE)
+    draw(kept, PICTURE_OF_ALL)
+    for path, text in documents().items():
+        path.write_text(text, encoding="utf-8")
+    print(f"{PICTURE_OF_ALL.name} and {BENCH.relative_to(FOLDER.parent)} show {len(kept)} reports.")
     return 0
 
 

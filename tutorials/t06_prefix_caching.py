@@ -1,4 +1,4 @@
-"""06 · Prefix caching: blocks that are done can be found again by a hash of everything up to them.
+"""06 · Prefix caching: computed blocks are reused, and found by a hash of all tokens up to their end.
 
 System prompts, conversations and retries start with the same tokens over and over. Chapter 3 gave the blocks back
 when a request was done; but their contents are still there. So do not forget them before the memory is needed.

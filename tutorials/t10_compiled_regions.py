@@ -1,4 +1,4 @@
-"""10 · Compiled regions and graphs: how many a model is, what makes it one more, and what a replay costs.
+"""10 · Compiled regions and graphs: how often a model is compiled, for which reasons, and the cost of a replay.
 
 torch.compile turns Python into fast kernels, seconds at a time. A serving engine sees a new batch size every few
 milliseconds; if each is compiled anew, it never serves. So the question of this chapter is not how fast, but how

@@ -1,4 +1,4 @@
-"""11 · The engine process: text work and model work do not wait for each other, and neither drags the other into death.
+"""11 · The engine process: text work and model work do not wait for each other; messages, abort, failure.
 
 Turning tokens into text, parsing JSON, serving sockets: all of it is Python, and while it runs in the engine's
 process no step is scheduled. So the engine core lives in a process of its own. What crosses is small, typed and
@@ -70,7 +70,7 @@ lesson.measure("frames refused of 4 that are no messages", len(refused))
 # %% [markdown]
 # ## The same core, near and far
 # ``EngineClient`` is what frontends know. Behind it is either the core itself, or sockets to it. The answers must be
-# the same. The socket files are readable for their owner only, since whoever can write there can use the model.
+# the same. The socket files are readable for their owner only, since a program that can write there can use the model.
 
 
 # %%

@@ -40,8 +40,8 @@ from minivllm.engine.resolve import resolve
 from minivllm.engine_process.client import InProcessClient
 from minivllm.errors import ConfigError
 from minivllm.frontend.llm_engine import LLMEngine
+from minivllm.models.decoder import Decoder
 from minivllm.models.layer_specs import SelfAttentionSpec
-from minivllm.models.sharded.decoder import ShardedDecoder
 from minivllm.models.shards import check_layout, own_heads, own_inner
 from minivllm.simulation.ranks import ThreadCommunicator, VirtualShards, communicators, together
 from tutorials.lesson import Lesson
@@ -210,7 +210,7 @@ lesson.predict("most of six workers", round(of_six / weights, 3), "2/9 of the qu
 def read_by(communicator: Communicator) -> int:
     """Weights that this worker multiplies for a token."""
     settings: Any = {"dtype": torch.bfloat16, "attention_dtype": torch.bfloat16, "max_model_len": 2048}
-    decoder = ShardedDecoder(smollm2, communicator=communicator, device=torch.device("meta"), **settings)
+    decoder = Decoder(smollm2, communicator=communicator, device=torch.device("meta"), **settings)
     return decoder.weights_per_token
 
 

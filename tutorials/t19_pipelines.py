@@ -89,7 +89,7 @@ lesson.cells("t19_alone", "One request: who computes, tick by tick", strip(alone
 # %% [markdown]
 # ## More requests do not help by themselves
 # Twelve requests. A scheduler that does not know of the stages does what it always does: it puts all that can compute
-# into one step. Then nobody is left for the next one. Predict the share of work, for twelve requests in one step.
+# into one step. Then no request is left for the next one. Predict the share of work, for twelve requests in one step.
 #
 # The engine's scheduler is told how many stages there are. A step samples for no more than its share of the running
 # requests (``stage_share``), ⌈12 / 4⌉ = 3, so four steps of three follow one another.

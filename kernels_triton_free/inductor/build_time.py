@@ -35,7 +35,7 @@ def find_strides_without_simplifying() -> None:
 
 def leave_out_checks_of_inputs() -> None:
     """Of every size and stride of every input a package checks, if an environment variable asks for it, that it is what
-    the package was built for: half of its lines outside the kernels. Whoever calls packages has made the inputs."""
+    the package was built for: half of its lines outside the kernels. The caller of a package has made the inputs."""
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
     from torch._inductor.virtualized import V
 

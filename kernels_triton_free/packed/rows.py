@@ -67,7 +67,7 @@ def is_readable(out_features: int, in_features: int) -> bool:
 
 
 def words_shape(out_features: int, in_features: int) -> tuple[int, int, int]:
-    """Of what ``words_of`` gives."""
+    """The shape of the result of ``words_of``."""
     outputs = outputs_together(out_features, in_features)
     return out_features // outputs, in_features // 2, outputs
 

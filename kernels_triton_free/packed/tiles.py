@@ -78,7 +78,7 @@ def weight_in(tiles: Tensor) -> Tensor:
 def most_rows_by_words() -> int:
     """So many rows are multiplied faster by the loops over words (see ``rows``), which wait for nothing but memory: on
     two cores of Zen 4 a step of one row took 10.3 ms in place of 13.4, of four rows 12 in place of 13.6. With AMX,
-    which multiplies a tile of 16 rows in no more time than one, it is one row, which nobody has measured."""
+    which multiplies a tile of 16 rows in no more time than one, it is one row, which has not been measured."""
     return 1 if outputs_of_tiles() == AMX_OUTPUTS else MAX_ROWS
 
 

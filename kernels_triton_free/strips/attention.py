@@ -60,7 +60,7 @@ def attend_to_strips(
 ) -> Tensor:
     """q [rows, kv_heads, G, D] -> o of the same shape and dtype; sums and softmax in float32.
 
-    k_cache, v_cache: see ``layout``; all values of the blocks that are read are finite, also those that nobody sees.
+    k_cache, v_cache: see ``layout``; all values of the blocks that are read are finite, also those that no query sees.
     q_position int32 [rows]: position of each query, -1 for padding, of which o is finite. sinks: float32
     [kv_heads * G], a logit of each head that joins the denominator of its softmax and has no value. The others: see
     ``kernels_triton_free.attention.paged_flex_attention``.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -50,7 +51,7 @@ class BlockTables(Protocol):
 
     block_table int32 [batch slots, max blocks of a request]: physical blocks in order; block 0 is the null block.
     kv_position int32 [blocks, rounded up; block_size]: position in its sequence of what each cache slot holds. A block
-    that is shared through the prefix cache holds the same positions for everybody.
+    that is shared through the prefix cache holds the same positions for all requests.
     """
 
     block_size: int
@@ -95,7 +96,7 @@ class AttentionContext:
         """Of each layer."""
         return CacheSpec(self.kv_heads, self.head_dim, self.cache_dtype, in_strips=self.in_strips)
 
-    @property
+    @cached_property
     def reaches(self) -> list[Reach]:
         """The different ones of the specs."""
         return list(dict.fromkeys(spec.reach for spec in self.specs))

@@ -1,7 +1,7 @@
 """Single tokens over a cache in strips: which blocks each of them reads, and the compiled loops that attend.
 
 Three rows at the positions 9, 4 and 6, of which the last two verify drafts of one request, are these pairs where
-blocks hold 4 tokens. In the last one nothing is seen, whichever block it reads: rows of fewer blocks need it.
+blocks hold 4 tokens. The last one sees nothing, in any block: rows of fewer blocks need it.
 
 >>> table = np.array([[5, 2, 7], [5, 1, 0]], dtype=np.int32)
 >>> pairs = list_pairs(table, np.array([0, 1, 1]), np.array([9, 4, 6]), Reach(), block_size=4, num_rows=3)

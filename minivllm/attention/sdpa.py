@@ -23,6 +23,7 @@ class SdpaAttention:
 
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
         self._context, self._rule = context, rule
+        self._options = {spec: rule.options(spec) for spec in context.specs}
 
     def prepare(self, rows: StepRows) -> list[tuple[Tensor, int, int]]:
         """Of every row: its blocks int32 [n], the position of its first token, and the number of its tokens.
@@ -64,7 +65,7 @@ class SdpaAttention:
                 blocks,
                 start,
                 sinks,
-                **self._rule.options(spec),
+                **self._options[spec],
             )
             token += count
         return o

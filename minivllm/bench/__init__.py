@@ -1,4 +1,4 @@
-"""``minivllm bench``: measured speed and accuracy, always against something.
+"""``minivllm bench``: speed and accuracy, measured against a reference.
 
 Annex: plugs in at COMMANDS.
 May import: bench.accuracy, bench.parts, bench.reports, bench.rounds, bench.sides, cli.engine, config, server.proxy,

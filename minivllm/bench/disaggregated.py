@@ -30,7 +30,7 @@ ONE, APART, LOADED = "one engine", "1P1D", "1P1D, prefilled before"
 
 @dataclass(frozen=True)
 class Servers:
-    """Targets: an engine that does everything, a proxy, and the two engines behind it."""
+    """Targets: an engine that does everything, a proxy, and the two engines of the proxy."""
 
     one: Target
     proxy: Target
@@ -45,16 +45,16 @@ def disaggregated(
     lengths: Annotated[str, typer.Option(help="Prompt lengths whose TTFT is measured, ascending.")] = "256,2048,8000",
     repeats: Annotated[int, typer.Option(min=1, help="Fresh prompts of each length.")] = 5,
     workload: Annotated[
-        str, typer.Option(help="What is sent to compare ITL, a workload with arrivals.")
+        str, typer.Option(help="Requests to compare ITL, a workload with arrivals.")
     ] = "prefill-load:4:400:4:1024:2",
     rounds: Annotated[int, typer.Option(min=1, help="How often the workload is sent, in turn.")] = 3,
     vocab_size: Annotated[int, typer.Option(min=1, help="Prompts are random token ids below this.")] = 1000,
 ) -> None:
-    """Measure what separate prefill changes: TTFT by prompt length, and ITL of streams while long prompts arrive.
+    """Measure the effect of separate prefill: TTFT by prompt length, and ITL of streams while long prompts arrive.
 
     Three engines are started on this machine and take turns: one that computes everything, and a prefill and a decode
-    engine behind a proxy, which divide the cores. "1P1D, prefilled before" is the TTFT of the decode engine alone when
-    the prefill engine has the prompt's keys and values already: what the transfer costs, against computing the prompt
+    engine with a proxy, which divide the cores. "1P1D, prefilled before" is the TTFT of the decode engine alone when
+    the prefill engine has the prompt's keys and values already: the cost of the transfer, against computing the prompt
     in one engine.
 
     Example: minivllm bench disaggregated smollm2 --json disaggregated.json

@@ -130,7 +130,7 @@ def worth(features: dict[str, str], comparisons: Sequence[Comparison]) -> list[s
     ]
 
 
-WORKLOAD_HELP = "What is sent, with random token ids: " + "; ".join(FORMS) + "."
+WORKLOAD_HELP = "Requests with random token ids: " + "; ".join(FORMS) + "."
 
 
 @with_options
@@ -154,8 +154,8 @@ def throughput(
 ) -> None:
     """Measure requests and tokens per second of a workload, and the latencies that its requests see.
 
-    Several --rates or --batches raise the load step by step and find the knee: from there on more brings little but
-    latency.
+    Several --rates or --batches raise the load step by step and find the knee, where more load begins to add little
+    but latency.
 
     Example: minivllm bench throughput --workload fixed:16:128:64 --vs transformers-cb
 

@@ -55,7 +55,7 @@ _WORDS = ("one", "day", "the", "old", "sea", "was", "calm", "and", "a", "red", "
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is measured."""
+    """The server that is measured."""
 
     url: Annotated[str, typer.Option(help="Where the server's /v1 is.")] = "http://127.0.0.1:8000"
     model: Annotated[str | None, typer.Option(help="Name to ask for. [default: the first of /v1/models]")] = None
@@ -104,7 +104,7 @@ class Target:
 
 @dataclass
 class ServedRecord(Record):
-    """What became of a request to a server, which tells how many tokens there were, but not which.
+    """The outcome of a request to a server, which reports the number of tokens, but not the tokens.
 
     num_chunks: pieces of text that arrived. cancelled: the client left on purpose. refused_after: how long it took
     to be told 429, from when the request was due [seconds].
@@ -249,7 +249,7 @@ NUM_WARMUP_REQUESTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """What is sent, and when."""
+    """The requests, and their arrival times."""
 
     workload: Annotated[str, typer.Option(help=WORKLOAD_HELP)] = "random:64:32:256"
     concurrency: Annotated[
@@ -265,8 +265,8 @@ class LoadOptions:
     rates: Annotated[
         str | None,
         typer.Option(
-            help="Open loop as well: Poisson arrivals at one rate after the other, ascending (0.5,1,2,4); tells from "
-            "where on more load brings only latency."
+            help="Open loop as well: Poisson arrivals at one rate after the other, ascending (0.5,1,2,4); shows the "
+            "rate from which on more load adds only latency."
         ),
     ] = None
     repeats: Annotated[int, typer.Option(min=1, help="With --rates: how often each is sent, with fresh prompts.")] = 1
@@ -274,8 +274,8 @@ class LoadOptions:
         float | None,
         typer.Option(
             min=1.0,
-            help="Then send the workload again, so many times as fast as the server managed in the closed loop: what "
-            "becomes of those who are admitted, and how soon the others are told 429.",
+            help="Then send the workload again, so many times as fast as the server managed in the closed loop: "
+            "latencies of admitted requests, and the time until the others get 429.",
         ),
     ] = None
     slo: Annotated[
@@ -294,13 +294,13 @@ def serve(
     target: Target,
     against: Annotated[
         Path | None,
-        typer.Option(help="JSON of bench throughput on the same workload: what the server costs beside in process."),
+        typer.Option(help="JSON of bench throughput on the same workload: the cost of the server against the engine."),
     ] = None,
 ) -> None:
     """Measure an OpenAI-compatible server under load: TTFT, TPOT, ITL, E2E, rates, goodput, errors by class.
 
-    TTFT counts from the moment a request was due, not from when it could be sent. Tokens are counted by the server's
-    own usage, for a chunk is not a token. A request that failed counts as failed, and for nothing else.
+    TTFT counts from the time when a request was due, even if it was sent later. The server's usage counts tokens, since
+    a chunk may hold several. A failed request counts as failed only.
 
     Example: minivllm bench serve --url http://127.0.0.1:8000 --arrivals poisson:2 --slo ttft:500,tpot:50
 
@@ -308,8 +308,8 @@ def serve(
 
     Overload: minivllm bench serve --workload random:512:16:64 --concurrency 8 --overload 10
 
-    Beside in process: minivllm bench throughput --workload fixed:32:128:64 --json a.json, then with a server of the
-    same model minivllm bench serve --workload fixed:32:128:64 --concurrency 32 --against a.json
+    Against the engine in process: minivllm bench throughput --workload fixed:32:128:64 --json a.json, then with a
+    server of the same model minivllm bench serve --workload fixed:32:128:64 --concurrency 32 --against a.json
     """
     if sum(given is not None for given in (load.concurrency, load.arrivals, load.rates)) > 1:
         raise ConfigError(
@@ -483,7 +483,7 @@ def keeps(record: ServedRecord, slo: dict[str, float]) -> bool:
 
 
 def notes_on(records: Sequence[ServedRecord]) -> list[str]:
-    """What the figures do not say: a sentence of every class of error, and chunks that are not tokens."""
+    """Notes besides the figures: a sentence for every class of error, and one on chunks that are not tokens."""
     notes = []
     examples = {record.error.partition(":")[0]: record.error for record in records if record.error is not None}
     counts = Counter(record.error.partition(":")[0] for record in records if record.error is not None)
@@ -496,7 +496,7 @@ def notes_on(records: Sequence[ServedRecord]) -> list[str]:
 
 
 def overload_note(usual: Sequence[ServedRecord], overloaded: Sequence[ServedRecord]) -> str:
-    """What overload did to those who were let in, and how long the others waited to be told, in a sentence."""
+    """The effect of overload on admitted requests, and the time until the others were refused, in a sentence."""
     before, after = p99_itl(usual), p99_itl(overloaded)
     if before is None or after is None:
         told = f"p99 ITL needs {P99_MIN_SAMPLES} gaps in both runs: send more requests."

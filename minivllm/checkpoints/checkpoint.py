@@ -426,8 +426,10 @@ def _safetensors_weights(
 def _unfused(
     found: Mapping[str, Shape], expected: Mapping[str, Shape], file_of: Mapping[str, Path], family: Family
 ) -> tuple[dict[str, Shape], Mapping[str, Shape], dict[str, Path]]:
-    """What check_tensors compares, with the parts in the place of every tensor that holds several. Raises ModelError if
-    its shape is not that of its parts, one below the other."""
+    """The arguments of check_tensors, with the parts in place of every tensor that holds several.
+
+    Raises ModelError if its shape is not that of its parts, one below the other.
+    """
     shapes: dict[str, Shape] = {}
     files: dict[str, Path] = {}
     for name, shape in found.items():

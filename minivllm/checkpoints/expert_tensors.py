@@ -55,7 +55,7 @@ def expert_name(name: str) -> str:
 
 
 class ExpertTensors:
-    """What the stacked tensors of a checkpoint hold, and how they come apart.
+    """Stacked tensors of a checkpoint: the experts that they hold, and how they are split.
 
     expected: shapes of all weights of the decoder. is_transposed: stacks lie [in, out], gates and ups in turn.
     """

@@ -22,8 +22,8 @@ class GGUFLayout:
     """Of one model; names are those of ``hugging_face_name``.
 
     Vectors may lie in more dimensions than they have, or in fewer. A state's decay A is stored where checkpoints have
-    log(-A). What makes keys and values of latents comes apart: keys transposed [heads, kv_rank, nope_dim], values
-    [heads, value_dim, kv_rank]. Values of gated delta nets may be tiled, see Family.
+    log(-A). The weights that make keys and values of latents are split: keys transposed [heads, kv_rank, nope_dim],
+    values [heads, value_dim, kv_rank]. Values of gated delta nets may be tiled, see Family.
 
     expected: shapes of all weights of the decoder.
     """
@@ -40,7 +40,7 @@ class GGUFLayout:
         }
 
     def shapes(self, found: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Names and shapes of what ``restored`` makes of tensors of these. What does not fit stays as it is."""
+        """Names and shapes of the tensors that ``restored`` makes of these. A tensor that does not fit is unchanged."""
         shapes = {name: self._shape(name, shape) for name, shape in found.items()}
         for block, spec in self._latent.items():
             keys, values, whole = (f"{block}.{part}_proj.weight" for part in ("k_b", "v_b", "kv_b"))

@@ -1,4 +1,4 @@
-"""The command line: the table of commands, and the short ones.
+"""The command line: the table of commands, and the short commands.
 
 May import: cli.chat, cli.engine, cli.terminal, cli.trace, config, engine_process, frontend, hub, metrics, server,
 server.proxy, server.service.

@@ -33,7 +33,7 @@ class _BenchCommands(typer.core.TyperGroup):
 
     @commands.setter
     def commands(self, none_yet: dict[str, Any]) -> None:
-        """What the constructor knows of."""
+        """The constructor sets an empty table, which is ignored."""
 
     @staticmethod
     @functools.cache
@@ -46,7 +46,7 @@ ALIASES = {"run": "chat", "ls": "list", "download": "pull", "complete": "generat
 """Commands as other programs call them -> ours."""
 NOT_HERE = {
     "ps": "models run only as long as the command that started them. `minivllm list` shows what is on disk.",
-    "show": "`minivllm env --model NAME` shows a model, `minivllm list` all that is on disk.",
+    "show": "`minivllm env NAME` shows a model, `minivllm list` all that is on disk.",
     "rm": "`minivllm list` shows where each model lies; delete that file or directory.",
     "stop": "models run only as long as the command that started them: end that one.",
     "create": "a model is a directory or a .gguf file: name it in place of MODEL.",

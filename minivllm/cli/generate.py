@@ -103,7 +103,7 @@ class Batch:
     def submit(self, params: SamplingParams, may_shorten: bool) -> None:
         """Hand all prompts to the engine. One that it refuses gets an error in its place; the others go on.
 
-        may_shorten: nobody asked for max_tokens, so a prompt that leaves less of the context gets what is left.
+        may_shorten: max_tokens is a default, so a prompt that leaves less of the context gets what is left.
         """
         max_model_len = self._engine.client.config.scheduler.max_model_len
         for index, text in enumerate(self._texts):

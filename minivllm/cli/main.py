@@ -16,7 +16,7 @@ from typing import NoReturn
 from minivllm.errors import MinivllmError
 
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO}
-"""What a full disk, a limit and a closed stream answer to a write."""
+"""Errors of a write to a full disk, over a limit, or to a closed stream."""
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

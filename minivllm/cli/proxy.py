@@ -1,4 +1,4 @@
-"""``minivllm proxy``, and ``minivllm serve --disaggregated``, which starts the servers behind it as well."""
+"""``minivllm proxy``, and ``minivllm serve --disaggregated``, which also starts its servers."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ class ProxyOptions:
 
 @with_options
 def proxy(options: ProxyOptions) -> None:
-    """Stand in front of servers that share keys and values: one computes a prompt, another one writes the answer.
+    """Give servers that share keys and values one address: one computes a prompt, another one writes the answer.
 
     Each prompt goes to a prefill server, which is asked for one token, and then to a decode server, which takes the
-    keys and values from it and streams the answer. Whatever fails with prefill, the decode server computes the prompt
-    itself. Clients see one OpenAI server: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health,
-    /ready, /metrics; what needs no prefill goes to a decode server.
+    keys and values from it and streams the answer. If prefill fails in any way, the decode server computes the prompt.
+    Clients see one OpenAI server: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health, /ready,
+    /metrics; requests that need no prefill go to a decode server.
 
     Example: minivllm proxy --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002
 
@@ -146,7 +146,7 @@ def serve_disaggregated(
     server_flags: Sequence[str],
     choices: Mapping[str, Any],
 ) -> None:
-    """Start the servers that ``text`` asks for, and a proxy in front of them. server_flags: of each server. choices:
+    """Start the servers that ``text`` asks for, and a proxy for them. server_flags: of each server. choices:
     settings of the relay.
 
     Raises EngineDeadError, with the name of the server, when one ends before it is ready, or the last that can answer.

@@ -17,7 +17,7 @@ def pull(
 ) -> None:
     """Fetch a model and print where it lies.
 
-    It is checked, and what is there already is not fetched again.
+    The files are checked. Files that are there already are not fetched again.
 
     Example: minivllm pull smollm2
     """

@@ -28,7 +28,7 @@ def _option(help_text: str, *names: str, **settings: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """The flags behind ``ServerSettings``."""
+    """The flags that set ``ServerSettings``."""
 
     host: Annotated[str, _option("Address to listen on; 0.0.0.0 is every one this machine has.")] = "127.0.0.1"
     port: Annotated[int, _option("Port to listen on; 0 takes a free one.")] = 8000
@@ -68,7 +68,7 @@ class ServerOptions:
     stats_interval: Annotated[float, _option("Seconds between status lines, when there is news; 0 for none.")] = 10.0
     lora_adapters: Annotated[
         list[str] | None,
-        _option("Adapter to serve as a model of its own, NAME=PATH in PEFT's format (may be repeated).", "--lora"),
+        _option("Adapter to serve as a separate model, NAME=PATH in PEFT's format (may be repeated).", "--lora"),
     ] = None
     lora_directory: Annotated[
         Path | None, _option("Let clients load adapters that lie in this directory, and unload them, while serving.")
@@ -122,7 +122,7 @@ class DisaggregatedOptions:
     disaggregated: Annotated[
         str | None,
         _option(
-            "Start so many prefill and decode servers on this host, and a proxy in front of them: 1P1D, 2P1D.",
+            "Start so many prefill and decode servers on this host, and a proxy for them: 1P1D, 2P1D.",
             metavar="xPyD",
         ),
     ] = None
@@ -170,7 +170,7 @@ _OF_EACH_SERVER = (
 
 
 def _server_flags(server: ServerOptions) -> list[str]:
-    """The flags of each server behind a proxy."""
+    """The flags of each server of a proxy."""
     values = {name: getattr(server, name) for name in _OF_EACH_SERVER}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
     flags += [f"--served-model-name={name}" for name in server.served_model_names or ()]

@@ -95,13 +95,21 @@ class RegionCompiler:
         self.enabled, self._most, self._single_rows = enabled, most or {}, single_rows
         self.num_recompilations = self.few_rows = 0
         self._frozen = False
+        self._made: dict[tuple[object, ...], Callable] = {}
         if enabled:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory())
 
     def __call__(self, region: Region) -> Callable:
-        """What to call in place of the region's function. torch.compile compiles it with its first call."""
+        """What to call in place of the region's function. Equal regions share one."""
         if not self.enabled:
             return region.function
+        key = region.key
+        if key not in self._made:
+            self._made[key] = self._make(region)
+        return self._made[key]
+
+    def _make(self, region: Region) -> Callable:
+        """torch.compile compiles a region with its first call."""
         several = self._compiled(region)
         if not self._single_rows or not region.has_code_for("single"):
             return several

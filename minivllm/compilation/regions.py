@@ -113,6 +113,11 @@ class Region:
     constants: object = ()
     rows: RowCount | None = None
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        """All that its code depends on, but for the sources and the machine."""
+        return self.name, repr(self.constants), *(spec.describe() for _, spec in self.tensors())
+
     def has_code_for(self, rows: RowCount) -> bool:
         """Whether calls with so many rows have code of their own: where the first dimension of the first input declares
         it, and a few rows only where that reads a tensor in a way of its own."""
@@ -121,7 +126,7 @@ class Region:
 
     def fixed(self, rows: RowCount) -> Region:
         """The same for calls with so many rows: without loops over rows, and without threads for what is too small."""
-        inputs = {name: _changed(spec, lambda spec: spec.fixed(rows)) for name, spec in self.inputs.items()}
+        inputs = {name: changed(spec, lambda spec: spec.fixed(rows)) for name, spec in self.inputs.items()}
         name = f"{self.name} of {'one row' if rows == 'single' else 'a few rows'}"
         return replace(self, name=name, inputs=inputs, rows=rows)
 
@@ -137,7 +142,7 @@ class Region:
     def tensors(self) -> Iterator[tuple[str, TensorSpec]]:
         """(argument it belongs to, tensor), in the order of ``flatten``."""
         for name, spec in self.inputs.items():
-            yield from ((name, part) for part in _leaves(spec))
+            yield from ((name, part) for part in leaves(spec))
 
     def check(self, tensors: list[Tensor], *, layout: bool = True) -> None:
         """Raises TypeError where tensors are not the declared ones, because compiled code would not notice."""
@@ -155,19 +160,14 @@ CompileRegion = Callable[[Region], Callable]
 
 
 def bound(region: Callable, *last: Any) -> Callable:
-    """A compiled region with its last arguments, of which nothing is left to be done in a call.
-
-    Python that runs between two regions is slow, since the weights that go through the CPU's caches drive out all that
-    it needs: to flatten the 21 tensors of a layer of SmolLM2-135M took 12 us there, and 21 like them 4 us over and
-    over again (two cores of Zen 3).
-    """
+    """What is called in place of a region, with its last arguments: packages have flattened them already."""
     bind: Callable[..., Callable] | None = getattr(region, "bound", None)
     return (lambda *args: region(*args, *last)) if bind is None else bind(*last)
 
 
 def specs_of(tensors: Any) -> Any:
     """Specs of the tensors, each of its very shape, in whatever tuples they are nested."""
-    return _changed(tensors, TensorSpec.of)
+    return changed(tensors, TensorSpec.of)
 
 
 def flatten(values: tuple, tensors: list[Tensor]) -> None:
@@ -181,22 +181,23 @@ def flatten(values: tuple, tensors: list[Tensor]) -> None:
 
 def filled(declared: Any, tensors: Iterator[Tensor]) -> Any:
     """The declared structure with tensors in the places of their specs, in order."""
-    return _changed(declared, lambda spec: next(tensors))
+    return changed(declared, lambda spec: next(tensors))
 
 
-def _leaves(spec: Any) -> Iterator[TensorSpec]:
-    if isinstance(spec, TensorSpec):
-        yield spec
-    elif isinstance(spec, tuple):
-        for item in spec:
-            yield from _leaves(item)
+def leaves(tree: Any) -> Iterator[Any]:
+    """All of nested tuples that is neither a tuple nor None, in order."""
+    if isinstance(tree, tuple):
+        for item in tree:
+            yield from leaves(item)
+    elif tree is not None:
+        yield tree
 
 
-def _changed(tree: Any, change: Callable[[Any], Any]) -> Any:
+def changed(tree: Any, change: Callable[[Any], Any]) -> Any:
     """Nested tuples with everything changed that is neither a tuple nor None."""
     if not isinstance(tree, tuple):
         return None if tree is None else change(tree)
-    items = [_changed(item, change) for item in tree]
+    items = [changed(item, change) for item in tree]
     return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
 
 

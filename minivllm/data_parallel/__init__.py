@@ -1,4 +1,4 @@
-"""Several engines behind one frontend: who gets a request, what all are asked, what a death costs.
+"""Several engines as one: routing of requests, calls to all engines, restarts after a failure.
 
 May import: config, device, distributed, engine_process, kv_cache.
 Door: `make_client` in client.py.

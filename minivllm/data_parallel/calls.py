@@ -1,6 +1,6 @@
-"""What is asked of all engines at once: how their answers make one, and what an engine that comes later must be told.
+"""Calls to all engines: one answer from many, and the calls to repeat for an engine that starts again.
 
-All engines are in the same state: a call that could be refused by some and obeyed by others is refused here first.
+All engines are in the same state: a call that some could refuse and others could obey is refused here first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_call(router: Router, method: str, args: Sequence[Any]) -> None:
 
 
 class StandingOrders:
-    """What the engines were told that still holds: an engine that starts again is told the same."""
+    """Calls whose effect lasts (adapters, weights, sleep, …). An engine that starts again gets the same calls."""
 
     def __init__(self) -> None:
         self.adapters: dict[str, tuple[Any, ...]] = {}

@@ -261,11 +261,11 @@ def _none_up() -> EngineLostError:
 
 
 def _ignore(error: EngineDeadError, request_ids: Collection[str] | None = None) -> None:
-    """Nobody listens yet, or any more."""
+    """There is no listener yet, or none any more."""
 
 
 def _of_all(config: EngineConfig, num_engines: int) -> EngineConfig:
-    """What a frontend sees: the places and the tokens per step of all engines."""
+    """The configuration for a frontend: running requests and tokens per step of all engines together."""
     limits = config.scheduler
     together = replace(
         limits,

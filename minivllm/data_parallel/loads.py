@@ -1,4 +1,4 @@
-"""What each engine has to do, and what its prefix cache should hold.
+"""The work of each engine, and the blocks that its prefix cache should hold.
 
 The frontend sends every request and sees every token, so all of it is counted here and no engine is asked. Counts that
 engines report are late: between two reports a burst of requests would all go to the engine that was idle in the first.
@@ -69,7 +69,7 @@ class EngineLoad:
         self.cached.add(request.block_hashes)
 
     def take_in(self, output: EngineOutput) -> None:
-        """What a step did for an unfinished request."""
+        """Take in the output of a step for an unfinished request."""
         request = self.requests[output.request_id]
         if output.new_token_ids:
             self.num_prompt_tokens -= self._prompts.pop(output.request_id, 0)

@@ -1,4 +1,4 @@
-"""Who gets a request: the seam, and two policies."""
+"""Routing of requests to engines: the seam, and two policies."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Router:
         return engine.index
 
     def take_in(self, outputs: Sequence[EngineOutput]) -> None:
-        """What an engine did; outputs of requests that have ended here are ignored."""
+        """Take in the outputs of an engine; those of requests that have ended here are ignored."""
         for output in outputs:
             engine = self._owners.get(output.request_id)
             if engine is not None:

@@ -1,4 +1,4 @@
-"""What a device likes and holds: its policy, staging buffers, memory, cores.
+"""Properties of a device: policy, staging buffers, memory, cores.
 
 May import: kernels_triton_free, kernels_triton_free.loops.
 Door: `DevicePolicy` in policy.py.

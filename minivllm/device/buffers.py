@@ -86,8 +86,8 @@ class MirroredTable:
             self._changed.append(np.arange(first, first + len(values)))
 
     def put(self, rows: np.ndarray, columns: np.ndarray, values: Tensor) -> None:
-        """Set [rows[i], columns[i]] on the device to values [n] int64, which are there. The host's side stays behind:
-        whoever learns the values writes them to ``host``."""
+        """Set [rows[i], columns[i]] on the device to values [n] int64, which are there. The host's side is not updated:
+        the caller writes the values to ``host`` when they are known."""
         if not self._separate:
             self.host[rows, columns] = values.numpy()
             return

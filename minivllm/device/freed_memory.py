@@ -1,4 +1,4 @@
-"""What processes hold of the machine's memory, and give back. Needs no torch: servers use it as well as workers."""
+"""Memory that processes hold, and give back. Needs no torch: servers use it as well as workers."""
 
 from __future__ import annotations
 

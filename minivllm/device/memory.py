@@ -89,7 +89,7 @@ def _new_memory(num_bytes: int) -> mmap.mmap:
 
 
 class WeightMemory:
-    """Copies of weights, one behind the other in huge pages.
+    """Copies of weights, one after the other in huge pages.
 
     A decode step reads every weight once, and with pages of 4 KiB the processor looks up where the next one lies all
     the time: in huge pages bfloat16 decode is 6 % faster. To copy a weight there while it is loaded costs nothing, as

@@ -1,4 +1,4 @@
-"""What a kind of device likes: one object that everything asks whose best choice depends on the device.
+"""Preferences of a kind of device: one object for all choices that depend on the device.
 
 Which device it is, and how to talk to it, stays with PyTorch: streams, events and pinned memory are no choices. A
 policy says nothing about where tensors lie, so a test can take the choices for a GPU on a CPU.
@@ -52,7 +52,7 @@ class DevicePolicy:
 
     @property
     def on_cpu(self) -> bool:
-        """Host and device are one: nothing crosses, calls are not hidden behind graphs, all threads compute."""
+        """Host and device are one: nothing is copied between them, graphs save no calls, all threads compute."""
         return self.type == "cpu"
 
     # -- compiled code and memory --------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class DevicePolicy:
         return dtype if self._attends_fast(dtype) or not self.on_cpu else torch.float32
 
     def _attends_fast(self, dtype: torch.dtype) -> bool:
-        """Whether this CPU multiplies the blocks of a prompt in bfloat16."""
+        """True if this CPU multiplies the blocks of a prompt in bfloat16."""
         return self.on_cpu and self.multiplies_bfloat16 and dtype == torch.bfloat16
 
     def query_tile_size(self, query_group: int, dtype: torch.dtype) -> int:

@@ -1,4 +1,4 @@
-"""How the workers of one model exchange and add up tensors.
+"""Communication between the workers of one model: tensors are exchanged and added up.
 
 May import: profiling.
 Door: `Communicator` in communicator.py, `Mesh` in mesh.py, `Lockstep` in lockstep.py.

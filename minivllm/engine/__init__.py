@@ -1,4 +1,4 @@
-"""The engine core, schedule, execute, update; how it is configured, and what operators ask of it.
+"""The engine core: schedule, execute, update; its configuration, and calls by operators.
 
 May import: attention, checkpoints, config, device, distributed, executor, gguf, hub, kv_cache, kv_transfer, lora,
 model_facts, models, models.eagle, models.registry, profiling, sampling, scheduler, structured_output.

@@ -1,4 +1,4 @@
-"""How a frontend reaches an engine core: in its own process, or in another one over sockets.
+"""The connection from a frontend to an engine core, in the same process or through sockets.
 
 May import: config, device, distributed, engine, executor, executor.records, kv_cache, model_facts.
 Door: `make_client` in client.py.

@@ -1,4 +1,4 @@
-"""The engines people call from Python: LLM, AsyncLLM, LLMEngine, beam search.
+"""The Python API: LLM, AsyncLLM, LLMEngine, beam search.
 
 May import: config, data_parallel, engine_process, gguf, hub, processing, profiling, tokenizer.
 Door: `LLM` in llm.py, `AsyncLLM` in async_llm.py.

@@ -1,7 +1,7 @@
-"""``AsyncLLM``: many streams over one engine process, from one event loop. What a server builds on.
+"""``AsyncLLM``: many streams over one engine process, from one event loop. A server builds on it.
 
-One task takes in what the engine did for everybody. It builds no outputs: each stream has its own state, and whoever
-reads it gets what has gathered there since the last time. So a slow reader merges deltas instead of queueing them.
+One task receives the engine's outputs for all streams. It only adds them to the state of each stream; a reader gets all
+that has gathered there since its last read. So a slow reader merges deltas instead of queueing them.
 """
 
 from __future__ import annotations
@@ -167,8 +167,10 @@ class AsyncLLM(TextFrontend):
         )
 
     async def recent_steps(self, after: int = 0, engine: int = 0) -> list[RecentStep]:
-        """What the scheduler of an engine decided in its last few hundred steps, those with numbers above ``after``;
-        nothing if it is down, or does not answer within STATS_SECONDS."""
+        """The decisions of an engine's scheduler in its last few hundred steps, those with numbers above ``after``.
+
+        Empty if the engine is down, or does not answer within STATS_SECONDS.
+        """
         return await self._figures(engine, list[RecentStep], "recent_steps", after) or []
 
     async def _figures(self, engine: int, kind: type[T], method: str, *args: Any) -> T | None:
@@ -246,7 +248,7 @@ class AsyncLLM(TextFrontend):
         self.client.kill()
 
     async def close(self) -> None:
-        """End the engine process; whoever still reads gets EngineDeadError. Closing twice is fine."""
+        """End the engine process; open streams raise EngineDeadError. Closing twice is fine."""
         await self.client.close()
 
     async def __aenter__(self) -> AsyncLLM:
@@ -329,7 +331,7 @@ class AsyncLLM(TextFrontend):
         return await self.client.call(method, *args)
 
     async def _take_in(self, outputs: list[EngineOutput]) -> None:
-        """What a step did, for everybody; other tasks get their turn in between."""
+        """Add the outputs of a step to all streams; other tasks get their turn in between."""
         now, sequence_ids_to_abort = time.monotonic(), list[str]()
         slice_start = time.perf_counter()
         for output in outputs:

@@ -69,7 +69,7 @@ class BeamSearch:
 
     @property
     def sequences(self) -> list[BeamSequence]:
-        """What has ended so far, best first, at most ``n``."""
+        """The finished sequences so far, best first, at most ``n``."""
         return self._finished[: self._params.n or self._params.beam_width]
 
     def advance(self, logprobs: Sequence[PositionLogprobMap]) -> None:

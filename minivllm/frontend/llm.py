@@ -305,7 +305,7 @@ class LLM:
 
 
 def _required(value: Value | None, output: RequestOutput, missing: str) -> Value:
-    """What a request was made for. Raises RequestError if the engine gave up on it."""
+    """The requested value. Raises RequestError if the engine gave up on the request."""
     if not value:
         raise RequestError(output.error or missing)
     return value

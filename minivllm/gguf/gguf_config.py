@@ -169,7 +169,7 @@ def _longrope_parameters(file: GGUFFile, name: str) -> dict[str, Any]:
 
 
 def llama3_parameters(factors: list[float], theta: float, source: str) -> dict[str, Any]:
-    """Find the llama3 rotary parameters behind GGUF's ``rope_freqs.weight``, which stores only their effect.
+    """Find the llama3 rotary parameters of GGUF's ``rope_freqs.weight``, which stores only their effect.
 
     factors: what each rotary frequency is divided by, ``[head_dim / 2]``. The published models use low and high
     frequency factors 1 and 4 over an original context that is a power of two; that choice is rebuilt and compared.

@@ -167,9 +167,9 @@ def _q6_k(blocks: Bytes) -> Groups:
 
 
 _IQ4_NUMBERS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
-"""What the 16 codes of IQ4_NL and IQ4_XS stand for: closer together around zero, where most weights are."""
+"""Values of the 16 codes of IQ4_NL and IQ4_XS: closer together around zero, where most weights are."""
 _MXFP4_NUMBERS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)
-"""Twice what the 16 floats of 4 bits (2 of exponent, 1 of mantissa) stand for."""
+"""Twice the values of the 16 floats of 4 bits (2 of exponent, 1 of mantissa)."""
 
 
 def _iq4_nl(blocks: Bytes) -> Groups:

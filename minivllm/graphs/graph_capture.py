@@ -2,7 +2,7 @@
 
 A capture is a list of segments with eager callables between them. Without a break it is one FULL graph; with attention
 as the break between layers it is the PIECEWISE form of vLLM V1. The captured work reads and writes fixed addresses, so
-whoever replays fills the same buffers in place.
+the caller of a replay fills the same buffers in place.
 """
 
 from __future__ import annotations

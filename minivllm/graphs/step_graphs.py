@@ -55,7 +55,7 @@ def bucket_for(size: int, buckets: list[int]) -> int | None:
 
 @dataclass(frozen=True)
 class StepHidden:
-    """What Model.forward returned, and the logits [tokens, vocab] of all tokens where a FULL graph went on."""
+    """The result of Model.forward, and the logits [tokens, vocab] of all tokens where a FULL graph went on."""
 
     hidden: Hidden
     logits: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Where models come from: local paths, short names, ids of a hub; downloads, checked and locked.
+"""Models by name: local paths, short names and hub ids; downloads with checksums and locks.
 
 May import: the vocabulary only.
 Door: `resolve_model` in fetch.py.

@@ -365,5 +365,5 @@ def _fetch_from_hub(name: str, revision: str | None, weights: bool) -> Path:
         if error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
             raise ModelError(f"The model {name!r} cannot be stored: {error.strerror}.") from error
         return cached(error)
-    except Exception as error:  # the HTTP library's own connection errors, whichever library it is
+    except Exception as error:  # connection errors of the HTTP library, which differ between libraries
         return cached(error)

@@ -1,4 +1,4 @@
-"""Keys and values that travel: what a connector is to the scheduler, and the blocks that wait for a load.
+"""KV transfer: the connector as the scheduler sees it, and the blocks that wait for a load.
 
 May import: config, hub, kv_cache.
 Door: `KVConnectorScheduler` in connector.py, `RemoteLoads` in remote_loads.py.

@@ -1,8 +1,8 @@
 """A connector: a place besides the KV cache where keys and values are kept (vLLM V1's KV connector).
 
-It has two sides. The scheduler's side knows which blocks are to be had, and says in each step which ones travel. The
-worker's side moves them. What lies between a prompt's first token and the end of a block is named by the block's hash,
-which covers all tokens before it, the cache salt and what the adapter holds; so a name says everything.
+It has two sides. The scheduler's side knows which blocks can be loaded, and decides in each step which ones travel. The
+worker's side moves them. A block is named by its hash, which covers all tokens up to its end, the cache salt and the
+contents of the adapter. So equal names mean equal contents.
 
 Two things are simpler than in vLLM. A load always ends before its request is scheduled, so its failure is known before
 anything is computed from it; there are no hooks around single layers, and no CUDA graph has to make way. And a load
@@ -37,7 +37,7 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 
 @dataclass(frozen=True, kw_only=True)
 class TransferContext:
-    """What both sides are made with. options: of the connector's type. groups: the KV groups with their pools; blocks
+    """Arguments to make both sides. options: of the connector's type. groups: the KV groups with their pools; blocks
     of all of them hold equally many tokens, so one hash names one block in each.
 
     num_ranks: workers, each of which moves its own part of every block. block_bytes: of a block over all layers that
@@ -74,11 +74,11 @@ class KVConnectorScheduler:
 
     @property
     def is_asking(self) -> bool:
-        """Whether somebody was told None, and the answer is on its way."""
+        """True if a caller was told None, and the answer is on its way."""
         return False
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """What to call, from any thread, when such an answer is there."""
+        """Set the function to call, from any thread, when such an answer is there."""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens to be had beyond the ``num_computed_tokens`` found in the prefix cache, whole blocks; None: not known
@@ -96,7 +96,7 @@ class KVConnectorScheduler:
         return None
 
     def merge(self, output: KVConnectorOutput) -> KVConnectorOutput:
-        """What a worker's report says of transfers as the scheduler knows them."""
+        """A worker's report, in terms of the scheduler's transfers."""
         return output
 
     def update_connector_output(self, load: Load, num_valid_blocks: int) -> None:
@@ -146,7 +146,7 @@ class BlockStore(KVConnectorScheduler, ABC):
 
     @abstractmethod
     def holds(self, key: bytes) -> bool:
-        """Whether the block of this hash, or the state of this name, can be loaded."""
+        """True if the block of this hash, or the state of this name, can be loaded."""
 
     def where(self, keys: Sequence[bytes]) -> list[int]:
         """Where they are, for the worker's side; called when a load begins."""
@@ -183,8 +183,8 @@ class BlockStore(KVConnectorScheduler, ABC):
         return None
 
     def failed(self, load: Load, num_valid_blocks: int) -> list[bytes]:
-        """What a load asked for and did not get: the first of the blocks that failed; and if nothing came, the state as
-        well, which was asked for first."""
+        """Keys that a load did not get: that of the first failed block, and if no block came, also that of the state,
+        which was asked for first."""
         state = None if num_valid_blocks else self.state_of(load)
         return load.keys[num_valid_blocks : num_valid_blocks + 1] + ([] if state is None else [state])
 
@@ -220,10 +220,10 @@ def transfer_of(block: FullBlock, targets: Sequence[int] = ()) -> BlockTransfer:
 
 
 class KVConnector:
-    """What is plugged in: a subclass that names both sides and the type of the options.
+    """Base class of connectors: a subclass names both sides and the type of the options.
 
     scheduler_side: TransferContext -> KVConnectorScheduler. worker_side: WorkerContext -> KVConnectorWorker. Options:
-    what kv_connector_extra_config may hold. outlives_engine: what is saved can be loaded by another process.
+    entries of kv_connector_extra_config. outlives_engine: another process can load the saved blocks.
     moves_parts: several workers go with it, each with its own part of a block; they must not take one another's.
     moves_states: what it keeps may be blocks or states, which have another size.
     takes_new_weights: both sides have a ``new_weights`` that keeps what was saved from being found with other weights.
@@ -270,7 +270,7 @@ class KVConnector:
 
     @classmethod
     def needs_fingerprint(cls, config: KVTransferConfig) -> bool:
-        """Whether what is saved must be kept apart from that of other models, by KVTransferConfig.fingerprint."""
+        """True if saved blocks must be kept apart from those of other models, by KVTransferConfig.fingerprint."""
         return cls.outlives_engine
 
     @classmethod

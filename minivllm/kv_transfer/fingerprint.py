@@ -1,8 +1,8 @@
-"""What besides its hash decides what a block holds, as one digest: no block of another model is taken for ours.
+"""One digest of all that decides the contents of a block besides its hash: blocks of other models are never loaded.
 
 Files are hashed whole: fine-tuned weights may differ from the original in few places, which samples of the bytes would
 miss. It is done once. The digest of a file is remembered with its inode, size and times; the time of the last change
-of the inode is the kernel's, so whoever writes into the file cannot keep it as it was. Files that changed a moment ago
+of the inode is the kernel's, so a writer cannot restore it. Files that changed a moment ago
 are not remembered: what is written within the same tick of the clock would not show.
 """
 
@@ -57,7 +57,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class _KnownDigests:
-    """Digests by path, in ``file_digests.json`` below MINIVLLM_HOME. What cannot be read there is not known."""
+    """Digests by path, in ``file_digests.json`` below MINIVLLM_HOME. An unreadable file counts as empty."""
 
     def __init__(self) -> None:
         self._path, self._is_new = home_directory() / "file_digests.json", False

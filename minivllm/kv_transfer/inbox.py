@@ -1,4 +1,4 @@
-"""What the workers report of transfers, on its way to the engine core: a message that wakes it, so nobody polls."""
+"""Reports of workers on transfers, as messages that wake the engine core, so no thread polls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minivllm.errors import MinivllmError
 
 
 class KVConnectorOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What a connector's worker side has done, reported whenever it is done. rank: of the worker. A transfer is over
+    """Report of a connector's worker side on finished transfers. rank: of the worker. A transfer is over
     when every rank has reported it. part: which of several connectors reports.
 
     finished_recving: transfer id of each load that has ended -> how many of its blocks, from the first one on, hold
@@ -38,7 +38,7 @@ class TransferInbox:
         self.wake()
 
     def fail(self, error: MinivllmError) -> None:
-        """A worker has died: nobody reports any more, and whoever takes gets this."""
+        """A worker has died: there are no more reports, and a caller of ``take`` gets this error."""
         self._error = error
         self.put(KVConnectorOutput())
 

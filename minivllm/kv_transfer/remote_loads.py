@@ -2,7 +2,7 @@
 
 The blocks of a load are its own until it has ended, whatever becomes of the request: freed earlier, they could be
 written into when they are another request's already. They are found under their hashes only once they are known to hold
-what they should, so nobody ever shares a block that may turn out to be bad. What arrived becomes part of the prefix
+what they should, so a block that may turn out to be bad is never shared. Then they become part of the prefix
 cache. The request comes back to the head of the queue, and is admitted like any whose beginning is cached.
 """
 

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kernels_triton_free.lora import RowAdapters, add_low_rank
 from minivllm.distributed.shard import Rows, Shard, count_rows
 from minivllm.linear.methods.exact import choose_linear_method
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight, stack
+from minivllm.linear.product import Product
 
 ChooseMethod = Callable[[str, StoredWeight], LinearMethod | None]
 """(name of the layer, its weight) -> the quantised method to use; None: restore the weight and multiply that."""
@@ -70,36 +70,13 @@ class Linear:
 
     @property
     def arguments(self) -> LinearTensors:
-        """Everything ``apply`` reads of this layer; layers of one shape share the region that reads it."""
+        """Everything that ``product`` reads of this layer; layers of one kind share the region that reads it."""
         return (*self.tensors, *self.adapters)
 
-    def apply(
-        self,
-        x: Tensor,
-        arguments: LinearTensors,
-        adapters: RowAdapters | None = None,
-        largest: Tensor | None = None,
-    ) -> Tensor:
-        """x [tokens, in] -> [tokens, out], with the arguments of any layer of this shape.
-
-        adapters: that of each token, for layers with ``adapters`` (a, b and columns of add_low_rank), which are the
-        last three arguments; None for layers without. largest: see LinearMethod.apply_part; None where x is whole.
-        """
-        tensors = arguments if adapters is None else arguments[:-3]
-        out = self.method.apply(x, tensors) if largest is None else self.method.apply_part(x, tensors, largest)
-        if adapters is None:
-            return out
-        a, b, columns = arguments[-3:]
-        return add_low_rank(out, x, a, b, columns, adapters, tuple(self.sizes.values()))
-
-    def apply_halves(
-        self, x: Tensor, arguments: LinearTensors, adapters: RowAdapters | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """``apply``, of two equal parts, each by itself."""
-        if adapters is None:
-            return self.method.apply_halves(x, arguments)
-        first, second = self.apply(x, arguments, adapters).chunk(2, dim=-1)
-        return first, second
+    @property
+    def product(self) -> Product:
+        """How it is multiplied, once its weights are there. Equal for layers of one kind."""
+        return Product(self.method, tuple(self.sizes.values()))
 
     def load(self, part: str, kind: str, tensor: StoredWeight) -> None:
         """Take this worker's shard of a checkpoint tensor: kind "weight" [out, in] or "bias" [out] of one part."""

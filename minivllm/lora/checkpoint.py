@@ -123,7 +123,7 @@ def load_adapter(
 
 
 class _Options:
-    """What adapter_config.json says about the scaling, once everything that is not supported is refused."""
+    """The scaling in adapter_config.json; unsupported entries are refused."""
 
     def __init__(self, path: Path, entries: dict[str, Any]) -> None:
         if entries.get("peft_type") != "LORA":

@@ -50,7 +50,7 @@ class AdapterManager:
         # Adapter in each slot from 1 on, least recently used first.
         self._slots: dict[str, int] = {}
         self._free_slots = list(range(config.max_loras, 0, -1))
-        # By slot: the chunks that its adapter has in the stacks of every layer. The first chunk is nobody's.
+        # By slot: the chunks that its adapter has in the stacks of every layer. The first chunk belongs to no adapter.
         self._chunks: dict[int, range] = {}
 
     @property
@@ -231,7 +231,7 @@ def adapter_tiles(slots: np.ndarray, ranks: np.ndarray, max_chunks: int) -> Adap
 
 
 def adapter_tile_specs(max_chunks: int, tokens: Size, device: torch.device) -> Any:
-    """What ``adapter_tiles`` makes for a step of ``tokens``, as regions declare it."""
+    """The result of ``adapter_tiles`` for a step of ``tokens``, as regions declare it."""
     tiles = Size("adapter tiles", 2, single=max_chunks)
     lanes = Size("lanes", LANES, single=1, varies=False)
     shapes: tuple[tuple[int | Size, ...], ...] = ((tiles, lanes), (tiles,), (tiles,), (tokens, max_chunks))

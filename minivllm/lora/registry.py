@@ -58,7 +58,7 @@ class AdapterRegistry:
         return known.digest
 
     def _load(self, request: LoRARequest) -> str:
-        """Have all workers read an adapter; its digest. Raises RequestError, and then nobody has it."""
+        """Have all workers read an adapter. Returns its digest. Raises RequestError, and then no worker has it."""
         try:
             digests = self._collective("load_adapter", request)
             others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -111,7 +111,7 @@ class AdapterAdmission:
         self._ahead: list[Request] = []
 
     def begin_step(self) -> None:
-        """Nobody has been set aside in this step yet."""
+        """Forget the requests that were set aside in the previous step."""
         self._ahead.clear()
 
     def may_run(self, request: Request, running: Sequence[Request]) -> bool:

@@ -1,4 +1,4 @@
-"""What a server counts, times and traces: Prometheus metrics, a dashboard, a console line, OpenTelemetry.
+"""Metrics and traces of a server: Prometheus, a dashboard, a console line, OpenTelemetry.
 
 May import: processing.
 Door: `ServerMetrics` in prometheus.py.

@@ -54,7 +54,7 @@ class ServerMetrics:
         )
 
     def look_at_engines(self, stats: Sequence[SchedulerStats | None], num_restarts: Sequence[int]) -> None:
-        """What the engines counted; None for one that did not answer, which leaves its last counters standing."""
+        """Take in the counters of the engines; None for an engine that did not answer, whose last counters stay."""
         before = dict(enumerate(self.engines))
         self.engines = [
             replace(before.get(index, EngineSample()), is_up=False, num_restarts=restarts)
@@ -240,7 +240,7 @@ class _EngineCollector:
 
 
 def _transfers(tiers: Sequence[tuple[list[str], KVTransferStats]]) -> Iterable[Metric]:
-    """What connectors have done, by engine and tier. The names of the tiers are the operator's choice."""
+    """Counters of connectors, by engine and tier. The operator chooses the names of the tiers."""
     for name, text, count in TRANSFER_COUNTERS:
         of_tiers = ((place, count(tier)) for place, tier in tiers)
         yield _family(CounterMetricFamily, f"kv_transfer_{name}", text, of_tiers, "tier")

@@ -37,7 +37,7 @@ Record = Callable[[RequestOutput], None]
 
 
 class Tracing:
-    """What follows requests; this one tells nothing of them."""
+    """Traces of requests; this class records none."""
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """The application, with the caller's trace as the parent of what it does."""

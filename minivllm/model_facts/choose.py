@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def read_model_facts(
     model_path: str | Path, load_format: str = "auto", overrides: Mapping[str, Any] | None = None, wanted: str = "auto"
 ) -> ModelFacts:
-    """What the engine must know of a local model, from whoever computes it.
+    """Facts about a local model that the engine needs, from the implementation that computes it.
 
     wanted: "minivllm", "transformers", or "auto": see ``choose_implementation``. Raises ModelError naming the file, the
     field and the value when the model cannot be run.

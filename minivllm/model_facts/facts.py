@@ -1,4 +1,4 @@
-"""What the engine must know of a model before it is loaded, whoever computes it."""
+"""Facts about a model that the engine needs before loading it, the same for every implementation."""
 
 from __future__ import annotations
 

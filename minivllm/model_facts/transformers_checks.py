@@ -1,4 +1,4 @@
-"""What is wrong with a configuration although transformers takes it, or refuses it in the words of a programmer."""
+"""Checks of a configuration that transformers does not make, or whose errors are not written for users."""
 
 from __future__ import annotations
 

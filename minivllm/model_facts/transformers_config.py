@@ -166,7 +166,7 @@ def _rope_types(config: PretrainedConfig) -> set[str]:
 
 
 def one_sentence(error: Exception) -> str:
-    """What an error of transformers says, without line breaks; a KeyError says little but the key."""
+    """The message of an error of transformers, without line breaks; a KeyError contains little but the key."""
     said = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
     text = " ".join(said.split())
     text = text if len(text) <= 300 else text[:297] + "..."

@@ -1,16 +1,14 @@
 """What a layer is, as data: a family is a list of these, and the code in ``decoder.py`` knows no family.
 
-    x = x + after(mixer(before(x)))          after and before: norms, or nothing
-    x = x + after(mlp(before(x)))
-
-Every spec is frozen and has a repr that tells it from all others: compiled code on disk is found by it.
+x = x + after(mixer(before(x)))          after and before: norms, or nothing
+x = x + after(mlp(before(x)))
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from kernels_triton_free.experts.routing import Routing
@@ -66,18 +64,6 @@ class SelfAttentionSpec:
         """``attend``, complete."""
         return self.attend._replace(query_group=self.query_group)
 
-    @property
-    def ahead(self) -> object:
-        """See LayerSpec: not on which table it rotates by, nor on how it attends, since tables are inputs and attention
-        is computed elsewhere."""
-        rotary = None if self.rotary is None else 0
-        return replace(self, attend=AttentionSpec(None, 1.0), rotary=rotary, o_bias=False)
-
-    @property
-    def behind(self) -> object:
-        gate_bias = self.qkv_bias if self.output_gate else None
-        return self.heads, self.kv_heads, self.head_dim, self.o_bias, self.output_gate, gate_bias
-
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
@@ -117,14 +103,6 @@ class LatentSpec:
     def attends(self) -> AttentionSpec:
         return self.attend._replace(query_group=self.heads)
 
-    @property
-    def ahead(self) -> object:
-        return replace(self, scale=1.0, rotary=0)
-
-    @property
-    def behind(self) -> object:
-        return self.heads, self.nope_dim, self.value_dim, self.kv_rank, self.bias
-
 
 class StateTensor(NamedTuple):
     """One of the tensors that a state is made of. name: for people. shape: in one state. is_float32: it is kept in
@@ -152,14 +130,6 @@ class StateMixerSpec(ABC):
 
     @property
     def attends(self) -> StateMixerSpec:
-        return self
-
-    @property
-    def ahead(self) -> object:
-        return self
-
-    @property
-    def behind(self) -> object:
         return self
 
 
@@ -393,13 +363,3 @@ class LayerSpec:
         if isinstance(self.mixer, SelfAttentionSpec):
             return self.mixer
         raise TypeError(f"A layer with {self.mixer} has no grouped-query attention.")
-
-    @property
-    def ahead(self) -> tuple[object, ...]:
-        """All that the code in front of attention, or of the update of a state, depends on."""
-        return self.mixer.ahead, self.norms
-
-    @property
-    def behind(self) -> tuple[object, ...]:
-        """All that the code behind it depends on."""
-        return self.mixer.behind, self.mlp, self.norms

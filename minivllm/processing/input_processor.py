@@ -311,7 +311,7 @@ class InputProcessor:
         return max_tokens
 
     def _check_params(self, params: SamplingParams) -> None:
-        """What SamplingParams cannot check by itself because it depends on the model."""
+        """Check what depends on the model, which SamplingParams does not know."""
         if isinstance(params, BeamSearchParams):
             raise RequestError(
                 "A beam search cannot stream and takes no part in sampling, since its best sequence is known at the "
@@ -399,7 +399,7 @@ class InputProcessor:
             raise RequestError(f"The adapter {lora.name!r} needs an engine that is started with enable_lora=True.")
 
     def _bad_words_token_ids(self, bad_words: Sequence[str]) -> list[list[int]]:
-        """Every bad word as the ids it has at the start of a text and behind a space, each sequence once."""
+        """Every bad word as the ids it has at the start of a text and after a space, each sequence once."""
         sequences: dict[tuple[int, ...], None] = {}
         for index, word in enumerate(bad_words):
             tokenizer = self._require_tokenizer("bad_words")
@@ -457,8 +457,8 @@ def _generation_config(model_path: str) -> tuple[Path, dict[str, Any]]:
 
 
 def _sequence_params(params: SamplingParams, index: int) -> SamplingParams:
-    """Parameters of one sequence. Only the first one computes prompt logprobs: they are the same for all, and whoever
-    computes them cannot use the prefix cache."""
+    """Parameters of one sequence. Only the first one computes prompt logprobs: they are the same for all, and a
+    sequence that computes them cannot use the prefix cache."""
     if params.num_sequences == 1:
         return params
     prompt_logprobs = params.prompt_logprobs if index == 0 else None

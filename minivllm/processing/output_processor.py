@@ -1,4 +1,4 @@
-"""What the engine did, turned into what the user reads: text, stop strings, logprobs, n completions, timings.
+"""Engine outputs become outputs for users: text, stop strings, logprobs, n completions, timings.
 
 Stop strings live here and not in the engine core, which knows no text: a sequence that met one is finished for the user
 at once, and its id is handed back so that the engine aborts it.
@@ -109,7 +109,7 @@ class OutputProcessor:
         return sequence_ids
 
     def discard(self, request: RequestState) -> list[str]:
-        """Forget a request that nobody reads any more; the sequences the engine must abort."""
+        """Forget a request that has lost its reader. Returns the sequences that the engine must abort."""
         self._requests.pop(request.internal_id, None)
         sequence_ids = [sequence.sequence_id for sequence in request.sequences]
         return [sequence_id for sequence_id in sequence_ids if self._sequences.pop(sequence_id, None) is not None]
@@ -212,7 +212,7 @@ class RequestState:
     """A prompt and its n sequences.
 
     Nothing is built before ``make_output`` is called: a reader that takes its time gets everything since the last call
-    in one piece, and holds up nobody.
+    in one piece, and delays no other reader.
     """
 
     def __init__(self, prepared: PreparedRequest, decoder: TokenDecoder | None) -> None:
@@ -235,6 +235,7 @@ class RequestState:
             None if params.prompt_logprobs is None else [None]
         )
         self.num_unfinished = params.num_sequences
+        self._keeps_best = params.num_sequences > params.n
         self._finished_outputs: dict[int, CompletionOutput] = {}
         self.sequences = [
             _Sequence(self, index, engine_request.request_id, decoder, prepared.stops)
@@ -281,7 +282,7 @@ class RequestState:
 
     def _best(self, completions: list[CompletionOutput]) -> list[CompletionOutput]:
         """With best_of above n the n likeliest ones, best first; else all as they are."""
-        if self.params.num_sequences == self.params.n:
+        if not self._keeps_best:
             return completions
         ranked = sorted(completions, key=lambda completion: -(completion.cumulative_logprob or 0.0))[: self.params.n]
         return [replace(completion, index=index) for index, completion in enumerate(ranked)]

@@ -1,4 +1,4 @@
-"""What the user gets back: completions, log-probabilities and timings of a request, in vLLM's shape."""
+"""Outputs for users: completions, log-probabilities and timings of a request, in vLLM's shape."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

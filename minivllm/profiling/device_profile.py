@@ -1,4 +1,4 @@
-"""What PyTorch runs on a device, together with the spans, as a Chrome trace."""
+"""Kernels that PyTorch runs on a device, together with the spans, as a Chrome trace."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The one hook of everybody who wants to know what the engine does, and for how long: named spans of its code.
+"""The one hook for observers of the engine: named spans of its code, with their times.
 
     with span("schedule"):
         ...
 
-Whoever wants to know listens: a trace of named ranges, the bench, a chat that shows its steps. As long as nobody does,
+Listeners are a trace of named ranges, the bench, and a chat that shows its steps. Without a listener,
 a span is one test and one shared object that does nothing. A span stands around the call, never in place of what is
 called, so it stays where it is when compiled code takes over.
 """
@@ -61,7 +61,7 @@ _listening: tuple[tuple[Listener, Collection[str] | None], ...] = ()
 
 
 def span(name: str, subject: object = None) -> AbstractContextManager[None]:
-    """What happens inside ``with`` has this name. subject: the object it is about, for listeners that want to look."""
+    """Name the work inside ``with``. subject: the object that it is about, for listeners."""
     if not _listening:
         return _SILENT
     listeners = [listener for listener, names in _listening if names is None or name in names]

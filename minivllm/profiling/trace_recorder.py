@@ -1,8 +1,8 @@
 """``--profile DIR``: a trace of the engine's steps with named ranges, for https://ui.perfetto.dev or chrome://tracing.
 
 The ranges are the engine's spans. In a step: schedule, dispatch, execute (apply, prepare, first, between, last,
-attention, sample, draft), wait (for the results) and output; with a connector, save_kv behind execute, and load_kv and
-write_kv in threads of their own. With async scheduling on a CPU, execute runs in the
+attention, sample, draft), wait (for the results) and output; with a connector, save_kv after execute, and load_kv and
+write_kv in separate threads. With async scheduling on a CPU, execute runs in the
 worker's thread beside the steps of the core. Workers in processes of their own are processes of the same trace, with
 spans of what they exchange: "exchange" within a layer, "receive" and "send" between stages.
 """
@@ -91,7 +91,7 @@ class TraceRecorder:
         profiler.stop()
         profiler.export_chrome_trace(str(self.path))
         if self._collective is not None:
-            with suppress(MinivllmError):  # of workers that have died, or whose profile somebody else has stopped
+            with suppress(MinivllmError):  # of workers that have died, or whose profile another caller has stopped
                 merge_traces(self.path, dict(zip(self._ranks, self._collective("stop_profile"), strict=True)))
         logger.warning(
             "Wrote a trace of %d steps to %s: open it at https://ui.perfetto.dev.", self._num_steps, self.path

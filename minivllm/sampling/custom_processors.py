@@ -1,8 +1,8 @@
 """Custom logits processors as stages of the sampler: rows of a step on one side, a batch with updates on the other.
 
-The sampler asks for the rows it has, whichever slots they belong to. A processor knows a batch: request i has row i,
-and it hears of every change. So the rows that are asked for come first in the processor's batch; who is not asked for
-waits behind them.
+The sampler asks for the rows it has, of any slots. A processor knows a batch: request i has row i, and the processor is
+told of every change. So the rows that are asked for come first in the processor's batch, and the other requests after
+them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ProcessorStage:
             logits[index] = processed.to(logits)
 
     def _update(self, wanted: list[int]) -> BatchUpdate | None:
-        """What happened since the last call, and what puts the wanted slots into the first rows, in this order."""
+        """Changes since the last call, and moves that put the wanted slots into the first rows, in this order."""
         slots, removed = self._slots, sorted(self._removed)
         empty = list(removed)
         added = []

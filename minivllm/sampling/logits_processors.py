@@ -58,7 +58,7 @@ class BatchUpdate:
     """How the batch changed; to be followed in the order removed, added, moved.
 
     batch_size: requests in the batch afterwards. removed: rows that became empty. added: requests in empty rows, or
-    behind the last one. moved: pairs of rows that change places, one after the other; one of them may be empty.
+    after the last one. moved: pairs of rows that change places, one after the other; one of them may be empty.
     """
 
     batch_size: int
@@ -105,8 +105,8 @@ class LogitsProcessor(ABC):
     def is_argmax_invariant(self) -> bool:
         """True if the likeliest token always stays the likeliest one: greedy requests then do without ``apply``.
 
-        It also says when it is this processor's turn: False puts it behind bad words and logit bias and before
-        penalties and temperature, True behind temperature and before min-p, top-k and top-p.
+        It also says when it is this processor's turn: False puts it after bad words and logit bias and before
+        penalties and temperature, True after temperature and before min-p, top-k and top-p.
         """
 
     @abstractmethod

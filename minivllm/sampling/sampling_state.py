@@ -1,4 +1,4 @@
-"""What the sampler remembers of each slot: parameters in persistent tensors, vocabulary-wide state only where needed.
+"""State of the sampler for each slot: parameters in persistent tensors, vocabulary-wide state only where needed.
 
 Every number lives on the device, where rows gather it, and on the host, where "does any row need this stage?" is
 answered without waiting for the device.
@@ -222,7 +222,7 @@ class Penalties:
 class SamplingState:
     """The sampling parameters of every slot, and the stages that need memory of their own.
 
-    edits: stages before temperature, in order. draw_edits: stages behind it, which greedy rows do without.
+    edits: stages before temperature, in order. draw_edits: stages after it, which greedy rows do without.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str) -> None:
@@ -239,7 +239,7 @@ class SamplingState:
         """Alternatives to report per token, on the host only; -1: no log-probabilities at all."""
         self.wants_prompt_logprobs = np.zeros(num_slots, dtype=np.bool_)
         self.is_edited = np.zeros(num_slots, dtype=np.bool_)
-        """A stage may touch the slot's rows. Of any other slot nobody has to know what it has generated."""
+        """A stage may touch the slot's rows. For any other slot the generated tokens are not needed."""
         self.is_plain = np.zeros(num_slots, dtype=np.bool_)
         """The likeliest token is all that the slot's request wants, and no stage but draw_edits touches its rows."""
         self.constraints = TokenConstraints(num_slots, vocab_size, device)

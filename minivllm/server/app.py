@@ -1,4 +1,4 @@
-"""The application: every endpoint, in front of one engine."""
+"""The application: every endpoint, over one engine."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def json_response(value: Any) -> Response:
 
 
 async def generated(request: Request, run: CompletionRun | ResponseRun, stream: bool | None) -> Response:
-    """What a run makes, in one piece or as it comes."""
+    """The response of a run, in one piece or as a stream of events."""
     if stream:
         return await event_stream(request, run.stream(), run.error_frames)
     return json_response(await while_connected(request.receive, run.complete()))

@@ -229,7 +229,7 @@ def warn_if_open(settings: ServerSettings) -> None:
 
 
 async def serve(engine: AsyncLLM, settings: ServerSettings, listener: socket.socket) -> int:
-    """Run a server in front of ``engine`` until it is told to stop, then close the engine; the exit code."""
+    """Run a server for ``engine`` until it is told to stop, then close the engine. Returns the exit code."""
     run: ServerRun | None = None
     try:
         run = ServerRun(engine, settings)

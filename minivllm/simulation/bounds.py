@@ -1,6 +1,6 @@
-"""What a step must at least read and compute, and what the machine can do at best, measured.
+"""Lower bounds of a step (bytes read, operations), and the measured limits of the machine.
 
-Speeds are held against these: the roofline (Williams et al. 2009).
+Speeds are compared with these: the roofline (Williams et al. 2009).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Machine:
 
     @property
     def bandwidth(self) -> float:
-        """What decoding is held against: the faster of the two, so that nobody beats the bound by a slow probe."""
+        """The bound of decoding: the faster of the two, so that a slow probe makes no share exceed it."""
         return max(self.copy, self.read)
 
 
@@ -92,9 +92,12 @@ def tensor_bytes(tensors: Any) -> int:
 
 
 def weight_bytes(decoder: Decoder, rows: int = 1) -> int:
-    """What a step of so many rows reads of the weights [bytes]: all of them but the embedding, of which a few rows are
-    read, and of what is kept in several forms the one that its code reads."""
-    weights = tree_iter([decoder._weights, decoder.final_norm, decoder.head.tensors])
+    """Bytes of weights that a step of so many rows reads: all weights but the embedding, of which a few rows are read.
+
+    A weight that is kept in several forms counts in the form that the step's code reads.
+    """
+    in_layers = [(layer.vectors, [stored.tensors for stored in layer.stored]) for layer in decoder.layers]
+    weights = tree_iter([in_layers, decoder.final_norm, decoder.head.tensors])
     return tensor_bytes([one for one in weights if isinstance(one, torch.Tensor) and is_read(one, rows)])
 
 
@@ -131,8 +134,8 @@ def prefill_flops(config: DecoderConfig, tokens: int) -> float:
 
 
 def _mixer_weights(spec: MixerSpec, hidden: int) -> tuple[int, int, int]:
-    """Weights that are multiplied with each token in front of the cut and behind it, and values that a query is
-    multiplied with for each key."""
+    """Weights that are multiplied with each token before the cut and after it, and values that a query is multiplied
+    with for each key."""
     if isinstance(spec, StateMixerSpec):
         return hidden * spec.widths[0], hidden * spec.widths[1], 0
     if isinstance(spec, LatentSpec):

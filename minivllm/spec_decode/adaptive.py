@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PRIOR_ACCEPTED, PRIOR_TRIED = 0.3, 0.5
-"""What a new request is taken for: few tries, so that the first real ones count."""
+"""Assumed history of a new request: few tries, so that the first real ones count."""
 DECAY = 0.95
 """Weight of older verifications at each new one: the last twenty or so decide."""
 PROBE_TOKENS = 3

@@ -1,4 +1,4 @@
-"""What a drafter is: something that guesses the tokens that follow. Guesses cost time when wrong, never correctness."""
+"""The interface of drafters, which guess the tokens that follow. Wrong guesses cost time, never correctness."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minivllm.sampling.sampling_state import SamplingState
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a drafter is made from, once, when the engine starts.
+    """Arguments to make a drafter, once, when the engine starts.
 
     settings: speculative_config. target: the model whose tokens are guessed. batch: the requests that it serves.
     sampling_state: how their tokens are drawn. compiler: makes the regions in use at first. draft_decoder: the loaded

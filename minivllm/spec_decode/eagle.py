@@ -2,11 +2,11 @@
 
 Every step of the target leaves the features of its tokens in the blocks, beside its keys and values and valid exactly
 as long: so blocks from the prefix cache bring them along, and nothing is lost by preemption. The head computes a place
-when it first guesses behind it, from the feature of position i and the token at i + 1. Beside each place stands a
-fingerprint of the text, up to that token, which its keys and values were made of; what does not match is missing,
-whatever happened. Since the head has one layer, keys and values depend on nothing but feature and token: catching up
-takes no attention, and single places can be missing. (The last place of a shared block belongs to whoever computed it
-last, if the texts part just behind it. That can cost a guess.)
+when it first guesses the next token, from the feature of position i and the token at i + 1. Beside each place stands a
+fingerprint of the text, up to that token, which its keys and values were made of; a place that does not match counts
+as missing. Since the head has one layer, keys and values depend on nothing but feature and token: catching up
+takes no attention, and single places can be missing. (If two texts differ directly after a shared block, the block's
+last place belongs to the request that computed it last. That can cost a guess.)
 
 Where the target has not been yet, the head's own output is put in the place of the feature, until verification writes
 the real one over it.
@@ -55,10 +55,10 @@ class EagleDraft(CachedDraft):
         self.caches.append((allocate_features(self.model, self._tables.num_blocks, self._tables.block_size),))
 
     def _missing(self, row: Row) -> list[Row]:
-        """Those behind a guess count for this guess only: their feature is a guess too."""
+        """Rows after a guess count for this guess only: their feature is a guess too."""
         request = row.request
         places = self._places(request.slot, np.arange(row.start + 1))
-        if row.start >= request.num_computed_tokens:  # behind guesses, so everything before is there
+        if row.start >= request.num_computed_tokens:  # after guesses, so everything before is there
             self._computed[places[-1]] = 0
             return []
         texts = self._texts(request, row.start + 1)
@@ -67,16 +67,17 @@ class EagleDraft(CachedDraft):
         edges = np.flatnonzero(np.diff(is_missing, prepend=False, append=False)).tolist()
         return [Row(request, start, end - start) for start, end in zip(edges[::2], edges[1::2])]
 
-    def _compute(self, rows: list[Row]) -> tuple[StepInputs, Tensor, Tensor]:
-        """Keys and values into the cache: no attention. Returns (inputs, queries, residual stream)."""
+    def _compute(self, rows: list[Row], attends: bool = False) -> tuple[StepInputs, Hidden]:
+        """Keys and values into the cache, and what attention makes of them, if it is wanted."""
         inputs = self._paged.build(rows)
         [cache] = self._paged.step_caches(inputs)
-        return inputs, *self.model.queries(inputs.token_ids, inputs.tokens, cache, self._features)
+        attend = self._paged.attend(inputs) if attends else None
+        return inputs, self.model.attended(inputs.token_ids, inputs.tokens, cache, self._features, attend)
 
     def _logits(self, rows: list[Row]) -> Tensor:
-        inputs, q, residual = self._compute(rows)
-        o = self._paged.attend(inputs)(0, q)
-        logits, features = self.model.guess(o, residual, torch.arange(len(o), dtype=torch.int32, device=o.device))
+        inputs, hidden = self._compute(rows, attends=True)
+        every = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=inputs.token_ids.device)
+        logits, features = self.model.guess(hidden, every, inputs.tokens)
         # What the head foresees is the feature of the next position, if that has a place.
         slots, following = (np.array(values) for values in zip(*((r.request.slot, r.start + 1) for r in rows)))
         has_place = following < self._tables.num_held[slots] * self._tables.block_size
@@ -95,7 +96,7 @@ class EagleDraft(CachedDraft):
         self._features.view(-1, self.model.feature_size)[places] = features
 
     def _texts(self, request: WorkerRequest, count: int) -> np.ndarray:
-        """As everywhere, and the adapter that the features are of."""
+        """Fingerprints of texts, combined with the adapter that the features come from."""
         texts = super()._texts(request, count)
         name = None if request.data.lora is None else request.data.lora.name
         return texts if name is None else texts ^ (np.uint64(zlib.crc32(name.encode())) << np.uint64(1))

@@ -21,7 +21,7 @@ MIN_MATCH = 2
 
 
 def longest_suffix_match(token_ids: np.ndarray, min_length: int, max_length: int) -> int | None:
-    """Where to go on reading: the place behind the longest earlier occurrence of a suffix of token_ids [n].
+    """The place after the longest earlier occurrence of a suffix of token_ids [n].
 
     The suffix has min_length to max_length tokens; among occurrences of the longest one the latest counts. An
     occurrence may overlap the suffix, but not be it. Returns an index from 1 to n - 1, or None.
@@ -70,7 +70,7 @@ class SuffixAutomaton:
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._length = [0]  # of the longest string of the state
-        self._end = [0]  # place behind the first occurrence of the state's strings
+        self._end = [0]  # place after the first occurrence of the state's strings
         self._last = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -79,13 +79,13 @@ class SuffixAutomaton:
             self._append(token_id)
 
     def repeated_suffix(self) -> tuple[int, int]:
-        """The longest suffix of the text that also occurs earlier: (its length, the place behind its first occurrence).
+        """The longest suffix of the text that also occurs earlier: (its length, the place after its first occurrence).
         (0, 0) if no token of it does."""
         link = max(0, self._link[self._last])
         return self._length[link], self._end[link]
 
     def longest_match(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """The longest suffix of token_ids that occurs in the text: (length, the place behind its first occurrence)."""
+        """The longest suffix of token_ids that occurs in the text: (length, the place after its first occurrence)."""
         state, length = 0, 0
         for token_id in token_ids:
             while state != 0 and token_id not in self._next[state]:
@@ -128,7 +128,7 @@ class SuffixAutomaton:
 
 
 class SuffixDrafter(Drafter):
-    """Copies what followed the longest match, in the request itself or in earlier outputs, whichever is longer.
+    """Copies what followed the longest match, in the request itself or in earlier outputs.
 
     Earlier outputs are kept in two generations: when the younger one is full it becomes the older, and the older one is
     forgotten. So no more than max_cached_tokens of them are remembered. Requests learn from those of the same

@@ -6,10 +6,10 @@ two of the best any coupling could do, and verification needs to know nothing of
 coupling; Daliri et al. 2024).
 
 Block b of a request is block b of both caches, so blocks are counted once and the scheduler knows of one model only.
-But a drafter computes a token when it first guesses behind it, not when the scheduler says so: prompts come in chunks,
-blocks from the prefix cache, requests back from preemption, and guesses are rejected. So beside each place of its cache
-it keeps a fingerprint of the text, up to there, that the keys and values in this place stand for. What is missing is
-what does not match, whatever happened, and blocks that were shared for the target are shared for the drafter too.
+But a drafter computes a token when it first guesses the next one, not when the scheduler says so: prompts come in
+chunks, blocks from the prefix cache, requests back from preemption, and guesses are rejected. So beside each place of
+its cache it keeps a fingerprint of the text, up to there, that the keys and values in this place stand for. A place
+that does not match counts as missing, and blocks that were shared for the target are shared for the drafter too.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PagedDraft(Drafter):
         """Have caches again after they were cleared."""
 
     def propose(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
-        # The last guess is computed by verification, so of k guesses k - 1 need a place, behind the n known tokens.
+        # The last guess is computed by verification, so of k guesses k - 1 need a place, after the n known tokens.
         lengths = [min(task.max_tokens, self.num_places(task.slot) - len(task.token_ids) + 1) for task in tasks]
         proposals: dict[str, list[int]] = {task.request_id: [] for task, length in zip(tasks, lengths) if length > 0}
         for step in range(max(lengths, default=0)):
@@ -98,7 +98,7 @@ class PagedDraft(Drafter):
 
     def next_tokens(self, slots: np.ndarray, positions: np.ndarray) -> list[int]:
         """Compute the tokens that stand at ``positions`` of ``slots`` (int [R] each; everything before them is known),
-        guess the ones behind them, and write these into the batch."""
+        guess the next ones, and write these into the batch."""
         owners = {request.slot: request for request in self._batch.requests.values() if request.slot >= 0}
         rows = [Row(owners[s], p - self._token_offset, 1) for s, p in zip(slots.tolist(), positions.tolist())]
         self._catch_up(rows)

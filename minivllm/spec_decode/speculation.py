@@ -65,7 +65,7 @@ def make_speculation(context: DraftContext) -> Speculation:
 
 
 def measured_step_cost(seconds_to_verify: Callable[[int], float], k: int) -> tuple[float, float]:
-    """What verifying costs, in units of a step without drafts: (once, for every token), from steps with 0, 1 and k."""
+    """Cost of verification, in units of a step without drafts: (once, for every token), from steps with 0, 1 and k."""
     none, one, most = (min(seconds_to_verify(drafts) for _ in range(MEASUREMENTS)) for drafts in (0, 1, k))
     per_token = max(0.0, (most - one) / (k - 1) / none) if k > 1 else 0.0
     return max(0.0, one / none - 1.0 - per_token), per_token
@@ -102,7 +102,7 @@ class Speculation:
         return {request_id: guess for request_id, guess in sound.items() if guess}
 
     def _sound(self, guess: Sequence[int], task: DraftTask) -> list[int]:
-        """What of a guess can be verified: as many tokens as were asked for, up to the first that is none.
+        """The part of a guess that can be verified: as many tokens as were asked for, up to the first that is none.
 
         The embedding of a token outside the vocabulary cannot be looked up, and drafters may be anybody's.
         """
@@ -131,7 +131,7 @@ class Speculation:
                 self.drafter.finish(request_id, request.output_token_ids, request.data.cache_salt)
 
     def _room(self, request: WorkerRequest) -> int:
-        """How many drafts can still become tokens: one more is always sampled behind them."""
+        """The number of drafts that can still become tokens: one more token is always sampled after them."""
         limit = self._batch.max_model_len
         max_tokens = request.data.sampling_params.max_tokens
         if max_tokens is not None:

@@ -1,4 +1,4 @@
-"""When a text ends: stop strings and stop expressions, matched as tokens arrive; and expressions that name layers.
+"""The end of a text: stop strings and stop expressions, matched as tokens arrive; expressions that name layers.
 
 May import: the vocabulary only.
 """

@@ -42,13 +42,13 @@ class NamePattern:
         self._automaton = None if is_short else _Automaton(pattern)
 
     def begins(self, name: str) -> bool:
-        """Whether the beginning of the name matches."""
+        """True if the beginning of the name matches."""
         if len(name) > MAX_NAME_LENGTH:
             return False
         return bool(self._expression.match(name)) if self._automaton is None else self._automaton.match(name, ACCEPT)
 
     def is_all_of(self, name: str) -> bool:
-        """Whether the whole name matches."""
+        """True if the whole name matches."""
         if len(name) > MAX_NAME_LENGTH:
             return False
         return bool(self._expression.fullmatch(name)) if self._automaton is None else self._automaton.match(name, 0)

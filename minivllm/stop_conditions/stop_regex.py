@@ -8,9 +8,10 @@ an older match has reached is struck from the younger ones, since from there on 
 longer. That leaves where the earliest match in progress began, which is what a stream must hold back, and bounds the
 work for a character and the memory by the number of places.
 
-The syntax is that of Python's ``re``, whose parser reads it and which decides what a class contains. What looks beyond
-the matched text or depends on the order of attempts (anchors, lookaround, backreferences, …) is refused. A match ends
-as soon as it can (see ``stop_strings``), so ``a+`` ends at the first a, and greedy and lazy repetition are the same.
+The syntax is that of Python's ``re``, whose parser reads it and which decides what a class contains. Syntax that
+looks beyond the matched text or depends on the order of attempts (anchors, lookaround, backreferences, …) is refused. A
+match ends as soon as it can (see ``stop_strings``), so ``a+`` ends at the first a, and greedy and lazy repetition are
+the same.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def compile_stop_patterns(patterns: Iterable[str]) -> list[StopPattern]:
 
 
 class Progress(NamedTuple):
-    """What a sequence has read. position: how many characters. matches: those in progress, the oldest first; each where
-    it began and the places whose character may come next."""
+    """Progress of a sequence. position: characters read so far. matches: those in progress, the oldest first; each is
+    the place where it began, and the places whose character may come next."""
 
     position: int
     matches: tuple[tuple[int, int], ...]

@@ -1,4 +1,4 @@
-"""Output that keeps to a JSON schema, a regular expression, a list of choices or a grammar.
+"""Structured output: JSON schemas, regular expressions, choices and grammars.
 
 May import: config, structured_output.schemas, tokenizer.
 Door: `StructuredOutputManager` in manager.py.

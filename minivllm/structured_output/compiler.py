@@ -29,13 +29,13 @@ DEFAULT_WHITESPACE = r"[ \t\n\r]{1,40}"
 _BLANKS = re.compile(r"(?:[ \t\n\r()|*+?]|\?:|\\[tnrs]|\\x20|\{[0-9,]+\}|\[(?:[ \t\n\r]|\\[tnrs]|\\x20)+\])*")
 """Expressions of nothing but what JSON allows between its tokens."""
 ESCAPES = 'nrbtf\\"'
-"""What may follow a backslash in a string of JSON: where there is no other spelling."""
+"""Characters after a backslash in a string of JSON, where there is no other spelling."""
 SEARCH_SECONDS = 0.2
 """How long inner schemas are tried one by one to find the place of an error."""
 
 
 def parser_limits() -> LLParserLimits:
-    """What one grammar may take: about 20 ms of lexer construction, 15 ms for one mask, 50 MB of lexer states."""
+    """Limits of one grammar: about 20 ms of lexer construction, 15 ms for one mask, 50 MB of lexer states."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -78,7 +78,7 @@ class GrammarCompiler:
         return Grammar(matcher, tokenizer, eos_token_ids)
 
     def read_vocabulary(self, eos_token_ids: list[int]) -> LLTokenizer:
-        """What every token writes, read once. Raises ModelError."""
+        """The text of every token, read once. Raises ModelError."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = load_ll_tokenizer(self._config, self._vocab_size, eos_token_ids)

@@ -1,4 +1,4 @@
-"""What guides one request, token by token: its grammar, and its budget for thinking."""
+"""Guides of one request, token by token: its grammar, and its budget for thinking."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Grammar:
     """One matcher, moved on token by token. Implements StopCondition and TokenMaskSource.
 
     A matcher can give up in the middle of a text when a step would take too long or too much memory; the request then
-    ends with an error, at its next token, and nobody else is affected.
+    ends with an error, at its next token, and no other request is affected.
     """
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, eos_token_ids: Collection[int]) -> None:
@@ -74,8 +74,8 @@ class Grammar:
 class ThinkingBudget:
     """Implements StopCondition, to see every token, and TokenMaskSource, to close the thought.
 
-    Thinking starts behind the opening tag, in the prompt or in the output, and ends with the closing one. A closing tag
-    of several tokens is forced one by one, and only from its beginning: what was half written of it does not count.
+    Thinking starts after the opening tag, in the prompt or in the output, and ends with the closing one. A closing tag
+    of several tokens is forced one by one, and only from its beginning: a half-written tag does not count.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class StructuredOutputManager:
 
     @property
     def has_blocked(self) -> bool:
-        """Whether requests wait for their grammars."""
+        """True while requests wait for their grammars."""
         return bool(self._blocked)
 
     def poll(self, may_wait: bool) -> Iterator[tuple[Request, str | None]]:
@@ -155,7 +155,7 @@ class StructuredOutputManager:
         self._blocked = still_blocked
         wanted = {blocked.structured.key for blocked in still_blocked}
         for key in self._compiling.keys() - wanted:
-            if self._compiling[key][1].cancel():  # nobody waits for it any longer, and it has not begun
+            if self._compiling[key][1].cancel():  # no request waits for it any longer, and it has not begun
                 del self._compiling[key]
 
     def start_masks(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> Callable[[], TokenMasks] | None:
@@ -209,7 +209,7 @@ class StructuredOutputManager:
 
 
 def _step_back() -> None:
-    """Let the calling thread have only the processor time that nobody else wants."""
+    """Give the calling thread a low priority: it gets the processor time that other threads leave."""
     if sys.platform == "linux":  # elsewhere it would be the whole process
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
 

@@ -1,6 +1,6 @@
 """A chat template rendered as transformers does it, without importing transformers, which takes most of a second.
 
-A template comes with a model's files, so it is nobody's trusted code: it runs in Jinja's sandbox and sees plain JSON
+A template comes with a model's files, so it is not trusted: it runs in Jinja's sandbox and sees plain JSON
 values only. https://huggingface.co/docs/transformers/chat_templating
 """
 

@@ -5,7 +5,7 @@ What a stream emits, plus what it flushes at the end, equals decoding all its id
 * ``ByteLevelStream`` for byte-level BPE (Llama 3, Qwen, SmolLM, Mistral's newer ones): tokens are bytes, so an
   incremental UTF-8 decoder is all it takes.
 * ``WindowStream`` for everything else (SentencePiece with byte fallback, Metaspace, WordPiece): decodes the new tokens
-  behind the last finished one and emits the difference, after vLLM's prefix and read offsets.
+  after the last finished one and emits the difference, after vLLM's prefix and read offsets.
 
 ``tokenizers.decoders.DecodeStream`` is not used: it has no flush, waits forever on bytes that are not UTF-8, and raises
 on some sequences, so it cannot promise the same text as decoding at once.
@@ -38,7 +38,7 @@ class TokenStream(Protocol):
 
 
 class TokenDecoder:
-    """What decoding needs to know about a tokenizer; made once, shared by all requests. Caches one entry per id."""
+    """The facts about a tokenizer that decoding needs; made once, shared by all requests. Caches one entry per id."""
 
     def __init__(self, backend: TokenizersBackend) -> None:
         self._backend = backend
@@ -123,7 +123,7 @@ class ByteLevelStream:
 
 
 class WindowStream:
-    """Decodes pending tokens behind the last finished one (the context) and emits what the context alone lacks.
+    """Decodes pending tokens after the last finished one (the context) and emits what the context alone lacks.
 
     A run of byte-fallback tokens stays pending until another token ends it, because one invalid byte turns the whole
     run into U+FFFD. Tokens that decoding leaves out never enter the window, so the context always has text of its own.
@@ -164,7 +164,7 @@ class Detokenizer:
     """Text of one sequence with its stop strings and expressions.
 
     Text that may begin a match is held back until decided. Matches that end in the first ``min_tokens`` tokens do not
-    count, as in vLLM. After ``stop_match`` is set the sequence is over: the text ends before the match (behind it with
+    count, as in vLLM. After ``stop_match`` is set the sequence is over: the text ends before the match (after it with
     ``include_stop_string``) and no more tokens may be pushed.
     """
 

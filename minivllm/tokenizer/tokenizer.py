@@ -62,7 +62,7 @@ class SpecialTexts:
     @cached_property
     def _twin(self) -> tuple[TokenizersBackend, dict[str, str], dict[int | None, int]]:
         """The twin, which shares the model and its vocabulary, the secret name of every special token, and the token
-        behind the twin's id of that name."""
+        for the twin's id of that name."""
         backend, secret = self._backend, secrets.token_hex(16)
         twin = TokenizersBackend(backend.model)
         for name in ("normalizer", "pre_tokenizer", "post_processor"):
@@ -93,7 +93,7 @@ class SpecialTexts:
 
 
 class HiddenTexts:
-    """What one conversation hides from its template. A secret of its own: an error of the template may show it."""
+    """The texts that a conversation hides from its template, under a new secret, which template errors may show."""
 
     def __init__(self, special: SpecialTexts) -> None:
         self._special = special
@@ -183,7 +183,7 @@ class Tokenizer:
         return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]:
-        """The vocabulary entry behind each id, None for an id the tokenizer does not have."""
+        """The vocabulary entry of each id, None for an id the tokenizer does not have."""
         return [self.backend.id_to_token(token) for token in ids]
 
     def apply_chat_template(
@@ -240,7 +240,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """What the template makes of a conversation, as text; it brings its own special tokens.
+        """Render a conversation with the template, as text with its special tokens.
 
         continue_final_message: end within the last message, which the model then goes on with. chat_template: takes
         the place of the model's. kwargs: further template variables. Raises RequestError.

@@ -44,7 +44,7 @@ _UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale", "input_zero_
 
 
 class StoredPart(NamedTuple):
-    """What a file's header says of a tensor: its safetensors type and its shape."""
+    """Entry of a tensor in a file's header: its safetensors type and its shape."""
 
     type: str
     shape: Shape
@@ -126,7 +126,7 @@ class _Fitting(NamedTuple):
 
 
 def _fitting(stored: WeightFormat, main: Shape) -> _Fitting | None:
-    """What belongs to a main part of this shape; None if no main part has such a shape."""
+    """The parts that belong to a main part of this shape; None if no main part has such a shape."""
     per_word, layout = 32 // stored.bits, stored.layout
     if layout == "mxfp4":
         if len(main) < 3 or main[-1] != MXFP4_GROUP // 2:

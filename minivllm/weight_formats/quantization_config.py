@@ -247,7 +247,7 @@ def _scheme(group: Mapping[str, Any], name: Any, where: str) -> WeightFormat:
 
 
 class _Arguments:
-    """What a group says of its weights or of its inputs; false if it says nothing."""
+    """Entries of a group about its weights or its inputs; false if there are none."""
 
     def __init__(self, group: Mapping[str, Any], name: str, where: str) -> None:
         self.where = f"{where}.{name}"

@@ -12,9 +12,7 @@ from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.config import EngineConfig
 from minivllm.device.policy import DevicePolicy
-from minivllm.distributed.communicator import Alone
 from minivllm.distributed.other_workers import NO_OTHERS, OtherWorkers
-from minivllm.distributed.shard import Shard
 from minivllm.distributed.stage import Stage
 from minivllm.errors import ConfigError
 from minivllm.linear.choose import ROUNDING_GROUP, MethodChooser
@@ -27,8 +25,6 @@ from minivllm.models.eagle.checkpoint import find_tensors, random_tensors
 from minivllm.models.eagle.config import EagleVersion, read_eagle_config
 from minivllm.models.eagle.head import EagleHead
 from minivllm.models.model import Model
-from minivllm.models.sharded.decoder import ShardedDecoder
-from minivllm.models.sharded.shared_experts import SharedExpertsDecoder
 from minivllm.models.transformers_model.model import TransformersModel
 from minivllm.models.transformers_weights.names import dummy_parameters, iterate_parameters
 from minivllm.weight_formats.packed_weights import PackedWeights
@@ -89,12 +85,9 @@ def new_model(config: EngineConfig, facts: ModelFacts, others: OtherWorkers = NO
     if config.speculative is not None and config.speculative.eagle_version is not None:
         settings["embeds_last"] = True
     if others.group is not None:
-        settings["communicator"] = others.communicator or Alone()
-        return SharedExpertsDecoder(facts, group=others.group, **settings), chooser
+        settings["group"] = others.group
     if others.communicator is not None:
-        if config.expert_parallel:
-            settings["experts"] = Shard(others.communicator.rank, others.communicator.size)
-        return ShardedDecoder(facts, communicator=others.communicator, stage=others.stage, **settings), chooser
+        settings["communicator"], settings["divides_experts"] = others.communicator, config.expert_parallel
     return Decoder(facts, stage=others.stage, **settings), chooser
 
 

@@ -81,6 +81,7 @@ class ModelRunner:
         self._read_back = ReadBack(device)
         self._newest: PendingStep | None = None
         self._stage = stage or Stage()
+        self._is_last_stage = self._stage.is_last
         self._feedback = TokenFeedback(self.batch, self._stage)
         self._pooler = Pooler(decoder)
         self._slot_states: list[SlotState] = [self.sampling_state, self._pooler]
@@ -152,7 +153,7 @@ class ModelRunner:
                 state.add(request.slot, request.data, request.output_token_ids)
         if not step.num_scheduled_tokens:
             return pending
-        if not self._stage.is_last:
+        if not self._is_last_stage:
             self._feedback.learn_for(step)
         rows = scheduled_rows(self.batch, step)
         graph = None if self.graphs is None else self.graphs.choose([row.count for row in rows])
@@ -162,12 +163,13 @@ class ModelRunner:
             hidden = StepHidden(self.model.forward(inputs))
         else:
             hidden = self.graphs.forward(inputs, graph)
-        if not self._stage.is_last:
+        if not self._is_last_stage:
             if token_masks is not None:
                 token_masks()  # sent to all
             self._newest = None
             return self._feedback.expect(inputs)
-        pending.output.pooled = self._pooler.pool(inputs, hidden.hidden)
+        if self._pooler.slots:
+            pending.output.pooled = self._pooler.pool(inputs, hidden.hidden)
         self._prompt_logprobs(inputs, hidden, pending.output)
         self.token_masks.load(None if token_masks is None else token_masks(), self.batch.requests)
         self._sample(inputs, hidden, pending)

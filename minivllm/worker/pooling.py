@@ -22,23 +22,22 @@ class Pooler:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._sums: dict[int, Tensor] = {}
-        self._slots: set[int] = set()
+        self.slots: set[int] = set()
+        """Whose requests want a vector."""
 
     def add(self, slot: int, request: EngineRequest, output_token_ids: list[int]) -> None:
         """A request enters the slot; one that comes back from preemption starts over."""
         if request.pooling is not None:
-            self._slots.add(slot)
+            self.slots.add(slot)
 
     def remove(self, slot: int) -> None:
         """The request of the slot has left."""
         self._sums.pop(slot, None)
-        self._slots.discard(slot)
+        self.slots.discard(slot)
 
     def pool(self, inputs: StepInputs, hidden: Hidden) -> dict[str, list[float]]:
         """Vectors [hidden] of the requests whose last token was computed in this step, by request id."""
         finished: dict[str, list[float]] = {}
-        if not self._slots:
-            return finished
         token = 0
         for row in inputs.rows:
             begin, token = token, token + row.count

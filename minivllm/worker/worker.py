@@ -40,8 +40,8 @@ from minivllm.messages import (
     TokenMasks,
 )
 from minivllm.model_facts.facts import ModelFacts
+from minivllm.models.decoder import Decoder
 from minivllm.models.model import Model
-from minivllm.models.sharded.shared_experts import SharedExpertsDecoder
 from minivllm.profiling.device_profile import DeviceProfile
 from minivllm.profiling.spans import spanned
 from minivllm.sampling.logits_processors import load_logits_processors
@@ -301,7 +301,8 @@ class Worker:
         self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
     ) -> PendingStep | UnknownTokens:
         """Start one step; see ModelRunner.launch."""
-        if isinstance(self._decoder, SharedExpertsDecoder) and not step.num_scheduled_tokens:
+        if self._others.group is not None and not step.num_scheduled_tokens:
+            assert isinstance(self._decoder, Decoder), "only these have experts to share"
             self._decoder.join_step()
         metadata = step.kv_connector_metadata
         if metadata is None or self._connector is None:

@@ -87,7 +87,7 @@ def spoil_tails(cache: LayerCache, batch: PersistentBatch, ends: dict[str, int])
 def random_step(
     rng: random.Random, generator: torch.Generator, batch: PersistentBatch
 ) -> tuple[list[Row], LayerCache, Tensor]:
-    """Rows of an emptied batch, a cache in which nobody else's blocks may be read, and queries of all their tokens."""
+    """Rows of an emptied batch, a cache in which no other blocks may be read, and queries of all their tokens."""
     finish_all(batch)
     rows = random_rows(rng, SHAPE, batch)
     cache = poisoned_cache(batch, generator)

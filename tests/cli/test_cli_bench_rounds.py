@@ -60,7 +60,7 @@ def test_every_side_runs_everything_and_no_place_in_the_order_belongs_to_one(nam
     prompts = [tuple(case.tasks(100, repetition)[0].prompt) for repetition in range(repeats)]
     wanted = {(name, prompt): 1 for name in names for prompt in prompts} | {(name, warm_up): starts for name in names}
     assert Counter(FakeSide.ran) == wanted
-    # Who came first, over the repetitions: nobody much more often than the side at the other end.
+    # No side came first much more often, over the repetitions, than the side at the other end.
     measured = [name for name, prompt in FakeSide.ran if prompt != warm_up]
     first = Counter(measured[:: len(names)])
     assert abs(first[names[0]] - first[names[-1]]) <= (2 if len(names) > 1 else repeats)
@@ -108,7 +108,7 @@ def test_there_is_no_ratio_to_a_peer_that_its_own_way_makes_faster(
 def test_decode_speed_is_that_of_steps_in_which_everybody_decodes(
     batch: int, steps: int, sixteenths: int, arrivals: list[int], prefill: int
 ) -> None:
-    """However long prompts took, and whoever began or ended earlier: steps of ``step`` seconds, a token each."""
+    """However long prompts took, and in any order of begins and ends: steps of ``step`` seconds, a token each."""
     step = sixteenths / 16
     first = [prefill + arrivals[index] * step for index in range(batch)]
     records = [Record(times=[begin + n * step for n in range(8 + steps)]) for begin in first]

@@ -26,7 +26,7 @@ from minivllm.cli.engine.options import SamplingOptions, model_defaults
 from minivllm.cli.main import main
 from minivllm.compilation.region_packages import PackagedRegionCompiler
 from minivllm.config import EngineArgs
-from minivllm.errors import MinivllmError, ModelError
+from minivllm.errors import ConfigError, MinivllmError, ModelError
 from minivllm.hub.fetch import resolve_model
 from minivllm.sampling_params import SamplingParams
 from tests.cli import scripted_engine
@@ -474,14 +474,14 @@ def test_env_tells_the_pools_that_an_engine_of_this_model_gets(
     tiny_model: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = str(tiny_model("qwen2-window", sliding_window=48))
-    planned = json.loads(CliRunner().invoke(app, ["env", "--json", "--model", model]).output)["kv_cache_pools"]
+    planned = json.loads(CliRunner().invoke(app, ["env", model, "--json"]).output)["kv_cache_pools"]
     with caplog.at_level(logging.INFO), LLM(model, enforce_eager=True) as llm:
         groups = llm.llm_engine.client.core.executor.kv_groups  # type: ignore[attr-defined]
     assert [(pool["kind"], pool["layers"], pool["block_size"]) for pool in planned["pools"]] == [
         ("full attention", 1, 64),
         ("sliding window of 48", 2, 32),
     ]
-    readable = CliRunner().invoke(app, ["env", "--model", model], env={"COLUMNS": "200"}).output
+    readable = CliRunner().invoke(app, ["env", model], env={"COLUMNS": "200"}).output
     assert f"for requests of up to {planned['max_model_len']:,} tokens ({planned['why']}):" in readable
     for group, pool in zip(groups, planned["pools"], strict=True):
         assert (group.num_blocks - 1, group.block_size) == (pool["blocks"], pool["block_size"])
@@ -493,9 +493,9 @@ def test_env_tells_the_pools_that_an_engine_of_this_model_gets(
 
 def test_env_counts_states_where_layers_keep_no_tokens(tiny_model: Callable[..., Path]) -> None:
     model = str(tiny_model("lfm2"))
-    pools = json.loads(CliRunner().invoke(app, ["env", "--json", "--model", model]).output)["kv_cache_pools"]["pools"]
+    pools = json.loads(CliRunner().invoke(app, ["env", model, "--json"]).output)["kv_cache_pools"]["pools"]
     assert [(pool["kind"], pool["tokens"] is None) for pool in pools] == [("full attention", False), ("state", True)]
-    readable = CliRunner().invoke(app, ["env", "--model", model], env={"COLUMNS": "200"}).output
+    readable = CliRunner().invoke(app, ["env", model], env={"COLUMNS": "200"}).output
     assert f"2 layers, {pools[1]['blocks']:,} states in " in readable
 
 
@@ -538,3 +538,27 @@ def test_a_notice_stays_on_the_screen_and_progress_does_not(capsys: pytest.Captu
         logger.info("a step of loading")
         logger.info("a notice", extra={"is_notice": True})
     assert capsys.readouterr().err == "a notice\n"
+
+
+def test_env_shows_the_program_of_a_model_and_where_ranks_and_stages_cut_it(tiny_model: Callable[..., Path]) -> None:
+    model = str(tiny_model("llama"))
+
+    def shown(*flags: str) -> str:
+        result = CliRunner().invoke(app, ["env", model, "--program", *flags], env={"COLUMNS": "160"})
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    alone = shown()
+    regions = [line.split()[0] for line in alone.splitlines()[1:] if line and not line.startswith(" ")]
+    assert regions == ["first", "between", "last"]
+    assert "RotateAndStore" in alone and "— Attend —" in alone and "— Sum —" not in alone
+    divided = shown("--tp", "2")
+    assert "— Sum —" in divided and "— Gather —" in divided and "queries" in divided
+    stages = shown("--pp", "2")
+    assert "Stage 1 of 2" in stages and "— Send —" in stages and "— Receive —" in stages and "entry" in stages
+
+
+def test_env_shows_no_program_without_a_model() -> None:
+    result = CliRunner().invoke(app, ["env", "--program"])
+    assert result.exit_code != 0
+    assert isinstance(result.exception, ConfigError) and "name the model" in str(result.exception)

@@ -95,7 +95,7 @@ def in_loop(server: ServedCore, coroutine: Any) -> Any:
 
 
 def test_two_engines_give_the_tokens_of_one(server: ServedCore, tiny_model: Callable[..., Path]) -> None:
-    """Whoever has the request and whoever else is in its batch: greedy, seeded, and with the engine's own seed."""
+    """For any engine and any batch: greedy, seeded, and with the engine's own seed."""
     prompts, params = prompts_and_params()
     engine = server.run.service.engine
 

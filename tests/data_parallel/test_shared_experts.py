@@ -1,4 +1,4 @@
-"""Engines that share experts: the tokens of one engine, whoever else has work; all end with the first that dies."""
+"""Engines that share experts: the tokens of one engine, for any work of others; all end with the first that dies."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_new_weights_adapters_grammars_and_embeddings_go_with_shared_experts(
 @pytest.mark.parametrize("phase", ["decode", "idle"])
 @pytest.mark.parametrize("victim", ["engine", "worker"])
 def test_everybody_hears_of_a_kill_and_nothing_is_left(settings: dict[str, Any], victim: str, phase: str) -> None:
-    """Of either process of an engine, whoever has requests."""
+    """Of either process of an engine, with requests in any of them."""
 
     async def test() -> None:
         async with AsyncLLM.from_args(EngineArgs(**settings, **SHARED, tensor_parallel_size=2)) as llm:
@@ -208,7 +208,7 @@ def test_a_chat_with_them_says_what_a_chat_with_one_says(settings: dict[str, Any
 
 @pytest.mark.slow
 def test_engines_that_pause_do_so_together(settings: dict[str, Any], expected: list[list[int]]) -> None:
-    """A request that comes meanwhile, to whichever engine, waits until both go on."""
+    """A request that comes meanwhile, to either engine, waits until both go on."""
 
     async def test() -> None:
         async with AsyncLLM.from_args(EngineArgs(**settings, **SHARED)) as llm:

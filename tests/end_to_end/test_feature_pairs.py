@@ -103,7 +103,7 @@ PERFORMANCE = (
     Feature(
         "prefix cache",
         {"enable_prefix_caching": True},
-        # Whoever wants log-probabilities of the prompt has to compute it.
+        # Log-probabilities of a prompt require that it is computed.
         is_at_work=lambda run: (
             run.counted("prefix_cache_hit_tokens") >= BLOCK_SIZE or run.outputs[0].prompt_logprobs is not None
         ),

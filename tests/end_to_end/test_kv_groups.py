@@ -136,7 +136,7 @@ def test_a_short_window_has_smaller_blocks_and_hits_end_where_both_kinds_do(
 
 @pytest.mark.parametrize("backend", ["flex", "sdpa"])
 def test_what_stands_in_blocks_that_were_freed_is_never_read(tiny_model: TinyModel, backend: str) -> None:
-    """All blocks of the window's pool that nobody holds are filled with NaN before every step."""
+    """All free blocks of the window's pool are filled with NaN before every step."""
     directory, prompts = windowed(tiny_model, "qwen2"), random_prompts((50, 23))
     with tiny_llm(directory, attention_backend=backend, max_num_batched_tokens=9) as llm:
         manager = llm.llm_engine.client.core.scheduler.kv_cache_manager  # type: ignore[attr-defined]

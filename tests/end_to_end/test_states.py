@@ -28,7 +28,7 @@ TinyModel = Callable[..., Path]
 def test_a_second_turn_computes_only_what_is_new_and_no_slot_is_read_before_it_is_written(
     tiny_model: TinyModel, is_async: bool
 ) -> None:
-    """NaN in all slots but the null one: whoever read an unwritten state would spread it."""
+    """NaN in all slots but the null one: a read of an unwritten state would spread it."""
     directory = tiny_model("lfm2")
     prompts = random_prompts((5, 21, 16, 30))
     with tiny_llm(directory, async_scheduling=is_async, max_num_seqs=3, max_num_batched_tokens=13) as llm:

@@ -131,7 +131,7 @@ def model(tiny_model: TinyModel) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[str, Any]:
-    """What a synchronous engine with room for everybody answers."""
+    """The answers of a synchronous engine with room for all requests."""
     with engine(model, None) as llm:
         return outcomes(llm)
 

@@ -1,4 +1,4 @@
-"""Spans: one test and one shared object while nobody listens; otherwise those who listen hear what they asked for."""
+"""Spans: one test and one shared object without a listener; otherwise listeners get the spans they asked for."""
 
 from __future__ import annotations
 

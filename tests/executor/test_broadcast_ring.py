@@ -1,4 +1,4 @@
-"""The broadcast ring against a plain list: everything arrives, in order, whatever the sizes and whoever is slow."""
+"""The broadcast ring against a plain list: everything arrives, in order, for any sizes and with any slow reader."""
 
 from __future__ import annotations
 

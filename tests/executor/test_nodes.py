@@ -292,7 +292,7 @@ def is_listening(port: int) -> bool:
 
 
 def strangers(port: int, server_key: bytes) -> None:
-    """What reaches the port without the key: no ZeroMQ at all, none that is secure, and a client that nobody knows."""
+    """What reaches the port without the key: no ZeroMQ at all, none that is secure, and an unknown client."""
     with socket.create_connection(("127.0.0.1", port)) as plain:
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(500))
     context = zmq.Context()

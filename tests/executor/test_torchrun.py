@@ -45,7 +45,7 @@ def test_every_rank_is_answered_as_one_engine_would(tiny_model: Callable[..., Pa
 @pytest.mark.parametrize("is_ours", [True, False], ids=["alone", "beside the group of a script"])
 @pytest.mark.parametrize("ends", ["close()", "__del__", "exit"])
 def test_nothing_is_left_of_a_process_group_when_its_process_ends(tmp_path: Path, is_ours: bool, ends: str) -> None:
-    """gloo's threads live as long as somebody knows the group, and abort a process whose interpreter has ended."""
+    """gloo's threads live as long as the group is referenced, and abort a process whose interpreter has ended."""
     code = f"""
 import atexit, gc, os, weakref
 atexit.register(lambda: print("left" if group() is None else "still there"))  # the last one to be called

@@ -1,4 +1,4 @@
-"""Real workers in processes of their own: the same answers as in this one, and whoever waits hears of a death."""
+"""Real workers in processes of their own: the same answers as in this one, and waiting callers hear of a death."""
 
 from __future__ import annotations
 

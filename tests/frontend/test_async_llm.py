@@ -81,7 +81,7 @@ def test_many_streams_share_the_engine_and_each_gets_its_own_tokens() -> None:
 
 @pytest.mark.parametrize("kind", list(OutputKind))
 def test_slow_reader_loses_nothing_and_gathers_one_output(kind: OutputKind) -> None:
-    """Whatever the engine did while nobody read is one output: not one per step."""
+    """All that the engine did between two reads is one output: not one per step."""
 
     async def test() -> None:
         async with running() as llm:
@@ -203,7 +203,7 @@ def test_reader_that_leaves_frees_its_blocks_within_one_step(
     async def test() -> None:
         async with running("mock:0.02") as llm:
             await leave(llm.generate(ids(5), params(200, n=3)))
-            await asyncio.sleep(0)  # an iterator that nobody closed is closed by the event loop
+            await asyncio.sleep(0)  # an iterator that was not closed is closed by the event loop
             before = await llm.stats()
             after = await llm.stats()
             assert (after.num_running, after.kv_cache_usage) == (0, 0.0)

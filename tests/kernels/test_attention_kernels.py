@@ -48,7 +48,7 @@ def check_paged(shape: TileShape, seeds: range, full_lists: bool = True) -> None
 
 
 def gather_arguments(case: AttentionCase, shape: TileShape, num_step_pages: int) -> tuple:
-    """Renumber the listed pages as places of step_pages; a few pages nobody reads fill it up to a fixed number."""
+    """Renumber the listed pages as places of step_pages; a few pages that are not read fill it up to a fixed number."""
     listed = [case.lists.partial_blocks, case.lists.full_blocks]
     counts = [case.lists.partial_count, case.lists.full_count]
     used: set[int] = {0} if case.sinks else set()

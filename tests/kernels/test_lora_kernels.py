@@ -53,7 +53,7 @@ def add_low_rank_reference(
 
 @st.composite
 def ranges_of_adapters(draw: st.DrawFn) -> Ranges:
-    """Columns of adapters 0 to 4 in any order, each from a chunk on, the first chunk nobody's; some may have none."""
+    """Columns of adapters 0 to 4 in any order, each from a chunk on, the first chunk unused; some may have none."""
     ranks = draw(st.lists(st.integers(0, MAX_RANK), min_size=4, max_size=4).filter(fits))
     ranges, first = [(0, 0)] * 5, 1
     for adapter in draw(st.permutations(range(4))):
@@ -225,7 +225,7 @@ def wide_case(ranges: Ranges, slots: list[int], sizes: tuple[int, ...]) -> tuple
 
 
 def with_idle_tiles(tiles: AdapterTiles, count: int) -> AdapterTiles:
-    """The same and some that nobody reads, as a batch has them that needs fewer than compiled code wants."""
+    """The same and some that are not read, as a batch has them that needs fewer than compiled code wants."""
     rows, adapters, chunks = (
         F.pad(tiles.rows, (0, 0, 0, count)),
         F.pad(tiles.adapters, (0, count)),

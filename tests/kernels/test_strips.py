@@ -106,7 +106,7 @@ def attend(
 def test_rows_attend_as_the_reference_does(
     rule: dict[str, Any], has_sinks: bool, seed: int, positions: list[int], heads: tuple[int, int], padding: int
 ) -> None:
-    """Blocks of everybody lie anywhere, and what lies behind a row's last token is large."""
+    """Blocks of all rows lie anywhere, and values after a row's last token are large."""
     (kv_heads, group), size, dim, width = heads, 16, 32, 5
     generator = torch.Generator().manual_seed(seed)
     blocks = 1 + width * len(positions)

@@ -124,7 +124,7 @@ _ANSWERS: dict[tuple[str, bool], dict[str, list[int]]] = {}
 
 
 def plain_answers(model: Path, adapter: LoRARequest | None) -> dict[str, list[int]]:
-    """Of an engine without a connector, of which nothing is scarce and nobody aborts."""
+    """Of an engine without a connector, with enough of everything and without aborts."""
     key = (str(model), adapter is not None)
     if key not in _ANSWERS:
         settings = {"enable_lora": True} if adapter is not None else {}

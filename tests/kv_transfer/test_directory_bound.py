@@ -1,4 +1,4 @@
-"""A directory of blocks stays below its bound, whoever writes there, and keeps what was used last."""
+"""A directory of blocks stays below its bound, with any writers, and keeps the blocks that were used last."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def evict(llm: LLM, random: Random) -> None:
 
 def check(engines: Engines, reference: Reference, row: Row, configurations: Sequence[dict[str, Any]]) -> None:
     expected, random = reference.answer(row), Random(len(row))
-    is_computed = expected[0].prompt_logprobs is not None  # whoever wants those computes the whole prompt
+    is_computed = expected[0].prompt_logprobs is not None  # they require the whole prompt to be computed
 
     def is_right(outputs: Sequence[RequestOutput]) -> None:
         assert shown(list(outputs)) == shown(expected)

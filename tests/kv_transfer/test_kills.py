@@ -212,7 +212,7 @@ def test_a_consumer_outlives_its_producer_and_finds_the_next_one(
 def test_a_producer_outlives_its_consumer_and_serves_the_next_one(
     tiny_model: TinyModel, tmp_path: Path, expected: list[int], pair: Pair, death: Death
 ) -> None:
-    """Nobody's connection is left."""
+    """No connection is left."""
     model, (produces, consumes) = tiny_model("llama"), pair(tmp_path)
     with tiny_llm(model, kv_transfer_config=produces) as llm:
         assert answer(llm, expected) == 0

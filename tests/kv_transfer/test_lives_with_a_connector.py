@@ -127,7 +127,7 @@ class ConnectorMachine(SchedulerMachine):
     @precondition(lambda self: self.transport.reports)
     @rule(choice=st.integers(0, 99))
     def repeat(self, choice: int) -> None:
-        """A report comes twice, or late; and one that nobody ever waited for."""
+        """A report comes twice, or late; and one that no request ever waited for."""
         self.report(self.transport.reports[choice % len(self.transport.reports)])
         self.report(KVConnectorOutput(finished_recving={"unknown": 1}, finished_sending=["unknown"]))
 

@@ -223,8 +223,8 @@ def waiting_request(index: int, adapter: int | None) -> Request:
 def test_no_arrangement_exceeds_the_slots_or_starves_anyone(
     adapters: list[int | None], max_loras: int, data: st.DataObject
 ) -> None:
-    """Requests run for a random number of steps while popular adapters keep arriving: whoever waited first gets in
-    before more than PATIENCE requests with adapters, and those that run never use more than max_loras."""
+    """Requests run for a random number of steps while popular adapters keep arriving: the request that waited first
+    gets in before more than PATIENCE requests with adapters, and those that run never use more than max_loras."""
     admission = AdapterAdmission(max_loras)
     waiting = [waiting_request(index, adapter) for index, adapter in enumerate(adapters)]
     originals = set(waiting)

@@ -1,4 +1,4 @@
-"""What is counted adds up with what happened, under labels nobody outside can choose; the dashboard shows it."""
+"""Counters agree with the events, under labels that clients cannot choose; the dashboard shows them."""
 
 from __future__ import annotations
 

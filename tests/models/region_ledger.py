@@ -28,6 +28,7 @@ from minivllm.device.policy import DevicePolicy
 from minivllm.simulation.ranks import virtual_llm
 from minivllm.worker.worker import Worker
 from tests.model_families import save_tiny_model
+from tests.spec_decode.eagle_heads import random_head
 
 LEDGER = Path(__file__).with_name("regions.json")
 TORCH = ".".join(torch.__version__.split(".")[:2])
@@ -50,8 +51,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "TP 2 and PP 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "LoRA": {"enable_lora": True, "max_lora_rank": 8},
     "int8": {"quantization": "int8"},
+    "early exit": {"speculative_config": {"method": "early_exit", "num_layers": 1, "num_speculative_tokens": 2}},
+    "EAGLE": {"head": "eagle"},
+    "EAGLE-3": {"head": "eagle3"},
+    "by transformers": {"model_impl": "transformers"},
 }
-"""Of the first family."""
+"""Of the first family. head: version of an EAGLE head."""
 
 
 class Recorder(RegionCompiler):
@@ -63,7 +68,7 @@ class Recorder(RegionCompiler):
         super().__init__(enabled=True)
         self.regions: list[Region] = []
 
-    def __call__(self, region: Region) -> Callable:
+    def _make(self, region: Region) -> Callable:
         self.regions.append(region)
         return region.function
 
@@ -128,9 +133,14 @@ def regions_of(model: Path, **settings: Any) -> list[dict[str, int]]:
         **{"max_model_len": 64, "max_num_seqs": 12, "num_gpu_blocks_override": 24, "compile_in_background": False},
         **settings,
     }
-    EngineArgs(**arguments)
-    with recorded(arguments) as recorders:
-        return [dict(sorted(Counter(map(described, one.regions)).items())) for one in recorders]
+    with tempfile.TemporaryDirectory() as directory:
+        if version := arguments.pop("head", None):
+            head = random_head(Path(directory) / "head", version)
+            drafting = {"method": version, "model": str(head), "num_speculative_tokens": 2}
+            arguments["speculative_config"] = drafting
+        EngineArgs(**arguments)
+        with recorded(arguments) as recorders:
+            return [dict(sorted(Counter(map(described, one.regions)).items())) for one in recorders]
 
 
 def cases() -> list[tuple[str, str, dict[str, Any]]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
 from minivllm.checkpoints.checkpoint import expected_shapes
+from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import CompileRegion, Region
 from minivllm.errors import ModelError
 from minivllm.models.decoder import Decoder
@@ -140,41 +141,30 @@ def test_first_between_and_last_equal_a_plain_transformer(name: str, chunks: lis
     torch.testing.assert_close(torch.cat(logits).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def region_calls(decoder: Decoder, caches: list[LayerCache]) -> list[tuple]:
-    """(region, arguments) of the first, a between and the last region on made-up inputs."""
-    generator = torch.Generator().manual_seed(2)
-    config, tokens = decoder.config, 5
-    o = torch.randn(tokens, *decoder.layers[0].mixer.output_shape, generator=generator)
-    residual = torch.randn(tokens, config.hidden_size, generator=generator)
-    inputs = TokenInputs(torch.tensor([3, 4, 5, 0, 0], dtype=torch.int32))
-    caches = [cache.at(torch.tensor([31, 8, 9, 44, 0], dtype=torch.int32)) for cache in caches]
-    ids = torch.tensor([4, 8, 15, 16, 23], dtype=torch.int32)
-    layers = decoder.layers
-    return [
-        (decoder._first, (ids, decoder.embedding, inputs, decoder.cos_sin[0], caches[0], layers[0].before)),
-        (
-            decoder._between[0],
-            (o, residual, inputs, caches[1], decoder.cos_sin[1], layers[0].after, layers[1].before),
-        ),
-        (
-            decoder._last,
-            (
-                o,
-                residual,
-                torch.tensor([4, 1], dtype=torch.int32),
-                None,
-                layers[-1].after,
-                decoder.final_norm,
-                decoder.head.tensors,
-            ),
-        ),
-    ]
+Calls = list[tuple[Region, tuple[Tensor, ...]]]
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for item in value or () for tensor in tensors_in(item)]
+def region_calls(decoder: Decoder, caches: list[LayerCache]) -> Calls:
+    """Every region of a step with what it was called with: the first, those between, the last."""
+    calls: Calls = []
+
+    def note(region: Region) -> Callable:
+        def run(*tensors: Tensor) -> Any:
+            calls.append(
+                (region, tuple(tensor.clone() if tensor.dtype == torch.int32 else tensor for tensor in tensors))
+            )
+            return region.function(*tensors)
+
+        return run
+
+    build_regions(decoder, note)
+    run_chunk(decoder, caches, [4, 8, 15, 16, 23], 3, [7, 2, 9, 4])
+    return calls
+
+
+def results_of(region: Region, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    out = region.function(*tensors)
+    return [out] if isinstance(out, Tensor) else list(out)
 
 
 @pytest.mark.parametrize("name", ["plain", "norms of queries and keys", "biases"])
@@ -182,29 +172,35 @@ def tensors_in(value: Any) -> list[Tensor]:
 def test_a_region_gives_the_same_for_the_same_inputs_and_writes_only_its_cache(name: str) -> None:
     config = CONFIGS[name]
     decoder, caches = new_decoder(config, random_weights(config)), new_caches(config)
-    for index, (region, arguments) in enumerate(region_calls(decoder, caches)):
-        own_cache = {id(tensor) for tensor in caches[index]} if index < 2 else set()
-        everything = tensors_in(arguments) + tensors_in(caches)
-        before = [tensor.clone() for tensor in everything]
-        once = [tensor.clone() for tensor in tensors_in(region(*arguments))]
-        for tensor, copy in zip(everything, before):
-            assert id(tensor) in own_cache or torch.equal(tensor, copy), "only the cache given may change"
-        changed = {int(slot) for cache in caches[index][:2] for slot in cache.flatten(0, 1).abs().sum((1, 2)).nonzero()}
-        assert changed == ({31, 8, 9, 44, 0} if index < 2 else set())
-        again = tensors_in(region(*arguments))
-        assert all(torch.equal(a, b) for a, b in zip(once, again))
+    calls = region_calls(decoder, caches)
+    assert [region.name for region, _ in calls] == ["first", "between", "between", "between", "last"]
+    for index, (region, tensors) in enumerate(calls):
         for cache in caches:
             cache.k.zero_()
             cache.v.zero_()
+        own = {id(tensor) for tensor in caches[index][:2]} if index < len(caches) else set()
+        everything = [*tensors, *(tensor for cache in caches for tensor in cache[:2])]
+        before = [tensor.clone() for tensor in everything]
+        once = [tensor.clone() for tensor in results_of(region, tensors)]
+        for tensor, copy in zip(everything, before):
+            assert id(tensor) in own or torch.equal(tensor, copy), "only the cache given may change"
+        changed = {
+            int(slot)
+            for tensor in caches[min(index, 3)][:2]
+            for slot in tensor.flatten(0, 1).abs().sum((1, 2)).nonzero()
+        }
+        assert changed == ({31, 8, 9, 10, 11} if index < len(caches) else set())
+        assert all(torch.equal(a, b) for a, b in zip(once, results_of(region, tensors), strict=True))
 
 
 @torch.inference_mode()
 def test_a_region_of_one_layer_serves_another_one_by_its_arguments_alone() -> None:
     decoder, caches = new_decoder(PLAIN, random_weights(PLAIN)), new_caches(PLAIN)
-    region, arguments = region_calls(decoder, caches)[1]
-    q, residual = region(*arguments[:-2], decoder.layers[1].after, decoder.layers[2].before)
-    other_q, other_residual = decoder._between[2](*arguments[:-2], decoder.layers[1].after, decoder.layers[2].before)
-    assert torch.equal(q, other_q) and torch.equal(residual, other_residual)
+    _, first, second, *_ = region_calls(decoder, caches)
+    assert first[0].key == second[0].key
+    swapped = zip(results_of(first[0], second[1]), results_of(*second), strict=True)
+    assert all(torch.equal(one, other) for one, other in swapped)
+    [q] = [out for out in results_of(*first) if out.dim() == 4]
     assert q.is_contiguous() and q.shape == (5, 2, 3, 8)
 
 
@@ -221,19 +217,28 @@ def test_a_region_of_one_layer_serves_another_one_by_its_arguments_alone() -> No
     }.items(),
 )
 def test_layers_that_compute_the_same_share_one_region(name: str, kinds: str) -> None:
-    """kinds: the layers with equal letters share the region behind their attention."""
-    made: list[str] = []
+    """kinds: the layers with equal letters share the region after their attention."""
+    asked: list[Region] = []
 
-    def count(region: Region) -> Callable:
-        made.append(region.name)
-        return region.function
+    class Counting(RegionCompiler):
+        made = 0
 
-    config = CONFIGS[name]
+        def __call__(self, region: Region) -> Callable:
+            asked.append(region)
+            return super().__call__(region)
+
+        def _make(self, region: Region) -> Callable:
+            self.made += 1
+            return region.function
+
+    config, compiler = CONFIGS[name], Counting(enabled=True)
     decoder = new_decoder(config, random_weights(config))
-    build_regions(decoder, count)
-    assert sorted(made) == [*["between"] * len(set(kinds)), "first", "last"]
-    letters = {id(region): kind for region, kind in zip(decoder._between, kinds)}
-    assert "".join(letters[id(region)] for region in decoder._between) == kinds and len(letters) == len(set(kinds))
+    asked.clear()
+    build_regions(decoder, compiler)
+    assert [region.name for region in asked] == ["first", *["between"] * len(kinds), "last"]
+    keys = [region.key for region in asked[1:-1]]
+    assert [keys.index(key) for key in keys] == [kinds.index(kind) for kind in kinds]
+    assert compiler.made == 2 + len(set(kinds))
 
 
 def test_every_part_of_a_spec_tells_compiled_code_apart() -> None:
@@ -260,11 +265,11 @@ def test_what_a_spec_adds_is_traced_without_a_break(name: str) -> None:
     """As one graph, of eager operators: what they are compiled to is judged where a whole model is."""
     config = replace(CONFIGS[name], embedding_scale=4.9, logits_scale=0.5, logits_soft_cap=2.0)
     decoder, caches = new_decoder(config, random_weights(config)), new_caches(config)
-    build_regions(decoder, lambda region: region.function)
-    for region, arguments in region_calls(decoder, caches):
-        expected = tensors_in(region(*arguments))
-        found = tensors_in(torch.compile(region, backend="aot_eager", fullgraph=True)(*arguments))
-        for own, wanted in zip(found, expected, strict=True):
+    for region, tensors in region_calls(decoder, caches):
+        found = torch.compile(region.function, backend="aot_eager", fullgraph=True)(*tensors)
+        for own, wanted in zip(
+            [found] if isinstance(found, Tensor) else found, results_of(region, tensors), strict=True
+        ):
             torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
 
 

@@ -9,12 +9,17 @@ import torch
 
 from kernels_triton_free.experts.routing import Routing
 from minivllm.compilation.region_packages import PackagedRegionCompiler, find_package, package_key
-from minivllm.compilation.regions import Region, Size, TensorSpec, specs_of
+from minivllm.compilation.regions import Size, TensorSpec
 from minivllm.linear.layer import ChooseMethod, never_quantized
 from minivllm.linear.methods.int8 import Int8Linear
-from minivllm.models.decoder.feed_forward import LinearFactory
+from minivllm.models.bound_program import no_attention
 from minivllm.models.decoder.moe import MixtureOfExperts
 from minivllm.models.layer_specs import MlpSpec, MoeSpec
+from minivllm.models.linear_factory import LinearFactory
+from minivllm.models.mixers.mixer import LayerContext
+from minivllm.program.fuse import Run, fuse
+from minivllm.program.program import World
+from minivllm.program.runner import Runner
 
 HIDDEN, EXPERTS = 32, 6
 SPEC = MoeSpec(
@@ -63,16 +68,18 @@ def test_packaged_experts_compute_what_uncompiled_ones_do(
 ) -> None:
     """And so they do for another compiler, which finds the package on disk."""
     block = random_block(dtype, choose)
-    declared: object = TensorSpec((Size("tokens", 13), HIDDEN), dtype, torch.device("cpu"))
-    inputs = {"x": declared, "weights": specs_of(block.weights)}
-    region = Region("experts", lambda x, weights: block.apply(x, weights, None), inputs, (SPEC, block.methods))
+    stream = TensorSpec((Size("tokens", 13), HIDDEN), dtype, torch.device("cpu"))
+    program = block.program(LayerContext(0, dict, lambda: torch.empty(0), stream), "h", is_shared=False)
+    part = fuse(program, {"h": stream, "adapters": None}, results=("x",)).body
+    [region] = [step.region() for step in part.steps if isinstance(step, Run)]
+    world, uncompiled = World(no_attention), Runner(part, lambda region: region.function)
     for is_kept in (False, True):
         compiler = PackagedRegionCompiler(tmp_path)
-        run = compiler(region)
+        runner = Runner(part, compiler)
         assert compiler.is_complete is is_kept
         compiler.build()
         assert find_package(tmp_path, package_key(region)) is not None
         for tokens in (2, 7, 64):
             x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens)).to(dtype)
-            expected = block.apply(x, block.weights, None)
-            assert (run(x, block.weights) - expected).norm() <= tolerance * expected.norm()
+            (expected,), (found,) = uncompiled([x], world), runner([x], world)
+            assert (found - expected).norm() <= tolerance * expected.norm()

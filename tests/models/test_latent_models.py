@@ -161,7 +161,7 @@ def test_graphs_of_what_lies_between_give_the_same_tokens(tiny_model: TinyModel)
 
 
 def spoil_free_blocks(llm: LLM) -> None:
-    """From now on all blocks that nobody holds are NaN in every step, and zero when somebody gets them."""
+    """From now on all free blocks are NaN in every step, and zero when a request gets them."""
     runner, [pool] = runner_of(llm), llm.llm_engine.client.core.scheduler.kv_cache_manager.pools  # type: ignore[attr-defined]
     launch = runner.launch
 

@@ -163,7 +163,7 @@ def test_compiled_code_has_tiles_and_code_that_is_not_a_copy(
         for is_compiled in (False, True):
             monkeypatch.setattr(torch.compiler, "is_compiling", lambda own=is_compiled: own)
             assert (len(uncompiled_copies) > 0) == is_compiled
-            whole_out, halves = layer.apply(x, layer.arguments), layer.apply_halves(x, layer.arguments)
+            whole_out, halves = layer.product(x, layer.arguments), layer.product.halves(x, layer.arguments, None)
             for out in (whole_out, torch.cat(halves, dim=1)):
                 assert (out.double() - expected).norm() <= 0.01 * expected.norm()
         forget_uncompiled_copies()
@@ -208,7 +208,7 @@ def test_for_loops_a_weight_lies_in_as_many_bits_as_its_values_need(
     expected = x.double() @ own.double().T
     for is_compiled in (False, True):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda own=is_compiled: own)
-        out = layer.apply(x, layer.arguments)
+        out = layer.product(x, layer.arguments)
         assert out.dtype == dtype and out.shape == expected.shape
         allowed = 1e-5 if dtype == torch.float32 else 2**-7
         assert (out.double() - expected).abs().max() <= allowed * expected.abs().max()
@@ -234,7 +234,7 @@ def test_float16_and_what_is_stacked_stay_as_they_are_with_loops() -> None:
 def test_up_to_four_rows_of_compiled_code_read_the_words_and_nothing_else_does(
     has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory of another weight tells who reads it. It is nobody's own, and goes where the weight goes."""
+    """The memory of another weight shows who reads it. It has no owner, and goes where the weight goes."""
     weight, other = (torch.randn(64, 96, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(2))
     bias = torch.randn(64).bfloat16() if has_bias else None
     method = choose_linear_method(64, 96, torch.bfloat16, CPU)

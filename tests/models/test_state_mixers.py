@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,13 +12,18 @@ from torch import Tensor
 from kernels_triton_free.state.rows import StateRows
 from minivllm.checkpoints.checkpoint import expected_shapes
 from minivllm.compilation.compiler import RegionCompiler
-from minivllm.compilation.regions import CompileRegion
+from minivllm.compilation.regions import CompileRegion, TensorSpec
 from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.layer_specs import GatedDeltaSpec, LayerSpec, Mamba2Spec, MlpSpec, NormSpec
 from minivllm.models.linear_factory import LinearFactory
+from minivllm.models.mixers.mixer import LayerContext
 from minivllm.models.mixers.registry import make_mixer, make_update
-from minivllm.models.model import StateSpec, TokenInputs
+from minivllm.models.model import TOKENS, StateSpec
 from minivllm.models.reference.states import STATE_MIXERS
+from minivllm.program.fuse import fuse
+from minivllm.program.program import World
+from minivllm.program.runner import Runner
+from minivllm.program.seams import Attend
 from tests.attention.backends import uncompiled
 
 HIDDEN, CPU = 32, torch.device("cpu")
@@ -71,6 +78,14 @@ def assert_steps_equal_the_loop(spec: GatedDeltaSpec | Mamba2Spec, compile_regio
             vectors[own.removesuffix(".weight")] = tensor
     declared = StateSpec.of(spec, torch.float32, CPU)
     update = make_update(spec, declared, compile_region)
+    stream = TensorSpec((TOKENS, HIDDEN), torch.float32, CPU)
+    context = LayerContext(0, lambda: vectors, lambda: torch.empty(0), stream)
+    output = TensorSpec((TOKENS, *mixer.output_shape), torch.float32, CPU)
+    cut = Attend(0, output, lambda: mixer.given(vectors))
+    positions = TensorSpec((TOKENS,), torch.int32, CPU)
+    inputs = {"h": stream, "stream": stream, "positions": positions, "adapters": None}
+    program = [*mixer.ahead(context, "h"), cut, *mixer.behind(context, "h")]
+    runner = Runner(fuse(program, inputs, results=("x",)).body, uncompiled)
     states = tuple(torch.zeros(5, *shape) for shape in declared.shapes)
     texts = [torch.randn(sum(step[row] for step in STEPS), HIDDEN, generator=generator) for row in range(2)]
     outputs: list[list[Tensor]] = [[], []]
@@ -78,12 +93,13 @@ def assert_steps_equal_the_loop(spec: GatedDeltaSpec | Mamba2Spec, compile_regio
     for index, step in enumerate(STEPS):
         write, counts = ((1, 2), (3, 4))[index % 2], np.array(step)
         x = torch.cat([text[first : first + count] for text, first, count in zip(texts, done, step)])
-        tokens = TokenInputs(torch.zeros(len(x), dtype=torch.int32))
-        projected = mixer.ahead(x, tokens, torch.empty(0), None, mixer.ahead_weights(vectors))
-        given = mixer.given(vectors)
-        assert isinstance(given, tuple)
-        o = update(projected, states, rows_of(read, write, counts), update.prepare(counts), given)
-        for row, out in enumerate(mixer.behind(o, None, None, mixer.behind_weights(vectors)).split(list(step))):
+        rows, prepared = rows_of(read, write, counts), update.prepare(counts)
+
+        def attend(layer: int, q: Tensor, given: Any = None, rows: Any = rows, prepared: Any = prepared) -> Tensor:
+            return update(q, states, rows, prepared, given)
+
+        (added,) = runner([x, x, torch.zeros(len(x), dtype=torch.int32)], World(attend))
+        for row, out in enumerate(added.split(list(step))):
             outputs[row].append(out)
             done[row] += step[row]
         read = write

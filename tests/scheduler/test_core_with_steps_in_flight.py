@@ -1,4 +1,4 @@
-"""Async scheduling in the engine core: the next step is scheduled while the last one runs, and nobody can tell.
+"""Async scheduling in the engine core: the next step is scheduled while the last one runs, with the same outputs.
 
 The workers are simulated ones in a thread; they check every block table they are given as they go.
 """
@@ -83,7 +83,7 @@ def make_core(
 
 
 def run_dry(core: EngineCore, received: dict[str, list[EngineOutput]]) -> None:
-    """Step until nobody waits, and then until nothing is left to do."""
+    """Step until no request waits, and then until nothing is left to do."""
     for _ in range(1000):
         if not core.has_work():
             return

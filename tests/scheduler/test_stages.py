@@ -64,7 +64,7 @@ def test_decodes_keep_all_stages_busy(num_requests: int, num_stages: int, is_asy
 
 
 def test_without_a_throttle_all_stages_but_one_are_idle() -> None:
-    """What the throttle is for: the same load, taken by whoever comes first."""
+    """The reason for the throttle: the same load, taken in the order of arrival."""
     pipeline = Pipeline(3, throttled=False)
     for index in range(10):
         pipeline.add(f"r{index}")

@@ -1,7 +1,7 @@
 """Layers that keep a state: random lives in which every step must find the state of exactly the tokens before it.
 
 A slot holds, in place of a state, the tokens it was computed from. So a state that was never zeroed, was restored from
-another text, or was overwritten while somebody needed it, is found by the step that reads it.
+another text, or was overwritten while it was still needed, is found by the step that reads it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prefill and decode servers as real processes: tokens are those of one engine, whoever dies when."""
+"""Prefill and decode servers as real processes: tokens are those of one engine, after any death at any time."""
 
 from __future__ import annotations
 

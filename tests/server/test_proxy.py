@@ -248,7 +248,7 @@ def test_a_client_that_leaves_is_followed_by_both_servers(
 
 
 def refused_address() -> str:
-    """Where nobody listens."""
+    """An address without a listener."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{one.getsockname()[1]}"
@@ -372,7 +372,7 @@ def test_another_decode_server_steps_in_before_the_first_piece(pair: RunningProx
 
 @contextmanager
 def stand_in(answer: bytes) -> Iterator[str]:
-    """A server that sends these bytes to everybody, and hangs up."""
+    """A server that sends these bytes to every client, and hangs up."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -134,7 +134,7 @@ def test_a_client_that_leaves_takes_all_its_completions_along(slow: ServedCore) 
 
 
 def test_a_reader_that_stalls_holds_a_bounded_buffer_and_then_gets_everything(slow: ServedCore) -> None:
-    """While nobody reads, deltas merge: far fewer frames than tokens are made, and no text is lost."""
+    """While the client does not read, deltas merge: far fewer frames than tokens are made, and no text is lost."""
     slow.core.step_seconds = 0.0
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -1,4 +1,4 @@
-"""A span per request, with its phases as children, in the caller's trace; nothing of it where nobody asked.
+"""A span per request, with its phases as children, in the caller's trace; none where none was asked for.
 
 The judge is OpenTelemetry's own in-memory exporter, and for times the server's metrics of the same request.
 """

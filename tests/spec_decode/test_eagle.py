@@ -305,9 +305,9 @@ def test_the_head_computes_every_place_once(known_model: Path, knowing_heads: di
         draft, computed = draft_of(llm), []
         original = draft._compute
 
-        def compute(rows: list[Row]) -> Any:
+        def compute(rows: list[Row], **settings: Any) -> Any:
             computed.append(sum(row.count for row in rows))
-            return original(rows)
+            return original(rows, **settings)
 
         draft._compute = compute  # type: ignore[method-assign]
         run(llm, PROMPTS[:1], GREEDY)
@@ -315,7 +315,7 @@ def test_the_head_computes_every_place_once(known_model: Path, knowing_heads: di
         num_proposals = llm.get_metrics().num_drafts
         first = sum(computed)
         run(llm, PROMPTS[:1], GREEDY)
-    # The last four tokens are never looked at: nobody guesses behind them.
+    # The last four tokens are never looked at: no guess follows them.
     assert first == 18 + 15 - 4 + 1 + num_guesses - num_proposals
     assert sum(computed) - first <= first - 16  # two blocks of the prompt are there already
 

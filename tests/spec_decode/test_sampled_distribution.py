@@ -1,4 +1,4 @@
-"""Whoever guesses: what an engine says at random is distributed as the model says, over more than 50,000 tokens.
+"""With any drafter, sampled tokens have the distribution of the model, over more than 50,000 tokens.
 
 Every token was drawn from a distribution that is known: transformers computes it from the text before. How often each
 token followed each other one is compared with what these distributions let expect.

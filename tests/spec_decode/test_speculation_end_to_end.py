@@ -1,4 +1,4 @@
-"""Outputs with speculation equal those without it, token by token, whoever guesses and however well."""
+"""Outputs with speculation equal those without it, token by token, with any drafter and any quality of guesses."""
 
 from __future__ import annotations
 

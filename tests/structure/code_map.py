@@ -1,4 +1,4 @@
-"""The table of packages and their sizes in README.md. Run this file to bring it up to date."""
+"""The table of packages in minivllm/README.md. Run this file to bring it up to date."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+TOUR = ROOT / "minivllm" / "README.md"
 BEGIN, END = "<!-- code map -->", "<!-- end of code map -->"
 
 ORDER = (
@@ -28,6 +29,8 @@ ORDER = (
     "minivllm/attention",
     "minivllm/device",
     "minivllm/models",
+    "minivllm/model_facts",
+    "minivllm/program",
     "minivllm/linear",
     "kernels_triton_free",
     "minivllm/compilation",
@@ -47,7 +50,7 @@ ORDER = (
     "minivllm/simulation",
     "minivllm/bench",
 )
-"""In the order of the data's way; folders in a folder count with it."""
+"""In the order in which a request passes them; folders inside a folder belong to it."""
 
 
 def purpose(folder: str) -> str:
@@ -59,28 +62,18 @@ def purpose(folder: str) -> str:
     return sentence[0].lower() + sentence[1:] if sentence[:2].istitle() else sentence
 
 
-def count_lines() -> dict[str, int]:
-    """Lines of Python in every package of the table."""
-    counts = {}
-    for folder in ORDER:
-        files = (ROOT / folder).glob("*.py") if folder == "minivllm" else (ROOT / folder).rglob("*.py")
-        counts[folder] = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-    return counts
-
-
 def code_map() -> str:
     """The table as Markdown."""
-    rows = [f"| `{folder}` | {lines:,} | {purpose(folder)} |" for folder, lines in count_lines().items()]
-    return "\n".join(["| package | lines | holds |", "|---|---:|---|", *rows])
+    rows = [f"| `{folder}` | {purpose(folder)} |" for folder in ORDER]
+    return "\n".join(["| package | holds |", "|---|---|", *rows])
 
 
-def update_readme() -> None:
+def update() -> None:
     """Replace the table between the two markers."""
-    path = ROOT / "README.md"
-    before, rest = path.read_text(encoding="utf-8").split(BEGIN)
+    before, rest = TOUR.read_text(encoding="utf-8").split(BEGIN)
     _, after = rest.split(END)
-    path.write_text(f"{before}{BEGIN}\n{code_map()}\n{END}{after}", encoding="utf-8")
+    TOUR.write_text(f"{before}{BEGIN}\n{code_map()}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    update_readme()
+    update()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("*/**/*.md")])
+from tests.structure.documents import DOCUMENTS, ROOT, name_of, without_code
+
 PROSE = [*DOCUMENTS, *sorted([*ROOT.glob("minivllm/**/*.py"), *ROOT.glob("kernels_triton_free/**/*.py")])]
 PROSE += sorted([*ROOT.glob("tutorials/**/*.py"), *ROOT.glob("minivllm/**/*.html"), *ROOT.glob("minivllm/**/*.js")])
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
@@ -22,10 +22,6 @@ CORRECT_HERE = {
     "oint": "LaTeX's ∮",
     "nd": "the Unicode category of decimal digits",
 }
-
-
-def without_code(text: str) -> str:
-    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def anchors(document: Path) -> set[str]:
@@ -40,7 +36,7 @@ def test_words_are_spelt_as_dictionaries_do() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_and_anchors_of_a_document_lead_somewhere(document: Path) -> None:
     links = LINK.findall(without_code(document.read_text(encoding="utf-8")))
     assert links
@@ -71,8 +67,8 @@ def test_files_that_the_prose_names_exist() -> None:
 
 
 def test_a_piece_of_the_kv_cache_is_called_a_block() -> None:
-    """In documents and chapters; a page is one of the web, of paper or of this text."""
-    allowed = r"gets a page to chat|the page at `/`|number of this page|narrow cells fits a page"
+    """In documents and chapters; a page is one of the web or of paper."""
+    allowed = r"gets a page to chat|the page at `/`|page for a browser|server's page keeps|narrow cells fits a page"
     for path in [*DOCUMENTS, *sorted(ROOT.glob("tutorials/*.py"))]:
         text = re.sub(allowed, "", path.read_text(encoding="utf-8"))
         assert re.findall(r"(?i)^.*\bpages?\b.*$", text, re.MULTILINE) == [], path.relative_to(ROOT)

@@ -59,7 +59,7 @@ def test_layers_that_forget_write_what_those_write_that_keep_everything(tiny_mod
     model = str(tiny_model("qwen2-window", sliding_window=16))
     settings = {"enforce_eager": True, "dtype": "float32", "max_model_len": 256, "block_size": 8}
     written = []
-    for backend in ("sdpa", "minivllm.attention:SdpaAttention"):  # of a foreign one nobody knows what it reads
+    for backend in ("sdpa", "minivllm.attention:SdpaAttention"):  # it is not known what a foreign one reads
         with LLM(model, attention_backend=backend, num_gpu_blocks_override=100, **settings) as llm:
             pools = [pool.name for pool in llm.get_metrics().kv_cache_pools]
             assert pools == ["full attention", *["sliding window of 16"] * (backend == "sdpa")]

@@ -93,18 +93,18 @@ def test_regions_compute_what_the_layers_do(
 ) -> None:
     model = load(save_model(tmp_path, family, FAMILIES[family][index]))
     expected = {count: step(model, count) for count in (TOKENS, 1)}
-    asked: list[Region] = []
+    asked: dict[tuple[str, ...], Region] = {}
 
     def compile_region(region: Region) -> Callable:
-        asked.append(region)
+        asked[region.key] = region
         return checked(region)
 
     cut_model(model, compile_region)
     if family in UNTRACED:
         assert UNTRACED[family] in caplog.text and not asked
     else:
-        assert {region.name for region in asked} == {"first", "between", "last"}
-        assert len({(region.name, repr(region.constants), repr(region.inputs)) for region in asked}) == len(asked)
+        assert {region.name for region in asked.values()} == {"first", "between", "last"}
+        assert " at 0x" not in repr(list(asked))
     if family in REGIONS:
         assert len(asked) == REGIONS[family][index]
     for count, values in expected.items():

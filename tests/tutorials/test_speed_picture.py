@@ -1,4 +1,4 @@
-"""The README's figures and chart are those of the reports that are kept, and new reports take their place."""
+"""The figures and charts of the documents are those of the reports that are kept; new reports take their place."""
 
 from __future__ import annotations
 
@@ -27,25 +27,35 @@ def report(side: str, speed: float, calibration: float = 1.0) -> Report:
     )
 
 
-def test_the_readme_and_its_chart_show_the_reports_that_are_kept() -> None:
-    kept, readme = speed_picture.reports(), speed_picture.README.read_text(encoding="utf-8")
-    assert speed_picture.with_new_part(readme, kept) == readme, "run python -m tutorials.speed_picture"
-    chart = speed_picture.PICTURE.read_text(encoding="utf-8")
-    for one in kept:
-        for case, row in speed_picture.speeds(one).items():
+def test_documents_and_charts_show_the_reports_that_are_kept() -> None:
+    for path, text in speed_picture.documents().items():
+        assert path.read_text(encoding="utf-8") == text, "run python -m tutorials.speed_picture"
+    first = speed_picture.read_report(speed_picture.MEASUREMENTS / speed_picture.SHOWN_FIRST)
+    drawn = {speed_picture.PICTURE: [first], speed_picture.PICTURE_OF_ALL: speed_picture.reports()}
+    for picture, kept in drawn.items():
+        chart = picture.read_text(encoding="utf-8")
+        for row in (row for one in kept for row in speed_picture.speeds(one).items()):
+            case, values = row
             assert f">{case}<" in chart
-            assert all(f">{speed_picture._figure(value)}<" in chart for value in row.values())
+            assert all(f">{speed_picture._figure(value)}<" in chart for value in values.values())
+
+
+def test_the_table_of_accuracy_has_a_row_for_every_engine() -> None:
+    [kept] = speed_picture.reports(kind="accuracy")
+    rows = speed_picture.accuracy_section(kept).splitlines()[4:-2]
+    assert [row.split(" | ")[1] for row in rows] == list(kept.configuration["sides"])
+    assert "| 662 tokens | llama.cpp | 16.82 | 0.051 |" in rows
 
 
 def test_a_new_report_brings_its_machine_its_command_and_its_medians(tmp_path: Path) -> None:
     (tmp_path / "new.json").write_bytes(msgspec.json.encode(report("slowpoke", 4.0)))
     [read] = speed_picture.reports(tmp_path)
-    text = speed_picture.with_new_part(f"before {speed_picture.BEGIN}old{speed_picture.END} after", [read])
+    part = speed_picture.speed_part([read], tmp_path / "pictures" / "chart.svg", tmp_path / "a" / "b.md")
+    assert "](../pictures/chart.svg)" in part
+    text = speed_picture.with_new_part(f"before {speed_picture.BEGIN}old{speed_picture.END} after", part)
     assert text.startswith("before ") and text.endswith(" after") and "old" not in text
-    assert (
-        "`minivllm bench model --vs slowpoke` on 3 cores of abacus (beads, no bfloat16), with torch 1.2, slowpoke 7:"
-        in text
-    )
+    assert "On 3 cores of abacus (beads, no bfloat16), with torch 1.2, slowpoke 7:\n" in text
+    assert "Command: `minivllm bench model --vs slowpoke`\n" in text
     assert "| decode | 10 tok/s | 4 tok/s | 2.50 × |" in text
     slow = report("snail", 1.0, calibration=0.9)
     assert "| decode | 10 tok/s | 1 tok/s | not calibrated |" in speed_picture.section(slow)

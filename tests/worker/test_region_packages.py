@@ -503,7 +503,7 @@ with torch.inference_mode():
     results = [process.communicate(timeout=300) for process in processes]
     assert len({out for out, _ in results}) == 1 and float(results[0][0]) > 0, results
     assert all(process.returncode == 0 for process in processes)
-    (path,) = tmp_path.iterdir()  # whoever came later waited for the first, and has built nothing
+    (path,) = tmp_path.iterdir()  # later processes waited for the first, and have built nothing
     assert path.suffix == ".pt2" and path.stem.rpartition("-")[2] == region_packages._hash_of(path.read_bytes())
 
 

@@ -1,4 +1,4 @@
-"""``minivllm bench accuracy``: what engines think of a text that nobody generates, against float32."""
+"""``minivllm bench accuracy``: probabilities of a fixed text by every engine, against float32."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def accuracy(
 ) -> None:
     """Measure how well engines predict a text, against transformers in float32.
 
-    Perplexity is what the text costs: e to the mean of -log(probability) over its tokens, each given those before it.
-    The error is the mean distance of these logarithms from float32's, for one token as for the other: unlike the
-    perplexity, it counts what happens to turn out better too. All tokens of a window are computed as a prompt is.
+    Perplexity is e to the mean of -log(probability) over the tokens of the text, each given those before it. The error
+    is the mean distance of these logarithms from those of float32. Unlike the perplexity, it also counts tokens that
+    became more probable. All tokens of a window are computed like a prompt.
 
     Example: minivllm bench accuracy --engine minivllm,quantization=int4 --vs llama.cpp,openvino,weights=int4
     """

@@ -1,4 +1,4 @@
-"""``minivllm bench overhead``: what a step costs besides the model, and what it costs to hand it to workers.
+"""``minivllm bench overhead``: the cost of a step outside the model, and of handing it to workers.
 
 With workers in processes of their own a step crosses a border twice. It is encoded, written into the ring that all
 workers read, and wakes them up; the answer of the output rank comes back through its socket. The last two are told by
@@ -37,7 +37,7 @@ BESIDE_WORKERS = {
     "update from output": "output",
     "frontend": "frontend",
 }
-"""What is heard of a step in the engine's process, where workers have their own: name of the part -> its span."""
+"""Spans of a step in the engine's process if workers have separate processes: name of the part -> its span."""
 
 
 def broadcast_seconds(collective: Callable[[str], list[float]], count: int) -> dict[str, list[float]]:
@@ -66,10 +66,10 @@ def overhead(
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt before decoding.")] = 64,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps to measure.")] = 100,
 ) -> None:
-    """Measure what a step costs besides the model: scheduling, inputs, outputs, and the way to workers and back.
+    """Measure the cost of a step outside the model: scheduling, inputs, outputs, and the way to workers and back.
 
-    With workers in processes of their own: encode and ring write of every step, and how long the slowest worker takes
-    to wake up and its answer to come back. These wait idle, so they wake up as those of a busy machine do not.
+    With workers in separate processes: encode and ring write of every step, the wake-up of the slowest worker, and the
+    return of its answer. The workers are idle before a step, so they wake up as those of a busy machine do not.
 
     Example: minivllm bench overhead --distributed-executor-backend mp --batch 64
 

@@ -56,7 +56,7 @@ HOST_PARTS = {
     "update from output": "output",
     "frontend": "frontend",
 }
-"""What a step does besides computing the model: name of the part -> its span."""
+"""Parts of a step outside the model: name of the part -> its span."""
 
 
 def engine_core(engine: LLMEngine) -> Any:
@@ -140,7 +140,7 @@ def roofline(
 
     Overhead of many requests: minivllm bench roofline --batch 64 --context 64 --steps 100
 
-    What a step consists of: minivllm bench roofline --batch 16 --kernels
+    The kernels of a step: minivllm bench roofline --batch 16 --kernels
     """
     import torch
 

@@ -38,7 +38,7 @@ def startup(
 ) -> None:
     """Measure import, load, compile, capture and first token in fresh processes.
 
-    Cold: the directory of compiled code is new. Warm: it is the one that the cold start filled, not your own.
+    Cold: the directory of compiled code is new. Warm: it is the one that the cold start filled, not yours.
 
     Example: minivllm bench startup --chat
     """

@@ -22,7 +22,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Summary:
-    """What a table shows of a sample; None where there are too few values to tell."""
+    """Figures of a sample for a table; None where there are too few values."""
 
     count: int
     p50: float | None

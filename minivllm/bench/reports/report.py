@@ -385,7 +385,7 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Results:
-    """What one file holds. setting: what must be equal for a comparison to mean something."""
+    """Results in one file. setting: values that must be equal for a meaningful comparison."""
 
     series: dict[Key, Measurement]
     setting: dict[str, Any]
@@ -442,7 +442,7 @@ def compare(
 
 
 def changes(old: Results, new: Results, threshold: float) -> list[Change]:
-    """What both files hold, in the order of the first."""
+    """Changes of all series that are in both files, in the order of the first."""
     found = []
     for key, before in old.series.items():
         after = new.series.get(key)

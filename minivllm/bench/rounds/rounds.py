@@ -30,12 +30,12 @@ from minivllm.bench.sides.drive import Answer, Room, Task
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What is measured, and against whom."""
+    """The engine that is measured, and the engines that it is compared with."""
 
     engine: Annotated[
         str,
         typer.Option(
-            help="What is measured: minivllm, or minivllm,ARGUMENT=VALUE,… for other settings; with lora=N requests "
+            help="Engine to measure: minivllm, or minivllm,ARGUMENT=VALUE,… for other settings; with lora=N requests "
             "use N random adapters of ranks 8 to 64 in turn, with regex=PATTERN (a long "
             "one, such as [ -~]{999}) all answers match it."
         ),
@@ -91,7 +91,7 @@ class SideOptions(EngineOptions):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of all rounds. facts: what each side says it loaded. notes: how the peers are calibrated."""
+    """Results of all rounds. facts: of each side, about what it loaded. notes: how the peers are calibrated."""
 
     measurements: list[Measurement]
     comparisons: list[Comparison]

@@ -223,7 +223,7 @@ def complete(side: SideSpec, model: str, dtype: str, room: Room) -> SideSpec:
         default = {"model": str(hf_directory(model)), "dtype": config.dtype, "max_model_len": room.longest + 64}
         return replace(side, arguments=default | given)
     if side.engine == "openvino":
-        # Whatever is not given is OpenVINO's own choice for this machine, but for the precision that dtype asks for.
+        # Properties that are not given are OpenVINO's choice for this machine, except the precision of dtype.
         weights, hint = given.get("weights", "fp16"), {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
         properties = {"INFERENCE_PRECISION_HINT": hint[config.dtype]} if weights != "int4" else {}
         properties |= {name: value for name, value in given.items() if name != "weights"}
@@ -281,8 +281,8 @@ class Side:
         else:
             inherited = filter(None, [str(Path(minivllm.__file__).parents[1]), os.environ.get("PYTHONPATH")])
             environment["PYTHONPATH"] = os.pathsep.join(inherited)
-        # A group of its own, for engines have children that must be paused with them. Should this process die, the
-        # kernel wakes and ends a group that nobody is left to wake.
+        # A separate process group, since engines have children that must be paused with them. If this process dies, the
+        # kernel wakes and ends the orphaned group.
         self._process = subprocess.Popen(
             [spec.python, "-m", "minivllm.bench.sides.side_process", spec.engine, json.dumps(spec.arguments)],
             stdin=subprocess.PIPE,
@@ -297,7 +297,7 @@ class Side:
         self._stdin: IO[str] = self._process.stdin
         self._stdout: IO[str] = self._process.stdout
         self._messages: list[str] = []
-        # A pipe that nobody reads fills up and stops the process.
+        # A pipe without a reader fills up and stops the process.
         self._reader = threading.Thread(target=self._messages.extend, args=(self._process.stderr,), daemon=True)
         self._reader.start()
         try:

@@ -241,7 +241,7 @@ class Case(Protocol):
         """The requests of a repetition, the same for every engine; repetition -1 is the warm-up."""
 
     def figures(self, tasks: Sequence[Task], answer: Answer) -> list[Figure]:
-        """What the answer to ``tasks`` says."""
+        """Figures from the answer to ``tasks``."""
 
 
 @dataclass(frozen=True)

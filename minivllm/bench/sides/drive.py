@@ -27,7 +27,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Progress:
-    """What one request got out of a step: new tokens, and when they were there (time.perf_counter) [seconds]."""
+    """Progress of one request in a step: new tokens, and the time of their arrival (time.perf_counter) [seconds]."""
 
     index: int
     token_ids: list[int]
@@ -38,7 +38,7 @@ class Progress:
 
 @dataclass
 class Record:
-    """What became of a request. Times are from the start of the run [seconds].
+    """The outcome of a request. Times are from the start of the run [seconds].
 
     arrival: when it was due, not when the engine found time for it. times: of each token.
     error: "Class: sentence" if it failed.
@@ -52,7 +52,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Room:
-    """What the requests of a benchmark need. longest: tokens of the longest one. running: requests at a time.
+    """Room for the requests of a benchmark. longest: tokens of the longest one. running: requests at a time.
 
     tokens: of the ``running`` longest requests together.
     """
@@ -73,7 +73,7 @@ class Answer:
 
 
 class StepEngine(Protocol):
-    """What every measured engine looks like from here.
+    """The interface of every measured engine.
 
     facts: about what was loaded; holds at least "vocab_size". A peer's also hold "version" and "own_way", the name of
     its documented way of running a batch, and the engine has a method ``own_way(tasks)`` that runs requests that way.
@@ -82,7 +82,7 @@ class StepEngine(Protocol):
     facts: dict[str, Any]
 
     def reset(self) -> None:
-        """Forget what earlier runs left behind (prefix cache, counters)."""
+        """Forget earlier runs (prefix cache, counters)."""
 
     def add(self, index: int, task: Task) -> None:
         """Take a request. May raise what the engine raises for a request that it refuses."""
@@ -91,8 +91,8 @@ class StepEngine(Protocol):
         """Work on the requests for a moment and tell what came out."""
 
     def counters(self) -> dict[str, float]:
-        """What the engine counted since ``reset``: any of kv_peak, cache_hit_rate, preemptions; and what it
-        holds: weight_bytes and kv_touched_bytes, or neither."""
+        """Counters since ``reset``: any of kv_peak, cache_hit_rate, preemptions; and sizes: weight_bytes and
+        kv_touched_bytes, or neither."""
 
 
 def drive(engine: StepEngine, tasks: Sequence[Task]) -> tuple[list[Record], float]:

@@ -26,7 +26,7 @@ SECONDS_TO_WAIT = 0.01
 
 
 class Peer:
-    """What the sides below have in common. facts: see StepEngine."""
+    """Base of the sides below. facts: see StepEngine."""
 
     facts: dict[str, Any]
 
@@ -74,7 +74,7 @@ class LlamaCppEngine(Peer):
             raise ModelError(f"llama.cpp cannot load {path}.")
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         params = llama_cpp.llama_context_default_params()
-        # Without a unified cache every sequence has a part of its own: attention of one does not walk over the others.
+        # Without a unified cache every sequence has a separate part: attention of one does not walk over the others.
         per_sequence = -(-(longest + 8) // 256) * 256
         params.n_ctx, params.n_seq_max, params.kv_unified = per_sequence * running, running, False
         params.n_batch = max(BATCH_TOKENS, running)
@@ -325,7 +325,7 @@ def _params(task: Task, kind: Any, **others: Any) -> Any:
 def load_vllm(arguments: dict[str, Any]) -> VllmEngine:
     """arguments: those of vllm.LLM.
 
-    On a CPU all cores compute: without this, vLLM keeps one of them for its scheduler. What is set already stays.
+    On a CPU all cores compute: without this, vLLM keeps one for its scheduler. Values that are already set stay.
     """
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     for name, value in (("OMP_THREADS_BIND", cores), ("NUM_OF_RESERVED_CPU", "0"), ("KVCACHE_SPACE", "2")):

@@ -3,7 +3,7 @@
 It reads one JSON object per line, ``{"tasks": [{"prompt", "max_tokens", "arrival", "after"}], "own_way": false}``, and
 answers ``{"seconds", "records", "peak_bytes", "counters"}``; with own_way the engine runs the tasks its own documented
 way, which tells no more than the seconds. ``{"text": [ids]}`` it answers with ``{"log_probabilities": […]}``, of every
-token but the first. Its first line is ``{"ready": {facts}}``. What the engine prints goes to
+token but the first. Its first line is ``{"ready": {facts}}``. Output of the engine goes to
 standard error. A peer's Python needs nothing of what this package depends on.
 
     python -m minivllm.bench.sides.side_process minivllm '{"model": "smollm2"}'
@@ -82,7 +82,7 @@ def _peak_of(process: int) -> int:
 
 
 def _end_with_parent() -> None:
-    """Once nobody can ask any more, end this process and its children, which may be loading or compiling."""
+    """When the parent has gone, end this process and its children, which may be loading or compiling."""
     inputs = select.poll()
     inputs.register(0, 0)  # hang-ups are told anyway
     inputs.poll()

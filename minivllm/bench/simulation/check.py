@@ -21,7 +21,7 @@ COMPARED = ("TTFT", "ITL", "E2E", "requests", "output", "prefix cache hits")
 
 
 class Engines(Protocol):
-    """What is measured: a ``Side``."""
+    """The engines that are measured: a ``Side``."""
 
     def run(self, tasks: Sequence[Task]) -> Answer:
         """Run the requests, each when it is due, on engines whose prefix caches are empty."""

@@ -36,7 +36,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What is simulated. num_blocks: of the KV cache of each engine, the null block included."""
+    """The simulated engines. num_blocks: of the KV cache of each engine, the null block included."""
 
     num_engines: int
     step_time: StepTime
@@ -63,7 +63,7 @@ class Outcome:
 
 
 class SimulatedEngine:
-    """The scheduler and the KV cache of an engine, and a worker that samples a made-up token for everybody."""
+    """The scheduler and the KV cache of an engine, and a worker that makes up the tokens."""
 
     def __init__(self, cluster: Cluster) -> None:
         blocks = FullAttentionManager(cluster.num_blocks, cluster.block_size)
@@ -91,7 +91,7 @@ class SimulatedEngine:
         return self._step_time.seconds(num_tokens - num_decodes, num_decodes, busy) if num_tokens else 0.0
 
     def end_step(self) -> list[EngineOutput]:
-        """What the step did."""
+        """End the running step. Returns its outputs."""
         if self._running is None:
             raise RuntimeError("No step is running.")
         (step, output), self._running = self._running, None

@@ -46,7 +46,7 @@ class SimulationOptions:
     """The engines and what they are sent."""
 
     workload: Annotated[
-        str, typer.Option(help="What is sent: " + "; ".join(f"{form} ({text})" for form, text in FORMS.items()))
+        str, typer.Option(help="Requests: " + "; ".join(f"{form} ({text})" for form, text in FORMS.items()))
     ] = "multi-turn:64:4:128:64"
     arrivals: Annotated[
         str | None,
@@ -152,9 +152,9 @@ def _failure(text: str, num_engines: int) -> Failure:
 def simulate(options: SimulationOptions, output: OutputOptions) -> None:
     """Simulate engines that share requests: real schedulers, prefix caches and routing, no model.
 
-    A step takes as long as a model of its time says, which --fit makes from what bench model measured here or
-    elsewhere. That model knows no contexts, no network and no frontend, so compare policies by it, not machines. With
-    one engine beside, the hits tell what routing loses. How far to trust it on this machine, --check says.
+    Step times are those of a line through measured steps, which --fit reads from a report of bench model. Contexts,
+    network and frontend have no effect, so compare policies with it, not machines. A single engine is simulated for
+    comparison: its cache hits show the loss by routing. --check measures the error of the simulation on this machine.
 
     Example: minivllm simulate --data-parallel-size 64 --workload multi-turn:400:4:256:64 --arrivals poisson:40
     --step-ms 20,1.7,2.3

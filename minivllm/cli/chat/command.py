@@ -90,7 +90,7 @@ Generate = Callable[[Callable[[str], None], Callable[[], bool]], Generation]
 
 @contextmanager
 def silent_keyboard() -> Iterator[None]:
-    """What is typed during an answer does not show in the middle of it: the next prompt gets it."""
+    """Keep keys that are typed during an answer from showing in it: the next prompt gets them."""
     import termios
 
     try:
@@ -111,7 +111,7 @@ def silent_keyboard() -> Iterator[None]:
 
 @contextmanager
 def held_back(log: ProgressHandler) -> Iterator[None]:
-    """What is logged during an answer is told after it, since a line in the middle would tear it apart."""
+    """Hold log lines back until the answer has ended, since a line in the middle would split it."""
     held: list[logging.LogRecord] = []
 
     def hold(record: logging.LogRecord) -> bool:
@@ -150,7 +150,7 @@ def stream_answer(generate: Generate, log: ProgressHandler, waiting: str, raw: b
 
 
 def limit_notice(session: ChatSession, generation: Generation) -> str:
-    """What to tell when an answer ended at a limit or came near the context's; otherwise empty."""
+    """The notice for an answer that ended at a limit or came near the end of the context; otherwise empty."""
     used, size = generation.num_context_tokens, session.max_model_len
     if generation.finish_reason != FinishReason.LENGTH:
         if used < NEARLY_FULL * size:

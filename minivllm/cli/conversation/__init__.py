@@ -1,4 +1,4 @@
-"""A conversation and its slash commands, whoever answers.
+"""A conversation and its slash commands, with an engine here or with a server.
 
 May import: cli.engine, cli.terminal, frontend, profiling, server.parsers, simulation.
 Door: `ChatSession` in chat_session.py.

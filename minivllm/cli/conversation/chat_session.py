@@ -77,8 +77,8 @@ class ChatSession:
     The whole conversation is sent again with every turn; the engine's prefix cache makes the repeated part free.
 
     model: name to show. system: system prompt; None leaves it to the chat template. thinking: what the template's
-    enable_thinking is set to; None leaves it alone. attachments: files that go with the next message. host: who can
-    start another model; None if nobody can.
+    enable_thinking is set to; None leaves it alone. attachments: files that go with the next message. host: starts
+    another model; None where that is impossible.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ChatSession:
         return f"{config.device} {config.dtype}"
 
     def engine_stats(self) -> SchedulerStats:
-        """What the engine counted so far."""
+        """The counters of the engine so far."""
         return self.engine.stats()
 
     def num_text_tokens(self, text: str) -> int:
@@ -338,7 +338,7 @@ class ChatSession:
         generation = Generation(num_prompt_tokens=len(prompt_token_ids))
         self.engine.add_request(request_id, {"prompt_token_ids": prompt_token_ids}, params)
         if self.has_chat_template and self.engine.tokenizer.decode(prompt_token_ids[-8:]).rstrip().endswith(OPEN):
-            on_text(OPEN)  # the template began the model's thoughts; whoever shows them must know
+            on_text(OPEN)  # the template began the model's thoughts, and the caller shows them as such
         while generation.finish_reason is None:
             if is_interrupted():
                 for output in self.engine.abort_request([request_id]):

@@ -1,4 +1,4 @@
-"""What a chat can see of an engine in its own process: the steps of an answer, and the bytes each of them must read."""
+"""A chat's view of an engine in the same process: the steps of an answer, and the bytes each of them must read."""
 
 from __future__ import annotations
 

@@ -41,11 +41,11 @@ SETTINGS = {
     "bad_words": TEXTS,
     "skip_special_tokens": SWITCH,
 }
-"""What /set can change: every sampling parameter that shows in a conversation, and what its value looks like."""
+"""Settings of /set: every sampling parameter that matters in a conversation, and the form of its value."""
 
 
 class Next(Enum):
-    """What the chat does after a command."""
+    """The next action of the chat after a command."""
 
     PROMPT = auto()
     REGENERATE = auto()
@@ -125,7 +125,7 @@ def _set(session: ChatSession, argument: str) -> str:
 
 
 def _value(name: str, text: str) -> Any:
-    """What ``text`` says about a setting: JSON, or for texts a text as it is. Raises RequestError."""
+    """The value of a setting from ``text``: JSON, or for texts the text itself. Raises RequestError."""
     if text.lower() in ("none", "default", ""):
         # As if never set: the field's own default, which for max_tokens is the rest of the context.
         return None if name == "max_tokens" else getattr(SamplingParams(), name)

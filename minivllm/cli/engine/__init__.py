@@ -1,6 +1,6 @@
-"""The engine behind a command: its flags, its start, what it would use here, what it answers.
+"""The engine of a command: its flags, its start, its settings on this machine, its answers.
 
 May import: cli.terminal, compilation, config, device, engine, frontend, hub, model_facts, processing,
-worker.
+program, worker.
 Door: `EngineHost` in engine_start.py.
 """

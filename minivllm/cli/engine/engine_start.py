@@ -1,4 +1,4 @@
-"""An engine behind a command: its start, what it logs meanwhile, and one request followed to its end."""
+"""The engine of a command: its start, its log lines meanwhile, and one request followed to its end."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ _METRICS = (
 
 @dataclass(kw_only=True)
 class Generation:
-    """What has arrived of one request so far; token_ids includes the token that ended it, text does not.
+    """The output of one request so far; token_ids includes the token that ended it, text does not.
 
     bandwidth_share: part of the memory bandwidth that decoding used; None if it is not known.
     failure: sentence that says why it ended early; empty if it did not, or the user stopped it.

@@ -15,6 +15,7 @@ import typer
 from minivllm import __version__
 from minivllm.cli.engine.engine_start import ProgressHandler
 from minivllm.cli.terminal.terminal_text import format_bytes
+from minivllm.errors import ConfigError
 from minivllm.hub.home import home_directory
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "gguf", "ray", "nixl")
@@ -22,18 +23,38 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "a
 
 
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")] = False,
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Also say whose layers would compute this model, and what its KV cache holds.", metavar="MODEL"
-        ),
+        typer.Argument(help="Also show the implementation of this model, and the contents of its KV cache."),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")] = False,
+    program: Annotated[
+        bool,
+        typer.Option("--program", help="Show the pieces and seams of the model instead, and its compiled regions."),
+    ] = False,
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor-parallel-size", "--tp", min=1, help="Ranks that divide each layer, for --program.")
+    ] = 1,
+    pipeline_parallel_size: Annotated[
+        int, typer.Option("--pipeline-parallel-size", "--pp", min=1, help="Pipeline stages, for --program.")
+    ] = 1,
 ) -> None:
     """Show versions, devices, what will be used and why.
 
     Example: minivllm env --json
     """
+    if program:
+        if model is None or as_json:
+            raise ConfigError(
+                "--program shows the program of a model as a table: name the model, and leave out --json."
+            )
+        from rich.console import Console
+
+        from minivllm.cli.engine.program_table import program_tables
+
+        for table in program_tables(model, tensor_parallel_size, pipeline_parallel_size):
+            Console(highlight=False, markup=False).print(table)
+        return
     with ProgressHandler(verbose=False).status("Asking PyTorch what it finds here"):
         report = collect()
         if model is not None:
@@ -43,7 +64,7 @@ def env(
 
 
 def implementation(model: str) -> dict[str, str]:
-    """Whose layers compute a model, and why. Raises ModelError if nobody's can."""
+    """The implementation that computes a model, and the reason. Raises ModelError if there is none."""
     from minivllm.hub.fetch import resolve_model
     from minivllm.model_facts.choose import choose_implementation, read_model_facts
 
@@ -54,7 +75,7 @@ def implementation(model: str) -> dict[str, str]:
 
 
 def kv_cache_pools(model: str) -> dict[str, Any]:
-    """What the KV cache of a model holds in an engine with default settings: one pool for each kind of layers.
+    """The KV cache of a model in an engine with default settings: one pool for each kind of layers.
 
     Raises ModelError if the model cannot be served, ConfigError if the cache is too small for it.
     """
@@ -110,7 +131,7 @@ def _cpp_compiler() -> str | None:
 
 
 def _defaults() -> dict[str, dict[str, str]]:
-    """What an engine picks if no flag says otherwise: ``{what: {"value", "why"}}``."""
+    """The default settings of an engine on this machine: ``{setting: {"value", "why"}}``."""
     import torch
 
     from minivllm.compilation.compiler import cannot_compile_reason

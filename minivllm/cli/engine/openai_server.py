@@ -1,4 +1,4 @@
-"""What commands that talk to an OpenAI-compatible server share: its address, its models, its streams, its errors."""
+"""An OpenAI-compatible server as commands see it: its address, its models, its streams, its errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def served_models(root: str, headers: Mapping[str, str]) -> list[dict[str, Any]]
 
 
 def engine_stats(root: str, headers: Mapping[str, str]) -> SchedulerStats:
-    """What the engines of a minivllm server counted so far, for all its clients, from /metrics.
+    """Counters of the engines of a minivllm server, for all its clients, from /metrics.
 
     Raises RequestError for a server that cannot be reached, or that is none of ours and counts other things.
     """

@@ -111,7 +111,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_text(word: str) -> bool:
-    """Whether what stands in place of a model is a prompt: words with spaces in between, and no file of that name."""
+    """True if the argument for the model is a prompt: words with spaces in between, and no file of that name."""
     return " " in word.strip() and not Path(word).expanduser().exists()
 
 

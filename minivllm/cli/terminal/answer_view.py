@@ -95,7 +95,7 @@ class BlockSplitter:
         return self._take(is_end=False) if "\n" in text else []
 
     def finish(self) -> list[Block | CodeLine]:
-        """What is left; an answer may end in the middle of anything."""
+        """The rest of the answer, which may end in the middle of any construct."""
         if self.pending and not self.pending.endswith("\n"):
             self.pending += "\n"
         return self._take(is_end=True)

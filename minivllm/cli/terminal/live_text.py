@@ -17,7 +17,7 @@ _OUT_OF_REACH = 10**9
 
 
 def window_size(stream: TextIO) -> os.terminal_size:
-    """Columns and rows of the terminal behind ``stream`` [cells]; 80 x 24 if it does not tell."""
+    """Columns and rows of the terminal of ``stream`` [cells]; 80 x 24 if they are unknown."""
     try:
         size = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):

@@ -20,9 +20,9 @@ that the end of the text cuts; and control characters by themselves."""
 class ControlCharacterFilter:
     """Removes escape sequences and control characters from streamed text; newline and tab stay.
 
-    A model can be talked into printing sequences that move the cursor, set the clipboard or fake a prompt. What could
-    go on is kept until the next piece, so a sequence that is cut anywhere is removed as a whole. A string also ends at
-    a newline, because an answer must not vanish behind a string that is never closed.
+    A model can be talked into printing sequences that move the cursor, set the clipboard or fake a prompt. An
+    incomplete sequence is kept until the next piece, so a sequence that is cut anywhere is removed as a whole. A string
+    also ends at a newline, because an answer must not vanish in a string that is never closed.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a person typed: prompts, and the names of files."""
+"""Typed input: prompts, and the names of files."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ FIRST_PROCESS = 2
 
 
 class Tick(Protocol):
-    """What is told here of a ``TraceStep``."""
+    """The part of a ``TraceStep`` that is used here."""
 
     @property
     def step(self) -> int: ...

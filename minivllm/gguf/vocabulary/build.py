@@ -27,7 +27,7 @@ WORD_BOUNDARY = "▁"  # SentencePiece's visible space
 
 @dataclass(frozen=True)
 class BuiltVocabulary:
-    """What a GGUF file says about text: the tokenizer, its special tokens and its chat template.
+    """Text processing from a GGUF file: the tokenizer, its special tokens and its chat template.
 
     special_tokens: bos_token, eos_token, unk_token and pad_token, where there is such a token.
     """

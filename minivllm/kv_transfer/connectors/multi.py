@@ -245,7 +245,7 @@ def _report(report: Callable[[KVConnectorOutput], None], part: int, output: KVCo
 
 
 def part_of(metadata: KVConnectorMetadata, part: int) -> KVConnectorMetadata:
-    """What one of the connectors moves."""
+    """The transfers of one of the connectors."""
 
     def own(transfers: list[BlockTransfer]) -> list[BlockTransfer]:
         return [transfer for transfer in transfers if transfer.part == part]

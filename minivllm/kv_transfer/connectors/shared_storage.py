@@ -126,7 +126,7 @@ class BlockFile:
 
 
 class SharedStorageScheduler(BlockStore):
-    """Asks the directory whether the files of all ranks are there. What failed to load is not asked for again."""
+    """Asks the directory whether the files of all ranks are there. A failed block is not asked for again."""
 
     def __init__(self, context: TransferContext) -> None:
         super().__init__(context)

@@ -1,7 +1,7 @@
 """The worker's side of a connector: blocks leave the KV cache in the order of steps, and come back beside them.
 
-A save is launched behind the step that fills the block, and before the next step, which may write into it: nobody has
-to keep the block meanwhile. A snapshot is what the last steps have left in its slot, so its save is launched before the
+A save is launched after the step that fills the block, and before the next step, which may write into it. So the block
+may be freed meanwhile. A snapshot is what the last steps have left in its slot, so its save is launched before the
 next one. A load runs in a thread of its own. It begins when all earlier steps are computed, since one of them may still
 write into blocks whose owner has left, and its blocks belong to it until it has ended.
 """
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What a worker's side is made with. report: called from any thread, wakes the engine core."""
+    """Arguments to make a worker's side. report: called from any thread, wakes the engine core."""
 
     transfer: TransferContext
     device: torch.device
@@ -72,7 +72,7 @@ class CacheBlocks:
                 self.block_bytes += num_bytes
 
     def has(self, block_ids: Sequence[int]) -> bool:
-        """Whether these, one for each KV group, are of one of ours."""
+        """True if one of these blocks, one for each KV group, is in one of the groups that are moved here."""
         return any(block_ids[place] != NULL_BLOCK_ID for place in self._groups)
 
     def read(self, block_ids: Sequence[int], data: Tensor) -> None:
@@ -101,7 +101,7 @@ def _copy(target: Any, source: Any) -> None:
 
 
 class ConnectorWorker(ABC):
-    """What the worker calls. One thread does, in the order of steps."""
+    """The interface that the worker calls, from one thread, in the order of steps."""
 
     @abstractmethod
     def register_kv_caches(self, caches: Sequence[LayerCache | StateTensors]) -> None:
@@ -118,7 +118,7 @@ class ConnectorWorker(ABC):
 
     @abstractmethod
     def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
-        """Launch the saves of a step, behind it: no later step can write into their blocks before they are read."""
+        """Launch the saves of a step, after it: no later step can write into their blocks before they are read."""
 
     @abstractmethod
     def new_weights(self, fingerprint: str) -> None:

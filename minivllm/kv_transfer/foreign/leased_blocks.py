@@ -91,7 +91,7 @@ class LeasedBlocks:
         return lease.number, addresses
 
     def confirm(self, number: int) -> bool:
-        """Whether the lease was there until now, so that what was read under it is what was asked for. It ends."""
+        """End a lease. True if it was valid until now, so that the bytes read under it are the right ones."""
         with self._lock:
             self._end_leases()
             lease = self._leases.get(number)

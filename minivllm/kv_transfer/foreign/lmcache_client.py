@@ -59,7 +59,7 @@ class Names:
         return REQUEST.pack(command, num_bytes, BINARY, UINT8, 0, num_bytes, 0, 0, 0, name)
 
     def seal(self, key: bytes, contents: Tensor) -> bytes:
-        """SEAL_BYTES that nobody can make who has not the key file. contents: uint8, in host memory."""
+        """SEAL_BYTES that only a holder of the key file can make. contents: uint8, in host memory."""
         digest = hmac.new(self._secret, self._prefix.encode() + key, hashlib.sha256)
         digest.update(contents.numpy().data)
         return digest.digest()

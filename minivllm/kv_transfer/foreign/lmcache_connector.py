@@ -67,7 +67,7 @@ def address_of(options: LMCacheOptions) -> Address:
 class LMCacheScheduler(BlockStore):
     """Has a thread ask the server for a prompt's blocks, all of them at once, and remembers the answers for a moment.
 
-    Whoever waits for an answer waits beside the others, so a server that hangs holds up no step.
+    A request that waits for an answer waits beside the queue, so a server that hangs delays no step.
     """
 
     def __init__(self, context: TransferContext) -> None:
@@ -117,7 +117,7 @@ class LMCacheScheduler(BlockStore):
         return self._known.get(key, (0.0, False))[1]
 
     def _is_news(self, keys: Sequence[bytes]) -> bool:
-        """Whether an answer that is needed here is missing, or old."""
+        """True if an answer that is needed here is missing, or old."""
 
         def is_old(key: bytes) -> bool:
             return key not in self._known or time.monotonic() - self._known[key][0] >= KNOWN_SECONDS
@@ -130,8 +130,8 @@ class LMCacheScheduler(BlockStore):
         return any(map(is_old, states[: len(missing) + 1]))
 
     def _look_up(self, names: Sequence[Names], keys: Sequence[bytes]) -> Answers:
-        """Whether all ranks' parts are there: of these blocks, up to the first ones that are missing, and of the states
-        behind them, from the last one back to the first ones that are there. Called by the look-ups' thread."""
+        """Ask whether all ranks' parts are there: of these blocks, up to the first missing ones, and of the states
+        after them, from the last one back to the first ones that are there. Called by the look-ups' thread."""
         answers: Answers = {}
         batch = max(1, BATCH // len(names))
 

@@ -101,7 +101,7 @@ class LeaseServer(LookupServer):
 
 
 class _Producer:
-    """What one consumer knows of a producer. name: of its NIXL agent."""
+    """A producer as one consumer knows it. name: of its NIXL agent."""
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
@@ -208,7 +208,7 @@ class NixlWorker(KVConnectorWorker):
             self._staged = {key: self._staging[index] for index, key in enumerate(keys[: len(leased.addresses)])}
 
     def _read(self, name: str, addresses: Sequence[int], staging: Tensor, size: int) -> None:
-        """Raises TimeoutError, after which nobody may use the staging memory: the read may still go on."""
+        """Raises TimeoutError, after which the staging memory must not be used: the read may still go on."""
         reader = self._reader
         rows = [(staging[index].data_ptr(), size, 0) for index in range(len(addresses))]
         own, theirs = (

@@ -32,7 +32,7 @@ class _Worker:
 
 
 class Catalogue:
-    """One thread for each worker of each producer: connects, listens, connects again. Nobody waits for it.
+    """One thread for each worker of each producer: connects, listens, connects again. No caller waits for it.
 
     gates: of each rank of this engine, which takes its parts from the same rank of a producer.
     """

@@ -1,4 +1,4 @@
-"""Who may exchange blocks with this engine: the connector's settings about peers, checked, and connections made so."""
+"""Access to this engine's blocks: the connector's settings about peers, checked, and connections made by them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LookupBufferOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Gate:
-    """What connections of one worker are made with, to that of the same rank. server_tls, client_tls: None without
+    """Arguments for connections of one worker to that of the same rank. server_tls, client_tls: None without
     TLS."""
 
     identity: bytes

@@ -26,14 +26,14 @@ class HandshakeError(ValueError):
 
 
 class Purpose(IntEnum):
-    """What a consumer opens a connection for."""
+    """The purpose of a consumer's connection."""
 
     BLOCKS = 0
     NEWS = 1
 
 
 class Verdict(IntEnum):
-    """What a producer answers."""
+    """The answer of a producer."""
 
     WELCOME = 0
     WRONG_KEY = 1

@@ -1,7 +1,7 @@
-"""What a producer holds for its consumers: blocks by their hashes, within a bound in bytes (vLLM V0's LookupBuffer).
+"""The buffer of a producer for its consumers: blocks by their hashes, within a bound in bytes (vLLM V0's LookupBuffer).
 
-V0 deletes a block when it is selected. Here it stays until its room is needed, and goes before those that nobody has
-taken: the next prompt with the same beginning, and another consumer, still find it.
+V0 deletes a block when it is selected. Here it stays until its room is needed, and goes before blocks that no consumer
+has taken: the next prompt with the same beginning, and another consumer, still find it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Contents(NamedTuple):
 class LookupBuffer:
     """Any thread may call it, and none ever waits for a consumer: a full buffer drops blocks. A state is a block here.
 
-    max_bytes: of all blocks, over all workers. What was taken is dropped first, then what has waited longest.
+    max_bytes: of all blocks, over all workers. Taken blocks are dropped first, then the oldest ones.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -42,7 +42,7 @@ class LookupBuffer:
         return len(self._fresh) + len(self._taken)
 
     def holds(self, key: bytes) -> bool:
-        """Whether the block is here. A block that was taken counts as new again: somebody has just computed it."""
+        """True if the block is here. A block that was taken counts as new again, since it has just been computed."""
         with self._lock:
             if key in self._taken:
                 self._fresh[key] = self._taken.pop(key)

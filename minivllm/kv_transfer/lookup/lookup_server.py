@@ -113,7 +113,7 @@ class LookupServer:
 
 
 class PendingNews:
-    """What one consumer has not been told yet; of each block only what is true now."""
+    """News that one consumer has not been told yet; for each block only the latest."""
 
     def __init__(self) -> None:
         self._is_here: dict[bytes, bool] = {}

@@ -51,7 +51,7 @@ class Block(msgspec.Struct, frozen=True, tag="block"):
 
 
 class News(msgspec.Struct, frozen=True, tag="news"):
-    """What has come into a producer's buffer, and what has gone; empty as a sign of life."""
+    """Blocks that have come into a producer's buffer, and blocks that have gone; empty as a sign of life."""
 
     came: list[Key] = []
     gone: list[Key] = []
@@ -128,7 +128,7 @@ class Pipe:
             return False
 
     def close(self) -> None:
-        """From any thread; whoever sends or receives gets an OSError."""
+        """From any thread; senders and receivers get an OSError."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -1,57 +1,29 @@
 """One layer of a decoder: its mixer, its feed-forward part, and the norms around them.
 
-What a layer is stands in its spec. Everything here is a pure function of the tensors that it is given, which may be
-those of any layer with an equal spec: that is how layers share compiled regions.
+What a layer is stands in its spec, what it computes in its pieces. Layers with equal pieces share compiled regions,
+which take the weights as arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels_triton_free.lora import RowAdapters
-from kernels_triton_free.norm import add_rms_norm, rms_norm
+from minivllm.compilation.regions import TensorSpec
 from minivllm.linear.layer import Linear
-from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder.feed_forward import FeedForward, GatedMlp
 from minivllm.models.decoder.moe import MixtureOfExperts
 from minivllm.models.layer_specs import FeedForwardSpec, LayerSpec, MoeSpec, StateMixerSpec
 from minivllm.models.linear_factory import LinearFactory, Stored
+from minivllm.models.mixers.mixer import LayerContext
 from minivllm.models.mixers.registry import make_mixer
-from minivllm.models.model import Given, LayerCache
-
-
-class BeforeMixer(NamedTuple):
-    """Weights from a layer's input to where it attends, or updates a state. norm: None in layers that have none there.
-    mixer: see ``Mixer.ahead_weights``."""
-
-    norm: Tensor | None
-    mixer: tuple[Any, ...]
-
-
-class AfterMixer(NamedTuple):
-    """Weights from there to a layer's own output. read_norm: of the layer's input, where the mixer reads that again.
-    mixer: see ``Mixer.behind_weights``. mixer_norm, norm, mlp_norm: of what the mixer adds to the residual stream, of
-    what the MLP reads, and of what it adds; None in layers that have none."""
-
-    read_norm: Tensor | None
-    mixer: tuple[Any, ...]
-    mixer_norm: Tensor | None
-    norm: Tensor | None
-    mlp: tuple[LinearTensors, ...]
-    mlp_norm: Tensor | None
-
-
-class LayerMethods(NamedTuple):
-    """How a layer's products are computed. Layers with equal specs and equal methods share their regions."""
-
-    ahead: tuple[LinearMethod, ...]
-    behind: tuple[LinearMethod, ...]
-    mlp: tuple[object, ...]
+from minivllm.models.model import TOKENS, LayerCache
+from minivllm.models.pieces import Add, AddNorm, Norm
+from minivllm.program.program import Name, Piece, Program
+from minivllm.program.seams import Attend, Sum
 
 
 def make_feed_forward(spec: FeedForwardSpec, hidden_size: int, factory: LinearFactory) -> FeedForward:
@@ -62,10 +34,10 @@ def make_feed_forward(spec: FeedForwardSpec, hidden_size: int, factory: LinearFa
 
 
 class DecoderLayer:
-    """The weights of one layer, and its arithmetic."""
+    """The weights of one layer, and its pieces."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype) -> None:
-        self.spec, self._dtype = spec, factory.dtype
+        self.spec, self._dtype, self._attention_dtype = spec, factory.dtype, attention_dtype
         self.keeps_state = isinstance(spec.mixer, StateMixerSpec)
         self.mixer = make_mixer(spec.mixer, hidden_size, factory, attention_dtype)
         self.mlp = make_feed_forward(spec.mlp, hidden_size, factory)
@@ -107,54 +79,54 @@ class DecoderLayer:
         return [(block, linear) for block, linears in blocks for linear in linears]
 
     @property
-    def methods(self) -> LayerMethods:
-        return LayerMethods(self.mixer.ahead_methods, self.mixer.behind_methods, self.mlp.methods)
+    def methods(self) -> tuple[object, ...]:
+        """How its products are computed."""
+        return (*(linear.method for linear in self.mixer.linears), *self.mlp.methods)
 
     def own_cache(self, cache: LayerCache) -> LayerCache | None:
         """The cache that the code in front of attention writes; None in a layer that keeps a state."""
         return None if self.keeps_state else cache
 
-    @property
-    def given(self) -> Given:
-        """See Mixer.given."""
-        return self.mixer.given(self.vectors)
+    def norm(self, name: str, x: Name, spec: TensorSpec) -> list[Piece]:
+        """The norm of what a sublayer gave, in its register, in layers that have one there."""
+        if name not in self.spec.norms.names:
+            return []
+        return [Piece(Norm(self.spec.norms.after_eps), (x,), {x: spec}, lambda: (self.vectors[name],))]
 
-    @property
-    def before(self) -> BeforeMixer:
-        return BeforeMixer(self.vectors.get("input_layernorm"), self.mixer.ahead_weights(self.vectors))
+    def enter(self, name: str, stream: TensorSpec, *, adds: bool = True) -> tuple[list[Piece], Name]:
+        """What leads into a sublayer, and the register that it reads. name: of its norm. adds: "x" joins the residual
+        stream first."""
+        eps, weights = self.spec.norms.eps, lambda: (self.vectors[name],)
+        if name not in self.spec.norms.names:
+            return ([Piece(Add(), ("stream", "x"), {"stream": stream})] if adds else []), "stream"
+        if adds:
+            return [Piece(AddNorm(eps), ("x", "stream"), {"h": stream, "stream": stream}, weights)], "h"
+        return [Piece(Norm(eps), ("stream",), {"h": stream}, weights)], "h"
 
-    @property
-    def after(self) -> AfterMixer:
-        norms = self.vectors.get
-        return AfterMixer(
-            norms("input_layernorm") if self.mixer.reads_again else None,
-            self.mixer.behind_weights(self.vectors),
-            norms("post_self_attn_layernorm"),
-            norms("post_attention_layernorm"),
-            self.mlp.weights,
-            norms("post_mlp_layernorm"),
-        )
+    def ahead(self, context: LayerContext, is_first: bool) -> Program:
+        """From the residual stream, and "x", which the layer before gave, to "o"."""
+        pieces, read = self.enter("input_layernorm", context.stream, adds=not is_first)
+        return [*pieces, *self.mixer.ahead(context, read), self.attend(context)]
 
-    def enter(self, x: Tensor | None, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add x, where there is some, to the residual stream: (what the next sublayer reads, the stream)."""
-        eps = self.spec.norms.eps
-        if x is None:
-            return (residual if norm is None else rms_norm(residual, norm, eps)), residual
-        if norm is None:
-            residual = residual + x
-            return residual, residual
-        return add_rms_norm(x, residual, norm, eps)
+    def attend(self, context: LayerContext) -> Attend:
+        """The seam in the middle."""
+        o = TensorSpec((TOKENS, *self.mixer.output_shape), self._attention_dtype, context.stream.device)
+        return Attend(context.number, o, lambda: self.mixer.given(self.vectors))
 
-    def output(
-        self, o: Tensor, residual: Tensor, adapters: RowAdapters | None, weights: AfterMixer
-    ) -> tuple[Tensor, Tensor]:
-        """From o, which attention or the update of a state gave, to what the layer still has to add to the residual
-        stream, and the stream without it."""
-        read = self.enter(None, residual, weights.read_norm)[0] if self.mixer.reads_again else None
-        x = self.mixer.behind(o, read, adapters, weights.mixer)
-        x, residual = self.enter(self.leaving(x, weights.mixer_norm), residual, weights.norm)
-        return self.leaving(self.mlp.apply(x, weights.mlp, adapters), weights.mlp_norm), residual
+    def behind(self, context: LayerContext, is_shared: bool) -> Program:
+        """From "o" to "x", which is still to be added to the stream. is_shared: see ``FeedForward.program``."""
+        stream = context.stream
+        again, read = self.enter("input_layernorm", stream, adds=False) if self.mixer.reads_again else ([], "")
+        enter, inner = self.enter("post_attention_layernorm", stream)
+        return [
+            *again,
+            *self.mixer.behind(context, read),
+            Sum("x", stream),
+            *self.norm("post_self_attn_layernorm", "x", stream),
+            *enter,
+            *self.mlp.program(context, inner, is_shared),
+        ]
 
-    def leaving(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """What a sublayer adds to the residual stream."""
-        return x if norm is None else rms_norm(x, norm, self.spec.norms.after_eps)
+    def leave(self, stream: TensorSpec) -> Program:
+        """The norm of what the MLP gave, in layers that have one."""
+        return self.norm("post_mlp_layernorm", "x", stream)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels_triton_free.experts.routing import route
-from kernels_triton_free.lora import RowAdapters
+from kernels_triton_free.experts.routing import Routing, route
 from minivllm.linear.experts.experts import Experts
+from minivllm.linear.experts.methods import ExpertsMethod
 from minivllm.linear.layer import Linear, Shard
 from minivllm.linear.methods.method import LinearTensors
 from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder.feed_forward import GatedMlp
 from minivllm.models.layer_specs import MoeSpec
 from minivllm.models.linear_factory import LinearFactory, Stored
+from minivllm.models.mixers.mixer import LayerContext
+from minivllm.models.pieces import Add
 from minivllm.models.shards import own_inner
+from minivllm.program.program import Name, Piece, Program
+from minivllm.program.seams import Combine, Share, Sum
 
 _ROUTER_PARTS = ("gate.weight", "gate.bias", "gate.e_score_correction_bias", "shared_expert_gate.weight")
 
@@ -40,9 +46,43 @@ class Router:
         place = self.parts.index(part)
         self.tensors = (*self.tensors[:place], values.clone().to(self._device), *self.tensors[place + 1 :])
 
-    def named(self, tensors: LinearTensors) -> dict[str, Tensor]:
-        """The tensors of any equal router by the part that they are."""
-        return dict(zip(self.parts, tensors, strict=True))
+    def tensor(self, part: str) -> Tensor | None:
+        """One of _ROUTER_PARTS; None if the spec does not call for it."""
+        return self.tensors[self.parts.index(part)] if part in self.parts else None
+
+
+@dataclass(frozen=True)
+class ChosenExperts:
+    """What the experts that the router chooses make of x, as far as they are here."""
+
+    method: ExpertsMethod
+    routing: Routing
+    first: int
+    """Number of the first expert here."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        router: Tensor,
+        bias: Tensor | None,
+        correction: Tensor | None,
+        experts: LinearTensors,
+    ) -> Tensor:
+        """x [tokens, hidden], router [experts, hidden] -> [tokens, hidden]."""
+        logits = F.linear(x.float(), router, bias)
+        ids, factors = route(logits, self.routing, correction)
+        if self.method.is_part:
+            ids = ids - self.first
+            ids = torch.where((ids >= 0) & (ids < self.method.num_experts), ids, self.method.num_experts)
+        return self.method.apply(x, ids, factors, experts)
+
+
+@dataclass(frozen=True)
+class GateShared:
+    """The output of the shared MLP times the sigmoid of a product of the layer's input (Qwen2-MoE)."""
+
+    def __call__(self, shared: Tensor, read: Tensor, gate: Tensor) -> Tensor:
+        return shared * torch.sigmoid(F.linear(read.float(), gate)).to(shared.dtype)
 
 
 class MixtureOfExperts:
@@ -85,10 +125,6 @@ class MixtureOfExperts:
         return (self._experts.method, *(linear.method for linear in self.linears))
 
     @property
-    def weights(self) -> tuple[LinearTensors, ...]:
-        return (self._router.tensors, self._experts.tensors, *(linear.arguments for linear in self.linears))
-
-    @property
     def weights_per_token(self) -> int:
         experts = self._experts
         per_expert = 3 * experts.inner * experts.hidden_size
@@ -108,27 +144,28 @@ class MixtureOfExperts:
             assert self._shared is not None
             self._shared.load(f"{part}.{kind}", tensor)
 
-    def apply(self, x: Tensor, weights: tuple[LinearTensors, ...], adapters: RowAdapters | None) -> Tensor:
-        out, own = self.chosen(x, weights), self.shared(x, weights, adapters)
-        return out if own is None else out + own
+    def program(self, context: LayerContext, read: Name, is_shared: bool) -> Program:
+        stream, shared = context.stream, None if self._shared is None else self._shared_pieces(context, read)
+        if is_shared:
+            end = Combine(stream, None if shared is None else "shared")
+            return [*(shared or ()), Share(read, "tokens", stream), self._chosen(context, "tokens"), end]
+        add = [] if shared is None else [*shared, Piece(Add(), ("x", "shared"), {"x": stream})]
+        return [self._chosen(context, read), *add, Sum("x", stream)]
 
-    def chosen(self, x: Tensor, weights: tuple[LinearTensors, ...]) -> Tensor:
-        """What the chosen experts make of x, as far as they are here."""
-        router, experts = self._router.named(weights[0]), weights[1]
-        logits = F.linear(x.float(), router["gate.weight"], router.get("gate.bias"))
-        ids, factors = route(logits, self._spec.routing, router.get("gate.e_score_correction_bias"))
-        method = self._experts.method
-        if method.is_part:
-            ids = ids - self._own.start
-            ids = torch.where((ids >= 0) & (ids < method.num_experts), ids, method.num_experts)
-        return method.apply(x, ids, factors, experts)
+    def _chosen(self, context: LayerContext, read: Name) -> Piece:
+        router, experts = self._router, self._experts
 
-    def shared(self, x: Tensor, weights: tuple[LinearTensors, ...], adapters: RowAdapters | None) -> Tensor | None:
-        """What the shared MLP makes of x, if there is one."""
-        if self._shared is None:
-            return None
-        router = self._router.named(weights[0])
-        own = self._shared.apply(x, weights[2:], adapters)
-        if "shared_expert_gate.weight" in router:
-            own = own * torch.sigmoid(F.linear(x.float(), router["shared_expert_gate.weight"])).to(own.dtype)
-        return own
+        def weights() -> tuple[Any, ...]:
+            return (*map(router.tensor, _ROUTER_PARTS[:3]), experts.tensors)
+
+        code = ChosenExperts(experts.method, self._spec.routing, self._own.start)
+        return Piece(code, (read,), {"x": context.stream}, weights)
+
+    def _shared_pieces(self, context: LayerContext, read: Name) -> list[Piece]:
+        """What the shared MLP makes of the tokens, in "shared"."""
+        assert self._shared is not None
+        pieces = self._shared.pieces(context, read, "shared")
+        if self._spec.shared_gate:
+            router, gives = self._router, {"shared": context.stream}
+            pieces.append(Piece(GateShared(), ("shared", read), gives, lambda: (router.tensor(_ROUTER_PARTS[3]),)))
+        return pieces

@@ -14,42 +14,29 @@ Li et al. 2025, "EAGLE-3".)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kernels_triton_free.norm import rms_norm
-from minivllm.compilation.regions import CompileRegion, Region, TensorSpec, specs_of
+from minivllm.compilation.regions import CompileRegion, TensorSpec
 from minivllm.errors import ModelError
 from minivllm.linear.layer import ChooseMethod, Linear, Shard
 from minivllm.linear.methods.exact import COMPARED_ROWS, LoopedLinear, PlainLinear
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.linear.methods.stored_weight import StoredWeight
+from minivllm.models.bound_program import BoundProgram, no_attention, program_inputs
 from minivllm.models.decoder import Decoder
-from minivllm.models.decoder.layer import AfterMixer, BeforeMixer, DecoderLayer
+from minivllm.models.decoder.program import Embed
 from minivllm.models.eagle.checkpoint import EagleTensors
 from minivllm.models.eagle.config import NUM_FUSED_LAYERS, EagleConfig
-from minivllm.models.model import ROWS, TOKENS, Hidden, LayerCache, TokenInputs
-
-
-class _InputWeights(NamedTuple):
-    """Weights up to the queries. fc: EAGLE's. hidden_norm: EAGLE-3's. before.norm: that of the embedding (EAGLE-3)."""
-
-    fc: LinearTensors
-    hidden_norm: Tensor | None
-    before: BeforeMixer
-
-
-class _OutputWeights(NamedTuple):
-    """Weights behind attention. norm and token_map: EAGLE-3's. head: of the target (EAGLE), or its own."""
-
-    after: AfterMixer
-    norm: Tensor | None
-    head: LinearTensors
-    token_map: Tensor | None
+from minivllm.models.eagle.pieces import DraftHead, Eagle3Input, EagleInput, FuseFeatures, ReadFeatures
+from minivllm.models.mixers.mixer import LayerContext
+from minivllm.models.model import ROWS, TOKENS, Attend, Given, Hidden, LayerCache, TokenInputs
+from minivllm.models.pieces import Add, Norm
+from minivllm.program.fuse import fuse
+from minivllm.program.program import Piece, Program, Seam, World
+from minivllm.program.runner import Runner
+from minivllm.program.seams import Pick
 
 
 class EagleHead(Decoder):
@@ -99,9 +86,8 @@ class EagleHead(Decoder):
         self.head = make("lm_head", config.draft_vocab_size, hidden, False)
         # Place in the draft vocabulary of every token, the place behind the last one for tokens that are not in it.
         self.token_map: Tensor | None = None
-        self._input: Callable
-        self._output: Callable
-        self._features: Callable
+        self._fusion: Runner | None = None
+        self._features: Callable[[Hidden, Tensor, TokenInputs], Tensor]
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -172,27 +158,27 @@ class EagleHead(Decoder):
         self.embedding = tuple(map(change, self.embedding))
         self.final_norm = change(self.final_norm)
         self.token_map = None if self.token_map is None else change(self.token_map)
+        self._rebind()
+
+    def _rebind(self) -> None:
+        super()._rebind()
+        if self._fusion is not None:
+            self._fusion.rebind()
 
     def take_weights(self, other: Decoder) -> None:
         """Take over the weights of another head of the same configuration. Raises ModelError if it is none."""
-        if not isinstance(other, EagleHead) or self._constants != other._constants:
+        if not isinstance(other, EagleHead) or self._methods() != other._methods():
             raise ModelError("The head's weights are of another kind than those they replace: start a new engine.")
         layer, others = self.layers[0], other.layers[0]
         for linear, theirs in zip((*layer.linears, self.fc, self.head), (*others.linears, other.fc, other.head)):
             linear.tensors = theirs.tensors
         layer.vectors, self.final_norm = others.vectors, other.final_norm
         self.embedding, self.token_map = other.embedding, other.token_map
+        self._rebind()
 
-    @property
-    def _constants(self) -> tuple[object, ...]:
-        return (
-            self._region_constants,
-            self.eagle,
-            self.layers[0].methods,
-            self.fc.method,
-            self._head_and_method[1],
-            self._embedding_and_method[1],
-        )
+    def _methods(self) -> list[object]:
+        head, embedding = self._head_and_method[1], self._embedding_and_method[1]
+        return [self.eagle, self.layers[0].methods, self.fc.method, head, embedding]
 
     @property
     def _embedding_and_method(self) -> tuple[LinearTensors, LinearMethod]:
@@ -205,123 +191,94 @@ class EagleHead(Decoder):
         head = self.head if self.eagle.version == "eagle3" else self._target.head
         return head.tensors, head.method
 
-    @property
-    def _input_weights(self) -> _InputWeights:
-        layer, norms = self.layers[0], self.layers[0].vectors
-        norm = norms.get("input_layernorm", norms["post_attention_layernorm"])  # read by EAGLE-3 only
-        before = BeforeMixer(norm, layer.mixer.ahead_weights(norms))
-        fc = self.fc.tensors if self.eagle.version == "eagle" else ()
-        return _InputWeights(fc, norms.get("hidden_norm"), before)
-
-    @property
-    def _output_weights(self) -> _OutputWeights:
-        norm = self.final_norm if self.eagle.version == "eagle3" else None
-        return _OutputWeights(self.layers[0].after, norm, self._head_and_method[0], self.token_map)
-
     # -- computing -----------------------------------------------------------------------------------------------
 
     def build_regions(self, compile_region: CompileRegion, tokens: TokenInputs, caches: Sequence[LayerCache]) -> None:
         """Make the callables of all regions, among them what turns the target's hidden states into features. The
         target's ``build_regions`` comes first."""
         (cache,) = caches
-        version, layer, constants = self.eagle.version, self.layers[0], self._constants
-        embedding, embedding_method = self._embedding_and_method
-        inputs = {
-            "token_ids": TensorSpec((TOKENS,), torch.int32, self.device),
-            "tokens": tokens,
-            "cos_sin": specs_of(self.cos_sin[0]),
-            "cache": cache,
-            "features": TensorSpec((*cache.blocks, self.feature_size), self.dtype, self.device),
-            "embedding": specs_of(embedding),
-            "weights": specs_of(self._input_weights),
-        }
-        function = partial(self._input_region, layer, embedding_method)
-        self._input = compile_region(Region(f"{version} input", function, inputs, constants))
-        inputs = {
-            **self._attended(layer),
-            "rows": TensorSpec((ROWS,), torch.int32, self.device),
-            "weights": specs_of(self._output_weights),
-        }
-        function = partial(self._output_region, layer, self._head_and_method[1])
-        self._output = compile_region(Region(f"{version} output", function, inputs, constants))
+        features = TensorSpec((*cache.blocks, self.feature_size), self.dtype, self.device)
+        inputs = {**program_inputs(tokens, caches), "features": features}
+        version, results = self.eagle.version, ("logits", "feature")
+        self._step = BoundProgram(fuse(self._program(), inputs, results=results, label=version), compile_region)
+        self._programs = [self._step]
         if version == "eagle":
             self._features = self._target.compile_hidden_states(compile_region)
             return
         tapped = TensorSpec((TOKENS, self.eagle.target_hidden_size), self.dtype, self.device)
-        inputs = {"low": tapped, "middle": tapped, "high": tapped, "fc": specs_of(self.fc.tensors)}
-        self._features = compile_region(Region("eagle3 features", self._fusion_region, inputs, constants))
+        read = dict.fromkeys(("low", "middle", "high"), tapped)
+        fuse_features = Piece(
+            FuseFeatures(self.fc.method), tuple(read), {"features": self.stream_spec}, lambda: (self.fc.tensors,)
+        )
+        self._fusion = Runner(fuse([fuse_features], read, results=("features",), label=version).body, compile_region)
+
+    def _program(self) -> Program:
+        layer, stream, is_eagle3 = self.layers[0], self.stream_spec, self.eagle.version == "eagle3"
+        context = LayerContext(0, lambda: layer.vectors, lambda: self.cos_sin[0], stream)
+        head_method = self._head_and_method[1]
+        embed = Embed(self._embedding_and_method[1], 1.0, None)
+        items: list[Piece | Seam] = [
+            Piece(embed, ("token_ids",), {"embedded": stream}, lambda: (self._embedding_and_method[0],)),
+            Piece(ReadFeatures(), ("features", "cache.0"), {"feature": stream}),
+        ]
+        read = "h" if is_eagle3 else "stream"
+        if is_eagle3:
+            both = context.activation(2 * self.config.hidden_size)
+            items.append(
+                Piece(
+                    Eagle3Input(self.config.rms_norm_eps, self.eagle.norm_before_residual),
+                    ("embedded", "feature"),
+                    {"h": both, "stream": stream},
+                    lambda: (layer.vectors["input_layernorm"], layer.vectors["hidden_norm"]),
+                )
+            )
+        else:
+            code = EagleInput(self.fc.method)
+            items.append(Piece(code, ("embedded", "feature"), {"stream": stream}, lambda: (self.fc.tensors,)))
+        q, o = layer.mixer.ahead(context, read), layer.attend(context)
+        items += [*q, o, Pick(), *layer.behind(context, False), *layer.leave(stream)]
+        items.append(Piece(Add(), ("stream", "x"), {"feature": stream}))
+        if is_eagle3:
+            norm = Norm(self.config.rms_norm_eps)
+            items.append(Piece(norm, ("feature",), {"h": stream}, lambda: (self.final_norm,)))
+        logits = TensorSpec((ROWS, self.vocab_size), self.dtype, self.device)
+        return [
+            *items,
+            Piece(
+                DraftHead(head_method),
+                ("h" if is_eagle3 else "feature",),
+                {"logits": logits},
+                lambda: (self._head_and_method[0], self.token_map),
+            ),
+        ]
 
     def features(self, inputs: Sequence[Tensor], hidden: Hidden, tokens: TokenInputs) -> Tensor:
         """Features [tokens, feature_size] of a step of the target, from what its tap hands out."""
         if self.eagle.version == "eagle3":
-            features: Tensor = self._features(*inputs, self.fc.tensors)
-        else:
-            rows = torch.arange(len(tokens.positions), dtype=torch.int32, device=self.device)
-            features = self._features(hidden, rows, tokens)
-        return features
+            assert self._fusion is not None
+            (features,) = self._fusion(inputs, World(no_attention))
+            return features
+        rows = torch.arange(len(tokens.positions), dtype=torch.int32, device=self.device)
+        return self._features(hidden, rows, tokens)
 
-    def queries(
-        self, token_ids: Tensor, tokens: TokenInputs, cache: LayerCache, features: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """From tokens and features to queries; keys and values go into the cache.
+    def attended(
+        self, token_ids: Tensor, tokens: TokenInputs, cache: LayerCache, features: Tensor, attend: Attend | None
+    ) -> Hidden:
+        """From tokens and features to attention's output; keys and values go into the cache.
 
         token_ids int32 [tokens]: each the one behind the token whose position and slot ``tokens`` says, and whose
-        feature is in ``features`` [blocks, block_size, feature_size]. Returns (q [tokens, kv_heads, G, D], residual
-        stream [tokens, hidden]).
+        feature is in ``features`` [blocks, block_size, feature_size]. attend: None where only keys and values are
+        wanted.
         """
-        embedding = self._embedding_and_method[0]
-        q, residual = self._input(token_ids, tokens, self.cos_sin[0], cache, features, embedding, self._input_weights)
-        return q, residual
+        return self._step.body(token_ids, tokens, [cache], World(attend or _queries), features)
 
-    def guess(self, o: Tensor, residual: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def guess(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs) -> tuple[Tensor, Tensor]:
         """Logits [len(rows), vocabulary of the target] and the next features [len(rows), feature_size] of the picked
-        rows (int32). o: attention's output for what ``queries`` returned. Tokens that the head cannot guess get the
-        lowest logit there is."""
-        logits, features = self._output(o, residual, rows, self._output_weights)
+        rows (int32). hidden: from ``attended``. Tokens that the head cannot guess get the lowest logit there is."""
+        logits, features = self._step.tail(hidden, rows, tokens, World(no_attention))
         return (self._target.gather_vocabulary(logits) if self.eagle.version == "eagle" else logits), features
 
-    # The regions, as a decoder's.
 
-    def _fusion_region(self, low: Tensor, middle: Tensor, high: Tensor, fc: LinearTensors) -> Tensor:
-        return self.fc.method.apply(torch.cat((low, middle, high), dim=-1), fc)
-
-    def _input_region(
-        self,
-        layer: DecoderLayer,
-        embedding_method: LinearMethod,
-        token_ids: Tensor,
-        tokens: TokenInputs,
-        cos_sin: Tensor,
-        cache: LayerCache,
-        features: Tensor,
-        embedding: LinearTensors,
-        weights: _InputWeights,
-    ) -> tuple[Tensor, Tensor]:
-        embedded = embedding_method.rows(token_ids, embedding)
-        feature = features.view(features.shape[0] * features.shape[1], features.shape[2])[cache.slots]
-        eps = self.config.rms_norm_eps
-        if weights.hidden_norm is None or weights.before.norm is None:
-            x = residual = self.fc.method.apply(torch.cat((embedded, feature), dim=-1), weights.fc)
-        else:
-            normed = rms_norm(feature, weights.hidden_norm, eps)
-            residual = normed if self.eagle.norm_before_residual else feature
-            x = torch.cat((rms_norm(embedded, weights.before.norm, eps), normed), dim=-1)
-        return layer.mixer.ahead(x, tokens, cos_sin, cache, weights.before.mixer), residual
-
-    def _output_region(
-        self,
-        layer: DecoderLayer,
-        head_method: LinearMethod,
-        o: Tensor,
-        residual: Tensor,
-        rows: Tensor,
-        weights: _OutputWeights,
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = layer.output(o[rows], residual[rows], None, weights.after)
-        feature = residual + x
-        hidden = feature if weights.norm is None else rms_norm(feature, weights.norm, self.config.rms_norm_eps)
-        logits = head_method.apply(hidden, weights.head)
-        if weights.token_map is not None:
-            lowest = torch.finfo(logits.dtype).min
-            logits = F.pad(logits, (0, 1), value=lowest)[:, weights.token_map]
-        return logits, feature
+def _queries(layer: int, q: Tensor, given: Given = None) -> Tensor:
+    """In place of attention whose output is not looked at."""
+    return q

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,21 +13,86 @@ from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.paged_cache import write_kv
 from kernels_triton_free.rotary import apply_rotary
-from minivllm.linear.methods.method import LinearMethod, LinearTensors, largest_inputs
+from minivllm.compilation.regions import TensorSpec
+from minivllm.linear.methods.method import LinearTensors
+from minivllm.linear.product import Product
 from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.layer_specs import SelfAttentionSpec
+from minivllm.models.layer_specs import PositionScaling, QueryKeyNorm, SelfAttentionSpec
 from minivllm.models.linear_factory import LinearFactory
-from minivllm.models.mixers.mixer import Vectors
-from minivllm.models.model import LayerCache, TokenInputs
+from minivllm.models.mixers.mixer import LayerContext, Vectors, projected
+from minivllm.models.model import TOKENS, LayerCache
+from minivllm.models.pieces import Flatten, Largest, Project
 from minivllm.models.shards import own_heads, times
+from minivllm.program.program import Name, Piece, Program, Seam
+from minivllm.program.seams import Agree
 
 
-class QueryWeights(NamedTuple):
-    """Weights up to the queries. q_norm, k_norm: None in layers that have none."""
+@dataclass(frozen=True)
+class MeanSquares:
+    """A rank's part of the mean squares of the queries and the keys of all heads: float32 [tokens, 2]."""
 
-    qkv: LinearTensors
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    widths: tuple[int, int, int]
+    """Of q, k and v here."""
+    whole_widths: tuple[int, int]
+    """Of q and k of all ranks."""
+    counts_keys: bool
+    """Of the ranks with the same KV heads, one counts them."""
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        q, k, _ = qkv.split(self.widths, dim=-1)
+        of_q = q.float().square().sum(-1) / self.whole_widths[0]
+        of_k = k.float().square().sum(-1) / self.whole_widths[1]
+        return torch.stack([of_q, of_k if self.counts_keys else torch.zeros_like(of_k)], dim=-1)
+
+
+@dataclass(frozen=True)
+class RotateAndStore:
+    """Norms q and k, rotates both, stores k and v, and gives q [tokens, kv_heads, G, D] in attention_dtype."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    attention_dtype: torch.dtype
+    norm: QueryKeyNorm | None
+    norm_eps: float
+    query_scaling: PositionScaling | None
+
+    def __call__(self, qkv: Tensor, positions: Tensor, cache: LayerCache, *values: Any) -> Tensor:
+        """values: [mean squares of q and k over the heads of all ranks], rotary table, weights of the norms of q and
+        k; None where there is no such thing."""
+        *mean_squares, cos_sin, q_weight, k_weight = values
+        heads, kv_heads, dim = self.heads, self.kv_heads, self.head_dim
+        q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
+        if self.norm == "whole width":
+            of_q, of_k = (
+                mean_squares[0].split(1, dim=-1) if mean_squares and mean_squares[0] is not None else (None, None)
+            )
+            q, k = rms_norm(q, q_weight, self.norm_eps, of_q), rms_norm(k, k_weight, self.norm_eps, of_k)
+        q, k, v = q.view(-1, heads, dim), k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
+        if self.norm == "per head":
+            q, k = rms_norm(q, q_weight, self.norm_eps), rms_norm(k, k_weight, self.norm_eps)
+        if cos_sin is not None:
+            table = cos_sin[positions]
+            q, k = apply_rotary(q, table), apply_rotary(k, table)
+        if self.query_scaling is not None:
+            steps = torch.floor(positions / self.query_scaling.interval)
+            q = q * (1 + self.query_scaling.beta * torch.log1p(steps)).to(q.dtype)[:, None, None]
+        write_kv(cache.k, cache.v, k, v, cache.slots)
+        # FlexAttention wants q as a real four-dimensional buffer.
+        return q.to(self.attention_dtype).reshape(-1, kv_heads, heads // kv_heads, dim).contiguous()
+
+
+@dataclass(frozen=True)
+class GateOutput:
+    """Attention's output times the sigmoid of a projection of the layer's input.
+
+    That is computed once more here, so that nothing but o has to outlive attention.
+    """
+
+    product: Product
+
+    def __call__(self, values: Tensor, read: Tensor, adapters: RowAdapters | None, arguments: LinearTensors) -> Tensor:
+        return values * torch.sigmoid(self.product(read, arguments, adapters))
 
 
 class SelfAttention:
@@ -51,19 +117,12 @@ class SelfAttention:
         self.gate = gate() if spec.output_gate else None
         self.linears = (self.qkv, self.o) if self.gate is None else (self.qkv, self.gate, self.o)
         self.reads_again = spec.output_gate
+        self._is_divided = factory.shard.size > 1
 
     @property
     def norms_whole_width(self) -> bool:
         """Whether q and k of all heads are normed together, so that workers have to add up their squares."""
         return self.spec.qk_norm == "whole width"
-
-    @property
-    def ahead_methods(self) -> tuple[LinearMethod, ...]:
-        return (self.qkv.method,)
-
-    @property
-    def behind_methods(self) -> tuple[LinearMethod, ...]:
-        return tuple(linear.method for linear in self.linears[1:])
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
@@ -81,95 +140,52 @@ class SelfAttention:
             return vector[self._own_values[name == "k_norm"]]
         return vector
 
-    def ahead_weights(self, vectors: Vectors) -> QueryWeights:
-        return QueryWeights(self.qkv.arguments, vectors.get("q_norm"), vectors.get("k_norm"))
-
     def given(self, vectors: Vectors) -> Tensor | None:
         """float32 [heads]: a logit of each head that has no value, where the layer has some."""
         return vectors.get("sinks")
 
-    def behind_weights(self, vectors: Vectors) -> tuple[LinearTensors, ...]:
-        return tuple(linear.arguments for linear in self.linears[1:])
+    def ahead(self, context: LayerContext, read: Name) -> Program:
+        spec, dim, vectors = self.spec, self.spec.head_dim, context.vectors
+        qkv = context.activation(self.qkv.out_features)
+        items: list[Piece | Seam] = [
+            Piece(Project(self.qkv.product), (read, "adapters"), {"qkv": qkv}, lambda: (self.qkv.arguments,))
+        ]
+        reads: tuple[Name, ...] = ("qkv", "positions", f"cache.{context.number}")
+        if self.norms_whole_width and self._is_divided:
+            sizes = (self.heads * dim, self.kv_heads * dim, self.kv_heads * dim)
+            wholes = (spec.heads * dim, spec.kv_heads * dim)
+            squares = TensorSpec((TOKENS, 2), torch.float32, qkv.device)
+            items.append(Piece(MeanSquares(sizes, wholes, self._own.is_first), ("qkv",), {"squares": squares}))
+            items.append(Agree("squares", squares, largest=False))
+            reads = (*reads, "squares")
+        rotate = RotateAndStore(
+            self.heads,
+            self.kv_heads,
+            dim,
+            self._attention_dtype,
+            spec.qk_norm,
+            spec.qk_norm_eps,
+            spec.query_scaling,
+        )
 
-    def ahead(
-        self, x: Tensor, tokens: TokenInputs, cos_sin: Tensor, cache: LayerCache | None, weights: QueryWeights
-    ) -> Tensor:
-        """Project to q, k, v, rotate, store k and v, and return q [tokens, kv_heads, G, D] in attention_dtype."""
-        return self.rotated(self.projected(x, tokens.adapters, weights), None, tokens, cos_sin, cache, weights)
+        def weights() -> tuple[Tensor | None, ...]:
+            table = None if spec.rotary is None else context.rotary_table()
+            return table, vectors().get("q_norm"), vectors().get("k_norm")
 
-    def projected(self, x: Tensor, adapters: RowAdapters | None, weights: QueryWeights) -> Tensor:
-        """x [tokens, hidden] -> q, k and v of the own heads, side by side."""
-        return self.qkv.apply(x, weights.qkv, adapters)
+        q = TensorSpec((TOKENS, *self.output_shape), self._attention_dtype, qkv.device)
+        items.append(Piece(rotate, reads, {"q": q}, weights))
+        return items
 
-    def mean_squares(self, qkv: Tensor) -> Tensor:
-        """This worker's part of the mean squares of the queries and the keys of all heads: float32 [tokens, 2]."""
-        q, k, _ = self._split(qkv)
-        of_q = q.float().square().sum(-1) / (self.spec.heads * self.spec.head_dim)
-        of_k = k.float().square().sum(-1) / (self.spec.kv_heads * self.spec.head_dim)
-        return torch.stack([of_q, of_k if self._own.is_first else torch.zeros_like(of_k)], dim=-1)
-
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys = (own.stop - own.start for own in self._own_values)
-        q, k, v = qkv.split([queries, keys, keys], dim=-1)
-        return q, k, v
-
-    def rotated(
-        self,
-        qkv: Tensor,
-        mean_squares: Tensor | None,
-        tokens: TokenInputs,
-        cos_sin: Tensor,
-        cache: LayerCache | None,
-        weights: QueryWeights,
-    ) -> Tensor:
-        """The rest of ``ahead``. mean_squares: of all heads, where workers divide heads that are normed together."""
-        assert cache is not None
-        spec, heads, kv_heads, dim = self.spec, self.heads, self.kv_heads, self.spec.head_dim
-        q, k, v = self._split(qkv)
-        if spec.qk_norm == "whole width":
-            q, k = self._normed(q, k, weights, mean_squares)
-        q, k, v = q.view(-1, heads, dim), k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
-        if spec.qk_norm == "per head":
-            q, k = self._normed(q, k, weights)
-        if spec.rotary is not None:
-            table = cos_sin[tokens.positions]
-            q, k = apply_rotary(q, table), apply_rotary(k, table)
-        if spec.query_scaling is not None:
-            steps = torch.floor(tokens.positions / spec.query_scaling.interval)
-            q = q * (1 + spec.query_scaling.beta * torch.log1p(steps)).to(q.dtype)[:, None, None]
-        write_kv(cache.k, cache.v, k, v, cache.slots)
-        # FlexAttention wants q as a real four-dimensional buffer.
-        return q.to(self._attention_dtype).reshape(-1, *self.output_shape).contiguous()
-
-    def _normed(
-        self, q: Tensor, k: Tensor, weights: QueryWeights, mean_squares: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        assert weights.q_norm is not None and weights.k_norm is not None
-        of_q, of_k = (None, None) if mean_squares is None else mean_squares.split(1, dim=-1)
-        eps = self.spec.qk_norm_eps
-        return rms_norm(q, weights.q_norm, eps, of_q), rms_norm(k, weights.k_norm, eps, of_k)
-
-    @property
-    def scales_outputs(self) -> bool:
-        """See LinearMethod.scales_tokens, of the product behind attention."""
-        return self.o.method.scales_tokens
-
-    def largest(self, o: Tensor) -> Tensor:
-        """float32 [tokens, 1]: of this worker's part of what that product reads, without a gate."""
-        return largest_inputs(o.to(self._dtype).flatten(1))
-
-    def behind(
-        self,
-        o: Tensor,
-        x: Tensor | None,
-        adapters: RowAdapters | None,
-        weights: tuple[LinearTensors, ...],
-        largest: Tensor | None = None,
-    ) -> Tensor:
-        """See Mixer. largest: see ``Linear.apply``."""
-        o = o.to(self._dtype).flatten(1)
+    def behind(self, context: LayerContext, read: Name) -> Program:
+        width = context.activation(self.o.in_features)
+        items: list[Piece | Seam] = []
+        if agrees := self._is_divided and self.o.method.scales_tokens:
+            largest = TensorSpec((TOKENS, 1), torch.float32, width.device)
+            items.append(Agree("largest", largest, largest=True, source="o", code=Largest(self._dtype)))
+        items.append(Piece(Flatten(self._dtype), ("o",), {"values": width}))
         if self.gate is not None:
-            # Computed from the layer's input once more, so that nothing but o has to outlive attention.
-            assert x is not None
-            o = o * torch.sigmoid(self.gate.apply(x, weights[0], adapters))
-        return self.o.apply(o, weights[-1], adapters, largest)
+            gate = self.gate
+            code = GateOutput(gate.product)
+            items.append(Piece(code, ("values", read, "adapters"), {"values": width}, lambda: (gate.arguments,)))
+        items.append(projected(self.o, "values", context, agrees))
+        return items

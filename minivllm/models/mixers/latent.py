@@ -7,7 +7,8 @@ token keeps its latent and its rotated key, once for all heads, and attention ha
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,33 +17,80 @@ from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.paged_cache import write_rows
 from kernels_triton_free.rotary import apply_rotary
+from minivllm.compilation.regions import TensorSpec
 from minivllm.linear.layer import Linear
-from minivllm.linear.methods.method import LinearMethod, LinearTensors
+from minivllm.linear.methods.method import LinearTensors
+from minivllm.linear.product import Product
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.layer_specs import LatentSpec
 from minivllm.models.linear_factory import LinearFactory
-from minivllm.models.mixers.mixer import Vectors
-from minivllm.models.model import LayerCache, TokenInputs
+from minivllm.models.mixers.mixer import LayerContext, Vectors, projected
+from minivllm.models.model import TOKENS, LayerCache
 from minivllm.models.shards import times
+from minivllm.program.program import Name, Piece, Program
 
 
-class QueryWeights(NamedTuple):
-    """Weights up to the queries. q_a, q_norm: None where queries are made of the hidden state. to_keys [heads,
-    nope_dim, kv_rank]: from the latent to the heads' keys."""
+@dataclass(frozen=True)
+class LatentQueries:
+    """Stores [latent | rotated key], and gives absorbed queries [tokens, 1, heads, kv_rank + rope_dim]."""
 
-    q_a: LinearTensors | None
-    q_norm: Tensor | None
-    q: LinearTensors
-    kv_a: LinearTensors
-    kv_norm: Tensor
-    to_keys: Tensor
+    query_down: Product | None
+    """To the latent that queries are made of; None: they are made of the hidden state."""
+    query: Product
+    latent: Product
+    heads: int
+    nope_dim: int
+    rope_dim: int
+    kv_rank: int
+    norm_eps: float
+    interleaved: bool
+    attention_dtype: torch.dtype
+
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        adapters: RowAdapters | None,
+        cache: LayerCache,
+        cos_sin: Tensor,
+        query_down: LinearTensors | None,
+        query_norm: Tensor | None,
+        query: LinearTensors,
+        latent: LinearTensors,
+        latent_norm: Tensor,
+        to_keys: Tensor,
+    ) -> Tensor:
+        """to_keys [heads, nope_dim, kv_rank]: from the latent to the heads' keys."""
+        c, k = self.latent(x, latent, adapters).split([self.kv_rank, self.rope_dim], dim=-1)
+        c = rms_norm(c, latent_norm, self.norm_eps)
+        if self.query_down is not None:
+            assert query_down is not None and query_norm is not None
+            x = rms_norm(self.query_down(x, query_down, adapters), query_norm, self.norm_eps)
+        q = self.query(x, query, adapters).unflatten(-1, (self.heads, -1))
+        q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], dim=-1)
+        table = cos_sin[positions]
+        q_rope, k = self._rotated(q_rope, table), self._rotated(k, table)
+        write_rows(cache.k, torch.cat([c, k], dim=-1)[:, None], cache.slots)
+        absorbed = torch.bmm(q_nope.transpose(0, 1), to_keys).transpose(0, 1)
+        return torch.cat([absorbed, q_rope], dim=-1)[:, None].to(self.attention_dtype).contiguous()
+
+    def _rotated(self, x: Tensor, table: Tensor) -> Tensor:
+        """Pairs of neighbours become pairs of halves, in queries and keys alike, which leaves every score as it is."""
+        if self.interleaved:
+            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return apply_rotary(x, table)
 
 
-class OutputWeights(NamedTuple):
-    """to_values [heads, value_dim, kv_rank]: from the latent to the heads' values."""
+@dataclass(frozen=True)
+class LatentValues:
+    """From attention's output among latents to the heads' values: [tokens, heads * value_dim]."""
 
-    to_values: Tensor
-    o: LinearTensors
+    dtype: torch.dtype
+
+    def __call__(self, o: Tensor, to_values: Tensor) -> Tensor:
+        """to_values [heads, value_dim, kv_rank]: from the latent to the heads' values."""
+        values = torch.bmm(o[:, 0].to(self.dtype).transpose(0, 1), to_values.transpose(1, 2))
+        return values.transpose(0, 1).flatten(1)
 
 
 class LatentAttention:
@@ -73,14 +121,6 @@ class LatentAttention:
         self.linears = tuple(linear for linear in (self.q_a, self.q, self.kv_a, self.o) if linear is not None)
 
     @property
-    def ahead_methods(self) -> tuple[LinearMethod, ...]:
-        return tuple(linear.method for linear in self.linears[:-1])
-
-    @property
-    def behind_methods(self) -> tuple[LinearMethod, ...]:
-        return (self.o.method,)
-
-    @property
     def output_shape(self) -> tuple[int, int, int]:
         return 1, self.heads, self.spec.kv_rank
 
@@ -95,47 +135,46 @@ class LatentAttention:
         """[heads of this worker, nope_dim + value_dim, kv_rank]."""
         return vectors["kv_b_proj"].unflatten(0, (self.heads, -1))
 
-    def ahead_weights(self, vectors: Vectors) -> QueryWeights:
-        return QueryWeights(
-            None if self.q_a is None else self.q_a.arguments,
-            vectors.get("q_a_layernorm"),
-            self.q.arguments,
-            self.kv_a.arguments,
-            vectors["kv_a_layernorm"],
-            self._of_heads(vectors)[:, : self.spec.nope_dim],
-        )
-
     def given(self, vectors: Vectors) -> None:
         return None
 
-    def behind_weights(self, vectors: Vectors) -> OutputWeights:
-        return OutputWeights(self._of_heads(vectors)[:, self.spec.nope_dim :], self.o.arguments)
+    def ahead(self, context: LayerContext, read: Name) -> Program:
+        spec, q_a = self.spec, self.q_a
+        code = LatentQueries(
+            None if q_a is None else q_a.product,
+            self.q.product,
+            self.kv_a.product,
+            self.heads,
+            spec.nope_dim,
+            spec.rope_dim,
+            spec.kv_rank,
+            spec.norm_eps,
+            spec.interleaved,
+            self._attention_dtype,
+        )
 
-    def ahead(
-        self, x: Tensor, tokens: TokenInputs, cos_sin: Tensor, cache: LayerCache | None, weights: QueryWeights
-    ) -> Tensor:
-        """Store [latent | rotated key], and return absorbed queries [tokens, 1, heads, kv_rank + rope_dim]."""
-        assert cache is not None
-        spec, adapters = self.spec, tokens.adapters
-        latent, k = self.kv_a.apply(x, weights.kv_a, adapters).split([spec.kv_rank, spec.rope_dim], dim=-1)
-        latent = rms_norm(latent, weights.kv_norm, spec.norm_eps)
-        if self.q_a is not None:
-            assert weights.q_a is not None and weights.q_norm is not None
-            x = rms_norm(self.q_a.apply(x, weights.q_a, adapters), weights.q_norm, spec.norm_eps)
-        q = self.q.apply(x, weights.q, adapters).unflatten(-1, (self.heads, -1))
-        q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
-        table = cos_sin[tokens.positions]
-        q_rope, k = self._rotated(q_rope, table), self._rotated(k, table)
-        write_rows(cache.k, torch.cat([latent, k], dim=-1)[:, None], cache.slots)
-        absorbed = torch.bmm(q_nope.transpose(0, 1), weights.to_keys).transpose(0, 1)
-        return torch.cat([absorbed, q_rope], dim=-1)[:, None].to(self._attention_dtype).contiguous()
+        def weights() -> tuple[Any, ...]:
+            vectors = context.vectors()
+            return (
+                context.rotary_table(),
+                None if q_a is None else q_a.arguments,
+                vectors.get("q_a_layernorm"),
+                self.q.arguments,
+                self.kv_a.arguments,
+                vectors["kv_a_layernorm"],
+                self._of_heads(vectors)[:, : spec.nope_dim],
+            )
 
-    def _rotated(self, x: Tensor, table: Tensor) -> Tensor:
-        """Pairs of neighbours become pairs of halves, in queries and keys alike, which leaves every score as it is."""
-        if self.spec.interleaved:
-            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return apply_rotary(x, table)
+        q = TensorSpec((TOKENS, 1, self.heads, spec.head_dim), self._attention_dtype, context.stream.device)
+        return [Piece(code, (read, "positions", "adapters", f"cache.{context.number}"), {"q": q}, weights)]
 
-    def behind(self, o: Tensor, x: Tensor | None, adapters: RowAdapters | None, weights: OutputWeights) -> Tensor:
-        values = torch.bmm(o[:, 0].to(self._dtype).transpose(0, 1), weights.to_values.transpose(1, 2))
-        return self.o.apply(values.transpose(0, 1).flatten(1), weights.o, adapters)
+    def behind(self, context: LayerContext, read: Name) -> Program:
+        values = context.activation(self.o.in_features)
+
+        def to_values() -> tuple[Tensor]:
+            return (self._of_heads(context.vectors())[:, self.spec.nope_dim :],)
+
+        return [
+            Piece(LatentValues(self._dtype), ("o",), {"values": values}, to_values),
+            projected(self.o, "values", context),
+        ]

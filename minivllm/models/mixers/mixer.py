@@ -1,6 +1,6 @@
 """What a mixer is: the first half of a layer, cut in two where attention is computed, or a state is updated.
 
-    ahead:   what the layer reads -> q or x         traced into a region, together with the layer before
+    ahead:   what the layer reads -> q or x         pieces of a program, joined with the layer before
     the cut: attention(q), or the update of a state -> o
     behind:  o -> what is added to the residual stream
 
@@ -11,63 +11,86 @@ and a ``StateUpdate``, and a line each in ``registry.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.state.rows import StateRows
+from minivllm.compilation.regions import TensorSpec
 from minivllm.linear.layer import Linear
-from minivllm.linear.methods.method import LinearMethod
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.layer_specs import StateMixerSpec
-from minivllm.models.model import Given, LayerCache, TokenInputs
+from minivllm.models.model import TOKENS, Given
+from minivllm.models.pieces import Project, ProjectCast, ProjectPart
+from minivllm.program.program import Name, Piece, Program
 
 Vectors = Mapping[str, Tensor]
 """All weights of a layer that are no linear layers, by the names that ``DecoderLayer.load`` gives them."""
 
 
+class LayerContext(NamedTuple):
+    """What a layer's pieces need to know of the program around them."""
+
+    number: int
+    """Of the layer's cache, which is the register ``cache.<number>``."""
+    vectors: Callable[[], Vectors]
+    rotary_table: Callable[[], Tensor]
+    stream: TensorSpec
+    """The residual stream."""
+
+    def activation(self, width: int) -> TensorSpec:
+        """Of so many values for each token, in the dtype of the model."""
+        return TensorSpec((TOKENS, width), self.stream.dtype, self.stream.device)
+
+
+def projected(linear: Linear, register: Name, context: LayerContext, agrees: bool = False) -> Piece:
+    """The product that gives "x", which is added to the residual stream. agrees: ranks have agreed on "largest"."""
+    reads = (register, "adapters", "largest") if agrees else (register, "adapters")
+    code = ProjectPart(linear.product) if agrees else Project(linear.product)
+    return Piece(code, reads, {"x": context.stream}, lambda: (linear.arguments,))
+
+
+def projected_for_update(linear: Linear, register: Name, dtype: torch.dtype) -> Piece:
+    """The product that gives "q", which a state is updated with, in the dtype of the update."""
+    q = TensorSpec((TOKENS, linear.out_features), dtype, linear.device)
+    return Piece(ProjectCast(linear.product, dtype), (register, "adapters"), {"q": q}, lambda: (linear.arguments,))
+
+
 class Mixer(Protocol):
-    """The projections of a mixer. block: its name in the checkpoint ("self_attn"). linears: all of them.
-    ahead_methods, behind_methods: how the products in front of the cut and behind it are computed. output_shape: of o,
-    for one token. attends: how the layer attends, or its spec as one that keeps a state: of this worker's part of it.
-    reads_again: ``behind`` needs what ``ahead`` has read."""
+    """The projections of a mixer."""
 
     block: str
+    """Its name in the checkpoint ("self_attn")."""
     reads_again: bool
+    """``behind`` needs what ``ahead`` has read."""
 
     @property
     def linears(self) -> Sequence[Linear]: ...
     @property
-    def ahead_methods(self) -> tuple[LinearMethod, ...]: ...
+    def output_shape(self) -> tuple[int, ...]:
+        """Of o, for one token."""
+
     @property
-    def behind_methods(self) -> tuple[LinearMethod, ...]: ...
-    @property
-    def output_shape(self) -> tuple[int, ...]: ...
-    @property
-    def attends(self) -> AttentionSpec | StateMixerSpec: ...
+    def attends(self) -> AttentionSpec | StateMixerSpec:
+        """How the layer attends, or its spec as one that keeps a state: of this worker's part of it."""
 
     def own(self, name: str, vector: Tensor) -> Tensor:
-        """This worker's part of a weight that is to be one of ``Vectors``: the whole, if nobody divides the layer."""
-
-    def ahead_weights(self, vectors: Vectors) -> tuple[Any, ...]:
-        """What ``ahead`` reads: nested tuples of tensors, and None."""
+        """This worker's part of a weight that is to be one of ``Vectors``: the whole, if no other divides the layer."""
 
     def given(self, vectors: Vectors) -> Given:
         """What the cut is given besides q: attention's sinks, or the weights that a state is updated with, all
         of them float32."""
 
-    def behind_weights(self, vectors: Vectors) -> tuple[Any, ...]:
-        """What ``behind`` reads."""
+    def ahead(self, context: LayerContext, read: Name) -> Program:
+        """From the register ``read`` [tokens, hidden] to "q" [tokens, …] in attention_dtype. Layers that attend also
+        write their cache."""
 
-    def ahead(self, x: Tensor, tokens: TokenInputs, cos_sin: Tensor, cache: LayerCache | None, weights: Any) -> Tensor:
-        """x [tokens, hidden] -> q [tokens, …] in attention_dtype. weights: ``ahead_weights`` of any equal layer. cache:
-        K and V, which are written; None where the layer keeps a state."""
-
-    def behind(self, o: Tensor, x: Tensor | None, adapters: RowAdapters | None, weights: Any) -> Tensor:
-        """o [tokens, *output_shape] -> [tokens, hidden]. x: what ``ahead`` has read, if ``reads_again``."""
+    def behind(self, context: LayerContext, read: Name) -> Program:
+        """From "o" [tokens, *output_shape] to "x" [tokens, hidden]. read: holds what ``ahead`` has read, if
+        ``reads_again``."""
 
 
 class StateUpdate(Protocol):

@@ -8,23 +8,46 @@ last step are regions, and the scan, whose shape depends on the longest row, is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.state.rows import StateRows
 from kernels_triton_free.state.tiles import ScanPlan, plan_scan
 from minivllm.compilation.regions import CompileRegion, Region, TensorSpec
-from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.models.layer_specs import Mamba2Spec
 from minivllm.models.linear_factory import LinearFactory
-from minivllm.models.mixers.mixer import Vectors
+from minivllm.models.mixers.mixer import LayerContext, Vectors, projected, projected_for_update
 from minivllm.models.mixers.own_scan import OwnScan, ScanSpec, own_scan
-from minivllm.models.model import TOKENS, LayerCache, StateSpec, TokenInputs
+from minivllm.models.model import TOKENS, StateSpec
+from minivllm.models.pieces import Cast
+from minivllm.program.program import Name, Piece, Program, Seam
+from minivllm.program.seams import Agree
+
+
+@dataclass(frozen=True)
+class MeanSquare:
+    """A rank's part of the mean square of the outputs of all heads: float32 [tokens, 1]."""
+
+    width: int
+    """Of the outputs of all ranks."""
+
+    def __call__(self, o: Tensor) -> Tensor:
+        return o.float().square().sum(-1, keepdim=True) / self.width
+
+
+@dataclass(frozen=True)
+class NormApart:
+    """The norm of the outputs of all heads, of which a rank has some."""
+
+    eps: float
+
+    def __call__(self, o: Tensor, mean_square: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(o.float(), weight, self.eps, mean_square)
 
 
 class ScanMixer:
@@ -44,14 +67,6 @@ class ScanMixer:
         self.linears = (self._in, self._out)
 
     @property
-    def ahead_methods(self) -> tuple[LinearMethod, ...]:
-        return (self._in.method,)
-
-    @property
-    def behind_methods(self) -> tuple[LinearMethod, ...]:
-        return (self._out.method,)
-
-    @property
     def output_shape(self) -> tuple[int]:
         return (self.attends.widths[1],)
 
@@ -60,34 +75,31 @@ class ScanMixer:
 
     @property
     def norms_apart(self) -> bool:
-        """See Mamba2Spec: before ``behind``, o has to be ``normed``."""
+        """See Mamba2Spec."""
         return isinstance(self.attends, Mamba2Spec) and self.attends.norms_apart
-
-    def mean_square(self, o: Tensor) -> Tensor:
-        """This worker's part of the mean square of the outputs of all heads: float32 [tokens, 1]."""
-        return o.float().square().sum(-1, keepdim=True) / self._width
-
-    def normed(self, o: Tensor, mean_square: Tensor, weights: tuple[Any, ...]) -> Tensor:
-        """o, where the mean square is that of all workers' heads."""
-        return rms_norm(o.float(), weights[1], self.attends.norm_eps, mean_square)
-
-    def ahead_weights(self, vectors: Vectors) -> tuple[LinearTensors]:
-        return (self._in.arguments,)
 
     def given(self, vectors: Vectors) -> tuple[Tensor, ...]:
         """In the order of ``spec.parameters``."""
         return tuple(vectors[name.removesuffix(".weight")] for name in self.attends.parameters)
 
-    def behind_weights(self, vectors: Vectors) -> tuple[Any, ...]:
-        return (self._out.arguments, vectors["norm"]) if self.norms_apart else (self._out.arguments,)
+    def ahead(self, context: LayerContext, read: Name) -> Program:
+        return [projected_for_update(self._in, read, self._attention_dtype)]
 
-    def ahead(
-        self, x: Tensor, tokens: TokenInputs, cos_sin: Tensor, cache: LayerCache | None, weights: tuple[LinearTensors]
-    ) -> Tensor:
-        return self._in.apply(x, weights[0], tokens.adapters).to(self._attention_dtype)
-
-    def behind(self, o: Tensor, x: Tensor | None, adapters: RowAdapters | None, weights: tuple[Any, ...]) -> Tensor:
-        return self._out.apply(o.to(self._dtype), weights[0], adapters)
+    def behind(self, context: LayerContext, read: Name) -> Program:
+        values = context.activation(self._out.in_features)
+        items: list[Piece | Seam] = []
+        source = "o"
+        if self.norms_apart:
+            mean_square = TensorSpec((TOKENS, 1), torch.float32, values.device)
+            code = MeanSquare(self._width)
+            items.append(Agree("mean_square", mean_square, largest=False, source="o", code=code))
+            norm = NormApart(self.attends.norm_eps)
+            normed = TensorSpec((TOKENS, self._out.in_features), torch.float32, values.device)
+            items.append(Piece(norm, ("o", "mean_square"), {"normed": normed}, lambda: (context.vectors()["norm"],)))
+            source = "normed"
+        items.append(Piece(Cast(self._dtype), (source,), {"values": values}))
+        items.append(projected(self._out, "values", context))
+        return items
 
 
 Parameters = Mapping[str, Tensor]

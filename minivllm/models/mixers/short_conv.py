@@ -7,16 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels_triton_free.lora import RowAdapters
 from kernels_triton_free.state.rows import StateRows
 from kernels_triton_free.state.short_conv import short_conv
 from minivllm.compilation.regions import CompileRegion, Region
-from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.models.layer_specs import ShortConvSpec
 from minivllm.models.linear_factory import LinearFactory
-from minivllm.models.mixers.mixer import Vectors
-from minivllm.models.model import LayerCache, StateSpec, TokenInputs
+from minivllm.models.mixers.mixer import LayerContext, Vectors, projected, projected_for_update
+from minivllm.models.model import StateSpec
+from minivllm.models.pieces import Cast
 from minivllm.models.shards import own_inner
+from minivllm.program.program import Name, Piece, Program
 
 
 class ShortConv:
@@ -37,40 +37,23 @@ class ShortConv:
         self.linears = (self._in, self._out)
 
     @property
-    def ahead_methods(self) -> tuple[LinearMethod, ...]:
-        return (self._in.method,)
-
-    @property
-    def behind_methods(self) -> tuple[LinearMethod, ...]:
-        return (self._out.method,)
-
-    @property
     def output_shape(self) -> tuple[int]:
         return (self.attends.channels,)
 
     def own(self, name: str, vector: Tensor) -> Tensor:
         return vector[self._own]
 
-    def ahead_weights(self, vectors: Vectors) -> tuple[LinearTensors]:
-        return (self._in.arguments,)
-
     def given(self, vectors: Vectors) -> tuple[Tensor, ...]:
         """Weight [channels, taps], bias [channels]."""
         names = ("conv", "conv.bias") if self.attends.bias else ("conv",)
         return tuple(vectors[name] for name in names)
 
-    def behind_weights(self, vectors: Vectors) -> tuple[LinearTensors]:
-        return (self._out.arguments,)
+    def ahead(self, context: LayerContext, read: Name) -> Program:
+        return [projected_for_update(self._in, read, self._attention_dtype)]
 
-    def ahead(
-        self, x: Tensor, tokens: TokenInputs, cos_sin: Tensor, cache: LayerCache | None, weights: tuple[LinearTensors]
-    ) -> Tensor:
-        return self._in.apply(x, weights[0], tokens.adapters).to(self._attention_dtype)
-
-    def behind(
-        self, o: Tensor, x: Tensor | None, adapters: RowAdapters | None, weights: tuple[LinearTensors]
-    ) -> Tensor:
-        return self._out.apply(o.to(self._dtype), weights[0], adapters)
+    def behind(self, context: LayerContext, read: Name) -> Program:
+        values = context.activation(self._out.in_features)
+        return [Piece(Cast(self._dtype), ("o",), {"values": values}), projected(self._out, "values", context)]
 
 
 class ShortConvUpdate:

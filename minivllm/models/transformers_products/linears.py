@@ -74,7 +74,7 @@ class SharedProduct:
         step = self._holder.step
         adapters = None if step is None or not self.linear.adapters else step.tokens.adapters
         arguments = self.linear.tensors if adapters is None else self.linear.arguments
-        out = self.linear.apply(x.reshape(-1, x.shape[-1]), arguments, adapters)
+        out = self.linear.product(x.reshape(-1, x.shape[-1]), arguments, adapters)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
 

@@ -1,8 +1,8 @@
-"""A traced model in pieces: what lies in front of the first attention, between two, and behind the last.
+"""A traced model in segments: what lies in front of the first attention, between two, and behind the last.
 
-A piece is a graph of its own, whose inputs are attention's output, positions, adapters, the values that earlier pieces
-have left for it, and the weights it reads. Pieces that say the same are one region: only weights tell layers apart.
-Where several workers divide the model, pieces also end where these exchange a tensor.
+A segment is a graph, whose inputs are attention's output, positions, adapters, the values that earlier segments left,
+and the weights it reads. Segments that say the same are one region: only weights tell layers apart.
+Where several workers divide the model, segments also end where these exchange a tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 
 from kernels_triton_free.lora import RowAdapters
 from minivllm.compilation.regions import Size, TensorSpec
-from minivllm.distributed.communicator import Communicator
 from minivllm.linear.layer import Linear
 from minivllm.linear.methods.method import LinearTensors
 from minivllm.models.model import TOKENS
@@ -29,16 +28,16 @@ _PRODUCT = torch.ops.minivllm.product.default
 _EXPERTS = torch.ops.minivllm.experts.default
 
 
-class Product(nn.Module):
+class ProductModule(nn.Module):
     """A linear layer as a function of its tensors, in the places of a graph."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
-        self.linear, self.has_adapters = linear, bool(linear.adapters)
+        self.product, self.has_adapters = linear.product, bool(linear.adapters)
 
     def forward(self, x: Tensor, arguments: LinearTensors, adapters: RowAdapters | None) -> Tensor:
         """x [..., in] -> [..., out]."""
-        out = self.linear.apply(x.reshape(-1, x.shape[-1]), arguments, adapters if self.has_adapters else None)
+        out = self.product(x.reshape(-1, x.shape[-1]), arguments, adapters if self.has_adapters else None)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
@@ -57,26 +56,22 @@ class ExpertSum(nn.Module):
 
 @dataclass(frozen=True)
 class Exchange:
-    """What workers do with the tensor that a piece ends with. widths: of each one's, if they go side by side; None
+    """What workers do with the tensor that a segment ends with. widths: of each one's, if they go side by side; None
     where they are added."""
 
     widths: tuple[int, ...] | None
 
-    def __call__(self, communicator: Communicator, x: Tensor) -> Tensor:
-        """x [tokens, widths[rank]] -> [tokens, sum(widths)], or their sum."""
-        return communicator.all_reduce(x) if self.widths is None else communicator.gather_columns(x, self.widths)
-
 
 @dataclass
-class Piece:
+class Segment:
     """What is computed between two attentions, or exchanges.
 
     module: called with (entry, positions, adapters, *values, *own, *products, *experts). takes, gives: values that it
-    reads of earlier pieces and leaves for later ones, by number. own, products, experts: what it reads of the model,
+    reads of earlier segments and leaves for later ones, by number. own, products, experts: what it reads of the model,
     by place. attends: whether the first three outputs are q, k and v. sinks: the place of the layer's own tensor.
     dtype: of attention's output in front of it. specs: of the values it takes. exchange: what is done with the first
     output, [tokens, width], if workers exchange it. entry: of what is in front of it if that was exchanged. keeps: the
-    number under which later pieces read that again.
+    number under which later segments read that again.
     """
 
     module: fx.GraphModule
@@ -95,13 +90,13 @@ class Piece:
 
     @property
     def text(self) -> str:
-        """All that the piece does."""
+        """All that the segment does."""
         return str(self.module.graph)
 
 
 @dataclass
 class _Plan:
-    """Which nodes of the trace a piece computes, and what it reads from outside, in the order of its first use."""
+    """Which nodes of the trace a segment computes, and what it reads from outside, in the order of its first use."""
 
     nodes: list[fx.Node] = field(default_factory=list)
     takes: list[fx.Node] = field(default_factory=list)
@@ -112,8 +107,8 @@ class _Plan:
     """The attention or the exchange behind it."""
 
 
-def cut(trace: Trace, products: Sequence[Linear], experts: Sequence[Any]) -> list[Piece]:
-    """The pieces of a trace in their order. products, experts: what the operators of the trace mean by their numbers.
+def cut(trace: Trace, products: Sequence[Linear], experts: Sequence[Any]) -> list[Segment]:
+    """The segments of a trace in their order. products, experts: what the operators of the trace mean by their numbers.
 
     Raises CannotTrace.
     """
@@ -149,10 +144,10 @@ def cut(trace: Trace, products: Sequence[Linear], experts: Sequence[Any]) -> lis
     for number, node in enumerate(crossing):
         crossing[node] = number
     modules: dict[str, Callable[[int], nn.Module]] = {
-        "product": lambda index: Product(products[index]),
+        "product": lambda index: ProductModule(products[index]),
         "experts": lambda index: ExpertSum(experts[index].method),
     }
-    pieces = []
+    segments = []
     for index, plan in enumerate(plans):
         before = plans[index - 1].end if index else None
         gives = [node for node in crossing if home[node] == index]
@@ -161,13 +156,13 @@ def cut(trace: Trace, products: Sequence[Linear], experts: Sequence[Any]) -> lis
             gives.remove(kept)
         gives.sort(key=lambda node: -1 if node is before else plan.nodes.index(node))
         builder = _Builder(trace, plan, before, modules)
-        pieces.append(builder.build(gives, output, crossing))
-        pieces[-1].keeps = None if kept is None else crossing[kept]
-    return pieces
+        segments.append(builder.build(gives, output, crossing))
+        segments[-1].keeps = None if kept is None else crossing[kept]
+    return segments
 
 
 def _read(node: fx.Node, trace: Trace) -> list[fx.Node]:
-    """The tensors that a node reads; sinks that are the layer's own are no matter of the piece."""
+    """The tensors that a node reads; sinks that are the layer's own are no matter of the segment."""
     read = [one for one in node.all_input_nodes if not is_size(one)]
     if node.target is _ATTEND and node.args[3] in trace.own:
         read.remove(node.args[3])  # type: ignore[arg-type]
@@ -180,12 +175,12 @@ def _note(seen: list[Any], item: Any) -> None:
 
 
 class _Builder:
-    """Writes the graph of one piece."""
+    """Writes the graph of one segment."""
 
     def __init__(
         self, trace: Trace, plan: _Plan, before: fx.Node | None, modules: dict[str, Callable[[int], nn.Module]]
     ) -> None:
-        """before: the attention or the exchange in front of the piece."""
+        """before: the attention or the exchange in front of the segment."""
         self._trace, self._plan, self._before = trace, plan, before
         self._graph, self._root = fx.Graph(), nn.Module()
         self._new: dict[fx.Node, fx.Node] = {}
@@ -204,7 +199,7 @@ class _Builder:
                 self._arguments[kind, index] = name, place(f"of_{name}")
                 self._root.add_module(name, modules[kind](index))
 
-    def build(self, gives: Sequence[fx.Node], output: fx.Node, crossing: dict[fx.Node, int]) -> Piece:
+    def build(self, gives: Sequence[fx.Node], output: fx.Node, crossing: dict[fx.Node, int]) -> Segment:
         plan, trace = self._plan, self._trace
         for node in plan.nodes:
             self._new[node] = self._copy(node)
@@ -222,7 +217,7 @@ class _Builder:
         self._graph.output(tuple(self._mapped(node) for node in (*results, *gives)))
         before = self._before
         follows_exchange = before is not None and before.target is not _ATTEND
-        return Piece(
+        return Segment(
             module=fx.GraphModule(self._root, self._graph),
             takes=[crossing[node] for node in plan.takes],
             gives=[crossing[node] for node in gives],
@@ -256,7 +251,7 @@ class _Builder:
         return self._new[node]
 
     def _size(self, node: fx.Node) -> fx.Node:
-        """A number that follows from the number of tokens is computed anew in every piece."""
+        """A number that follows from the number of tokens is computed anew in every segment."""
         if node.meta["val"].node.expr == self._trace.tokens:
             return self._graph.call_function(torch.ops.aten.sym_size.int, (self._positions, 0))
         if any(not is_size(one) for one in node.all_input_nodes):
@@ -264,7 +259,7 @@ class _Builder:
         return self._copy(node)
 
     def _spec(self, node: fx.Node) -> TensorSpec:
-        """Of a value that passes from piece to piece."""
+        """Of a value that passes from segment to segment."""
         value = node.meta["val"]
         sizes: list[int | Size] = []
         for size in value.shape:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ class LayerAttention:
     value_dim: int
     spec: AttentionSpec
     own: OwnHeads | None = None
+
+    @property
+    def shapes(self) -> LayerAttention:
+        """Equal for layers whose tensors have equal shapes, however they attend."""
+        return replace(self, module="", spec=AttentionSpec(None, 1.0, query_group=self.query_group), own=None)
 
     @property
     def cache_dim(self) -> int:

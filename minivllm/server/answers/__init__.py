@@ -1,4 +1,4 @@
-"""What endpoints build answers from: messages, constraints, logprobs, streams of events.
+"""Parts of answers: messages, constraints, logprobs, streams of events.
 
 May import: processing, server.bodies, server.parsers, server.protocol, tokenizer.
 """

@@ -55,7 +55,7 @@ class ChatAnswer:
         self.ending: dict[str, Any] | None = None
 
     def take_in(self, completion: CompletionOutput) -> list[chat.Delta]:
-        """What a new piece of text adds; the first delta carries the role. Nothing once the answer is over."""
+        """The deltas of a new piece of text; the first one carries the role. None once the answer is over."""
         if self.ending is not None:
             return []
         events = self._parser.feed(completion.text)

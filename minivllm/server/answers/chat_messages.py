@@ -26,7 +26,7 @@ RESERVED_TEMPLATE_NAMES = {
     "return_assistant_tokens_mask",
     "tokenizer_kwargs",
 }
-"""What the renderer itself is told; a client's names for the template must not reach it."""
+"""Arguments of the renderer itself; a client's names for the template must not reach it."""
 
 
 def template_messages(messages: Sequence[chat.Message], chat_template: str) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ def template_tools(tools: Sequence[chat.Tool], chat_template: str) -> list[dict[
 def template_options(
     fields: chat.TemplateFields, tools: Sequence[chat.Tool], chat_template: str, *, trusts_templates: bool
 ) -> dict[str, Any]:
-    """What ``render_chat`` takes besides messages. tools: those that the model may call. Raises ApiError 400.
+    """The arguments of ``render_chat`` besides messages. tools: those that the model may call. Raises ApiError 400.
 
     chat_template: the model's. trusts_templates: a request may bring another one.
     """

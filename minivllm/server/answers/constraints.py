@@ -1,4 +1,4 @@
-"""What forces the form of an answer: response_format, structured_outputs and tool_choice, for the engine."""
+"""Constraints on the form of an answer, for the engine: response_format, structured_outputs and tool_choice."""
 
 import json
 from collections.abc import Callable, Sequence

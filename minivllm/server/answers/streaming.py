@@ -40,7 +40,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     async def watch() -> None:
         nonlocal has_left
         await _disconnected(receive)
-        # At once: whatever waits to be sent goes on when the connection ends, and would write on for nobody.
+        # At once: a pending send goes on when the connection ends, and would write without a reader.
         has_left = not task.done()
         task.cancel()
 

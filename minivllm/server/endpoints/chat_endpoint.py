@@ -65,7 +65,7 @@ class ChatRun(CompletionRun):
         )
 
     async def deltas(self) -> AsyncGenerator[tuple[chat.Delta, list[chat.TokenLogprob] | None], None]:
-        """What is new in the answer, for endpoints that tell it in another form; logprobs go with the first text."""
+        """New parts of the answer, for endpoints of another form; logprobs go with the first text."""
         gathered: list[chat.TokenLogprob] = []
         async with aclosing(self._completions()) as completions:
             async for _, _, completion in completions:

@@ -1,4 +1,4 @@
-"""What completions of texts and of conversations share: an answer in one piece, or chunk by chunk."""
+"""Completions of texts and of conversations: an answer in one piece, or chunk by chunk."""
 
 import time
 from abc import ABC, abstractmethod
@@ -101,7 +101,7 @@ class CompletionRun(ABC):
     def _chunk_choices(
         self, number: int, output: RequestOutput, completion: CompletionOutput
     ) -> Iterable[dict[str, Any]]:
-        """What is new of one, each to be sent in a chunk of its own."""
+        """The new parts of a completion, each for a separate chunk."""
 
     def _is_over(self) -> bool:
         """True if what the model has written is the whole answer, though it writes on."""
@@ -144,7 +144,7 @@ class CompletionRun(ABC):
         )
 
     def _told_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """What the answer tells of the prompt, as it was asked for."""
+        """The fields of the answer about the prompt, if they were asked for."""
         told: dict[str, Any] = {}
         if self._fields.return_token_ids:
             told["prompt_token_ids"] = output.prompt_token_ids

@@ -66,7 +66,7 @@ class TextRun(CompletionRun):
             yield choice
 
     def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        """What is new of one completion; the first time with the prompt before it, if that is wanted."""
+        """The new part of one completion; the first time with the prompt before it, if that is wanted."""
         index = number * self.params.n + completion.index
         text, token_ids = completion.text, list(completion.token_ids)
         positions: list[PositionLogprobMap | None] = list(completion.logprobs or [])

@@ -2,7 +2,7 @@
 
 The page goes out in one piece, put together of its HTML, style and scripts, without anything from elsewhere. It holds
 no data and needs no key; whatever it shows, it asks for with a key. Its Content-Security-Policy names the hashes of its
-own script and style, so nothing else can run. What a model writes becomes text nodes only, see page_markdown.js.
+own script and style, so nothing else can run. Text of a model becomes text nodes only, see page_markdown.js.
 Conversations stay in the browser, see page_chats.js.
 """
 

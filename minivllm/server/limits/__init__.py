@@ -1,4 +1,4 @@
-"""What bounds a client: sizes, counts, connections, places in the queue.
+"""Limits of clients: sizes, counts, connections, places in the queue.
 
 May import: device, server.bodies.
 Door: `Admission` in admission.py.

@@ -1,4 +1,4 @@
-"""Who gets in: a bounded queue, counted in completions and in prompt tokens, that says no at once when it is full."""
+"""Admission: a bounded queue, counted in completions and in prompt tokens, that refuses at once when it is full."""
 
 from __future__ import annotations
 

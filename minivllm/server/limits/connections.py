@@ -76,7 +76,7 @@ class ChunkCount(h11.Connection):
 
 @dataclass
 class ConnectionLimits:
-    """What all connections of one server share.
+    """Limits of all connections of one server.
 
     head_seconds: from the first byte of a request, or from connecting, to the end of its head. body_seconds: from there
     to the end of its body. write_seconds: a reader must read on within this time. max_connections: open at a time; one

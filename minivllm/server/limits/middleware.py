@@ -1,4 +1,4 @@
-"""What happens to every HTTP request before and after its endpoint: id, access log, size limit, key."""
+"""Middleware before and after every endpoint: request id, access log, size limit, key."""
 
 import asyncio
 import hmac
@@ -22,7 +22,7 @@ access_logger = logging.getLogger("minivllm.server.access")
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """Answered without a key; "/" is a page without data. Everything else needs one, paths that do not exist too."""
 LARGE_BODY_BYTES = 65536
-"""From here on, work on a body leaves the event loop, and waits behind other large bodies instead of small ones."""
+"""From here on, work on a body leaves the event loop, and waits for other large bodies instead of small ones."""
 TRIM_SECONDS = 0.5
 """After a request with a large body, or the last one of several, until the memory that they took goes back. Requests in
 between share that."""

@@ -68,9 +68,9 @@ class PlainText:
 
 
 def split_at_tag(text: str, tag: str) -> tuple[str, bool, str]:
-    """(text before the tag, whether the tag is there, text behind it or what may still become the tag).
+    """(text before the tag, whether the tag is there, text after it or text that may still become the tag).
 
-    What is held back is shorter than the tag, so scanning a text in pieces takes linear time.
+    The text that is held back is shorter than the tag, so scanning a text in pieces takes linear time.
     """
     position = text.find(tag)
     if position >= 0:

@@ -18,7 +18,7 @@ WHITESPACE = " \t\r\n"
 
 
 class CallObjectReader:
-    """Reads one object and stops behind it.
+    """Reads one object and stops after it.
 
     A call is announced as soon as its name is known and its arguments begin. ``requires_arguments``: an object with a
     name alone is no call. raw: everything read so far; of an object that is no call, it is the caller's text.
@@ -73,7 +73,7 @@ class CallObjectReader:
         events.append(CallStart(self._name))
 
     def _read(self) -> Generator[None, str, bool]:
-        """Is sent the object's characters; True behind its last one, False at one that does not belong to it."""
+        """Is sent the object's characters; True after its last one, False at one that does not belong to it."""
         if (yield from self._next()) != "{":
             return False
         while (char := (yield from self._next())) == '"':
@@ -101,7 +101,7 @@ class CallObjectReader:
             is_escaped = token[-1] == "\\" and not is_escaped
 
     def _value(self, key: str, char: str) -> Generator[None, str, str]:
-        """Reads the value that begins with ``char``; the character behind it that is not whitespace.
+        """Read the value that begins with ``char``. Returns the next character that is not whitespace.
 
         Arguments stream; a string that holds them, and the name, are decoded once complete.
         """
@@ -176,7 +176,7 @@ class _State(Enum):
 
 
 class CallParser(ABC):
-    """What both forms share: whitespace around calls is nobody's text, a broken call is text, objects may repeat."""
+    """Rules of both forms: whitespace around calls is dropped, a broken call is text, objects may repeat."""
 
     form: ClassVar[CallForm]
 

@@ -212,7 +212,7 @@ class CustomTool(Body):
 
     @property
     def function(self) -> FunctionDefinition:
-        """What the model is offered."""
+        """The function that the model is offered."""
         description, form = self.custom.description or "", self.custom.format
         if isinstance(form, CustomGrammarFormat):
             grammar = f"The input follows this grammar ({form.grammar.syntax}):\n{form.grammar.definition}"
@@ -269,7 +269,7 @@ ToolChoice = (
 
 
 class TemplateFields(Body):
-    """What a conversation is written with, by the model's chat template.
+    """Arguments of the model's chat template for a conversation.
 
     reasoning_effort, chat_template_kwargs: names that the template knows; "none" switches thinking off, and so does
     False for enable_thinking or think, its names with other servers. continue_final_message: go on with the last

@@ -38,7 +38,7 @@ class CompletionRequest(RequestFields):
     """Texts to continue.
 
     prompt: a text, a list of texts, token ids or lists of token ids. Special tokens in a text count as such, as in
-    vLLM: whoever sends a whole prompt writes its turns too. echo: repeat the prompt before its completion, with
+    vLLM: a client that sends a whole prompt writes its turns too. echo: repeat the prompt before its completion, with
     logprobs of its tokens if those are asked for. max_tokens: 16 if left out, 0 only with echo. logprobs: how many
     alternatives to report per token. add_special_tokens: True puts around a text what the tokenizer puts around texts.
     suffix: none, the models served here do not fill gaps.

@@ -36,7 +36,7 @@ The first try comes at once."""
 STABLE_SECONDS = 60.0
 """A server that has lived so long begins with the first try again."""
 KILL_SECONDS = 5.0
-"""What a server gets beyond its drain_timeout."""
+"""Seconds for a server to end beyond its drain_timeout."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the proxy reads of a request's body: how long the prompt is about, how it begins, and the body for prefill."""
+"""The proxy's view of a request's body: the approximate length of the prompt, its beginning, the body for prefill."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOT_FOR_PREFILL = frozenset(
         "text",
     }
 )
-"""What decides about the answer alone, and would make a single token cost more, or be refused."""
+"""Fields for the answer alone, which would make a single token cost more, or be refused."""
 BYTES_PER_TOKEN = 4
 """Of text, about: the proxy has no tokenizer."""
 PREFIX_BYTES = 1024

@@ -21,10 +21,10 @@ FORWARDED = {
     "GET": ("/v1/models", "/v1/models/{name:path}", "/version"),
     "POST": ("/v1/embeddings", "/v1/score", "/tokenize", "/detokenize"),
 }
-"""What a decode server answers alone."""
+"""Paths that a decode server answers alone."""
 MAX_TOTAL_BODY_BYTES = 64 * 2**20
 BOUNDS = JsonBounds(max_values=2**21)
-"""Wider than those of the servers behind, which know how long a prompt may be."""
+"""Wider than those of the proxy's servers, which know how long a prompt may be."""
 
 
 def build_proxy_app(

@@ -98,7 +98,7 @@ class ConnectPlaces:
 
 
 class Relay:
-    """The servers behind a proxy, and the connections to them."""
+    """The servers of a proxy, and the connections to them."""
 
     def __init__(self, settings: RelaySettings) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, the models that are served, settings, running prepared requests.
+"""The service that all endpoints use: the engine, the served models, settings, prepared requests.
 
 May import: frontend, metrics, processing, server.bodies, server.limits, server.parsers, tokenizer.
 Door: `Service` in service.py.

@@ -16,7 +16,7 @@ MAX_SHOWN_NAMES = 20
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a name stands for. lora: the adapter to answer with, None for the model as it is."""
+    """The model of a name. lora: the adapter to answer with, None for the model without one."""
 
     name: str
     lora: LoRARequest | None = None
@@ -58,7 +58,7 @@ class ServedModels:
         return list(self._models.values())
 
     def find(self, asked: str | None) -> ServedModel:
-        """What a request's ``model`` stands for; left out, the model itself. Raises ApiError 404."""
+        """The model for a request's ``model``; left out, the model itself. Raises ApiError 404."""
         if asked is None:
             return self._models[self.base_name]
         if asked not in self._models:
@@ -105,7 +105,7 @@ class ServedModels:
             model = self._models.get(name)
             if model is None or model.lora is None:
                 raise self._unknown("adapter", name)
-            # From here on nobody new gets in.
+            # From here on no new request gets in.
             del self._models[name]
             try:
                 await self._engine.remove_lora(name)
@@ -126,7 +126,7 @@ class ServedModels:
         return self._directory
 
     def _allowed_path(self, path: str) -> str:
-        """The absolute path, links followed. What lies outside the directory is refused, whether it exists or not."""
+        """The absolute path, links followed. A path outside the directory is refused, whether it exists or not."""
         directory = self._require_permission()
         try:
             resolved = (directory / path).resolve()

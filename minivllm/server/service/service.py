@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, who gets in, the thread for text work, running prepared requests."""
+"""The service that all endpoints use: the engine, admission, the thread for text work, prepared requests."""
 
 import asyncio
 import logging
@@ -147,9 +147,9 @@ class Service:
     ) -> None:
         """Run many requests of one client, of which few are in the engine at a time.
 
-        They take half of its places at most, and together no more prompt tokens than one step has: whoever comes
-        meanwhile waits for those, not for all. prepare: makes the request of a number, in the text thread, when its
-        turn comes. finish: gets its last output. Raises as ``run``; the first failure ends all of them.
+        They take half of its places at most, and together no more prompt tokens than one step has: a request that
+        comes meanwhile waits for those, not for all. prepare: makes the request of a number, in the text thread, when
+        its turn comes. finish: gets its last output. Raises as ``run``; the first failure ends all of them.
         """
         scheduler, limit = self.engine.config.scheduler, self.settings.request_timeout
         deadline = None if limit is None else asyncio.get_running_loop().time() + limit
@@ -161,7 +161,7 @@ class Service:
                 prepared = await self.in_text_thread(prepare, number)
                 num_tokens = len(prepared.prompt_token_ids)
                 async with room.taken(num_tokens):
-                    # Others may have filled the queue meanwhile. What has begun waits; what has not is told to go.
+                    # Others may have filled the queue meanwhile. Work that has begun waits; other work is refused.
                     while number >= places and not self.admission.has_room(num_tokens):
                         await asyncio.sleep(QUEUE_POLL_SECONDS)
                     ticket.add_prompt_tokens(num_tokens)
@@ -188,7 +188,7 @@ class Service:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request, counted and traced. Raises for one that the engine gave up on.
 
-        deadline: by the event loop's clock; the engine ends what still runs then, also when nobody reads it.
+        deadline: by the event loop's clock; the engine ends what still runs then, also without a reader.
         """
         now = asyncio.get_running_loop().time
         recorder = RequestRecorder(self.metrics, request.params.n, request.arrival_time)

@@ -1,4 +1,4 @@
-"""What the operator decides about a server, checked once."""
+"""Settings of a server by its operator, checked once."""
 
 import ipaddress
 import math
@@ -28,8 +28,8 @@ class ServerSettings:
     """Settings of one server. Raises ConfigError naming the setting and what it may be.
 
     host, port: where it listens; port 0 takes a free one. api_keys: bearer keys, one of which every request must
-    carry; none opens the server to everybody who can reach it. served_model_names: names clients may ask for; the
-    first one is reported. max_queued_requests: completions that may wait for one of the engine's max_num_seqs places.
+    carry; without keys every client may use the server. served_model_names: names clients may ask for; the first one is
+    reported. max_queued_requests: completions that may wait for one of the engine's max_num_seqs places.
     max_queued_prompt_tokens: prompt tokens of requests without a first token yet. request_timeout: seconds a request
     may take, queue included (None: no limit). max_body_bytes: size of a request's body. cors_origins: web pages that
     may call the server from a browser. allowed_hosts: names that clients know the server by, besides those of this

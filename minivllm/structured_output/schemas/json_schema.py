@@ -4,7 +4,7 @@ Text that the compiled schema lets through is valid once ``json.loads`` has read
 The compiler, llguidance, gets what it is known to keep to: keywords of draft 2020-12, references to definitions at the
 top, bounds that survive rounding, expressions written out. Drafts 4 to 2019-09 are read by their ``$schema``.
 
-Supported: type, enum, const, anyOf, allOf, oneOf (alternatives that exclude each other, if behind references by a
+Supported: type, enum, const, anyOf, allOf, oneOf (alternatives that exclude each other; references must do so by a
 required property with const or enum), $ref within the schema;
 properties (written in this order), required, additionalProperties, patternProperties, minProperties, maxProperties;
 items, prefixItems, additionalItems, minItems, maxItems; minLength, maxLength, pattern, format; minimum, maximum,
@@ -40,7 +40,7 @@ MAX_SCHEMA_DEPTH = 100
 MAX_EXACT = 2**53
 """Whole numbers up to here are exact as floats."""
 MAX_DIGITS, MAX_PLACES = 15, 20
-"""Decimals of so many digits, so many places behind the point, are read exactly by the compiler."""
+"""Decimals of so many digits, with so many decimal places, are read exactly by the compiler."""
 MAX_COMMON_MULTIPLE = 2**16
 """The compiler multiplies two multipleOf in 32 bits."""
 MAX_ROUNDS = 20
@@ -201,7 +201,7 @@ class _Rewriter:
     def _exclude_each_other(self, alternatives: list[Any]) -> bool:
         """True if these are objects that a required property tells apart: each has its own values for it.
 
-        As the compiler does not look behind references, it would refuse what pydantic writes for a union of models.
+        The compiler does not follow references, so it would refuse the schema of pydantic for a union of models.
         """
         tags = [self._tags(alternative) for alternative in alternatives]
         return all(
@@ -229,7 +229,7 @@ class _Rewriter:
         return found
 
     def _resolved(self, schema: Any) -> Schema:
-        """What a reference leads to, or else the schema; {} if that is nothing to build on."""
+        """The target of a reference, or else the schema; {} if that cannot be used."""
         for _ in range(MAX_SCHEMA_DEPTH):
             if not isinstance(schema, dict):
                 break
@@ -240,7 +240,7 @@ class _Rewriter:
         return {}
 
     def _way(self, reference: Any) -> list[Any]:
-        """What a reference leads through from the top of the schema, its target last; empty if there is none."""
+        """The path of a reference from the top of the schema, its target last; empty if there is none."""
         if not _is_local(reference):
             return []
         way: list[Any] = [self._root]
@@ -444,7 +444,7 @@ def _bounds(schema: Schema, path: str) -> Schema:
 
 
 def _bound(value: float, keyword: str, *, upwards: bool) -> float:
-    """The next inclusive bound with digits that the compiler reads exactly: 15 of them, 20 behind the point."""
+    """The next inclusive bound with digits that the compiler reads exactly: 15 digits, 20 decimal places."""
     is_exclusive = keyword.startswith("exclusive")
     if not is_exclusive and (value == int(value) or abs(value) > MAX_EXACT):
         return int(value)

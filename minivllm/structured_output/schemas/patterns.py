@@ -1,7 +1,7 @@
 """The expressions of JSON schemas, written in ECMA-262's notation, in the notation of the grammar compiler (Rust's).
 
-The two, and Python's, agree on most of it. What only one of them knows is refused, and what they read differently is
-written out, so that a string that matches here matches in both.
+The two, and Python's, agree on most of it. Syntax that only one of them knows is refused. Syntax that they read
+differently is written out, so that a string that matches here matches in both.
 """
 
 import re
@@ -154,7 +154,7 @@ class _Reader:
         self._place = kind.end()
 
     def _escape(self, *, negated: bool) -> int | str:
-        """A code point, or a class in brackets, behind a backslash. negated: inside of ``[^…]``."""
+        """A code point, or a class in brackets, after a backslash. negated: inside of ``[^…]``."""
         character = self._take()
         if character in "dDwWsS":
             is_complement = character.isupper()

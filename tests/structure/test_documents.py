@@ -1,4 +1,4 @@
-"""What the README says: commands run, snippets run, links lead somewhere, numbers are those of the tree."""
+"""What the documents say: commands run, flags exist, snippets run, links lead somewhere, numbers are measured ones."""
 
 from __future__ import annotations
 
@@ -15,37 +15,42 @@ from typing import Any
 
 import msgspec
 import pytest
+import typer.core
+import typer.main
 
 from minivllm.bench.reports.figures import median
 from minivllm.bench.reports.report import Measurement, make_report, read_report
+from minivllm.cli.commands import app
+from minivllm.config import KVTransferConfig
 from minivllm.models.registry import registry
-from tests.structure.code_map import BEGIN, END, ORDER, ROOT, count_lines
+from tests.structure.code_map import BEGIN, END, ORDER, TOUR, code_map
+from tests.structure.documents import DOCUMENTS, README, ROOT, blocks, name_of, text_of, without_code
 from tests.transformers_models.families import FAMILIES
 from tutorials import speed_picture
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-TOUR = ROOT / "minivllm" / "README.md"
 GPU_RESULTS = ROOT / "tests" / "gpu" / "results"
 
-# Set-up, an open conversation, the checks themselves, and what rewrites the README.
+# Set-up, an open conversation, the checks themselves, and programs that rewrite documents.
 NOT_RUN_HERE = {
     "pip install -e . && minivllm chat",
-    "pip install -e '.[test]' && pytest",
+    "pip install -e '.[test]'",
     "pip install -e '.[server]'",
+    "pip install pre-commit",
+    "pre-commit install --config tests/pre-commit.yaml",  # test_pre_commit.py runs its hooks' programs
     "minivllm serve smollm2 --port 8000",  # tests/server does
     "minivllm serve smollm2 --disaggregated 1P1D",  # tests/server does
     "minivllm serve smollm2 --data-parallel-size 2",  # tests/data_parallel does
-    ".ci/run",
-    "bash tests/gpu/run.sh",
-    "python -m tests.gpu_code",
-    "python tests/structure/code_map.py",
-    "python tests/structure/request_tour.py --write",  # test_tour.py does
+    "pytest",
+    "pytest -m smoke",
+    "pytest -m slow tests/executor",
+    "pytest tests/scheduler tests/kv_cache",
+    "python -m tests.models.region_ledger --write",
+    "python -m tests.gpu_code --write",
+    "python3 -m venv ~/gpu-code",
+    "~/gpu-code/bin/pip install -c tests/gpu_code/versions.txt -e .",
+    "~/gpu-code/bin/python -m tests.gpu_code",
 }
 NEEDS_NO_MODEL = ("minivllm trace", "minivllm env")
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
 def console_examples() -> list[tuple[str, str]]:
@@ -83,10 +88,15 @@ def stripped(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
+def test_the_first_document_is_short() -> None:
+    assert README.stat().st_size <= 12_000
+
+
 def test_every_command_is_run_by_a_test_or_is_set_up() -> None:
-    commands = {line for block in blocks("sh") for line in block.splitlines() if line}
+    commands = {line.partition("  #")[0].rstrip() for block in blocks("sh") for line in block.splitlines() if line}
     assert commands == NOT_RUN_HERE
-    assert set(re.findall(r"^```(\w+)$", README, re.MULTILINE)) == {"sh", "console", "python", "text"}
+    languages = {word for one in DOCUMENTS for word in re.findall(r"^```(\w+)$", text_of(one), re.MULTILINE)}
+    assert languages == {"sh", "console", "python", "text"}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +141,78 @@ def test_console_examples_are_all_covered() -> None:
     assert kinds == {*NEEDS_NO_MODEL, "minivllm chat", "minivllm generate"}
 
 
+def commands_in(document: Path) -> list[list[str]]:
+    """The words of every command line of ``minivllm``: in blocks of code, and between backquotes."""
+    text = text_of(document)
+    fenced = re.findall(r"^```\w+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in fenced for line in block.splitlines()]
+    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", without_code(text))]
+    found = re.compile(r"^(?:\$ )?(?:.* (?:&&|-m) )?minivllm (\w+.*)$")
+    return [shlex.split(match[1]) for line in lines if (match := found.match(line))]
+
+
+def flags_of(command: Any) -> set[str]:
+    """All flags of a command, ``--no-…`` and short ones included."""
+    return {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_commands_and_flags_of_a_document_exist(document: Path) -> None:
+    for words in commands_in(document):
+        command, rest = typer.main.get_command(app), words
+        while isinstance(command, typer.core.TyperGroup) and rest and re.match(r"\w", rest[0]):
+            _, command, rest = command.resolve_command(typer.Context(command), rest)
+        unknown = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)} - flags_of(command)
+        assert unknown <= {"--help"}, f"minivllm {shlex.join(words)}: there is no {unknown}"
+
+
+def commands_below(command: Any) -> list[Any]:
+    """All commands of a group, those of its groups included; a command itself."""
+    if not isinstance(command, typer.core.TyperGroup):
+        return [command]
+    context = typer.Context(command)
+    below = [command.resolve_command(context, [name])[1] for name in command.list_commands(context)]
+    return [one for group in below for one in commands_below(group)]
+
+
+@pytest.mark.parametrize("document", [one for one in DOCUMENTS if "tests" not in one.parts], ids=name_of)
+def test_flags_that_a_document_names_alone_are_those_of_a_command(document: Path) -> None:
+    codes = re.findall(r"`(--[^`]+)`", without_code(text_of(document)))
+    named = {word for code in codes for word in code.split() if word.startswith("--")}
+    known = {flag for command in commands_below(typer.main.get_command(app)) for flag in flags_of(command)}
+    assert named <= {*known, "--help", "--run", "--save"}, "the last two are flags of python -m tutorials"
+
+
+@pytest.mark.parametrize(("folder", "group"), [("cli", "minivllm"), ("bench", "minivllm bench")])
+def test_the_table_of_commands_is_that_of_the_command_line(folder: str, group: str) -> None:
+    command = typer.main.get_command(app)
+    for name in group.split()[1:]:
+        _, command, _ = command.resolve_command(typer.Context(command), [name])
+    text = text_of(ROOT / "minivllm" / folder / "README.md")
+    shown = re.findall(rf"^\| `{group} (\w+).*?` \|", text, re.MULTILINE)
+    assert sorted(shown) == sorted(command.list_commands(typer.Context(command)))
+
+
+def test_the_table_of_endpoints_is_that_of_the_server() -> None:
+    rows = re.findall(r"^\| (`/.*?`) \|", text_of(ROOT / "minivllm" / "server" / "README.md"), re.MULTILINE)
+    shown = [path for row in rows for path in re.findall(r"`(.+?)`", row)]
+    sources = [ROOT / "minivllm" / "server" / file for file in ("app.py", "endpoints/page.py")]
+    routes = [path for one in sources for path in re.findall(r"@app\.\w+\(\s*\"(/.*?)\"", text_of(one))]
+    assert len(set(shown)) == len(shown)
+    assert set(shown) == {path.replace("{name:path}", "{name}") for path in routes}
+
+
+def test_the_settings_of_connectors_are_accepted() -> None:
+    """And a connector reads each of its own settings."""
+    settings = [block for block in blocks("text") if block.startswith('{"kv_connector"')]
+    assert len(settings) == 6
+    sources = "".join(text_of(path) for path in ROOT.glob("minivllm/kv_transfer/**/*.py"))
+    for block in settings:
+        values = json.loads(block.replace('{"kv_connector": …}, …', '{"kv_connector": "OffloadingConnector"}'))
+        config = KVTransferConfig.from_dict(values)
+        assert all(f'"{name}"' in sources for name in config.kv_connector_extra_config)
+
+
 def snippets(needs_model: bool) -> list[str]:
     return [block for block in blocks("python") if ("smollm2" in block) == needs_model]
 
@@ -158,14 +240,18 @@ def defined_names(node: ast.stmt) -> set[str]:
     return {found.id for target in targets for found in ast.walk(target) if isinstance(found, ast.Name)}
 
 
-@pytest.mark.parametrize("document", [ROOT / "README.md", TOUR], ids=["README", "tour"])
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_lead_to_what_they_name(document: Path) -> None:
     """A link's text that is a Python name must be defined in the file it leads to; a method, in its class."""
-    for text, target in re.findall(r"\[([^\]]+)\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
+    for text, target in re.findall(r"\[([^\]]+)\]\(([^)#]+)\)", text_of(document)):
         path = document.parent / target
         assert path.exists(), f"{document.name} links to {target}"
         name = text.strip("`")
-        if path.suffix != ".py" or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", name) or name == path.stem:
+        if (
+            path.suffix != ".py"
+            or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", name)
+            or name in (path.stem, path.name)
+        ):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         body = tree.body
@@ -175,26 +261,20 @@ def test_links_lead_to_what_they_name(document: Path) -> None:
 
 
 def test_the_code_map_is_that_of_the_tree() -> None:
-    table = README.split(BEGIN)[1].split(END)[0]
-    shown = {
-        room: int(lines.replace(",", "")) for room, lines in re.findall(r"^\| `(.+?)` \| ([\d,]+) \|", table, re.M)
-    }
-    counted = count_lines()
-    assert set(shown) == set(counted) == set(ORDER)
-    for room, lines in counted.items():
-        assert abs(shown[room] - lines) <= 0.15 * lines + 10, (
-            f"{room} has {lines} lines, the README says {shown[room]}: run python tests/structure/code_map.py"
-        )
+    table = text_of(TOUR).split(BEGIN)[1].split(END)[0]
+    assert table.strip() == code_map(), "run python tests/structure/code_map.py"
+    packages = {f"minivllm/{path.parent.name}" for path in (ROOT / "minivllm").glob("*/__init__.py")}
+    assert set(ORDER) == {"minivllm", "kernels_triton_free", *packages}
 
 
 def test_the_table_of_models_is_that_of_the_families() -> None:
     """And the families that run on transformers' layers are those that the tests compare."""
-    section = README.split("## Models")[1].split("## ")[0]
+    section = text_of(ROOT / "minivllm" / "models" / "README.md").split("## Models")[1].split("## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| .+ \| (.+) \|$", section, re.MULTILINE)
     shown = {name: gguf.strip("`") if gguf.startswith("`") else None for name, gguf in rows}
     families = [family for module in registry._MODULES for family in module.FAMILIES]
     assert shown == {family.architecture: family.gguf_architecture for family in families}
-    [listed] = re.findall(r"three configurations of each: (.+?)\.$", section, re.MULTILINE | re.DOTALL)
+    [listed] = re.findall(r"three configurations of each:\s(.+?)\.$", section, re.MULTILINE | re.DOTALL)
     assert re.findall(r"`(\w+)`", listed) == sorted(FAMILIES)
     assert all(len(configurations) == 3 for configurations in FAMILIES.values())
 
@@ -247,8 +327,9 @@ def _is_proven_on_a_gpu(number: str, found: Any, keys: Sequence[str]) -> bool:
     return round(found * scale, len(number.partition(".")[2])) == float(number.replace(",", ""))
 
 
-def test_every_measured_number_is_that_of_a_report() -> None:
-    assert unproven_figures(README, speed_picture.MEASUREMENTS) == []
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_measured_number_is_that_of_a_report(document: Path) -> None:
+    assert unproven_figures(text_of(document), speed_picture.MEASUREMENTS) == []
 
 
 STEP = "<!-- r.json | decode | minivllm | step -->"

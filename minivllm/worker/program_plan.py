@@ -1,0 +1,49 @@
+"""The programs of a model in a layout, without its weights: what ``minivllm env MODEL --program`` shows."""
+
+from __future__ import annotations
+
+import torch
+
+from minivllm.checkpoints.checkpoint import expected_shapes
+from minivllm.compilation.regions import Size
+from minivllm.config import EngineConfig
+from minivllm.distributed.communicator import Absent
+from minivllm.distributed.stage import Stage
+from minivllm.errors import ModelError
+from minivllm.model_facts.facts import ModelFacts
+from minivllm.models.decoder import Decoder
+from minivllm.models.decoder_config import DecoderConfig
+from minivllm.models.model import NO_CACHE, CacheSpec, token_specs
+from minivllm.program.fuse import Plan
+
+META = torch.device("meta")
+
+
+def planned_programs(config: EngineConfig, facts: ModelFacts) -> list[Plan]:
+    """Of rank 0 of each pipeline stage, with unquantised weights. Raises ModelError if the model is computed by its
+    class of transformers."""
+    if not isinstance(facts, DecoderConfig):
+        raise ModelError(f"{config.model_path} is computed by its class of transformers, which is no list of pieces.")
+    return [_plan(config, facts, number) for number in range(config.pipeline_parallel_size)]
+
+
+def _plan(config: EngineConfig, facts: DecoderConfig, number: int) -> Plan:
+    dtype, ranks = getattr(torch, config.dtype), config.tensor_parallel_size
+    decoder = Decoder(
+        facts,
+        dtype=dtype,
+        attention_dtype=dtype,
+        device=META,
+        max_model_len=config.scheduler.max_model_len,
+        communicator=Absent(0, ranks) if ranks > 1 else None,
+        stage=Stage(number, config.pipeline_parallel_size),
+    )
+    shapes = expected_shapes(facts).items()
+    decoder.load_weights(
+        (name, torch.empty(shape, dtype=dtype, device=META)) for name, shape in shapes if decoder.wants(name)
+    )
+    caches = [
+        spec.declare(Size("blocks", 2), config.cache.block_size, META) if isinstance(spec, CacheSpec) else NO_CACHE
+        for spec in decoder.cache_specs
+    ]
+    return decoder.plan(token_specs(META), caches)
