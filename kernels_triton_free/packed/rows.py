@@ -75,36 +75,7 @@ def words_shape(out_features: int, in_features: int) -> tuple[int, int, int]:
 def words_of(packed: Tensor) -> Tensor:
     """The memory of a weight from ``pack_weight``, [out, in] of bfloat16, as int32 [out / 64, in / 2, 64], or
     [out / 32, in / 2, 32]: no copy. The weight lives as long as what is returned."""
-    words = memory_of(packed).view(words_shape(*packed.shape))
-    words.is_packed_memory = True  # type: ignore[attr-defined]
-    return for_few_rows(for_rows(words, 1, MAX_ROWS))
-
-
-def owns_memory(tensor: Tensor) -> bool:
-    """False for what ``words_of`` made."""
-    return not hasattr(tensor, "is_packed_memory")
-
-
-def for_rows(tensor: Tensor, least: int, most: int | None = None) -> Tensor:
-    """Say of a tensor that only code for so many rows reads it."""
-    tensor.for_rows = least, most  # type: ignore[attr-defined]
-    return tensor
-
-
-def for_few_rows(tensor: Tensor) -> Tensor:
-    """Say of a tensor that code for a few rows reads it in a way of its own, so that it is worth having."""
-    tensor.is_for_few_rows = True  # type: ignore[attr-defined]
-    return tensor
-
-
-def is_for_few_rows(tensor: Tensor) -> bool:
-    return hasattr(tensor, "is_for_few_rows")
-
-
-def is_read(tensor: Tensor, rows: int) -> bool:
-    """Whether code for so many rows reads it."""
-    least, most = getattr(tensor, "for_rows", (1, None))
-    return least <= rows and (most is None or rows <= most)
+    return memory_of(packed).view(words_shape(*packed.shape))
 
 
 def has_single_row(x: Tensor) -> bool:

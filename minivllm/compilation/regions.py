@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.linear import pack_weight
-from kernels_triton_free.packed.rows import is_for_few_rows
 
 MAX_SIZE = 65536
 """The largest dynamic dimension."""
@@ -41,15 +40,13 @@ class Size:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that a region takes. strides: None where it is contiguous. is_packed: by ``pack_weight``. for_few_rows:
-    code for a few rows reads it in a way of its own."""
+    """A tensor that a region takes. strides: None where it is contiguous. is_packed: by ``pack_weight``."""
 
     shape: tuple[int | Size, ...]
     dtype: torch.dtype
     device: torch.device
     strides: tuple[int, ...] | None = None
     is_packed: bool = False
-    for_few_rows: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
@@ -57,7 +54,7 @@ class TensorSpec:
         if tensor.is_mkldnn:
             return cls(tuple(tensor.shape), tensor.dtype, tensor.device, is_packed=True)
         strides = None if tensor.is_contiguous() else tensor.stride()
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, strides, for_few_rows=is_for_few_rows(tensor))
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, strides)
 
     @property
     def dynamic(self) -> list[int]:
@@ -112,6 +109,8 @@ class Region:
     inputs: Mapping[str, Any]
     constants: object = ()
     rows: RowCount | None = None
+    has_loops: bool = False
+    """Code for a few rows computes in another way than code for more, so that it is worth having."""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -120,9 +119,9 @@ class Region:
 
     def has_code_for(self, rows: RowCount) -> bool:
         """Whether calls with so many rows have code of their own: where the first dimension of the first input declares
-        it, and a few rows only where that reads a tensor in a way of its own."""
-        specs = [spec for _, spec in self.tensors()]
-        return bool(_size(specs[0].shape[0], rows)) and (rows == "single" or any(spec.for_few_rows for spec in specs))
+        it, and a few rows only with ``has_loops``."""
+        _, first = next(self.tensors())
+        return bool(_size(first.shape[0], rows)) and (rows == "single" or self.has_loops)
 
     def fixed(self, rows: RowCount) -> Region:
         """The same for calls with so many rows: without loops over rows, and without threads for what is too small."""

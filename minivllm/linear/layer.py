@@ -78,6 +78,11 @@ class Linear:
         """How it is multiplied, once its weights are there. Equal for layers of one kind."""
         return Product(self.method, tuple(self.sizes.values()))
 
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``change`` to the memory of each tensor but those of adapters."""
+        if self.tensors:
+            self.tensors = self.method.mapped(self.tensors, change)
+
     def load(self, part: str, kind: str, tensor: StoredWeight) -> None:
         """Take this worker's shard of a checkpoint tensor: kind "weight" [out, in] or "bias" [out] of one part."""
         rows, columns = self.outputs[part], self.inputs

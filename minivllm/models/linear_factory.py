@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from minivllm.linear.layer import ChooseMethod, Linear, Rows, Shard, never_quantized
 from minivllm.linear.methods.method import LinearTensors
@@ -52,3 +53,6 @@ class Stored(Protocol):
     """What keeps weights that may be moved or replaced, all together: a ``Linear``, or the experts of a layer."""
 
     tensors: LinearTensors
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``change`` to the memory of each."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -132,7 +132,7 @@ class Run(NamedTuple):
         for number, (piece, specs) in enumerate(zip(self.pieces, weights)):
             declared |= dict(_named(f"{type(piece.code).__name__} {number}", specs))
         joined = self._joined(weights)
-        return Region(self.name, joined, declared, joined)
+        return Region(self.name, joined, declared, joined, has_loops=_has_loops(joined.codes))
 
     def _joined(self, weights: Sequence[Tree]) -> Joined:
         numbers: dict[Name, int] = {name: number for number, name in enumerate(self.reads)}
@@ -276,6 +276,15 @@ def _alive_after(items: Sequence[Piece | Seam], results: Sequence[Name]) -> list
         found.append(alive)
         alive = (alive - item.gives.keys()) | set(item.reads)
     return found[::-1]
+
+
+def _has_loops(value: Any) -> bool:
+    """Whether a code, or a value in one of its fields, says so."""
+    if isinstance(value, tuple):
+        return any(map(_has_loops, value))
+    if getattr(value, "has_loops", False):
+        return True
+    return is_dataclass(value) and any(_has_loops(getattr(value, each.name)) for each in fields(value))
 
 
 def _token_dim(tree: Tree) -> int | None:

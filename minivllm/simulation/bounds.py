@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from kernels_triton_free.packed.rows import is_read, owns_memory
 from minivllm.batch.layer_caches import block_bytes
+from minivllm.linear.layer import Linear
 from minivllm.models.decoder import Decoder
 from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
 from minivllm.models.layer_specs import LatentSpec, MixerSpec, StateMixerSpec
@@ -88,7 +88,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype, size: int, width: 
 def tensor_bytes(tensors: Any) -> int:
     """Bytes of all tensors in a nested structure, each once; packed weights at the size of their elements."""
     unique = {id(tensor): tensor for tensor in tree_iter(tensors) if isinstance(tensor, torch.Tensor)}
-    return sum(tensor.numel() * tensor.element_size() for tensor in unique.values() if owns_memory(tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
 
 
 def weight_bytes(decoder: Decoder, rows: int = 1) -> int:
@@ -96,9 +96,9 @@ def weight_bytes(decoder: Decoder, rows: int = 1) -> int:
 
     A weight that is kept in several forms counts in the form that the step's code reads.
     """
-    in_layers = [(layer.vectors, [stored.tensors for stored in layer.stored]) for layer in decoder.layers]
-    weights = tree_iter([in_layers, decoder.final_norm, decoder.head.tensors])
-    return tensor_bytes([one for one in weights if isinstance(one, torch.Tensor) and is_read(one, rows)])
+    stored = [*(one for layer in decoder.layers for one in layer.stored), decoder.head]
+    read = [one.method.read_by(rows, one.tensors) if isinstance(one, Linear) else one.tensors for one in stored]
+    return tensor_bytes([read, [layer.vectors for layer in decoder.layers], decoder.final_norm])
 
 
 def kv_bytes_per_token(decoder: Decoder) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels_triton_free.packed.rows import owns_memory
 from minivllm.attention import find_attention
 from minivllm.batch.null_steps import null_step, null_verification, run_null_step
 from minivllm.batch.paged_model import RunnerLimits
@@ -428,7 +427,7 @@ class Worker:
 
         for decoder in self._decoders:
             decoder.map_weights(collect)
-        return list(filter(owns_memory, weights))
+        return weights
 
     def start_profile(self, directory: str) -> None:
         """Record what PyTorch runs, and the spans, until stop_profile.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.linear import can_pack
-from kernels_triton_free.packed.rows import MAX_ROWS, is_for_few_rows, is_readable, owns_memory
+from kernels_triton_free.packed.rows import MAX_ROWS, is_readable
 from kernels_triton_free.packed.tiles import can_tile
 from minivllm.device.policy import DevicePolicy
 from minivllm.linear.choose import MethodChooser
@@ -203,7 +203,7 @@ def test_for_loops_a_weight_lies_in_as_many_bits_as_its_values_need(
     layer.load("o_proj", "weight", weight)
     if has_bias:
         layer.load("o_proj", "bias", bias)  # which the first worker adds
-    assert layer.method == LoopedLinear(45, bits, dtype) and is_for_few_rows(layer.tensors[0])
+    assert layer.method == LoopedLinear(45, bits, dtype) and layer.method.has_loops
     x, own = torch.randn(3, inputs).to(dtype), weight[:, inputs:].to(dtype)
     expected = x.double() @ own.double().T
     for is_compiled in (False, True):
@@ -240,7 +240,9 @@ def test_up_to_four_rows_of_compiled_code_read_the_words_and_nothing_else_does(
     method = choose_linear_method(64, 96, torch.bfloat16, CPU)
     assert method == PackedLinear(64, reads_words=True)
     tensors, others = (method.kept(method.prepare(w, bias)) for w in (weight, other))
-    assert [owns_memory(tensor) for tensor in tensors] == [True, False, True][: len(tensors)]
+    assert [id(tensor) for tensor in method.read_by(1, tensors)] == [id(tensors[0]), *map(id, tensors[2:])]
+    moved = method.mapped(tensors, lambda tensor: tensor.clone() if tensor.is_mkldnn else tensor)
+    assert torch.equal(moved[1], tensors[1]) and moved[1].data_ptr() != tensors[1].data_ptr()
     mixed = (tensors[0], others[1], *tensors[2:])
     x = torch.randn(MAX_ROWS + 1, 96).bfloat16()
 

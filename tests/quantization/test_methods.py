@@ -14,7 +14,7 @@ import minivllm.linear.methods.groups
 import minivllm.linear.methods.int8
 from kernels_triton_free.linear import single_row_sums
 from kernels_triton_free.loops.whole_numbers import MOST_INPUTS
-from kernels_triton_free.packed.rows import MAX_ROWS, is_for_few_rows, is_read
+from kernels_triton_free.packed.rows import MAX_ROWS
 from kernels_triton_free.packed.tiles import can_tile
 from kernels_triton_free.quantized_linear import INT4_MAX_ROWS, can_multiply_int4
 from minivllm.errors import ModelError
@@ -104,6 +104,12 @@ def is_product(method: LinearMethod, weight: GroupedWeight, tensors: tuple[Tenso
     return bool((method.apply(x, tensors).double() - exact).norm() < 6e-3 * exact.norm())
 
 
+def are_read(method: LinearMethod, rows: int, tensors: tuple[Tensor, ...]) -> list[bool]:
+    """Which tensors compiled code for so many rows reads."""
+    read = {id(tensor) for tensor in method.read_by(rows, tensors)}
+    return [id(tensor) in read for tensor in tensors]
+
+
 def without(tensors: tuple[Tensor, ...], *places: int) -> tuple[Tensor, ...]:
     """The tensors with zeros in some places."""
     return tuple(torch.zeros_like(tensor) if place in places else tensor for place, tensor in enumerate(tensors))
@@ -118,7 +124,7 @@ def test_compiled_code_for_few_rows_reads_words_and_for_more_tiles(
     weight, method = grouped(bits, 32, rows=128), TiledInt4Linear(128, 32, bits, BFLOAT16)
     tensors = method.prepare(weight, random(128, seed=3).bfloat16())
     x = random(rows, IN, seed=4).bfloat16()
-    assert is_for_few_rows(tensors[0]) and [is_read(tensor, rows) for tensor in tensors] == [
+    assert method.has_loops and are_read(method, rows, tensors) == [
         rows <= MAX_ROWS,
         rows > MAX_ROWS,
         rows > MAX_ROWS,
@@ -142,7 +148,7 @@ def test_without_products_of_bfloat16_all_compiled_code_reads_words(
     weight, method = grouped(bits, 32, rows=outputs), LoopedInt4Linear(outputs, 32, bits, dtype)
     tensors = method.kept(method.prepare(weight, random(outputs, seed=3).to(dtype)))
     x = random(rows, IN, seed=4).to(dtype)
-    assert len(tensors) == 2 and is_for_few_rows(tensors[0]) and is_read(tensors[0], rows)
+    assert len(tensors) == 2 and method.has_loops and all(are_read(method, rows, tensors))
     assert is_product(method, weight, tensors, x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert is_product(method, weight, tensors, x)
@@ -159,8 +165,7 @@ def test_a_head_is_restored_for_several_rows(rows: int, monkeypatch: pytest.Monk
     weight, method = grouped(8, 32, rows=128), RestoredInt4Linear(128, 32, 8, BFLOAT16)
     tensors = method.kept(method.prepare(weight, random(128, seed=3).bfloat16()))
     x = random(rows, IN, seed=4).bfloat16()
-    words, tiles, _ = tensors
-    assert [is_read(words, rows), is_read(tiles, rows)] == [rows == 1, rows > 1]
+    assert are_read(method, rows, tensors) == [rows == 1, rows > 1, True]
     assert is_product(method, weight, tensors, x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert is_product(method, weight, tensors, x)
@@ -176,7 +181,7 @@ def test_a_head_is_restored_for_several_rows(rows: int, monkeypatch: pytest.Monk
 def test_compiled_code_for_several_rows_rounds_to_8_bits(rows: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, method = grouped(bits, 32, rows=128), RoundedInt4Linear(128, 32, bits, BFLOAT16)
     tensors, x = method.prepare(weight, random(128, seed=3).bfloat16()), random(rows, IN, seed=4).bfloat16()
-    assert [is_read(tensor, rows) for tensor in tensors] == [rows == 1, rows > 1, rows > 1, rows > 1, True]
+    assert are_read(method, rows, tensors) == [rows == 1, rows > 1, rows > 1, rows > 1, True]
     assert is_product(method, weight, tensors, x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert is_product(method, weight, without(tensors, 1, 2, 3), x) == (rows == 1)
@@ -199,8 +204,8 @@ def test_compiled_code_for_several_rows_multiplies_whole_numbers(
     weight = grouped(bits, 32, rows=outputs)
     method = WholeInt4Linear(outputs, 32, bits, torch.float32, rounded_bits)
     tensors, x = method.prepare(weight, random(outputs, seed=3)), random(rows, IN, seed=4)
-    assert [is_read(tensor, rows) for tensor in tensors] == [rows == 1, rows > 1, rows > 1, True]
-    assert [is_for_few_rows(tensor) for tensor in tensors] == [False, True, False, False]
+    assert are_read(method, rows, tensors) == [rows == 1, rows > 1, rows > 1, True]
+    assert method.has_loops
     assert is_product(method, weight, tensors, x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert is_product(method, weight, without(tensors, 1, 2), x) == (rows == 1)

@@ -193,9 +193,9 @@ def test_a_few_rows_get_a_package_of_their_own_where_all_that_is_counted_fits(
         inputs = {
             "x": TensorSpec((Size("tokens", 5, single=1, few=4), 16), torch.float32, CPU),
             "picked": TensorSpec((Size("picked", 3, single=1, few=4),), torch.int64, CPU),
-            "words": TensorSpec((16,), torch.float32, CPU, for_few_rows=reads_words),
+            "words": TensorSpec((16,), torch.float32, CPU),
         }
-        return Region("which code", which_code, inputs, reads_words)
+        return Region("which code", which_code, inputs, reads_words, has_loops=reads_words)
 
     shared = tmp_path / "inductor"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared))

@@ -133,6 +133,10 @@ class Experts:
         count = len(self._gate_up.tensors)
         self._gate_up.tensors, self._down.tensors = tuple(tensors[:count]), tuple(tensors[count:])
 
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``change`` to each tensor."""
+        self.tensors = tuple(map(change, self.tensors))
+
     @property
     def method(self) -> ExpertsMethod:
         """How they are computed, once all weights are there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +22,6 @@ from kernels_triton_free.packed.memory import moved
 from kernels_triton_free.packed.rows import (
     MAX_ROWS,
     few_rows_linear,
-    for_few_rows,
     has_few_rows,
     is_readable,
     words_of,
@@ -80,6 +80,19 @@ class PackedLinear(LinearMethod):
         packed = moved(packed, kept_weights.copy)
         return packed, *((words_of(packed),) if self.reads_words else ()), *bias
 
+    @property
+    def has_loops(self) -> bool:
+        return self.reads_words
+
+    def read_by(self, rows: int, tensors: LinearTensors) -> LinearTensors:
+        packed, *others = tensors
+        return packed, *others[self.reads_words :]
+
+    def mapped(self, tensors: LinearTensors, change: Callable[[Tensor], Tensor]) -> LinearTensors:
+        packed, *bias = map(change, self.read_by(1, tensors))
+        words = (words_of(packed) if packed.is_mkldnn else packed,) if self.reads_words else ()
+        return packed, *words, *bias
+
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         packed, *others = tensors
         words = others.pop(0) if self.reads_words else None
@@ -103,9 +116,9 @@ class TiledLinear(LinearMethod):
         values = weight if isinstance(weight, Tensor) else weight.restore(torch.bfloat16)
         return with_bias((tile(values.bfloat16()),), bias)
 
-    def kept(self, tensors: LinearTensors) -> LinearTensors:
-        tiles, *bias = super().kept(tensors)
-        return (for_few_rows(tiles) if most_rows_by_words() > 1 else tiles, *bias)
+    @property
+    def has_loops(self) -> bool:
+        return most_rows_by_words() > 1
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         tiles, *others = tensors
@@ -142,11 +155,15 @@ class LoopedLinear(LinearMethod):
     dtype: torch.dtype
     gathers_rows: ClassVar[bool] = True
 
+    @property
+    def has_loops(self) -> bool:
+        return True
+
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         values = weight if isinstance(weight, Tensor) else weight.restore(self.dtype)
         narrow = values.to(torch.bfloat16 if self.bits == 16 else torch.float32)
         padding = 0, self._missing(narrow.shape[1]), 0, -self.out_features % LANES
-        return with_bias((for_few_rows(floats_in_words(F.pad(narrow, padding))),), bias)
+        return with_bias((floats_in_words(F.pad(narrow, padding)),), bias)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         words, *bias = tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import ClassVar
 
 from torch import Tensor
@@ -37,6 +37,29 @@ class LinearMethod(ABC):
 
     gathers_rows: ClassVar[bool] = False
     scales_tokens: ClassVar[bool] = False
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether code that is compiled for a few rows multiplies in another way than code for more, so that it is
+        worth having."""
+        return False
+
+    @property
+    def rows_read(self) -> tuple[tuple[int, int | None], ...]:
+        """Of each of the first tensors: the least and the most rows whose compiled code reads it. Further tensors are
+        read for any number."""
+        return ()
+
+    def read_by(self, rows: int, tensors: LinearTensors) -> LinearTensors:
+        """The tensors that compiled code for so many rows reads; of views on the same memory, one."""
+        ranges = (*self.rows_read, *[(1, None)] * len(tensors))
+        return tuple(
+            tensor for tensor, (least, most) in zip(tensors, ranges) if least <= rows and (most is None or rows <= most)
+        )
+
+    def mapped(self, tensors: LinearTensors, change: Callable[[Tensor], Tensor]) -> LinearTensors:
+        """The tensors with ``change`` applied to each memory once: to count weights, move or drop them."""
+        return tuple(map(change, tensors))
 
     @abstractmethod
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:

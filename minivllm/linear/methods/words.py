@@ -19,7 +19,7 @@ from kernels_triton_free.loops.code_words import (
 from kernels_triton_free.loops.whole_numbers import DTYPES, WholeNumbers, parts_of, whole_numbers_linear
 from kernels_triton_free.packed.int4_tiles import int4_tiled_linear, tile_int4
 from kernels_triton_free.packed.int8_tiles import Int8Tiles, int8_tiled_linear, int8_tiled_linear_halves, tile_int8
-from kernels_triton_free.packed.rows import MAX_ROWS, for_few_rows, for_rows, has_few_rows, has_single_row
+from kernels_triton_free.packed.rows import MAX_ROWS, has_few_rows, has_single_row
 from kernels_triton_free.packed.tiles import can_halve
 from kernels_triton_free.quantized_linear import INT4_LANES
 from minivllm.linear.methods.exact import TiledLinear
@@ -45,11 +45,11 @@ class WordsInt4Linear(Int4Linear):
     def rows(self, indices: Tensor, tensors: LinearTensors) -> Tensor:
         return rows_of_words(tensors[0], indices, self.bits).to(self.dtype)
 
-    def _words(self, grouped: GroupedWeight, most: int | None = None) -> Tensor:
-        """The codes in words, which code for so many rows reads at most. Outputs are filled up with zeros."""
+    def _words(self, grouped: GroupedWeight) -> Tensor:
+        """The codes in words. Outputs are filled up with zeros."""
         padding = 0, 0, 0, -self.out_features % LANES
         codes, scales = F.pad(grouped.codes, padding), F.pad(self._scales(grouped), padding)
-        return for_rows(put_in_words(codes, scales, self.bits), 1, most)
+        return put_in_words(codes, scales, self.bits)
 
     def _apply_words(self, x: Tensor, words: Tensor, bias: Sequence[Tensor]) -> Tensor:
         """What compiled code computes of them."""
@@ -73,7 +73,11 @@ class LoopedInt4Linear(WordsInt4Linear):
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = in_groups(weight, self.group_size, self.dtype)
-        return with_bias((for_few_rows(self._words(grouped)),), bias)
+        return with_bias((self._words(grouped),), bias)
+
+    @property
+    def has_loops(self) -> bool:
+        return True
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         words, *bias = tensors
@@ -102,8 +106,15 @@ class WholeInt4Linear(WordsInt4Linear):
         rounded = [round_groups_to_rows(part, self.rounded_bits, DTYPES[self.rounded_bits]) for part in parts]
         values = rounded[0][0] if len(parts) == 1 else torch.cat([values for values, _ in rounded], 1)
         scale = torch.cat([scale for _, scale in rounded], 1).T.contiguous()
-        numbers = WholeNumbers(for_few_rows(for_rows(values, 2)), for_rows(scale, 2))
-        return with_bias((self._words(grouped, 1), *numbers), bias)
+        return with_bias((self._words(grouped), *WholeNumbers(values, scale)), bias)
+
+    @property
+    def has_loops(self) -> bool:
+        return True
+
+    @property
+    def rows_read(self) -> tuple[tuple[int, int | None], ...]:
+        return (1, 1), (2, None), (2, None)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         words, values, scale, *bias = tensors
@@ -127,8 +138,15 @@ class TiledInt4Linear(WordsInt4Linear):
         grouped = in_groups(weight, self.group_size, self.dtype)
         tiles = torch.cat([tile_int4(self._in_planes(codes)) for codes in grouped.codes.split(INT4_LANES)])
         scale_and_zero = self._scales_of_planes(self._scales(grouped))
-        own = (for_rows(tensor, MAX_ROWS + 1) for tensor in (tiles, scale_and_zero))
-        return with_bias((for_few_rows(self._words(grouped, MAX_ROWS)), *own), bias)
+        return with_bias((self._words(grouped), tiles, scale_and_zero), bias)
+
+    @property
+    def has_loops(self) -> bool:
+        return True
+
+    @property
+    def rows_read(self) -> tuple[tuple[int, int | None], ...]:
+        return (1, MAX_ROWS), (MAX_ROWS + 1, None), (MAX_ROWS + 1, None)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         words, tiles, scale_and_zero, *bias = tensors
@@ -146,11 +164,15 @@ class RestoredInt4Linear(WordsInt4Linear):
 
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = in_groups(weight, self.group_size, self.dtype)
-        return (self._words(grouped, 1), *self._restored.prepare(grouped.restore(self.dtype), bias))
+        return (self._words(grouped), *self._restored.prepare(grouped.restore(self.dtype), bias))
 
-    def kept(self, tensors: LinearTensors) -> LinearTensors:
-        tiles, *bias = self._restored.kept(tensors[1:])
-        return (*super().kept(tensors[:1]), for_rows(tiles, 2), *bias)
+    @property
+    def has_loops(self) -> bool:
+        return self._restored.has_loops
+
+    @property
+    def rows_read(self) -> tuple[tuple[int, int | None], ...]:
+        return (1, 1), (2, None)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         words, *restored = tensors
@@ -170,7 +192,11 @@ class RoundedInt4Linear(WordsInt4Linear):
     def prepare(self, weight: StoredWeight, bias: Tensor | None) -> LinearTensors:
         grouped = in_groups(weight, self.group_size, self.dtype)
         tiles = tile_int8(*round_rotated_rows(grouped))
-        return with_bias((self._words(grouped, 1), *(for_rows(tensor, 2) for tensor in tiles)), bias)
+        return with_bias((self._words(grouped), *tiles), bias)
+
+    @property
+    def rows_read(self) -> tuple[tuple[int, int | None], ...]:
+        return (1, 1), (2, None), (2, None), (2, None)
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:
         words, tiles, scale, surplus, *bias = tensors

@@ -201,9 +201,9 @@ class Decoder:
         is_tied = self.embedding is self.head.tensors
         for layer in self.layers:
             for stored in layer.stored:
-                stored.tensors = tuple(map(change, stored.tensors))
+                stored.map_tensors(change)
             layer.vectors = {name: change(tensor) for name, tensor in layer.vectors.items()}
-        self.head.tensors = tuple(map(change, self.head.tensors))
+        self.head.map_tensors(change)
         self.embedding = self.head.tensors if is_tied else tuple(map(change, self.embedding))
         self.final_norm = change(self.final_norm)
         self._rebind()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,10 @@ class Router:
         values = tensor.restore(torch.float32) if isinstance(tensor, QuantizedWeight) else tensor.to(torch.float32)
         place = self.parts.index(part)
         self.tensors = (*self.tensors[:place], values.clone().to(self._device), *self.tensors[place + 1 :])
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``change`` to each tensor."""
+        self.tensors = tuple(map(change, self.tensors))
 
     def tensor(self, part: str) -> Tensor | None:
         """One of _ROUTER_PARTS; None if the spec does not call for it."""

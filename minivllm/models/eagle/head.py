@@ -153,7 +153,7 @@ class EagleHead(Decoder):
         """Replace every weight of the head by ``change(weight)``; those of the target are not its own."""
         layer = self.layers[0]
         for linear in (*layer.linears, self.fc, self.head):
-            linear.tensors = tuple(map(change, linear.tensors))
+            linear.map_tensors(change)
         layer.vectors = {name: change(tensor) for name, tensor in layer.vectors.items()}
         self.embedding = tuple(map(change, self.embedding))
         self.final_norm = change(self.final_norm)

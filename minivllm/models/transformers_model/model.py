@@ -289,7 +289,7 @@ class TransformersModel:
         for name, tensor in self._own_tensors():
             self._set(name, once(tensor.data if isinstance(tensor, nn.Parameter) else tensor))
         for stored in self._stored:
-            stored.tensors = tuple(map(once, stored.tensors))
+            stored.map_tensors(once)
         self._refresh()
 
     def take_weights(self, other: TransformersModel) -> None:
