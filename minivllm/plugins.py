@@ -2,6 +2,8 @@
 
 A setting names one of ours, one that was registered under a name, or any importable one as "package.module:Class".
 What was registered counts in its own process: an engine in another process is given the import path instead.
+
+Annexes, folders that few starts need, are found here alone: no import leads into them from outside.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Plugins:
     was registered."""
 
     def __init__(self, setting: str, ours: Mapping[str, Any]) -> None:
-        self._setting, self._ours = setting, ours
+        self._setting = setting
+        self._ours = ours
         self._known = dict(ours)
         self.known: Mapping[str, Any] = MappingProxyType(self._known)
 
@@ -117,8 +120,8 @@ CONNECTORS = Plugins(
         "OffloadingConnector": "minivllm.kv_transfer.connectors.offloading:OffloadingConnector",
         "SharedStorageConnector": "minivllm.kv_transfer.connectors.shared_storage:SharedStorageConnector",
         "LookupBufferConnector": "minivllm.kv_transfer.lookup.lookup_connector:LookupBufferConnector",
-        "LMCacheConnector": "minivllm.kv_transfer.lmcache.lmcache_connector:LMCacheConnector",
-        "NixlConnector": "minivllm.kv_transfer.nixl.nixl_connector:NixlConnector",
+        "LMCacheConnector": "minivllm.kv_transfer.foreign.lmcache_connector:LMCacheConnector",
+        "NixlConnector": "minivllm.kv_transfer.foreign.nixl_connector:NixlConnector",
         "MultiConnector": "minivllm.kv_transfer.connectors.multi:MultiConnector",
     },
 )
@@ -131,5 +134,26 @@ ROUTING = Plugins(
     },
 )
 """A policy is a subclass of RoutingPolicy: the class itself, which is called without arguments."""
+EXECUTORS: Mapping[str, str] = MappingProxyType(
+    {
+        "uni": "minivllm.executor.uniproc:UniProcExecutor.start",
+        "mp": "minivllm.executor.multiproc:MultiprocExecutor.start",
+        "nodes": "minivllm.executor.nodes.entry:start_executor",
+        "ray": "minivllm.engine_process.ray.executor:RayExecutor.start",
+    }
+)
+"""``distributed_executor_backend``, or "nodes" for "mp" on several hosts -> the import path of a function from
+ExecutorContext to Executor."""
+NODE_AGENT = "minivllm.executor.nodes.entry:run_node"
+"""The import path of a function from EngineConfig to an exit status: what runs on the hosts that have no engine."""
+CLIENTS: Mapping[str, str] = MappingProxyType(
+    {"external_launcher": "minivllm.engine_process.torchrun.client:TorchrunClient"}
+)
+"""``distributed_executor_backend`` -> the import path of a function from EngineArgs to EngineClient, where another
+program has started the workers, and each of them makes a client."""
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {"bench": "minivllm.bench.command:bench", "simulate": "minivllm.bench.simulation.command:simulate"}
+)
+"""Commands of ``minivllm`` -> the import path of a typer application or a function, imported on request."""
 register_connector, register_routing = CONNECTORS.register, ROUTING.register
 register_policy, register_attention, register_drafter = POLICIES.register, ATTENTION.register, DRAFTERS.register

@@ -9,16 +9,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from minivllm.config import CacheConfig, EngineArgs, EngineConfig, SchedulerConfig
+from minivllm.config import CacheConfig, EngineArgs, SchedulerConfig
 from minivllm.engine.core import EngineCore
 from minivllm.engine_process import client
-from minivllm.errors import ConfigError, MinivllmError, ModelError
-from minivllm.kv_cache.specs import one_group
-from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from minivllm.errors import ConfigError, ModelError
+from minivllm.messages import ModelRunnerOutput, SchedulerOutput
+from minivllm.simulation.executor import SimulatedExecutor, simulated_config
 
 COMMAND = (sys.executable, "-P", str(Path(__file__)))
 VOCAB_SIZE, EOS = 1000, 1
@@ -41,27 +40,14 @@ class DecoderStandIn:
     eos_token_ids: tuple[int, ...] = (EOS,)
 
 
-@dataclass
-class Finished:
-    """A step that is done."""
-
-    output: ModelRunnerOutput
-
-    def result(self) -> ModelRunnerOutput:
-        return self.output
-
-
-class MockExecutor:
+class MockWorker:
     """The token of a request depends on its first token and its length."""
 
-    def __init__(self, num_blocks: int, block_size: int, seconds_per_step: float) -> None:
-        self.pids = [os.getpid()]
-        self.kv_groups, self.vocab_size = [one_group(1, block_size, num_blocks=num_blocks)], VOCAB_SIZE
-        self.block_bytes = [group.block_bytes for group in self.kv_groups]
+    def __init__(self, seconds_per_step: float) -> None:
         self._seconds_per_step = seconds_per_step
         self._requests: dict[str, list[int]] = {}
 
-    def execute_model(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> Finished:
+    def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if step.num_scheduled_tokens:
             time.sleep(self._seconds_per_step)
         for request_id in step.finished_request_ids:
@@ -86,19 +72,10 @@ class MockExecutor:
             if state[2] == state[1]:
                 output.sampled_token_ids[request_id] = [token_at(state[0], state[1])]
                 state[1] += 1
-        return Finished(output)
-
-    def num_recompilations(self) -> int:
-        return 0
-
-    def when_dead(self, tell: Callable[[MinivllmError], None]) -> None:
-        """Its workers live as long as it."""
-
-    def shutdown(self) -> None:
-        self._requests.clear()
+        return output
 
 
-def load_core(args: EngineArgs, place: None = None) -> tuple[EngineCore, DecoderStandIn]:
+def load_core(args: EngineArgs, seat: None = None) -> tuple[EngineCore, DecoderStandIn]:
     """model: "mock", or "mock:0.01" for steps of 10 ms, or the way in which loading fails."""
     kind, _, seconds = args.model.partition(":")
     if kind == "no-config":
@@ -109,23 +86,20 @@ def load_core(args: EngineArgs, place: None = None) -> tuple[EngineCore, Decoder
         raise KeyError("lm_head")
     if kind == "exit":
         os._exit(7)
-    config = EngineConfig(
-        model=args.model,
-        model_path=str(Path(__file__).parent),
-        load_format="dummy",
-        dtype="float32",
-        device="cpu",
-        seed=args.seed,
-        enforce_eager=True,
-        cache=CacheConfig(block_size=args.block_size or 16),
-        scheduler=SchedulerConfig(
+    config = simulated_config(
+        SchedulerConfig(
             max_num_seqs=args.max_num_seqs or 16,
             max_num_batched_tokens=args.max_num_batched_tokens or 256,
             max_model_len=args.max_model_len or 256,
         ),
+        model=args.model,
+        model_path=str(Path(__file__).parent),
+        seed=args.seed,
+        cache=CacheConfig(block_size=args.block_size or 16),
     )
-    executor = MockExecutor(args.num_gpu_blocks_override or 100, args.block_size or 16, float(seconds or 0))
-    return EngineCore(config, executor), DecoderStandIn()  # type: ignore[arg-type]
+    run = MockWorker(float(seconds or 0)).run
+    executor = SimulatedExecutor(config, run, args.num_gpu_blocks_override or 100, VOCAB_SIZE)
+    return EngineCore(config, executor), DecoderStandIn()
 
 
 if __name__ == "__main__":

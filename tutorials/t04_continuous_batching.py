@@ -20,8 +20,8 @@ from minivllm.config import SchedulerConfig
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.scheduler.scheduler import Scheduler
+from minivllm.simulation.steps import Arrival, TraceStep, run
 from tutorials.lesson import Cell, Lesson
-from tutorials.simulated_engine import Arrival, Step, run
 
 lesson = Lesson(__doc__)
 SLOTS = 4
@@ -38,14 +38,14 @@ def arrivals(lengths: list[int], first: int = 0) -> list[Arrival]:
     return [Arrival(f"R{number}", 8, length) for number, length in enumerate(lengths, first)]
 
 
-def static_batching(lengths: list[int]) -> list[Step]:
+def static_batching(lengths: list[int]) -> list[TraceStep]:
     engine, steps = scheduler(), []
     for first in range(0, len(lengths), SLOTS):
         steps += run(engine, arrivals(lengths[first : first + SLOTS], first))
     return steps
 
 
-def continuous_batching(lengths: list[int]) -> list[Step]:
+def continuous_batching(lengths: list[int]) -> list[TraceStep]:
     return run(scheduler(), arrivals(lengths))
 
 
@@ -73,20 +73,20 @@ lesson.measure("steps, continuous", len(continuous))
 
 
 # %%
-def gantt(steps: list[Step]) -> dict[str, list[Cell]]:
+def gantt(steps: list[TraceStep]) -> dict[str, list[Cell]]:
     """Which request has which batch slot: a new one takes the first that is free."""
     slots: list[str | None] = [None] * SLOTS
     rows: dict[str, list[Cell]] = {f"slot {number}": [] for number in range(SLOTS)}
     for step in steps:
-        for name in step.scheduled:
+        for name in step.num_scheduled_tokens:
             if name not in slots:
                 slots[slots.index(None)] = name
         for row, name in zip(rows.values(), slots):
-            if name is None or name not in step.scheduled:
+            if name is None or name not in step.num_scheduled_tokens:
                 row.append(("-", "idle"))
             else:
                 letter = "ABCDEFGHIJKLMNOP"[int(name[1:])]
-                row.append((letter, "prompt" if step.scheduled[name] > 1 else "decode"))
+                row.append((letter, "prompt" if step.num_scheduled_tokens[name] > 1 else "decode"))
         slots = [None if name in step.finished else name for name in slots]
     return rows
 
@@ -95,12 +95,14 @@ lesson.cells("t04_static", "Static batching", gantt(static), narrow=True)
 lesson.cells("t04_continuous", "Continuous batching", gantt(continuous), narrow=True)
 
 
-def utilisation(steps: list[Step]) -> float:
-    return sum(len(step.scheduled) for step in steps) / (SLOTS * len(steps))
+def utilisation(steps: list[TraceStep]) -> float:
+    return sum(len(step.num_scheduled_tokens) for step in steps) / (SLOTS * len(steps))
 
 
 lesson.check(
-    sum(len(step.scheduled) for step in static) == sum(len(step.scheduled) for step in continuous) == sum(answers),
+    sum(len(step.num_scheduled_tokens) for step in static)
+    == sum(len(step.num_scheduled_tokens) for step in continuous)
+    == sum(answers),
     f"both write the same {sum(answers)} tokens",
 )
 lesson.bars(
@@ -121,7 +123,7 @@ lesson.heading("Fifteen short answers and a long one")
 one_long = [100] + [4] * 15
 
 
-def mean_wait(steps: list[Step]) -> float:
+def mean_wait(steps: list[TraceStep]) -> float:
     """Mean step in which the fifteen short ones are done."""
     done = {name: number for number, step in enumerate(steps, 1) for name in step.finished}
     return sum(done[f"R{number}"] for number in range(1, 16)) / 15

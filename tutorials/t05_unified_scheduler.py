@@ -17,8 +17,9 @@ from __future__ import annotations
 import inspect
 import random
 
-from minivllm.cli.trace.command import TraceStep, Workload, simulated_steps
+from minivllm.cli.trace.command import Workload, simulated_steps
 from minivllm.scheduler.scheduler import Scheduler
+from minivllm.simulation.steps import TraceStep
 from tutorials.lesson import Cell, Lesson
 
 lesson = Lesson(__doc__)

@@ -19,8 +19,8 @@ from minivllm.kv_cache.group_manager import FullAttentionManager, SingleGroupMan
 from minivllm.kv_cache.hashing import hash_block
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.scheduler.scheduler import Scheduler
+from minivllm.simulation.steps import Arrival, run
 from tutorials.lesson import Cell, Lesson
-from tutorials.simulated_engine import Arrival, run
 from tutorials.small_model import engine_arguments
 
 lesson = Lesson(__doc__)
@@ -182,7 +182,7 @@ def whole_prompt() -> str:
     scheduler = Scheduler(SchedulerConfig(max_model_len=64), manager)
     run(scheduler, [Arrival("first", [5] * 16, max_tokens=1)])
     [step] = run(scheduler, [Arrival("again", [5] * 16, max_tokens=1)])
-    assert step.scheduled == {"again": 4}
+    assert step.num_scheduled_tokens == {"again": 4}
     return "4 of 16 tokens are computed: the last one must run to give logits, and blocks are found whole or not at all"
 
 

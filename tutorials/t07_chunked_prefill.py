@@ -20,19 +20,19 @@ from minivllm.config import SchedulerConfig
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.scheduler.scheduler import Scheduler
+from minivllm.simulation.steps import Arrival, TraceStep, run
 from tutorials.lesson import Cell, Lesson
-from tutorials.simulated_engine import Arrival, Step, run
 from tutorials.small_model import engine_arguments
 
 lesson = Lesson(__doc__)
 WEIGHTS, BOOK, READERS = 32, 480, 4
 
 
-def price(step: Step) -> int:
+def price(step: TraceStep) -> int:
     return WEIGHTS + step.num_tokens
 
 
-def serve(budget: int) -> list[Step]:
+def serve(budget: int) -> list[TraceStep]:
     """Four readers with answers of 200 tokens; the book comes before step 5 and wants an answer of 8."""
     config = SchedulerConfig(max_num_batched_tokens=budget, max_model_len=512)
     scheduler = Scheduler(
@@ -42,7 +42,7 @@ def serve(budget: int) -> list[Step]:
     return run(scheduler, [*readers, Arrival("book", BOOK, 8, step=5)])
 
 
-def longest_gap(steps: list[Step], name: str) -> int:
+def longest_gap(steps: list[TraceStep], name: str) -> int:
     """Most time between two tokens of one request."""
     gaps, waited = [], None
     for step in steps:
@@ -54,7 +54,7 @@ def longest_gap(steps: list[Step], name: str) -> int:
     return max(gaps)
 
 
-def time_to_first_token(steps: list[Step], name: str, arrival: int) -> int:
+def time_to_first_token(steps: list[TraceStep], name: str, arrival: int) -> int:
     last = next(number for number, step in enumerate(steps) if name in step.answered)
     return sum(price(step) for step in steps[arrival : last + 1])
 
@@ -104,10 +104,10 @@ lesson.check((gap_of[36] - gap_of[16], gap_of[36]) == (20, 68), "36 -> 16: the l
 lesson.check(gap_of[36] / gap_of[16] < 1.5 and first_of[16] / first_of[36] > 1.8, "36 -> 16 costs much, brings little")
 
 
-def strip(steps: list[Step]) -> dict[str, list[Cell]]:
+def strip(steps: list[TraceStep]) -> dict[str, list[Cell]]:
     rows: dict[str, list[Cell]] = {}
     for name in ("R1", "R4", "book"):
-        counts = [step.scheduled.get(name, 0) for step in steps[3:14]]
+        counts = [step.num_scheduled_tokens.get(name, 0) for step in steps[3:14]]
         rows[name] = [(str(n), "prompt" if n > 1 else "decode") if n else ("", "") for n in counts]
     return rows
 
@@ -145,7 +145,10 @@ lesson.check(answers[0] == answers[1] == answers[2], "the answer is the same, ho
     "What is the smallest budget with which the book is ever read while the readers write? Try it, and one less."
 )
 def starvation() -> str:
-    found = {budget: next(i for i, step in enumerate(serve(budget)) if "book" in step.scheduled) for budget in (4, 5)}
+    found = {
+        budget: next(i for i, step in enumerate(serve(budget)) if "book" in step.num_scheduled_tokens)
+        for budget in (4, 5)
+    }
     assert found[5] < 10 and found[4] > 190
     return f"budget 5 starts it in step {found[5]}, one token at a time; with 4 it waits until step {found[4]}"
 
@@ -159,7 +162,7 @@ def cap() -> str:
         config, KVCacheManager([FullAttentionManager(num_blocks=257, block_size=16)], max_model_len=512)
     )
     steps = run(scheduler, [Arrival("R1", 4, 40), Arrival("book", BOOK, 8, step=5)])
-    chunks = sum(step.scheduled.get("book", 0) == 60 for step in steps)
+    chunks = sum(step.num_scheduled_tokens.get("book", 0) == 60 for step in steps)
     assert (longest_gap(steps, "R1"), chunks) == (WEIGHTS + 1 + 60, 8)
     return (
         f"gap {longest_gap(steps, 'R1')}, {chunks} chunks; unlike a budget it leaves room for a second book beside it"

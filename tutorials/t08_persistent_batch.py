@@ -27,8 +27,8 @@ from minivllm.kv_cache.specs import one_group
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput
 from minivllm.scheduler.scheduler import Scheduler
 from minivllm.scheduler.step_plan import StepPlan
+from minivllm.simulation.steps import Arrival
 from tutorials.lesson import Lesson
-from tutorials.simulated_engine import Arrival
 
 lesson = Lesson(__doc__)
 BLOCK, MAX_LEN = 16, 4096

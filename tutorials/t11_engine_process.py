@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from minivllm.config import EngineArgs
-from minivllm.engine import wire
+from minivllm.engine_process import frames
 from minivllm.engine_process.client import EngineClient, make_client
 from minivllm.engine_process.connection import EngineConnection
 from minivllm.engine_process.process_clients import ProcessClient
@@ -48,21 +48,21 @@ def request(name: str, prompt_len: int, max_tokens: int) -> EngineRequest:
 
 
 lesson.heading("What a message weighs")
-codec = wire.Codec()
-frames = {
-    "a request of 10 tokens": codec.encode(wire.Add(request("R1", 10, 8))),
-    "a request of 1,000 tokens": codec.encode(wire.Add(request("R1", 1000, 8))),
-    "a new token": codec.encode(wire.Outputs([EngineOutput(request_id="R1", new_token_ids=[317])])),
-    "an abort": codec.encode(wire.Abort(["R1"])),
+codec = frames.Codec()
+encoded = {
+    "a request of 10 tokens": codec.encode(frames.Add(request("R1", 10, 8))),
+    "a request of 1,000 tokens": codec.encode(frames.Add(request("R1", 1000, 8))),
+    "a new token": codec.encode(frames.Outputs([EngineOutput(request_id="R1", new_token_ids=[317])])),
+    "an abort": codec.encode(frames.Abort(["R1"])),
 }
-lesson.bars("t11_messages", "Messages", {name: len(frame) for name, frame in frames.items()}, "bytes")
-decoded = codec.decode(frames["a request of 10 tokens"], wire.ToEngine)
-lesson.check(isinstance(decoded, wire.Add) and decoded.request.request_id == "R1", "what was encoded comes back")
+lesson.bars("t11_messages", "Messages", {name: len(frame) for name, frame in encoded.items()}, "bytes")
+decoded = codec.decode(encoded["a request of 10 tokens"], frames.ToEngine)
+lesson.check(isinstance(decoded, frames.Add) and decoded.request.request_id == "R1", "what was encoded comes back")
 refused = []
 for frame in (b"", b"\x80\x04\x95", os.urandom(64), msgspec.msgpack.encode({"type": "run", "code": "import os"})):
     try:
-        codec.decode(frame, wire.ToEngine)
-    except wire.MalformedFrame:
+        codec.decode(frame, frames.ToEngine)
+    except frames.MalformedFrame:
         refused.append(frame)
 lesson.predict("frames refused of 4 that are no messages", 4, "empty, a pickle's first bytes, noise, an unknown type")
 lesson.measure("frames refused of 4 that are no messages", len(refused))

@@ -11,7 +11,7 @@ rest of the time went.
 # Per token every weight is multiplied once and added once: 2 operations per weight, plus attention. Per *step*, however
 # many tokens it has, every weight is read once. That asymmetry is all there is to know about batching.
 #
-# ``bench/parts/bounds.py`` has the formulas that ``minivllm bench roofline`` uses. Do not believe them: PyTorch can
+# ``simulation/bounds.py`` has the formulas that ``minivllm bench roofline`` uses. Do not believe them: PyTorch can
 # count the operations that are really dispatched.
 
 # %%
@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from minivllm import LLM, SamplingParams
-from minivllm.bench.parts.bounds import kv_bytes_per_token, weight_bytes
 from minivllm.bench.parts.parts import timed_spans
+from minivllm.simulation.bounds import kv_bytes_per_token, weight_bytes
 from tutorials.lesson import Lesson
 from tutorials.small_model import engine_arguments, small_decoder
 

@@ -22,8 +22,8 @@ from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.scheduler.policy import Turns
 from minivllm.scheduler.scheduler import Scheduler
+from minivllm.simulation.steps import Arrival, TraceStep, run
 from tutorials.lesson import Cell, Lesson
-from tutorials.simulated_engine import Arrival, Step, run
 from tutorials.small_model import engine_arguments
 
 lesson = Lesson(__doc__)
@@ -52,7 +52,7 @@ register_policy("v0", NewcomersFirst)
 WEIGHTS, READERS, RUSH, PROMPT = 32, 4, 10, 100
 
 
-def serve(policy: str, num_blocks: int = 513) -> list[Step]:
+def serve(policy: str, num_blocks: int = 513) -> list[TraceStep]:
     config = SchedulerConfig(max_num_batched_tokens=512, max_model_len=512, policy=policy)
     scheduler = Scheduler(config, KVCacheManager([FullAttentionManager(num_blocks, 16)], max_model_len=512))
     readers = [Arrival(f"R{number}", 4, 60) for number in range(READERS)]
@@ -60,7 +60,7 @@ def serve(policy: str, num_blocks: int = 513) -> list[Step]:
     return run(scheduler, [*readers, *newcomers])
 
 
-def clock(steps: list[Step]) -> list[int]:
+def clock(steps: list[TraceStep]) -> list[int]:
     """Time at which each step ends."""
     now, ends = 0, []
     for step in steps:
@@ -69,16 +69,16 @@ def clock(steps: list[Step]) -> list[int]:
     return ends
 
 
-def token_times(steps: list[Step], name: str) -> list[int]:
+def token_times(steps: list[TraceStep], name: str) -> list[int]:
     return [end for step, end in zip(steps, clock(steps)) if name in step.answered]
 
 
-def first_token_after(steps: list[Step], number: int) -> int:
+def first_token_after(steps: list[TraceStep], number: int) -> int:
     """TTFT of a newcomer, from the beginning of the step that could first take it in."""
     return token_times(steps, f"N{number}")[0] - clock(steps)[5 + number - 1]
 
 
-def longest_gap(steps: list[Step], name: str) -> int:
+def longest_gap(steps: list[TraceStep], name: str) -> int:
     times = token_times(steps, name)
     return max(later - earlier for earlier, later in pairwise(times))
 
@@ -109,10 +109,10 @@ lesson.measure("gap, V0", longest_gap(v0, "R0"))
 lesson.measure("gap, V1", longest_gap(v1, "R0"))
 
 
-def strip(steps: list[Step]) -> dict[str, list[Cell]]:
+def strip(steps: list[TraceStep]) -> dict[str, list[Cell]]:
     rows: dict[str, list[Cell]] = {}
     for name in ("R0", "N0", "N4", "N9"):
-        counts = [step.scheduled.get(name, 0) for step in steps[3:20]]
+        counts = [step.num_scheduled_tokens.get(name, 0) for step in steps[3:20]]
         rows[name] = [(str(n), "prompt" if n > 1 else "decode") if n else ("", "") for n in counts]
     return rows
 
@@ -130,7 +130,7 @@ lesson.cells("t15_v1", "V1: who is running first", strip(v1))
 lesson.heading("Fairness and total")
 
 
-def slowdowns(steps: list[Step]) -> list[float]:
+def slowdowns(steps: list[TraceStep]) -> list[float]:
     found = []
     for name, arrival, prompt, answer in [
         *((f"R{n}", 0, 4, 60) for n in range(READERS)),
@@ -197,7 +197,7 @@ def shortest_first() -> str:
     config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=512, max_model_len=512, policy="shortest_first")
     scheduler = Scheduler(config, KVCacheManager([FullAttentionManager(513, 16)], max_model_len=512))
     steps = run(scheduler, [Arrival("long", 100, 2), Arrival("short", 3, 2), Arrival("middle", 50, 2)])
-    order = list(dict.fromkeys(name for step in steps for name in step.scheduled))
+    order = list(dict.fromkeys(name for step in steps for name in step.num_scheduled_tokens))
     assert order == ["short", "middle", "long"]
     return f"served in the order {order}; a stream of short ones would starve the long one"
 

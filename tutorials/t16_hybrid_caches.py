@@ -26,14 +26,14 @@ import torch
 
 from minivllm import LLM, SamplingParams
 from minivllm.batch.layer_caches import kv_groups
+from minivllm.batch.sizing import PoolLimits, fit_pools
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.kv_cache.group_manager import FullAttentionManager, SlidingWindowManager, make_group
 from minivllm.kv_cache.manager import KVCacheManager
-from minivllm.kv_cache.sizing.sizing import PoolLimits, fit_pools
 from minivllm.kv_cache.specs import GroupSpec, one_group
 from minivllm.models.decoder import Decoder
+from minivllm.simulation.steps import Arrival
 from tutorials.lesson import Lesson
-from tutorials.simulated_engine import Arrival
 from tutorials.small_model import SHAPE, engine_arguments, model_folder
 
 lesson = Lesson(__doc__)

@@ -13,16 +13,16 @@ together again. Where, how often, and how many bytes is that? (Megatron-LM, Shoe
 # cut in the same way: heads are its values in between. One sum behind attention and one behind the MLP, that is all.
 #
 # A ``Communicator`` adds such parts. Its workers need one method to do so, ``exchange``: give a tensor, get those of
-# all. Here workers are threads, and lay their tensors into a list. Two lists alternate: whoever writes into one has
-# seen that all have written into the other one, and so have read what was there before.
+# all. Here workers are threads, and lay their tensors into a list: ``ThreadCommunicator`` of ``minivllm/simulation``.
+# Two lists alternate: a worker that writes into one has seen that all have written into the other one, and so have read
+# what was there before.
 
 # %%
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,25 +31,19 @@ from torch import Tensor
 
 from minivllm import LLM, EngineArgs, SamplingParams
 from minivllm.checkpoints.hf_config import read_decoder_config
-from minivllm.config import EngineConfig
 from minivllm.distributed.communicator import Communicator
-from minivllm.distributed.other_workers import OtherWorkers
 from minivllm.distributed.segment import open_segment
 from minivllm.distributed.shard import Shard
 from minivllm.distributed.shared_memory import SharedMemoryCommunicator
 from minivllm.engine.core import EngineCore
 from minivllm.engine.resolve import resolve
 from minivllm.engine_process.client import InProcessClient
-from minivllm.errors import ConfigError, MinivllmError
-from minivllm.executor.protocol import check_arguments
+from minivllm.errors import ConfigError
 from minivllm.frontend.llm_engine import LLMEngine
-from minivllm.kv_transfer.inbox import TransferInbox
-from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
-from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.decoder import Decoder
 from minivllm.models.layer_specs import SelfAttentionSpec
 from minivllm.models.shards import check_layout, own_heads, own_inner
-from minivllm.worker.worker import Worker
+from minivllm.simulation.ranks import ThreadCommunicator, VirtualShards, communicators, together
 from tutorials.lesson import Lesson
 from tutorials.small_model import SHAPE, engine_arguments, model_folder
 
@@ -57,23 +51,17 @@ lesson = Lesson(__doc__)
 generator = torch.Generator().manual_seed(0)
 
 
-class ThreadCommunicator(Communicator):
-    """Of one worker; ``barrier`` and ``places`` are common to all. given: bytes of every exchange. results: its sums,
-    and what was put side by side."""
+class Noting(ThreadCommunicator):
+    """given: bytes of every exchange. results: its sums, and what was put side by side."""
 
-    def __init__(self, rank: int, barrier: threading.Barrier, places: Sequence[list[Any]]) -> None:
-        self.rank, self.size = rank, barrier.parties
-        self._barrier, self._places = barrier, places
+    def __init__(self, rank: int, barrier: threading.Barrier, lists: Sequence[list[Any]]) -> None:
+        super().__init__(rank, barrier, lists)
         self.given: list[int] = []
         self.results: list[Tensor] = []
 
     def exchange(self, x: Tensor) -> list[Tensor]:
-        places = self._places[self.num_exchanges % 2]
-        self.num_exchanges += 1
         self.given.append(x.nbytes)
-        places[self.rank] = x.clone()
-        self._barrier.wait(60)
-        return list(places)
+        return super().exchange(x)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.results.append(super().all_reduce(x))
@@ -82,17 +70,6 @@ class ThreadCommunicator(Communicator):
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         self.results.append(super().gather_columns(x, widths))
         return self.results[-1].clone()
-
-
-def communicators(size: int, kind: type[ThreadCommunicator] = ThreadCommunicator) -> list[ThreadCommunicator]:
-    barrier, places = threading.Barrier(size), [[None] * size, [None] * size]
-    return [kind(rank, barrier, places) for rank in range(size)]
-
-
-def together(function: Callable[[Any], Any], given: Sequence[Any]) -> list[Any]:
-    """Call a function with each of these, all at the same time."""
-    with ThreadPoolExecutor(len(given)) as threads:
-        return list(threads.map(function, given))
 
 
 HIDDEN, INNER = 144, 384
@@ -112,7 +89,7 @@ def divided(communicator: Communicator) -> Tensor:
 
 lesson.heading("An MLP on two workers")
 lesson.predict("bytes that a worker gives", [5 * HIDDEN * 4], "one sum: 5 tokens, 144 values of 4 bytes")
-pair = communicators(2)
+pair = communicators(2, Noting)
 results = together(divided, pair)
 lesson.measure("bytes that a worker gives", pair[0].given)
 torch.testing.assert_close(results[0], mlp(x, gate, up, down), rtol=1e-4, atol=1e-5)
@@ -246,64 +223,23 @@ lesson.say(
 
 # %% [markdown]
 # ## A whole engine of shards
-# What the engine core knows of its workers is an ``Executor``. Here is a short one: a real ``Worker`` for each thread,
-# all of them given the same steps. Workers in processes of their own do the same with shared memory in place of lists.
+# What the engine core knows of its workers is an ``Executor``. ``minivllm/simulation/ranks.py`` has a short one,
+# ``VirtualShards``: a real ``Worker`` for each thread, all of them given the same steps. Workers in processes of their
+# own do the same with shared memory in place of lists.
 #
 # The model is small and random, with the heads of SmolLM2: 9 and 3, of 16 dimensions each, in 2 layers.
 
 
 # %%
-class ThreadExecutor:
-    """An ``Executor`` whose workers are threads of this process."""
-
-    def __init__(self, config: EngineConfig, facts: ModelFacts, ranks: Sequence[Communicator]) -> None:
-        self.vocab_size, self.transfers = facts.vocab_size, TransferInbox()
-        self.pids = [os.getpid()] * len(ranks)
-        self._threads = [ThreadPoolExecutor(1) for _ in ranks]
-        others = [OtherWorkers(communicator=communicator) for communicator in ranks]
-        self.workers = [Worker(config, facts, self.transfers.put, one) for one in others]
-        self.collective("load_model")
-        self.sized = self.collective("size_cache")
-        self.kv_groups = self.sized[0]
-        self.block_bytes = [sum(group.block_bytes for group in groups) for groups in zip(*self.sized)]
-        self.collective("initialize_pools", [group.num_blocks for group in self.kv_groups], self.block_bytes)
-
-    def execute_model(
-        self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
-    ) -> Future[ModelRunnerOutput]:
-        assert token_masks is None, "no request has a grammar here"
-        outputs = [thread.submit(worker.execute, step) for thread, worker in zip(self._threads, self.workers)]
-        assert len({str(output.result().sampled_token_ids) for output in outputs}) == 1
-        return outputs[-1]
-
-    def collective(self, method: str, *args: Any) -> list[Any]:
-        functions = [getattr(worker, method) for worker in self.workers]
-        calls = [
-            thread.submit(function, *check_arguments(function, args))
-            for thread, function in zip(self._threads, functions)
-        ]
-        return [call.result() for call in calls]
-
-    def num_recompilations(self) -> int:
-        return 0
-
-    def when_dead(self, tell: Callable[[MinivllmError], None]) -> None:
-        """Threads die with their process."""
-
-    def shutdown(self) -> None:
-        for thread in self._threads:
-            thread.shutdown()
-
-
 VOCABULARY, SMALL_LAYERS, DIM = 448, 2, 16
 SMALL = {**SHAPE, "hidden_size": HIDDEN, "intermediate_size": INNER, "vocab_size": VOCABULARY}
 SMALL |= {"num_hidden_layers": SMALL_LAYERS, "num_attention_heads": 9, "num_key_value_heads": 3}
 ARGUMENTS = engine_arguments(model=str(model_folder(SMALL)))
 
 
-def engine(ranks: Sequence[Communicator]) -> tuple[LLM, ThreadExecutor]:
+def engine(ranks: Sequence[Communicator]) -> tuple[LLM, VirtualShards]:
     config, facts = resolve(EngineArgs(**ARGUMENTS, tensor_parallel_size=len(ranks)))
-    executor = ThreadExecutor(config, facts, ranks)
+    executor = VirtualShards(config, facts, [ranks])
     client = InProcessClient(EngineCore(config, executor), facts.vocab_size, facts.eos_token_ids)
     return LLM(engine=LLMEngine(client, None)), executor
 
@@ -312,10 +248,13 @@ lesson.heading("Bytes of a block of 16 tokens")
 head_bytes = 16 * 2 * DIM * 4 * SMALL_LAYERS
 lesson.predict("two workers", [2 * head_bytes, head_bytes], "two KV heads and one; 2 · 16 values of 4 bytes per token")
 lesson.predict("six workers", [head_bytes] * 6, "one KV head each: the cache exists twice")
-two, three, six = communicators(2), communicators(3), communicators(6)
+two, three, six = (communicators(size, Noting) for size in (2, 3, 6))
 engines = {size: engine(ranks) for size, ranks in ((2, two), (3, three), (6, six))}
 for name, size in (("two", 2), ("six", 6)):
-    lesson.measure(f"{name} workers", [group.block_bytes for [group] in engines[size][1].sized])
+    executor = engines[size][1]
+    num_blocks = executor.kv_groups[0].num_blocks
+    memory = executor.collective("memory_bytes")
+    lesson.measure(f"{name} workers", [worker["kv_cache"] // num_blocks for worker in memory])
 
 # %% [markdown]
 # ## What a step moves
@@ -339,7 +278,7 @@ PARAMS = [
 ]
 
 
-def answers(llm: LLM, ranks: Sequence[ThreadCommunicator] = ()) -> tuple[list[Any], list[list[int]]]:
+def answers(llm: LLM, ranks: Sequence[Noting] = ()) -> tuple[list[Any], list[list[int]]]:
     """(tokens and logprobs of each request, bytes of each exchange of each step)."""
     for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS)):
         llm.llm_engine.add_request(f"R{number}", {"prompt_token_ids": prompt}, params)
@@ -457,7 +396,7 @@ def the_other_way() -> str:
         ranges = [Shard(rank, shard.size).own(HIDDEN) for rank in range(shard.size)]
         return communicator.gather_columns(inner @ down[columns].T, [own.stop - own.start for own in ranges])
 
-    ranks = communicators(2)
+    ranks = communicators(2, Noting)
     for result in together(other_way, ranks):
         torch.testing.assert_close(result, mlp(x, gate, up, down), rtol=1e-4, atol=1e-5)
     times = sum(ranks[0].given) / pair[0].given[0]

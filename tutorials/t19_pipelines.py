@@ -25,8 +25,8 @@ from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput
 from minivllm.scheduler.scheduler import Scheduler
+from minivllm.simulation.steps import Arrival
 from tutorials.lesson import Cell, Lesson
-from tutorials.simulated_engine import Arrival
 
 lesson = Lesson(__doc__)
 STAGES, TICKS = 4, 64

@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from minivllm import LLM, SamplingParams, register_connector
-from minivllm.bench.parts.bounds import copy_bandwidth
 from minivllm.kv_transfer.connectors.shared_storage import (
     SharedStorageConnector,
     SharedStorageOptions,
@@ -38,6 +37,7 @@ from minivllm.kv_transfer.connectors.shared_storage import (
 )
 from minivllm.kv_transfer.connectors.worker_side import CacheBlocks
 from minivllm.kv_transfer.lookup.pipe import Pipe
+from minivllm.simulation.bounds import copy_bandwidth
 from tutorials.lesson import Cell, Lesson
 from tutorials.small_model import SHAPE, engine_arguments, model_folder
 
@@ -326,9 +326,9 @@ class SlowOptions(SharedStorageOptions, kw_only=True, forbid_unknown_fields=True
 class SlowWorker(SharedStorageWorker):
     """Brings a block no faster than the way allows."""
 
-    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+    def load_block(self, key: bytes, source: int, blocks: CacheBlocks) -> Tensor | None:
         started, options = time.perf_counter(), self.context.transfer.options
-        data = super().load_block(key, place, blocks)
+        data = super().load_block(key, source, blocks)
         left = self.context.transfer.block_bytes / options.bytes_per_second - (time.perf_counter() - started)
         time.sleep(max(left, 0.0))
         return data

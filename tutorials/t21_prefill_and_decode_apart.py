@@ -31,8 +31,8 @@ from minivllm.config import SchedulerConfig
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.scheduler.scheduler import Scheduler
+from minivllm.simulation.steps import Arrival, made_up_output
 from tutorials.lesson import Cell, Lesson
-from tutorials.simulated_engine import Arrival, run_step
 from tutorials.small_model import engine_arguments
 
 lesson = Lesson(__doc__)
@@ -66,10 +66,13 @@ class Engine:
             if not self.scheduler.has_unfinished_requests():
                 self.now = until
                 break
-            step = run_step(self.scheduler)
-            self.now, self.busy = self.now + WEIGHTS + step.num_tokens, self.busy + WEIGHTS + step.num_tokens
-            self.strip.append(step.scheduled)
-            for name in step.answered:
+            step = self.scheduler.schedule()
+            output = made_up_output(self.scheduler, step)
+            self.scheduler.update_from_output(step, output)
+            seconds = WEIGHTS + step.total_num_scheduled_tokens
+            self.now, self.busy = self.now + seconds, self.busy + seconds
+            self.strip.append(step.num_scheduled_tokens)
+            for name in output.sampled_token_ids:
                 self.came[name].append(self.now)
         return self
 

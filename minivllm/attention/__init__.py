@@ -1,7 +1,6 @@
 """Attention over the blocks of the KV cache: backends that prepare their own metadata, chosen by name.
 
-May import: attention.lists, attention.rules, compilation, device, kernels_triton_free, kernels_triton_free.strips,
-    models.
+May import: attention.lists, compilation, device, kernels_triton_free, kernels_triton_free.strips, models.
 Door: `AttentionBackend` in backend.py.
 """
 
@@ -14,7 +13,7 @@ from minivllm.attention.backend import (
 from minivllm.attention.flex import FlexAttention, rule_attention
 from minivllm.attention.lists.step_order import in_step_order
 from minivllm.attention.registry import find_attention
-from minivllm.attention.rules.rule import AttentionRule
+from minivllm.attention.rule import AttentionRule
 from minivllm.attention.sdpa import SdpaAttention
 from minivllm.plugins import register_attention
 

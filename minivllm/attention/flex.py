@@ -12,7 +12,7 @@ from minivllm.attention.backend import AttentionBackend, AttentionContext, StepR
 from minivllm.attention.gathered import GatheredTiles
 from minivllm.attention.latents import GatheredLatents
 from minivllm.attention.pairs import RowPairs
-from minivllm.attention.rules.rule import CAUSAL, AttentionRule
+from minivllm.attention.rule import CAUSAL, AttentionRule
 from minivllm.attention.sdpa import SdpaAttention
 from minivllm.attention.tiles import QueryTiles
 from minivllm.errors import ConfigError

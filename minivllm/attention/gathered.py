@@ -68,11 +68,11 @@ class GatheredTiles(QueryTiles):
             [self._read_reach(reach) for reach in self._context.reaches],
             size,
             tables.block_size,
-            by_place=self._rule.visibility is not None or self._rule.score_change is not None,
+            by_position=self._rule.visibility is not None or self._rule.score_change is not None,
         )
         shift = np.zeros((self._buffer.host["q_position"].shape[0], 1), dtype=np.int32)
         shift[: len(row), 0] = groups.shift[row]
-        lists = self._lists(groups.places, row, first, last, count, len(groups.blocks), size * tables.block_size)
+        lists = self._lists(groups.group_of, row, first, last, count, len(groups.blocks), size * tables.block_size)
         return lists, to_device(shift, device), to_device(groups.blocks, device)
 
     def attend(

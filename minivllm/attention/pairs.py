@@ -25,7 +25,7 @@ from torch import Tensor
 from kernels_triton_free.strips.attention import FAR, Pairs, attend_to_strips
 from minivllm.attention.backend import AttentionContext, StepRows
 from minivllm.attention.lists.tile_lists import blocks_read
-from minivllm.attention.rules.rule import AttentionRule
+from minivllm.attention.rule import AttentionRule
 from minivllm.compilation.regions import Region, Size, TensorSpec, bound
 from minivllm.device.buffers import to_device
 from minivllm.models.decoder_config import AttentionSpec, Reach

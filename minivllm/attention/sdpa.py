@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels_triton_free.attention import gathered_sdpa_attention
 from minivllm.attention.backend import AttentionContext, StepRows
 from minivllm.attention.lists.tile_lists import first_seen
-from minivllm.attention.rules.rule import CAUSAL, AttentionRule
+from minivllm.attention.rule import CAUSAL, AttentionRule
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.model import LayerCache
 

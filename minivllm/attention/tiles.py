@@ -25,7 +25,7 @@ from kernels_triton_free.attention import (
 )
 from minivllm.attention.backend import AttentionContext, StepRows
 from minivllm.attention.lists.tile_lists import BlockLists, blocks_read, cut_tiles, new_lists, write_lists
-from minivllm.attention.rules.rule import AttentionRule
+from minivllm.attention.rule import AttentionRule
 from minivllm.compilation.regions import Region, Size, TensorSpec
 from minivllm.device.buffers import StagingBuffer, rounded_capacity, to_device
 from minivllm.models.decoder_config import AttentionSpec, Reach

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from minivllm.batch.sizing import local_block_size
 from minivllm.device.memory import lazily_zeroed
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.sizing.sizing import local_block_size
 from minivllm.kv_cache.specs import GroupKind, GroupSpec
 from minivllm.models.decoder_config import AttentionSpec
 from minivllm.models.layer_specs import StateMixerSpec

@@ -44,13 +44,13 @@ def scheduled_rows(batch: PersistentBatch, step: SchedulerOutput) -> list[Row]:
 class StepInputs:
     """One step on the device.
 
-    rows: in the order of their tokens, see ``in_step_order``. places: their slots, starts and counts as arrays.
+    rows: in the order of their tokens, see ``in_step_order``. row_arrays: their slots, starts and counts as arrays.
     num_tokens: of them. token_ids int32 [padded]: as many as compiled regions or a graph want. slots: where their keys
     and values go in each KV group, see LayerCache. attention: what the attention backends have prepared.
     """
 
     rows: list[Row]
-    places: StepRows
+    row_arrays: StepRows
     num_tokens: int
     token_ids: Tensor
     tokens: TokenInputs
@@ -62,7 +62,7 @@ class StepInputs:
         ends = [
             row.request.num_tokens + len(row.drafts) if row.request.data.pooling is None else -1 for row in self.rows
         ]
-        return np.fromiter(ends, np.int64, len(ends)) == self.places.starts + self.places.counts
+        return np.fromiter(ends, np.int64, len(ends)) == self.row_arrays.starts + self.row_arrays.counts
 
 
 class StepInputBuilder:
@@ -135,8 +135,8 @@ class StepInputBuilder:
             values[total:padded] = 0
         self._buffer.commit()
         self._batch.flush()
-        places = StepRows(slots, starts, counts, num_single, num_few, padded)
-        attention = prepare(places)
+        row_arrays = StepRows(slots, starts, counts, num_single, num_few, padded)
+        attention = prepare(row_arrays)
 
         token_ids = self._token_ids[:padded]
         torch.index_select(self._batch.token_ids.device.view(-1), 0, device["token_index"][:padded], out=token_ids)
@@ -146,4 +146,4 @@ class StepInputBuilder:
             adapters = RowAdapters(device["lora_slots"][:padded], pieces)
         tokens = TokenInputs(device["positions"][:padded], adapters)
         cache_slots = tuple(device[name][:padded] for name in self._slot_names)
-        return StepInputs(ordered, places, total, token_ids, tokens, cache_slots, attention)
+        return StepInputs(ordered, row_arrays, total, token_ids, tokens, cache_slots, attention)

@@ -21,6 +21,7 @@ from minivllm.cli.serve import serve
 from minivllm.cli.trace.command import trace
 from minivllm.errors import ConfigError
 from minivllm.hub.fetch import WHEEL_MODELS
+from minivllm.plugins import COMMANDS, import_object
 
 
 class _BenchCommands(typer.core.TyperGroup):
@@ -37,9 +38,7 @@ class _BenchCommands(typer.core.TyperGroup):
     @staticmethod
     @functools.cache
     def _load() -> dict[str, Any]:
-        from minivllm.bench.command import bench
-
-        group: Any = typer.main.get_command(bench)
+        group: Any = typer.main.get_command(import_object("bench", COMMANDS["bench"]))
         return group.commands
 
 
@@ -87,10 +86,8 @@ class _Commands(typer.core.TyperGroup):
     @staticmethod
     @functools.cache
     def _load_simulate() -> Any:
-        from minivllm.bench.simulation.command import simulate
-
         alone = typer.Typer(rich_markup_mode=None)
-        alone.command("simulate")(simulate)
+        alone.command("simulate")(import_object("simulate", COMMANDS["simulate"]))
         return typer.main.get_command(alone)
 
 

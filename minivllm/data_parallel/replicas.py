@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from minivllm.config import EngineArgs
-from minivllm.distributed.lockstep import open_places
+from minivllm.distributed.lockstep import open_seats
 from minivllm.engine_process.connection import EngineConnection
 from minivllm.engine_process.process_clients import AsyncProcessClient
 
@@ -46,11 +46,11 @@ def start_engines(connect: Connect, count: int) -> list[EngineConnection]:
 
 def start_together(connect: Callable[..., EngineConnection], args: EngineArgs) -> list[EngineConnection]:
     """Start engines that share experts, which cannot load or warm up without one another. If one cannot, none is left,
-    and its error is raised. connect: starts the one of a place."""
-    places = open_places(args.data_parallel_size, args.num_workers)
+    and its error is raised. connect: starts the one of a seat."""
+    seats = open_seats(args.data_parallel_size, args.num_workers)
     connections: list[EngineConnection] = []
     try:
-        connections += (connect(place=place) for place in places)
+        connections += (connect(seat=seat) for seat in seats)
         with ThreadPoolExecutor(len(connections)) as threads:
             waits = [threads.submit(one.wait_until_ready) for one in connections]
             for ready in as_completed(waits):
@@ -64,7 +64,7 @@ def start_together(connect: Callable[..., EngineConnection], args: EngineArgs) -
             one.close()
         raise
     finally:
-        places[0].close()
+        seats[0].close()
     return connections
 
 
@@ -73,7 +73,8 @@ class Replica:
     last try to start it went well."""
 
     def __init__(self, index: int, client: AsyncProcessClient) -> None:
-        self.index, self.client = index, client
+        self.index = index
+        self.client = client
         self.is_up = self.does_start = True
         self.num_restarts = 0
         self._num_tries = 0
@@ -93,7 +94,9 @@ class Replica:
             self._num_tries = 0
 
     def serves_again(self, client: AsyncProcessClient) -> None:
-        self.client, self.is_up, self.does_start = client, True, True
+        self.client = client
+        self.is_up = True
+        self.does_start = True
         self.num_restarts += 1
         self._up_since = time.monotonic()
 

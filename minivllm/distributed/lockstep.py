@@ -21,7 +21,7 @@ _LEFT = 2**62
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnginePlace:
+class EngineSeat:
     """One of ``size`` engines that share experts, and what it inherits to reach the others. segment: where the workers
     of all of them exchange tensors, in order of engine and rank. board: memory for counts. bells: of each engine, the
     eventfd that wakes it."""
@@ -43,22 +43,24 @@ class EnginePlace:
             os.close(descriptor)
 
 
-def open_places(size: int, num_workers: int) -> list[EnginePlace]:
+def open_seats(size: int, num_workers: int) -> list[EngineSeat]:
     """Those of so many engines with so many workers each. They have the same descriptors."""
     board = os.memfd_create("minivllm-engines", os.MFD_CLOEXEC)
     os.ftruncate(board, mmap.PAGESIZE)
     segment, bells = open_segment(size * num_workers), [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(size)]
-    return [EnginePlace(rank=rank, size=size, segment=segment, board=board, bells=bells) for rank in range(size)]
+    return [EngineSeat(rank=rank, size=size, segment=segment, board=board, bells=bells) for rank in range(size)]
 
 
 class Lockstep:
     """One engine's count of steps beside those of the others. Used by one thread."""
 
-    def __init__(self, place: EnginePlace) -> None:
-        self._rank, self._bells = place.rank, place.bells
-        counts = memoryview(mmap.mmap(place.board, mmap.PAGESIZE)).cast("q")
-        self._begun, self._arrived = counts[: place.size], counts[place.size : 2 * place.size]
-        self._others = [bell for rank, bell in enumerate(place.bells) if rank != place.rank]
+    def __init__(self, seat: EngineSeat) -> None:
+        self._rank = seat.rank
+        self._bells = seat.bells
+        counts = memoryview(mmap.mmap(seat.board, mmap.PAGESIZE)).cast("q")
+        self._begun = counts[: seat.size]
+        self._arrived = counts[seat.size : 2 * seat.size]
+        self._others = [bell for rank, bell in enumerate(seat.bells) if rank != seat.rank]
         self._has_news = threading.Event()
         self._wake: Callable[[], None] = lambda: None
 

@@ -79,29 +79,29 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
     if args.family is not None:
         overrides = {**overrides, "architectures": [load_family(args.family).architecture]}
     implementation, why = choose_implementation(path, args.load_format, overrides, args.model_impl)
-    decoder = read_model_facts(path, args.load_format, overrides, implementation)
-    dtype, dtype_reason = resolve_dtype(args.dtype, decoder.dtype, device)
+    facts = read_model_facts(path, args.load_format, overrides, implementation)
+    dtype, dtype_reason = resolve_dtype(args.dtype, facts.dtype, device)
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
     cache_dtype, cache_reason = resolve_cache_dtype(args.kv_cache_dtype, dtype, device, capability)
     defaults = DEFAULTS[device]
     max_num_seqs = args.max_num_seqs or defaults.max_num_seqs
-    max_model_len = args.max_model_len or decoder.max_position_embeddings
+    max_model_len = args.max_model_len or facts.max_position_embeddings
     if max_model_len < 2:
         raise ConfigError(f"max_model_len is {max_model_len}, but must hold a prompt and an answer: at least 2 tokens.")
-    if max_model_len > decoder.max_position_embeddings and not decoder.can_be_longer:
+    if max_model_len > facts.max_position_embeddings and not facts.can_be_longer:
         raise ConfigError(
             f"max_model_len is {max_model_len}, but {args.model} was made for at most "
-            f"{decoder.max_position_embeddings} tokens."
+            f"{facts.max_position_embeddings} tokens."
         )
-    speculative = resolve_speculation(args.speculative_config, decoder)
+    speculative = resolve_speculation(args.speculative_config, facts)
     if speculative is not None and speculative.model is not None:
-        speculative = resolve_draft_model(speculative, path, decoder, max_model_len, args.load_format)
+        speculative = resolve_draft_model(speculative, path, facts, max_model_len, args.load_format)
     transfer = None if args.kv_transfer_config is None else KVTransferConfig.from_dict(args.kv_transfer_config)
     needs_fingerprint = transfer is not None and load_connector(transfer).needs_fingerprint(transfer)
     if transfer is not None:
-        check_transfer(transfer, args.num_workers, decoder)
-    check_workers(args, decoder, device)
-    check_stages(args, decoder, device, speculative)
+        check_transfer(transfer, args.num_workers, facts)
+    check_workers(args, facts, device)
+    check_stages(args, facts, device, speculative)
     find_attention(args.attention_backend)
     load_logits_processors(args.logits_processors or ())  # what is wrong with them is said before the model is loaded
     config = EngineConfig(
@@ -113,7 +113,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         seed=args.seed,
         enforce_eager=args.enforce_eager,
         compile_in_background=resolve_background(args, device),
-        cudagraph_mode=resolve_graph_mode(args.cudagraph_mode, device, args.enforce_eager, decoder),
+        cudagraph_mode=resolve_graph_mode(args.cudagraph_mode, device, args.enforce_eager, facts),
         cache=CacheConfig(
             block_size=args.block_size or DEFAULT_BLOCK_SIZE,
             num_blocks=args.num_gpu_blocks_override,
@@ -168,10 +168,10 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         ),
     )
     if transfer is not None and needs_fingerprint:
-        settings = settings_digest(config, decoder)
+        settings = settings_digest(config, facts)
         digest = fingerprint(settings, config.model_path)
         config = replace(config, kv_transfer=replace(transfer, settings=settings, fingerprint=digest))
-    logger.info("Model %s: %s, weights in %s (%s).", args.model, decoder.architecture, dtype, dtype_reason)
+    logger.info("Model %s: %s, weights in %s (%s).", args.model, facts.architecture, dtype, dtype_reason)
     logger.info("Its layers are those of %s (%s).", implementation, why)
     logger.info(
         "Device %s; max_model_len %d, max_num_seqs %d, max_num_batched_tokens %d, KV cache in %s (%s).",
@@ -186,7 +186,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
         together = "s, which take every step together" if config.shares_experts else ""
         num_workers, num_engines = args.num_sharing_experts, config.data_parallel_size
         logger.info("Whole experts are dealt out to %d workers, of %d engine%s.", num_workers, num_engines, together)
-    return config, decoder
+    return config, facts
 
 
 def check_transfer(transfer: KVTransferConfig, num_ranks: int, facts: ModelFacts) -> None:
@@ -310,23 +310,23 @@ def resolve_async_scheduling(args: EngineArgs, device: Device) -> bool:
     return chosen
 
 
-def resolve_speculation(values: dict[str, Any] | None, decoder: ModelFacts) -> SpeculativeConfig | None:
+def resolve_speculation(values: dict[str, Any] | None, facts: ModelFacts) -> SpeculativeConfig | None:
     """What speculative_config means for this model. Raises ConfigError."""
     if values is None:
         return None
     config = SpeculativeConfig.from_dict(values)
-    if decoder.keeps_states:
+    if facts.keeps_states:
         raise ConfigError(
-            f"speculative_config asks for drafts, but layers of {decoder.architecture} keep a state, which cannot be "
+            f"speculative_config asks for drafts, but layers of {facts.architecture} keep a state, which cannot be "
             "taken back from a draft that is rejected: leave it out."
         )
     if config.method != "early_exit":
         return config
-    num_layers = max(1, decoder.num_layers // 3) if config.num_layers is None else config.num_layers
-    if num_layers >= decoder.num_layers:
+    num_layers = max(1, facts.num_layers // 3) if config.num_layers is None else config.num_layers
+    if num_layers >= facts.num_layers:
         raise ConfigError(
             f"speculative_config asks for the first {num_layers} layers as a drafter, but the model has "
-            f"{decoder.num_layers}: num_layers must be fewer."
+            f"{facts.num_layers}: num_layers must be fewer."
         )
     return replace(config, num_layers=num_layers)
 

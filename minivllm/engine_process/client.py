@@ -5,19 +5,18 @@ Nothing here imports torch before a core is loaded into this very process.
 
 from __future__ import annotations
 
-import gc
 import logging
-import sys
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from minivllm.config import EngineArgs, EngineConfig
-from minivllm.distributed.lockstep import EnginePlace, Lockstep
+from minivllm.distributed.lockstep import EngineSeat, Lockstep
 from minivllm.engine.administration import Administration
+from minivllm.engine.garbage import without_collections
 from minivllm.engine.openmp import choose_wait_policy
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
+from minivllm.plugins import CLIENTS, EXECUTORS, NODE_AGENT, import_object
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +99,11 @@ class InProcessClient:
     """Runs one step of the core per ``get_outputs``."""
 
     def __init__(self, core: EngineCore, model_vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self.config, self.core, self.administration = core.config, core, Administration(core)
-        self.model_vocab_size, self.eos_token_ids = model_vocab_size, eos_token_ids
+        self.config = core.config
+        self.core = core
+        self.administration = Administration(core)
+        self.model_vocab_size = model_vocab_size
+        self.eos_token_ids = eos_token_ids
 
     def add_request(self, request: EngineRequest) -> None:
         self.core.add_request(request)
@@ -132,65 +134,35 @@ class InProcessClient:
         self.core.shutdown()
 
 
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Import, or load a model, without garbage collections, which look through hundreds of thousands of objects that
-    all stay: they take an eighth of the time torch needs, and a tenth of what SmolLM2-135M needs up to its first token.
-    What is there at the end is left out of later ones too, if torch was imported."""
-    had_torch, was_enabled = "torch" in sys.modules, gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if not had_torch:
-            gc.freeze()
-        if was_enabled:
-            gc.enable()
-
-
-def load_core(args: EngineArgs, place: EnginePlace | None = None) -> tuple[EngineCore, ModelFacts]:
-    """Load the model into this process. place: among engines that share experts. Raises ConfigError or ModelError."""
+def load_core(args: EngineArgs, seat: EngineSeat | None = None) -> tuple[EngineCore, ModelFacts]:
+    """Load the model into this process. seat: among engines that share experts. Raises ConfigError or ModelError."""
+    if args.node_rank > 0:
+        raise ConfigError(
+            f"node_rank is {args.node_rank}, but only the first node has an engine: `minivllm serve` runs the others."
+        )
+    if args.executor in CLIENTS:
+        raise ConfigError(
+            f"distributed_executor_backend is {args.executor!r}, which is for LLM and generate in the processes that "
+            "torchrun started: here the engine has a process of its own."
+        )
     choose_wait_policy()
     logger.info("Importing torch …")
     with without_collections():
         from minivllm.engine.core import EngineCore
         from minivllm.engine.resolve import resolve
-        from minivllm.executor.uniproc import UniProcExecutor
+        from minivllm.executor.protocol import ExecutorContext
 
-    if args.node_rank > 0:
-        raise ConfigError(
-            f"node_rank is {args.node_rank}, but only the first node has an engine: `minivllm serve` runs the others."
-        )
-    if args.executor == "external_launcher":
-        raise ConfigError(
-            "distributed_executor_backend is 'external_launcher', which is for LLM and generate in the processes that "
-            "torchrun started: here the engine has a process of its own."
-        )
-    lockstep = None if place is None else Lockstep(place)
-    if args.executor == "uni":
-        with without_collections():
-            config, facts = resolve(args)
-            return EngineCore(config, UniProcExecutor(config, facts, place), lockstep), facts
-    return _load_with_other_processes(args.for_another_process(), place, lockstep)
-
-
-def _load_with_other_processes(
-    args: EngineArgs, place: EnginePlace | None, lockstep: Lockstep | None
-) -> tuple[EngineCore, ModelFacts]:
+        start = _load(args, EXECUTORS["nodes" if args.executor == "mp" and args.nnodes > 1 else args.executor])
+    args = args if args.executor == "uni" else args.for_another_process()
+    lockstep = None if seat is None else Lockstep(seat)
     with without_collections():
-        from minivllm.engine.core import EngineCore
-        from minivllm.engine.resolve import resolve
-        from minivllm.engine_process.ray.executor import RayExecutor
-        from minivllm.executor.multiproc import MultiprocExecutor
-        from minivllm.executor.nodes.head import HeadNode
-        from minivllm.executor.nodes.messages import settings_of
+        config, facts = resolve(args)
+        executor = start(ExecutorContext(args, config, facts, seat))
+        return EngineCore(executor.config, executor, lockstep), facts
 
-    config, facts = resolve(args)
-    if args.executor == "ray":
-        executor = RayExecutor(args, config, facts)
-        return EngineCore(executor.config, executor), facts
-    nodes = None if config.nodes is None else HeadNode(config, settings_of(config))
-    return EngineCore(config, MultiprocExecutor(config, facts, nodes=nodes, place=place), lockstep), facts
+
+def _load(args: EngineArgs, path: str) -> Any:
+    return import_object(f"distributed_executor_backend {args.executor!r}", path)
 
 
 def run_node(args: EngineArgs) -> int:
@@ -199,11 +171,11 @@ def run_node(args: EngineArgs) -> int:
     choose_wait_policy()
     with without_collections():
         from minivllm.engine.resolve import resolve
-        from minivllm.executor.nodes.agent import NodeAgent
-        from minivllm.executor.nodes.messages import settings_of
 
+        run = _load(args, NODE_AGENT)
     config, _ = resolve(args.for_another_process())
-    return NodeAgent(config, settings_of(config)).run()
+    status: int = run(config)
+    return status
 
 
 def make_client(args: EngineArgs) -> EngineClient:
@@ -216,13 +188,14 @@ def make_client(args: EngineArgs) -> EngineClient:
         from minivllm.engine_process.process_clients import ProcessClient
 
         return ProcessClient(EngineConnection(args))
-    if args.executor == "external_launcher":
+    if args.executor in CLIENTS:
         choose_wait_policy()
         with without_collections():
-            from minivllm.engine_process.torchrun.client import TorchrunClient
-        return TorchrunClient(args)
-    core, decoder = load_core(args)
-    return InProcessClient(core, decoder.vocab_size, decoder.eos_token_ids)
+            connect = _load(args, CLIENTS[args.executor])
+        client: EngineClient = connect(args)
+        return client
+    core, facts = load_core(args)
+    return InProcessClient(core, facts.vocab_size, facts.eos_token_ids)
 
 
 def make_async_client(args: EngineArgs) -> AsyncProcessClient:

@@ -22,11 +22,11 @@ from types import MappingProxyType
 import zmq
 
 from minivllm.config import EngineArgs
-from minivllm.distributed.lockstep import EnginePlace
-from minivllm.engine import wire
+from minivllm.distributed.lockstep import EngineSeat
+from minivllm.engine_process import frames
 from minivllm.errors import EngineDeadError
-from minivllm.executor.wire.child_reports import FRONTEND_SIGNALS, describe_exit
-from minivllm.executor.wire.private_directories import PrivateDirectory
+from minivllm.executor.records.child_reports import FRONTEND_SIGNALS, describe_exit
+from minivllm.executor.records.private_directories import PrivateDirectory
 from minivllm.messages import EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -45,11 +45,11 @@ class EngineConnection:
 
     Raises what the engine raised if it cannot start: ConfigError, ModelError, or EngineDeadError with a traceback.
     command: what to run instead of this package's engine; it gets two file descriptors as further arguments.
-    environment: variables of the process besides those of this one. place: among engines that share experts. wait:
+    environment: variables of the process besides those of this one. seat: among engines that share experts. wait:
     return when the engine serves; otherwise ``wait_until_ready`` must be called before anything else.
     """
 
-    ready: wire.Ready
+    ready: frames.Ready
 
     def __init__(
         self,
@@ -57,20 +57,20 @@ class EngineConnection:
         command: Sequence[str] = ENGINE_COMMAND,
         *,
         environment: Mapping[str, str] = MappingProxyType({}),
-        place: EnginePlace | None = None,
+        seat: EngineSeat | None = None,
         wait: bool = True,
     ) -> None:
         self.args = args.for_another_process()
         self.dead_error: EngineDeadError | None = None
         self._identity = secrets.token_bytes(16)
-        self._codec = wire.Codec()
+        self._codec = frames.Codec()
         self._num_calls = 0
         directory = PrivateDirectory()
         self._directory = directory.path
         self._context = zmq.Context()
-        self._router = self._bind(zmq.ROUTER, wire.REQUESTS_SOCKET)
+        self._router = self._bind(zmq.ROUTER, frames.REQUESTS_SOCKET)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.pull = self._bind(zmq.PULL, wire.OUTPUTS_SOCKET)
+        self.pull = self._bind(zmq.PULL, frames.OUTPUTS_SOCKET)
         start_read, self._start_write = os.pipe()
         self.life_fd, life_write = os.pipe()
         # Ctrl-C goes to the whole process group. The new process begins with it blocked, until it can ignore it; this
@@ -82,7 +82,7 @@ class EngineConnection:
                     [*command, str(start_read), str(life_write)],
                     stdin=subprocess.DEVNULL,
                     stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
-                    pass_fds=(start_read, life_write, *(() if place is None else place.descriptors)),
+                    pass_fds=(start_read, life_write, *(() if seat is None else seat.descriptors)),
                     env={
                         **os.environ,
                         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -104,7 +104,7 @@ class EngineConnection:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
-            self._send_start(place)
+            self._send_start(seat)
         except BaseException:
             self.close()
             raise
@@ -122,13 +122,13 @@ class EngineConnection:
         path.chmod(0o600)
         return socket
 
-    def _send_start(self, place: EnginePlace | None) -> None:
-        start = wire.Start(
+    def _send_start(self, seat: EngineSeat | None) -> None:
+        start = frames.Start(
             args=self.args,
             directory=str(self._directory),
             identity=self._identity,
             log_level=logging.getLogger("minivllm").getEffectiveLevel(),
-            place=place,
+            seat=seat,
         )
         data = self._codec.encode(start)
         try:
@@ -145,7 +145,7 @@ class EngineConnection:
             self.close()
             raise
 
-    def _receive_ready(self) -> wire.Ready:
+    def _receive_ready(self) -> frames.Ready:
         poller = zmq.Poller()
         for source in (self._router, self.pull, self.life_fd):
             poller.register(source, zmq.POLLIN)
@@ -153,13 +153,13 @@ class EngineConnection:
             events = dict(poller.poll())
             if self.pull in events:
                 message = self.decode(self.pull.recv())
-                if isinstance(message, wire.Died):
+                if isinstance(message, frames.Died):
                     self.dead_error = EngineDeadError(str(message.error.exception()))
                     raise message.error.exception()
             elif self._router in events:
                 identity, frame = self._router.recv_multipart()[:2]
                 if identity == self._identity:
-                    ready: wire.Ready = self._codec.decode(frame, wire.Ready)
+                    ready: frames.Ready = self._codec.decode(frame, frames.Ready)
                     return ready
                 logger.warning("A message of an unknown peer was refused.")
             elif events:
@@ -168,18 +168,18 @@ class EngineConnection:
     # -- messages ------------------------------------------------------------------------------------------------
 
     def add_request(self, request: EngineRequest) -> None:
-        self._send(wire.Add(request))
+        self._send(frames.Add(request))
 
     def abort(self, request_ids: list[str]) -> None:
-        self._send(wire.Abort(request_ids))
+        self._send(frames.Abort(request_ids))
 
     def call(self, method: str, args: Sequence[object]) -> int:
         """Send a call; the id its Result will carry."""
         self._num_calls += 1
-        self._send(wire.Call(self._num_calls, method, list(args)))
+        self._send(frames.Call(self._num_calls, method, list(args)))
         return self._num_calls
 
-    def _send(self, message: wire.ToEngine) -> None:
+    def _send(self, message: frames.ToEngine) -> None:
         if self.dead_error is not None:
             raise self.dead_error
         frame = self._codec.encode(message)
@@ -188,21 +188,21 @@ class EngineConnection:
         except zmq.ZMQError:
             raise self.death() from None
 
-    def decode(self, frame: bytes) -> wire.Outputs | wire.Result | wire.Died | None:
+    def decode(self, frame: bytes) -> frames.Outputs | frames.Result | frames.Died | None:
         """A message of the engine. Log lines go to their logger, malformed frames are refused: both give None."""
         try:
-            message: wire.ToFrontend = self._codec.decode(frame, wire.ToFrontend)
-        except wire.MalformedFrame as error:
+            message: frames.ToFrontend = self._codec.decode(frame, frames.ToFrontend)
+        except frames.MalformedFrame as error:
             logger.warning("A malformed frame was refused: %s", error)
             return None
-        if isinstance(message, wire.Log):
+        if isinstance(message, frames.Log):
             message.handle()
             return None
         return message
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def died(self, message: wire.Died) -> EngineDeadError:
+    def died(self, message: frames.Died) -> EngineDeadError:
         """Note that the engine said why it dies; the error for all who wait."""
         if self.dead_error is None:
             error = message.error.exception()
@@ -215,7 +215,7 @@ class EngineConnection:
         deadline = time.monotonic() + FINAL_MESSAGE_SECONDS * (status == DIED_STATUS)
         while self.dead_error is None and self.pull.poll(max(0, round((deadline - time.monotonic()) * 1000))):
             message = self.decode(self.pull.recv())
-            if isinstance(message, wire.Died):
+            if isinstance(message, frames.Died):
                 self.died(message)
         return self.ended(status)
 
@@ -242,7 +242,7 @@ class EngineConnection:
         )
 
     def _dead(self, what: str) -> EngineDeadError:
-        traces = self._directory / wire.TRACES_FILE
+        traces = self._directory / frames.TRACES_FILE
         stacks = traces.read_text(errors="replace").strip() if traces.is_file() else ""
         self.dead_error = EngineDeadError(what + (f"\n\nIts threads:\n{stacks}" if stacks else ""))
         return self.dead_error
@@ -264,7 +264,7 @@ def _clean_up(
     for fd in fds:
         os.close(fd)  # the engine's sign to end
     try:
-        process.wait(wire.GRACE_SECONDS + 1.0)
+        process.wait(frames.GRACE_SECONDS + 1.0)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

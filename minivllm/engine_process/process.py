@@ -25,12 +25,12 @@ from queue import Empty, SimpleQueue
 import zmq
 
 from minivllm.device.freed_memory import return_freed_memory
-from minivllm.engine import wire
 from minivllm.engine.administration import Administration
 from minivllm.engine.background_builds import POLL_SECONDS
 from minivllm.engine.core import EngineCore
+from minivllm.engine_process import frames
 from minivllm.errors import MinivllmError, RequestError
-from minivllm.executor.wire.child_reports import FRONTEND_SIGNALS, LogSender, printable
+from minivllm.executor.records.child_reports import FRONTEND_SIGNALS, LogSender, printable
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason
 from minivllm.request import Request
 
@@ -41,22 +41,22 @@ IDLE_SECONDS = 1.0
 FLUSH_MILLISECONDS = 2000
 """How long the last messages may take to leave a process that ends."""
 
-InputItem = Request | wire.Abort | wire.Call | MinivllmError | None
+InputItem = Request | frames.Abort | frames.Call | MinivllmError | None
 """None: stop. An error: a worker died."""
 
 
 class EngineProcess:
     """Serves one frontend until it goes."""
 
-    def __init__(self, start: wire.Start) -> None:
+    def __init__(self, start: frames.Start) -> None:
         self._start = start
         self._inputs: SimpleQueue[InputItem] = SimpleQueue()
-        self._outputs: SimpleQueue[wire.ToFrontend | None] = SimpleQueue()
+        self._outputs: SimpleQueue[frames.ToFrontend | None] = SimpleQueue()
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.setsockopt(zmq.IDENTITY, start.identity)
         self._push = self._context.socket(zmq.PUSH)
-        for socket, name in ((self._dealer, wire.REQUESTS_SOCKET), (self._push, wire.OUTPUTS_SOCKET)):
+        for socket, name in ((self._dealer, frames.REQUESTS_SOCKET), (self._push, frames.OUTPUTS_SOCKET)):
             # Requests are bounded by the frontend's admission, outputs by the requests: nothing may be dropped here.
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
@@ -84,7 +84,7 @@ class EngineProcess:
             except BaseException as error:
                 if not isinstance(error, MinivllmError):
                     logger.error("The engine core died of %s.", type(error).__name__)
-                self._outputs.put(wire.Died(wire.ErrorInfo.of(error)))
+                self._outputs.put(frames.Died(frames.ErrorInfo.of(error)))
                 self._status = 1
         self._outputs.put(None)
         output_thread.join()
@@ -102,20 +102,20 @@ class EngineProcess:
     def _load(self) -> None:
         from minivllm.engine_process.client import load_core
 
-        self._core, facts = load_core(self._start.args, self._start.place)
+        self._core, facts = load_core(self._start.args, self._start.seat)
         self._core.executor.when_dead(self._inputs.put)
         # A message that aborts nobody wakes the loop, which looks for what others have done in every step.
-        self._core.listen(lambda: self._inputs.put(wire.Abort([])))
+        self._core.listen(lambda: self._inputs.put(frames.Abort([])))
         # What exists now lives as long as the process. Collections that the loop triggers should not walk through it.
         gc.collect()
         gc.freeze()
-        ready = wire.Ready(
+        ready = frames.Ready(
             config=self._core.config,
             model_vocab_size=facts.vocab_size,
             eos_token_ids=tuple(facts.eos_token_ids),
             kv_groups=list(self._core.executor.kv_groups),
         )
-        self._dealer.send(wire.Codec().encode(ready))
+        self._dealer.send(frames.Codec().encode(ready))
 
     # -- busy loop -----------------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class EngineProcess:
             if not self._paused or core.is_behind:
                 outputs = core.step(may_schedule=not self._paused)
                 if outputs:
-                    self._outputs.put(wire.Outputs(outputs))
+                    self._outputs.put(frames.Outputs(outputs))
 
     def _take_in(self, core: EngineCore) -> bool:
         """Empty the input queue; False if it is time to stop."""
@@ -152,23 +152,23 @@ class EngineProcess:
             self._handle(core, item)
             block = False
 
-    def _handle(self, core: EngineCore, item: Request | wire.Abort | wire.Call) -> None:
+    def _handle(self, core: EngineCore, item: Request | frames.Abort | frames.Call) -> None:
         self._has_worked = True
         if isinstance(item, Request):
             try:
                 core.admit_request(item)
             except RequestError as error:
                 self._refuse(item.request_id, str(error))
-        elif isinstance(item, wire.Abort):
+        elif isinstance(item, frames.Abort):
             core.abort_requests(item.request_ids)
         else:
             try:
-                result = wire.Result(item.call_id, self._call(core, item))
+                result = frames.Result(item.call_id, self._call(core, item))
             except MinivllmError as error:
-                result = wire.Result(item.call_id, error=wire.ErrorInfo.of(error))
+                result = frames.Result(item.call_id, error=frames.ErrorInfo.of(error))
             self._outputs.put(result)
 
-    def _call(self, core: EngineCore, call: wire.Call) -> object:
+    def _call(self, core: EngineCore, call: frames.Call) -> object:
         if call.method == "heartbeat":
             return None  # that it went through the loop is the answer
         if call.method in ("pause", "resume"):
@@ -180,7 +180,7 @@ class EngineProcess:
 
     def _receive(self) -> None:
         """Input thread: frames become requests, tokens and block hashes and all, before the loop sees them."""
-        codec = wire.Codec()
+        codec = frames.Codec()
         while True:
             try:
                 frame = self._dealer.recv()
@@ -188,14 +188,14 @@ class EngineProcess:
                 self._dealer.close(linger=0)
                 return
             try:
-                message = codec.decode(frame, wire.ToEngine)
-            except wire.MalformedFrame as error:
+                message = codec.decode(frame, frames.ToEngine)
+            except frames.MalformedFrame as error:
                 logger.warning("A malformed frame was refused: %s", error)
                 request_id = codec.request_id_of(frame)
                 if request_id is not None:
                     self._refuse(request_id, f"The request is malformed: {error}.")
                 continue
-            if isinstance(message, wire.Add):
+            if isinstance(message, frames.Add):
                 request = self._make_request(message.request)
                 if request is not None:
                     self._inputs.put(request)
@@ -215,20 +215,20 @@ class EngineProcess:
 
     def _refuse(self, request_id: str, reason: str) -> None:
         output = EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=printable(reason))
-        self._outputs.put(wire.Outputs([output]))
+        self._outputs.put(frames.Outputs([output]))
 
     def _send_outputs(self) -> None:
         """Output thread: encode and send until None comes."""
-        codec = wire.Codec()
+        codec = frames.Codec()
         while (message := self._outputs.get()) is not None:
             try:
                 frame = codec.encode(message)
             except Exception as error:
-                if isinstance(message, wire.Result):
+                if isinstance(message, frames.Result):
                     problem = RequestError(f"The result cannot be sent: {error}.")
-                    frame = codec.encode(wire.Result(message.call_id, error=wire.ErrorInfo.of(problem)))
+                    frame = codec.encode(frames.Result(message.call_id, error=frames.ErrorInfo.of(problem)))
                 else:
-                    frame = codec.encode(wire.Died(wire.ErrorInfo.of(error)))
+                    frame = codec.encode(frames.Died(frames.ErrorInfo.of(error)))
                     self._status = 1
                     self._inputs.put(None)
             self._push.send(frame)
@@ -237,7 +237,7 @@ class EngineProcess:
 
 
 @contextlib.contextmanager
-def _log_to(outputs: SimpleQueue[wire.ToFrontend | None], level: int) -> Iterator[None]:
+def _log_to(outputs: SimpleQueue[frames.ToFrontend | None], level: int) -> Iterator[None]:
     """Lines of minivllm's log go to the frontend, whose handlers decide what becomes of them."""
     package = logging.getLogger("minivllm")
     handler = LogSender(outputs.put)
@@ -253,7 +253,7 @@ def _log_to(outputs: SimpleQueue[wire.ToFrontend | None], level: int) -> Iterato
 def main() -> None:
     """``python -m minivllm.engine_process.process START LIFE``: two inherited file descriptors.
 
-    START: a pipe with the length and the bytes of a ``wire.Start``, which the frontend then holds open: its end means
+    START: a pipe with the length and the bytes of a ``frames.Start``, which the frontend then holds open: its end means
     that the frontend has gone, however it went. LIFE: a pipe that only this process holds open, so that the frontend
     learns in the same way.
     """
@@ -269,9 +269,9 @@ def main() -> None:
     if not header:
         sys.exit(0)  # the frontend has gone before it said what to start
     (length,) = struct.unpack("<I", header)
-    start = wire.Codec().decode(start_pipe.read(length), wire.Start)
+    start = frames.Codec().decode(start_pipe.read(length), frames.Start)
     directory = Path(start.directory)
-    traces = (directory / wire.TRACES_FILE).open("w")
+    traces = (directory / frames.TRACES_FILE).open("w")
     faulthandler.enable(traces, all_threads=True)
     faulthandler.register(signal.SIGUSR1, traces, all_threads=True)
 
@@ -281,7 +281,7 @@ def main() -> None:
     def watch_frontend() -> None:
         start_pipe.read()
         engine.frontend_has_gone()
-        ended.wait(wire.GRACE_SECONDS)
+        ended.wait(frames.GRACE_SECONDS)
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)
 

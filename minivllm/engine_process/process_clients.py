@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from minivllm.engine import wire
+from minivllm.engine_process import frames
 from minivllm.engine_process.connection import DIED_STATUS, FINAL_MESSAGE_SECONDS, EngineConnection
 from minivllm.errors import EngineDeadError
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
@@ -97,7 +97,7 @@ class ProcessClient(_Client, WaitingClient):
     def close(self) -> None:
         self._connection.close()
 
-    def _receive(self) -> wire.Result | None:
+    def _receive(self) -> frames.Result | None:
         """Wait for one message. Outputs are buffered, a Result is returned."""
         connection = self._connection
         if connection.dead_error is not None:
@@ -113,11 +113,11 @@ class ProcessClient(_Client, WaitingClient):
         if connection.pull not in events:
             raise connection.death()
         message = connection.decode(connection.pull.recv())
-        if isinstance(message, wire.Died):
+        if isinstance(message, frames.Died):
             raise connection.died(message)
-        if isinstance(message, wire.Outputs):
+        if isinstance(message, frames.Outputs):
             self._buffered.append(message.outputs)
-        return message if isinstance(message, wire.Result) else None
+        return message if isinstance(message, frames.Result) else None
 
 
 class AsyncProcessClient(_Client):
@@ -227,20 +227,20 @@ class AsyncProcessClient(_Client):
                 self._has_frames.clear()
                 await self._has_frames.wait()
             message = self._connection.decode(self._frames.popleft())
-            if isinstance(message, wire.Outputs):
+            if isinstance(message, frames.Outputs):
                 try:
                     await on_outputs(message.outputs)
                 except Exception as error:
                     # Going on would leave some streams waiting for ever, and it is not known which.
-                    self._die(self._connection.died(wire.Died(wire.ErrorInfo.of(error))))
+                    self._die(self._connection.died(frames.Died(frames.ErrorInfo.of(error))))
                     raise
-            elif isinstance(message, wire.Result):
+            elif isinstance(message, frames.Result):
                 self._take_result(message)
-            elif isinstance(message, wire.Died):
+            elif isinstance(message, frames.Died):
                 self._die(self._connection.died(message))
                 return
 
-    def _take_result(self, result: wire.Result) -> None:
+    def _take_result(self, result: frames.Result) -> None:
         future = self._results.get(result.call_id)
         if future is None or future.done():
             return

@@ -17,13 +17,13 @@ from minivllm.compilation.package_builds import close_in_children, forget_descri
 from minivllm.config import EngineConfig
 from minivllm.device.cores import share_of_cores
 from minivllm.device.gpus import own_gpu
-from minivllm.distributed.lockstep import EnginePlace
+from minivllm.distributed.lockstep import EngineSeat
 from minivllm.distributed.secure_sockets import Network
 from minivllm.distributed.shared_links import SharedLinks
 from minivllm.errors import EngineDeadError
-from minivllm.executor.ring.broadcast_ring import RingWriter
-from minivllm.executor.wire.child_reports import FRONTEND_SIGNALS, describe_exit
-from minivllm.executor.wire.records import Channel, Start
+from minivllm.executor.records.broadcast_ring import RingWriter
+from minivllm.executor.records.child_reports import FRONTEND_SIGNALS, describe_exit
+from minivllm.executor.records.records import Channel, Start
 
 
 def python_module(name: str) -> tuple[str, ...]:
@@ -38,7 +38,7 @@ class LocalWorkers:
     """The processes of this host's ranks, the ring that all of them read, and a channel to each, in order of rank.
 
     received: the type of what comes from them. network: how they reach other nodes, if there are some. more_readers: of
-    the ring, besides the workers. place: of this engine among those that share experts. Raises EngineDeadError if a
+    the ring, besides the workers. seat: of this engine among those that share experts. Raises EngineDeadError if a
     worker ends before it is told what to do.
     """
 
@@ -49,7 +49,7 @@ class LocalWorkers:
         command: Sequence[str] = WORKER_COMMAND,
         network: Network | None = None,
         more_readers: int = 0,
-        place: EnginePlace | None = None,
+        seat: EngineSeat | None = None,
     ) -> None:
         self.ranks = config.local_ranks
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -61,9 +61,9 @@ class LocalWorkers:
             size=config.num_workers,
             log_level=logging.getLogger("minivllm").getEffectiveLevel(),
             network=network,
-            place=place,
+            seat=seat,
         )
-        inherited = [] if place is None else place.descriptors
+        inherited = [] if seat is None else seat.descriptors
         by_file = config.device == "cuda" or not config.custom_all_reduce
         shared = SharedLinks(config.tensor_parallel_size, config.pipeline_parallel_size, by_file, self.ranks)
         try:

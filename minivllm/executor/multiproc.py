@@ -23,15 +23,15 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from minivllm.config import EngineConfig
-from minivllm.distributed.lockstep import EnginePlace
+from minivllm.distributed.lockstep import EngineSeat
 from minivllm.distributed.secure_sockets import Network
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executor.local_workers import WORKER_COMMAND, LocalWorkers
-from minivllm.executor.protocol import PendingOutput, start_workers
-from minivllm.executor.ring.agreement import Agreement
-from minivllm.executor.ring.broadcast_ring import PeerGone, RingWriter
-from minivllm.executor.wire.child_reports import ErrorInfo, Log, describe_exit
-from minivllm.executor.wire.records import (
+from minivllm.executor.protocol import ExecutorContext, PendingOutput, start_workers
+from minivllm.executor.records.agreement import Agreement
+from minivllm.executor.records.broadcast_ring import PeerGone, RingWriter
+from minivllm.executor.records.child_reports import ErrorInfo, Log, describe_exit
+from minivllm.executor.records.records import (
     Answer,
     Call,
     Channel,
@@ -99,7 +99,7 @@ Heard = Output | Answer | Report | Log | Whereabouts | Sampled | Listening
 
 
 class WorkerGroup:
-    """Worker processes, the ring to them, and the thread that listens to them. nodes: where others of them are. place:
+    """Worker processes, the ring to them, and the thread that listens to them. nodes: where others of them are. seat:
     of the engine among those that share experts."""
 
     def __init__(
@@ -108,7 +108,7 @@ class WorkerGroup:
         transfers: TransferInbox,
         command: Sequence[str],
         nodes: OtherNodes | None,
-        place: EnginePlace | None,
+        seat: EngineSeat | None,
     ) -> None:
         self._transfers = transfers
         self.size = size = config.num_workers
@@ -127,7 +127,7 @@ class WorkerGroup:
         self._listener = threading.Thread(target=self._listen, name="workers", daemon=True)
         network = None if nodes is None else nodes.network
         try:
-            self.local = LocalWorkers(config, FromWorker, command, network, int(nodes is not None), place)
+            self.local = LocalWorkers(config, FromWorker, command, network, int(nodes is not None), seat)
         except BaseException:
             if nodes is not None:
                 nodes.close()
@@ -336,7 +336,7 @@ class _PendingStep(NamedTuple):
 class MultiprocExecutor:
     """One worker process per rank. Loads, sizes and warms them up; all ranks get the smallest cache of any.
 
-    nodes: where those of other hosts are. place: of the engine among those that share experts. Raises what a worker
+    nodes: where those of other hosts are. seat: of the engine among those that share experts. Raises what a worker
     raises while it loads: ConfigError, ModelError, or EngineDeadError that names the rank.
     """
 
@@ -346,11 +346,12 @@ class MultiprocExecutor:
         facts: ModelFacts,
         command: Sequence[str] = WORKER_COMMAND,
         nodes: OtherNodes | None = None,
-        place: EnginePlace | None = None,
+        seat: EngineSeat | None = None,
     ) -> None:
+        self.config = config
         self.vocab_size = facts.vocab_size
         self.transfers = TransferInbox()
-        self._group = WorkerGroup(config, self.transfers, command, nodes, place)
+        self._group = WorkerGroup(config, self.transfers, command, nodes, seat)
         self._close = weakref.finalize(self, self._group.close)
         self.pids: Sequence[int] = [process.pid for process in self._group.local.processes]
         self.kv_groups: Sequence[GroupSpec]
@@ -360,6 +361,11 @@ class MultiprocExecutor:
         except BaseException:
             self.shutdown()
             raise
+
+    @classmethod
+    def start(cls, context: ExecutorContext) -> MultiprocExecutor:
+        """See EXECUTORS."""
+        return cls(context.config, context.facts, seat=context.seat)
 
     def execute_model(
         self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
+from minivllm.config import EngineArgs, EngineConfig
+from minivllm.distributed.lockstep import EngineSeat
 from minivllm.errors import MinivllmError, RequestError
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
+
+if TYPE_CHECKING:
+    from minivllm.model_facts.facts import ModelFacts
+
+
+@dataclass(frozen=True)
+class ExecutorContext:
+    """What an executor starts from."""
+
+    args: EngineArgs
+    """As given; with several workers, importable in other processes."""
+    config: EngineConfig
+    """As resolved from them."""
+    facts: ModelFacts
+    seat: EngineSeat | None = None
+    """Of the engine, among those that share experts."""
 
 
 class PendingOutput(Protocol):
@@ -22,9 +40,20 @@ class PendingOutput(Protocol):
         """Wait for them. Raises what the workers raised."""
 
 
+class FinishedStep(NamedTuple):
+    """A ``PendingOutput`` that is there."""
+
+    output: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        return self.output
+
+
 class Executor(Protocol):
     """What the engine core asks of its workers, wherever they are."""
 
+    config: EngineConfig
+    """Of the engine: as resolved, and with the nodes that the executor chose."""
     kv_groups: Sequence[GroupSpec]
     """With the sizes of their pools."""
     block_bytes: Sequence[int]

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from minivllm.config import EngineConfig
 from minivllm.distributed.expert_group import ExpertGroup
-from minivllm.distributed.lockstep import EnginePlace
+from minivllm.distributed.lockstep import EngineSeat
 from minivllm.distributed.other_workers import NO_OTHERS, OtherWorkers
 from minivllm.distributed.shared_memory import SharedMemoryCommunicator
 from minivllm.errors import MinivllmError
-from minivllm.executor.protocol import PendingOutput, call_method
+from minivllm.executor.protocol import ExecutorContext, PendingOutput, call_method
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import SchedulerOutput, TokenMasks
@@ -31,32 +31,38 @@ class UniProcExecutor:
     there, in order.
     """
 
-    def __init__(self, config: EngineConfig, facts: ModelFacts, place: EnginePlace | None = None) -> None:
-        """place: among engines that share experts."""
+    def __init__(self, config: EngineConfig, facts: ModelFacts, seat: EngineSeat | None = None) -> None:
+        """seat: among engines that share experts."""
         has_thread = config.async_scheduling and config.device == "cpu"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker") if has_thread else None
         self._worker: Worker | None = None
         self.transfers = TransferInbox()
         self.pids: Sequence[int] = [os.getpid()]
+        self.config = config
         self.vocab_size = facts.vocab_size
         try:
-            self.kv_groups: Sequence[GroupSpec] = self._call(self._load, config, facts, place)
+            self.kv_groups: Sequence[GroupSpec] = self._call(self._load, config, facts, seat)
         except BaseException:
             self.shutdown()
             raise
 
-    def _load(self, config: EngineConfig, facts: ModelFacts, place: EnginePlace | None) -> list[GroupSpec]:
-        self._worker = Worker(config, facts, self.transfers.put, self._meet_others(place))
+    @classmethod
+    def start(cls, context: ExecutorContext) -> UniProcExecutor:
+        """See EXECUTORS."""
+        return cls(context.config, context.facts, context.seat)
+
+    def _load(self, config: EngineConfig, facts: ModelFacts, seat: EngineSeat | None) -> list[GroupSpec]:
+        self._worker = Worker(config, facts, self.transfers.put, self._meet_others(seat))
         self._worker.load_model()
         groups = self._worker.size_cache()
         self.block_bytes: Sequence[int] = [group.block_bytes for group in groups]
         self._worker.initialize(groups, self.block_bytes)
         return groups
 
-    def _meet_others(self, place: EnginePlace | None) -> OtherWorkers:
-        if place is None:
+    def _meet_others(self, seat: EngineSeat | None) -> OtherWorkers:
+        if seat is None:
             return NO_OTHERS
-        return OtherWorkers(group=ExpertGroup(SharedMemoryCommunicator(place.rank, *place.segment), 1))
+        return OtherWorkers(group=ExpertGroup(SharedMemoryCommunicator(seat.rank, *seat.segment), 1))
 
     @property
     def worker(self) -> Worker:

@@ -24,10 +24,10 @@ from minivllm.distributed.shared_memory import SharedMemoryCommunicator
 from minivllm.distributed.stage import Stage
 from minivllm.errors import MinivllmError
 from minivllm.executor.protocol import PendingOutput, call_method
-from minivllm.executor.ring.agreement import token_digest
-from minivllm.executor.ring.broadcast_ring import RingReader
-from minivllm.executor.wire.child_reports import ErrorInfo, LogSender, printable
-from minivllm.executor.wire.records import (
+from minivllm.executor.records.agreement import token_digest
+from minivllm.executor.records.broadcast_ring import RingReader
+from minivllm.executor.records.child_reports import ErrorInfo, LogSender, printable
+from minivllm.executor.records.records import (
     Answer,
     Call,
     Channel,
@@ -57,7 +57,9 @@ class WorkerProcess:
     """Serves one executor until it says Stop."""
 
     def __init__(self, start: Start, ring: RingReader, channel: Channel) -> None:
-        self._start, self._ring, self._channel = start, ring, channel
+        self._start = start
+        self._ring = ring
+        self._channel = channel
         self._decoder = msgspec.msgpack.Decoder(ToWorkers)
         self._worker: Worker | None = None
         self._mesh: Mesh | None = None
@@ -117,8 +119,8 @@ class WorkerProcess:
             remote = remote_links(self._mesh, size, config.num_workers, config.local_ranks)
         self._stage = Stage(number, config.pipeline_parallel_size, start.links, remote)
         group = None
-        if start.place is not None:
-            everyone = SharedMemoryCommunicator(start.place.rank * size + rank, *start.place.segment)
+        if start.seat is not None:
+            everyone = SharedMemoryCommunicator(start.seat.rank * size + rank, *start.seat.segment)
             group = ExpertGroup(everyone, size)
         others = OtherWorkers(communicator=self._communicator, stage=self._stage, group=group)
         return Worker(config, facts, lambda output: self._channel.send(Report(output)), others)

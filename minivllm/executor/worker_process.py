@@ -15,7 +15,7 @@ import sys
 import threading
 
 from minivllm.compilation.package_builds import close_in_children
-from minivllm.executor.wire.child_reports import FRONTEND_SIGNALS
+from minivllm.executor.records.child_reports import FRONTEND_SIGNALS
 
 
 def end_with(descriptor: int) -> None:
@@ -46,8 +46,8 @@ def main() -> None:
     descriptor, memory, arrived, freed, reader, readers = (int(argument) for argument in sys.argv[1:7])
     begin(descriptor, memory, arrived, freed)
     # Importing torch takes seconds.
-    from minivllm.executor.ring.broadcast_ring import RingReader
-    from minivllm.executor.wire.records import Channel, ToWorker
+    from minivllm.executor.records.broadcast_ring import RingReader
+    from minivllm.executor.records.records import Channel, ToWorker
     from minivllm.executor.worker_loop import serve
 
     channel = Channel(socket.socket(fileno=descriptor), ToWorker)

@@ -24,13 +24,13 @@ from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
 from minivllm.kv_cache.hashing import state_name
 from minivllm.kv_cache.manager import FullBlock
 from minivllm.kv_cache.specs import GroupSpec
+from minivllm.kv_transfer.loads import Load
 from minivllm.messages import BlockIds, BlockTransfer, KVConnectorMetadata
 from minivllm.plugins import CONNECTORS
 from minivllm.request import Request
 
 if TYPE_CHECKING:
     from minivllm.kv_transfer.inbox import KVConnectorOutput
-    from minivllm.kv_transfer.remote_loads import Load
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
@@ -140,14 +140,15 @@ class BlockStore(KVConnectorScheduler, ABC):
     def __init__(self, context: TransferContext) -> None:
         self.context = context
         self.tier = context.config.kv_connector
-        self.block_bytes, self.num_ranks = context.block_bytes, context.num_ranks
+        self.block_bytes = context.block_bytes
+        self.num_ranks = context.num_ranks
         self._loads: list[BlockTransfer] = []
 
     @abstractmethod
     def holds(self, key: bytes) -> bool:
         """True if the block of this hash, or the state of this name, can be loaded."""
 
-    def places(self, keys: Sequence[bytes]) -> list[int]:
+    def where(self, keys: Sequence[bytes]) -> list[int]:
         """Where they are, for the worker's side; called when a load begins."""
         return []
 
@@ -198,7 +199,7 @@ class BlockStore(KVConnectorScheduler, ABC):
                 for kind, own in zip(kinds, block_ids)
             )
         self._loads.append(
-            BlockTransfer(keys=keys, block_ids=block_ids, places=self.places(keys), transfer_id=load.transfer_id)
+            BlockTransfer(keys=keys, block_ids=block_ids, where=self.where(keys), transfer_id=load.transfer_id)
         )
 
     def build_connector_meta(self, full_blocks: Sequence[FullBlock]) -> KVConnectorMetadata | None:
@@ -213,9 +214,9 @@ class BlockStore(KVConnectorScheduler, ABC):
         return KVConnectorMetadata(loads=loads, saves=saves, snapshots=snapshots)
 
 
-def transfer_of(block: FullBlock, places: Sequence[int] = ()) -> BlockTransfer:
-    """A single block, to be saved."""
-    return BlockTransfer(keys=[block.key], block_ids=tuple([one] for one in block.block_ids), places=list(places))
+def transfer_of(block: FullBlock, targets: Sequence[int] = ()) -> BlockTransfer:
+    """A single block, to be saved. targets: see BlockTransfer.where."""
+    return BlockTransfer(keys=[block.key], block_ids=tuple([one] for one in block.block_ids), where=list(targets))
 
 
 class KVConnector:

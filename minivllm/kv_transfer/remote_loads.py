@@ -15,32 +15,13 @@ from minivllm.kv_cache.coordinator import BlocksPerGroup
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.kv_transfer.connector import KVConnectorScheduler
 from minivllm.kv_transfer.inbox import KVConnectorOutput
+from minivllm.kv_transfer.loads import Load
 from minivllm.kv_transfer.taken_blocks import give_back, hold, num_missing_behind, read_after_load, take_for_load
-from minivllm.messages import BlockIds, KVTransferStats
+from minivllm.messages import KVTransferStats
 from minivllm.request import Request
 
 LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Bounds of a histogram: how long requests waited for loads [seconds]."""
-
-
-class Load:
-    """keys: hashes of its blocks. blocks: one for each key in every KV group, the null block where nothing is read.
-    hits: those blocks before them that the request reads after the load, kept from eviction meanwhile. valid: rank ->
-    how many of the first blocks hold what they should, as far as that worker has reported. begun: time.monotonic()."""
-
-    __slots__ = ("begun", "blocks", "hits", "keys", "request", "transfer_id", "valid")
-
-    def __init__(
-        self, transfer_id: str, request: Request, keys: list[bytes], hits: BlocksPerGroup, blocks: BlocksPerGroup
-    ) -> None:
-        self.transfer_id, self.request, self.keys = transfer_id, request, keys
-        self.hits, self.blocks = hits, blocks
-        self.valid: dict[int, int] = {}
-        self.begun = time.monotonic()
-
-    @property
-    def block_ids(self) -> BlockIds:
-        return tuple([block.block_id for block in group] for group in self.blocks)
 
 
 class _TierCounts:
@@ -48,11 +29,13 @@ class _TierCounts:
 
     def __init__(self) -> None:
         self.hit_tokens = self.num_loaded = self.num_failed = 0
-        self.num_loads, self.load_seconds = 0, 0.0
+        self.num_loads = 0
+        self.load_seconds = 0.0
         self.loads_within = dict.fromkeys(LOAD_SECONDS, 0)
 
     def add_load(self, seconds: float) -> None:
-        self.num_loads, self.load_seconds = self.num_loads + 1, self.load_seconds + seconds
+        self.num_loads += 1
+        self.load_seconds += seconds
         for bound in LOAD_SECONDS:
             self.loads_within[bound] += seconds <= bound
 
@@ -64,7 +47,8 @@ class RemoteLoads:
     """
 
     def __init__(self, manager: KVCacheManager, connector: KVConnectorScheduler) -> None:
-        self._manager, self._connector = manager, connector
+        self._manager = manager
+        self._connector = connector
         self.waiting: dict[str, Load] = {}
         self._loads: dict[str, Load] = {}
         self._sending: dict[str, tuple[BlocksPerGroup, set[int]]] = {}

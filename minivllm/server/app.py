@@ -10,6 +10,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minivllm import __version__
 from minivllm.server.answers.streaming import ClientLeft, event_stream, while_connected
+from minivllm.server.bodies.errors import documented, install_error_handlers, shutting_down
+from minivllm.server.bodies.json_bounds import JsonBounds
+from minivllm.server.bodies.other_clients import is_strict
 from minivllm.server.endpoints import models_endpoint as small
 from minivllm.server.endpoints.chat_endpoint import ChatRun
 from minivllm.server.endpoints.completion_run import CompletionRun
@@ -24,9 +27,6 @@ from minivllm.server.protocol import completions as texts
 from minivllm.server.protocol import operation as ops
 from minivllm.server.protocol import responses as items
 from minivllm.server.service.service import Service
-from minivllm.server.wire.errors import documented, install_error_handlers, shutting_down
-from minivllm.server.wire.json_bounds import JsonBounds
-from minivllm.server.wire.other_clients import is_strict
 
 MAX_TOTAL_BODY_BYTES = 64 * 2**20
 """Bodies of all requests that are not over; more get 429."""

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 
 from minivllm.batch.layer_caches import kv_groups
+from minivllm.batch.sizing import PoolLimits, coarse, enough_blocks, fit_pools, size_pools
 from minivllm.config import EngineConfig
 from minivllm.device.memory import cache_memory
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.sizing.sizing import PoolLimits, coarse, enough_blocks, fit_pools, size_pools
 from minivllm.kv_cache.specs import GroupSpec, total_bytes
 from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.decoder import Decoder

@@ -205,8 +205,8 @@ class ModelRunner:
             return
         requests = [row.request for row in rows]
         num_drafts = np.fromiter([len(row.drafts) for row in rows], np.int64, len(rows))
-        slots, last = inputs.places.slots[is_sampled], np.cumsum(inputs.places.counts)[is_sampled] - 1
-        positions = (inputs.places.starts + inputs.places.counts)[is_sampled] - num_drafts
+        slots, last = inputs.row_arrays.slots[is_sampled], np.cumsum(inputs.row_arrays.counts)[is_sampled] - 1
+        positions = (inputs.row_arrays.starts + inputs.row_arrays.counts)[is_sampled] - num_drafts
         has_drafts = bool(num_drafts.any())
         if has_drafts:
             last = np.concatenate([np.arange(end - drafts, end + 1) for end, drafts in zip(last, num_drafts)])
@@ -239,7 +239,7 @@ class ModelRunner:
                 output.logprobs[request_id] = logprobs
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: StepHidden, output: ModelRunnerOutput) -> None:
-        if not self.sampling_state.wants_prompt_logprobs[inputs.places.slots].any():
+        if not self.sampling_state.wants_prompt_logprobs[inputs.row_arrays.slots].any():
             return
         first_token = 0
         for row in inputs.rows:

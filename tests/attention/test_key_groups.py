@@ -40,7 +40,7 @@ def test_each_group_is_where_it_is_said_to_be_and_positions_follow_from_slots(
         for group in range(int(first[row]), -(-end // keys)):
             expected = used[group * size : (group + 1) * size]
             expected += [0] * (size - len(expected))
-            place = int(found.places[row, group])
+            place = int(found.group_of[row, group])
             assert found.blocks[place].tolist() == expected
             if group < start // keys:
                 shared_places.append(place)

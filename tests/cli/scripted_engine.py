@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.config import CacheConfig, EngineArgs, EngineConfig, SchedulerConfig
+from minivllm.config import EngineArgs, EngineConfig, SchedulerConfig
 from minivllm.errors import ModelError, RequestError
 from minivllm.messages import SchedulerStats
 from minivllm.processing.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.sampling_params import OutputKind, SamplingParams
+from minivllm.simulation.executor import simulated_config
 
 PAGE = 8
 
@@ -86,18 +87,8 @@ class ScriptedEngine:
 
     def __post_init__(self) -> None:
         self.tokenizer = CharacterTokenizer(self.has_chat_template, self.can_think)
-        config = EngineConfig(
-            model="scripted",
-            model_path="/nonexistent",
-            load_format="dummy",
-            dtype="float32",
-            device="cpu",
-            seed=0,
-            enforce_eager=True,
-            cache=CacheConfig(),
-            scheduler=SchedulerConfig(max_model_len=self.max_model_len),
-        )
-        self.client = _Client(config)
+        scheduler = SchedulerConfig(max_model_len=self.max_model_len)
+        self.client = _Client(simulated_config(scheduler, model="scripted", model_path="/nonexistent"))
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams, priority: int = 0) -> None:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]

@@ -18,8 +18,6 @@ from typer.testing import CliRunner
 
 from minivllm import LLM, SamplingParams
 from minivllm.bench.command import bench
-from minivllm.bench.parts import bounds
-from minivllm.bench.parts.bounds import Machine, measure_machine
 from minivllm.bench.parts.overhead import IN_PROCESS, broadcast_seconds
 from minivllm.bench.parts.parts import StepTimes, decode_note, missing_note
 from minivllm.bench.parts.startup import start_engine
@@ -32,6 +30,8 @@ from minivllm.config import EngineArgs
 from minivllm.engine_process.client import load_core
 from minivllm.errors import ModelError
 from minivllm.profiling.spans import span
+from minivllm.simulation import bounds
+from minivllm.simulation.bounds import Machine, measure_machine
 
 
 def eager(model: Path) -> EngineArgs:

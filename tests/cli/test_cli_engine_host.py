@@ -11,11 +11,12 @@ import pytest
 from minivllm.cli.conversation.chat_session import ChatSession
 from minivllm.cli.engine import engine_start
 from minivllm.cli.engine.engine_start import EngineHost, ProgressHandler
-from minivllm.cli.trace.command import TraceStep, folded, heat_strip
+from minivllm.cli.trace.command import folded, heat_strip
 from minivllm.config import EngineArgs
 from minivllm.errors import ModelError
 from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.sampling_params import SamplingParams
+from minivllm.simulation.steps import TraceStep
 from tests.cli.scripted_engine import ScriptedEngine, create_scripted_engine
 
 

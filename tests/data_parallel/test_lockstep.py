@@ -10,23 +10,23 @@ from contextlib import contextmanager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.distributed.lockstep import EnginePlace, Lockstep, open_places
+from minivllm.distributed.lockstep import EngineSeat, Lockstep, open_seats
 
 
 @contextmanager
-def opened(size: int) -> Iterator[list[EnginePlace]]:
-    places = open_places(size, 1)
+def opened(size: int) -> Iterator[list[EngineSeat]]:
+    seats = open_seats(size, 1)
     try:
-        yield places
+        yield seats
     finally:
-        places[0].close()
+        seats[0].close()
 
 
 class MadeUpEngine:
     """An engine whose steps end when all engines have begun them. requests: steps that its own requests still need."""
 
-    def __init__(self, place: EnginePlace) -> None:
-        self.lockstep, self._bell = Lockstep(place), place.bells[place.rank]
+    def __init__(self, seat: EngineSeat) -> None:
+        self.lockstep, self._bell = Lockstep(seat), seat.bells[seat.rank]
         self.requests = self.begun = self.dummies = 0
         self.in_flight = False
 
@@ -63,8 +63,8 @@ def test_every_engine_takes_part_in_every_step_and_none_sleeps_through_one(
 ) -> None:
     """events: an engine, and the steps that a request needs which arrives there, or 0 for a turn of its loop, which may
     come while others go to sleep. Who sleeps goes on only when it is woken."""
-    with opened(size) as places:
-        engines = [MadeUpEngine(place) for place in places]
+    with opened(size) as seats:
+        engines = [MadeUpEngine(seat) for seat in seats]
         sleeping, total = set[int](), 0
 
         def turn(rank: int) -> bool:
@@ -93,8 +93,8 @@ def test_every_engine_takes_part_in_every_step_and_none_sleeps_through_one(
 
 def test_a_border_is_passed_when_all_have_come_and_no_step_is_in_flight() -> None:
     """One engine comes at once, the other after three more steps, in which the first one takes part."""
-    places = open_places(2, 1)  # left open: somebody listens
-    first, second = map(Lockstep, places)
+    seats = open_seats(2, 1)  # left open: somebody listens
+    first, second = map(Lockstep, seats)
     events: list[str] = []
     both = threading.Barrier(2)
 
@@ -116,8 +116,8 @@ def test_a_border_is_passed_when_all_have_come_and_no_step_is_in_flight() -> Non
 
 
 def test_an_engine_that_has_left_is_not_waited_for() -> None:
-    places = open_places(2, 1)  # left open: somebody listens
-    first, second = map(Lockstep, places)
+    seats = open_seats(2, 1)  # left open: somebody listens
+    first, second = map(Lockstep, seats)
     leaving = threading.Thread(target=lambda: first.settle(lambda: None, for_good=True))
     first.listen(lambda: None)
     leaving.start()

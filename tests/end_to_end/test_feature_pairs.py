@@ -23,7 +23,7 @@ import pytest
 from minivllm import LLM, LoRARequest, RequestOutput, SamplingParams
 from minivllm.errors import ConfigError, RequestError
 from minivllm.messages import SchedulerStats
-from tests.executor.virtual_shards import virtual_llm
+from minivllm.simulation.ranks import virtual_llm
 from tests.lora.lora_adapters import random_adapter
 from tests.parity_reference import BLOCK_SIZE, random_prompts, tiny_settings
 from tests.spec_decode.eagle_heads import random_head

@@ -25,13 +25,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minivllm.config import EngineArgs
-from minivllm.engine import wire
 from minivllm.engine_process import connection as connection_module
+from minivllm.engine_process import frames
 from minivllm.engine_process.connection import EngineConnection
 from minivllm.engine_process.process_clients import AsyncProcessClient, ProcessClient
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, ModelError, RequestError
-from minivllm.executor.wire import private_directories
-from minivllm.executor.wire.private_directories import LOCK_FILE, PrivateDirectory
+from minivllm.executor.records import private_directories
+from minivllm.executor.records.private_directories import LOCK_FILE, PrivateDirectory
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason, SchedulerStats
 from minivllm.sampling_params import SamplingParams
 from tests import mock_engine
@@ -156,7 +156,7 @@ def test_the_directory_of_a_killed_owner_is_removed_by_the_next_start(
     script = (
         "import tempfile, sys, time\n"
         f"tempfile.tempdir = {str(tmp_path)!r}\n"
-        "from minivllm.executor.wire.private_directories import PrivateDirectory\n"
+        "from minivllm.executor.records.private_directories import PrivateDirectory\n"
         "print(PrivateDirectory().path, flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -184,7 +184,7 @@ def test_a_long_directory_for_temporary_files_is_left_for_a_short_one(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 25)))
     directory = PrivateDirectory()
     assert directory.path.parent == Path("/tmp")
-    assert len(os.fsencode(directory.path / wire.REQUESTS_SOCKET)) <= private_directories.MAX_SOCKET_PATH
+    assert len(os.fsencode(directory.path / frames.REQUESTS_SOCKET)) <= private_directories.MAX_SOCKET_PATH
     directory.remove()
 
 
@@ -248,7 +248,7 @@ def test_log_of_the_engine_goes_to_the_loggers_of_the_frontend(
     assert "malformed" in caplog.text
 
 
-VALID = wire.Codec().encode(wire.Add(request("v", [1, 2, 3])))
+VALID = frames.Codec().encode(frames.Add(request("v", [1, 2, 3])))
 MUTATIONS = st.one_of(
     st.binary(max_size=64),
     st.tuples(st.integers(0, len(VALID) - 1), st.binary(min_size=1, max_size=4)).map(
@@ -260,29 +260,29 @@ MUTATIONS = st.one_of(
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(frames=st.lists(MUTATIONS, min_size=1, max_size=8))
+@given(sent=st.lists(MUTATIONS, min_size=1, max_size=8))
 def test_malformed_frames_to_the_engine_are_harmless(
-    connection: EngineConnection, client: ProcessClient, frames: list[bytes]
+    connection: EngineConnection, client: ProcessClient, sent: list[bytes]
 ) -> None:
     """Whatever arrives where requests arrive: the engine serves on, and keeps nothing of it."""
-    for frame in frames:
+    for frame in sent:
         connection._router.send_multipart([connection._identity, frame])
     outputs = generate(client, request("mine", [11, 12]))
     assert outputs["mine"].new_token_ids == expected_tokens([11, 12], 8)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(frames=st.lists(st.lists(MUTATIONS, min_size=1, max_size=3), min_size=1, max_size=4))
+@given(sent=st.lists(st.lists(MUTATIONS, min_size=1, max_size=3), min_size=1, max_size=4))
 def test_malformed_frames_to_the_frontend_are_harmless(
-    connection: EngineConnection, client: ProcessClient, frames: list[list[bytes]]
+    connection: EngineConnection, client: ProcessClient, sent: list[list[bytes]]
 ) -> None:
     """A peer of the same user that knows the sockets' paths sends to both of them."""
     context = zmq.Context()
     try:
-        for kind, name in ((zmq.PUSH, wire.OUTPUTS_SOCKET), (zmq.DEALER, wire.REQUESTS_SOCKET)):
+        for kind, name in ((zmq.PUSH, frames.OUTPUTS_SOCKET), (zmq.DEALER, frames.REQUESTS_SOCKET)):
             socket = context.socket(kind)
             socket.connect(f"ipc://{connection._directory}/{name}")
-            for parts in frames:
+            for parts in sent:
                 socket.send_multipart(parts)
         assert generate(client, request("mine", [11, 12]))["mine"].new_token_ids == expected_tokens([11, 12], 8)
     finally:
@@ -352,9 +352,9 @@ def fail(client: ProcessClient, first_token: int) -> EngineDeadError:
 @pytest.mark.parametrize(
     ("first_token", "text"),
     [
-        (RAISE, r"(?s)died of ValueError: the model has a fever.*mock_engine\.py.*in execute_model"),
-        (CRASH, r"(?s)killed by SIGSEGV.*mock_engine\.py.*in execute_model"),
-        (HANG, r"(?s)not answered for 1\.5 s and was killed.*mock_engine\.py.*in execute_model"),
+        (RAISE, r"(?s)died of ValueError: the model has a fever.*mock_engine\.py.*in run"),
+        (CRASH, r"(?s)killed by SIGSEGV.*mock_engine\.py.*in run"),
+        (HANG, r"(?s)not answered for 1\.5 s and was killed.*mock_engine\.py.*in run"),
     ],
 )
 def test_death_in_a_step_tells_everybody_where_it_happened(first_token: int, text: str) -> None:

@@ -17,7 +17,7 @@ import minivllm.attention.tiles
 from minivllm import LLM, EngineArgs, SamplingParams
 from minivllm.attention import FlexAttention
 from minivllm.device.policy import DevicePolicy
-from minivllm.distributed.lockstep import EnginePlace
+from minivllm.distributed.lockstep import EngineSeat
 from minivllm.distributed.nccl import NcclCommunicator
 from minivllm.distributed.other_workers import OtherWorkers
 from minivllm.engine.core import EngineCore
@@ -50,7 +50,7 @@ class RankExecutor(UniProcExecutor):
 
     communicator: NcclCommunicator
 
-    def _meet_others(self, place: EnginePlace | None) -> OtherWorkers:
+    def _meet_others(self, seat: EngineSeat | None) -> OtherWorkers:
         return OtherWorkers(communicator=self.communicator)
 
 

@@ -16,10 +16,10 @@ import time
 import msgspec
 
 from minivllm.errors import ConfigError
-from minivllm.executor.ring.agreement import token_digest
-from minivllm.executor.ring.broadcast_ring import RingReader
-from minivllm.executor.wire.child_reports import ErrorInfo
-from minivllm.executor.wire.records import (
+from minivllm.executor.records.agreement import token_digest
+from minivllm.executor.records.broadcast_ring import RingReader
+from minivllm.executor.records.child_reports import ErrorInfo
+from minivllm.executor.records.records import (
     Answer,
     Call,
     Channel,

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 from minivllm.distributed.segment import open_segment, segment_descriptors
-from minivllm.executor.ring.broadcast_ring import RingWriter
+from minivllm.executor.records.broadcast_ring import RingWriter
 
 READER = """
 import json, sys, time
-from minivllm.executor.ring.broadcast_ring import RingReader
+from minivllm.executor.records.broadcast_ring import RingReader
 descriptors, count, spins = json.loads(sys.argv[1])
 reader, seconds = RingReader(*descriptors, 0, 1), []
 print("ready", flush=True)

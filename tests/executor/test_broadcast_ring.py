@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.executor.ring.broadcast_ring import PeerGone, RingReader, RingWriter
+from minivllm.executor.records.broadcast_ring import PeerGone, RingReader, RingWriter
 
 
 def reader_of(writer: RingWriter, index: int) -> RingReader:

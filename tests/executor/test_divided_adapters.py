@@ -14,8 +14,8 @@ import torch
 from minivllm import LLM, SamplingParams
 from minivllm.errors import RequestError
 from minivllm.messages import LoRARequest
+from minivllm.simulation.ranks import virtual_llm
 from tests.executor.test_tensor_parallel import UNEVEN, arguments
-from tests.executor.virtual_shards import virtual_llm
 from tests.lora.lora_adapters import random_matrices, write_adapter
 from tests.lora.test_lora_parity import Adapters, assert_logprobs_equal_merged, mixed_adapters, run_mixed
 from tests.parity_reference import random_prompts

@@ -12,9 +12,9 @@ from minivllm import LLM
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import Region
 from minivllm.engine import background_builds
+from minivllm.simulation.ranks import virtual_llm
 from minivllm.worker.worker import Worker
 from tests.executor.test_tensor_parallel import UNEVEN, answers, arguments
-from tests.executor.virtual_shards import virtual_llm
 
 
 class SlowCompiler(RegionCompiler):

@@ -11,9 +11,9 @@ import pytest
 
 from minivllm import LLM
 from minivllm.errors import ConfigError
+from minivllm.simulation.ranks import virtual_llm
 from minivllm.worker.worker import Worker
 from tests.executor.test_tensor_parallel import UNEVEN
-from tests.executor.virtual_shards import virtual_llm
 from tests.parity_reference import reference_tokens, run, tiny_llm, tokens_of
 from tests.spec_decode.drafting_cases import GREEDY, PARAMS, PROMPTS
 from tests.spec_decode.eagle_heads import crafted_model, knowing_head, random_head

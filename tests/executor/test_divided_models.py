@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
 from minivllm.messages import LoRARequest
+from minivllm.simulation.ranks import virtual_llm
 from tests.end_to_end.test_compressed_tensors import PER_TOKEN, all_but_the_head, compressed_copy, group, weights
 from tests.end_to_end.test_packed_checkpoints import float8_copy, quantised_copy
 from tests.executor.small_engine import small_engine
-from tests.executor.virtual_shards import virtual_llm
 from tests.gguf_families import write_expert_gguf
 from tests.gguf_models import write_gguf
 from tests.quantization.test_mxfp4 import gpt_oss_copies

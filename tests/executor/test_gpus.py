@@ -21,7 +21,7 @@ from minivllm.engine.resolve import check_workers, resolve
 from minivllm.errors import ConfigError
 from minivllm.executor import local_workers
 from minivllm.executor.local_workers import LocalWorkers
-from minivllm.executor.wire.records import FromWorker
+from minivllm.executor.records.records import FromWorker
 from minivllm.model_facts.choose import read_model_facts
 from tests.executor.captured_rank import SETTINGS, answers
 

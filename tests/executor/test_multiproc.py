@@ -18,23 +18,13 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from minivllm.config import CacheConfig, EngineConfig, SchedulerConfig
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
 from minivllm.executor.multiproc import MultiprocExecutor
 from minivllm.messages import SchedulerOutput, TokenMasks
+from minivllm.simulation.executor import simulated_config
 from tests.patience import ERROR_SECONDS, spare_seconds
 
-CONFIG = EngineConfig(
-    model="mock",
-    model_path="mock",
-    load_format="dummy",
-    dtype="float32",
-    device="cpu",
-    seed=0,
-    enforce_eager=True,
-    cache=CacheConfig(),
-    scheduler=SchedulerConfig(),
-)
+CONFIG = simulated_config(model="mock", model_path="mock")
 STEP = SchedulerOutput(num_scheduled_tokens={"a": 1})
 ROOT = Path(__file__).parents[2]
 

@@ -21,9 +21,9 @@ from minivllm.distributed.link import NUM_PLACES, PLACE_BYTES, Link, StageLinks,
 from minivllm.distributed.stage import Stage, divide_layers
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.sampling_params import StructuredOutputs
+from minivllm.simulation.ranks import virtual_llm
 from tests.executor.small_engine import worker_processes
 from tests.executor.test_tensor_parallel import PROMPTS, UNEVEN, answers, arguments
-from tests.executor.virtual_shards import virtual_llm
 from tests.gguf_models import write_gguf
 from tests.lora.lora_adapters import random_adapter
 from tests.lora.test_lora_parity import run_mixed

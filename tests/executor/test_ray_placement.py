@@ -29,8 +29,8 @@ from minivllm.engine_process.ray.messages import Launch, Left, NodeStart, Place,
 from minivllm.errors import ConfigError, EngineDeadError, ModelError
 from minivllm.executor.multiproc import MultiprocExecutor
 from minivllm.executor.nodes.agent import NodeAgent
-from minivllm.executor.wire.child_reports import ErrorInfo, Log
-from minivllm.executor.wire.records import Channel, Died
+from minivllm.executor.records.child_reports import ErrorInfo, Log
+from minivllm.executor.records.records import Channel, Died
 from tests.executor.node_program import SETTINGS
 from tests.executor.small_engine import command_of
 from tests.executor.test_multiproc import CONFIG, STEP, command, nothing_left

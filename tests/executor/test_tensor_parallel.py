@@ -24,8 +24,8 @@ from minivllm.distributed.shard import Shard
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.linear.choose import MethodChooser
 from minivllm.linear.layer import Linear
+from minivllm.simulation.ranks import virtual_llm
 from tests.executor.small_engine import small_engine, worker_processes
-from tests.executor.virtual_shards import virtual_llm
 
 # Three KV heads of two or more query heads, five units of the MLP, seven of the vocabulary, the last one smaller.
 UNEVEN = {

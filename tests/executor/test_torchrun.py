@@ -15,9 +15,9 @@ import pytest
 from minivllm import LLM, AsyncLLM, EngineArgs, SamplingParams
 from minivllm.cli.engine.options import engine_flags
 from minivllm.errors import ConfigError
+from minivllm.simulation.ranks import virtual_llm
 from tests.executor.test_pipeline_parallel import words
 from tests.executor.test_tensor_parallel import UNEVEN, answers, arguments
-from tests.executor.virtual_shards import virtual_llm
 
 
 def torchrun(*command: str, size: int = 2) -> subprocess.CompletedProcess[str]:

@@ -21,11 +21,11 @@ import pytest
 from minivllm import LLM, AsyncLLM, EngineArgs, SamplingParams
 from minivllm.cli.engine.options import engine_flags
 from minivllm.errors import ConfigError, EngineDeadError
+from minivllm.simulation.ranks import virtual_llm
 from tests.executor.small_engine import command_of
 from tests.executor.test_multiproc import wait_until
 from tests.executor.test_nodes import free_port, write_key
 from tests.executor.test_tensor_parallel import UNEVEN, answers, arguments, logprobs
-from tests.executor.virtual_shards import virtual_llm
 from tests.patience import ERROR_SECONDS, spare_seconds
 
 

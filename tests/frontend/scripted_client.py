@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from minivllm.config import CacheConfig, EngineConfig, SchedulerConfig
+from minivllm.config import EngineConfig, SchedulerConfig
 from minivllm.messages import (
     EngineEvent,
     EngineOutput,
@@ -14,22 +14,14 @@ from minivllm.messages import (
     PositionLogprobs,
     SchedulerStats,
 )
+from minivllm.simulation.executor import simulated_config
 
 EOS = 1
 
 
 def engine_config(max_model_len: int = 64, policy: str = "fcfs", seed: int = 0, model_path: str = "/") -> EngineConfig:
-    return EngineConfig(
-        model="scripted",
-        model_path=model_path,
-        load_format="dummy",
-        dtype="float32",
-        device="cpu",
-        seed=seed,
-        enforce_eager=True,
-        cache=CacheConfig(),
-        scheduler=SchedulerConfig(max_model_len=max_model_len, policy=policy, has_priorities=policy == "priority"),
-    )
+    scheduler = SchedulerConfig(max_model_len=max_model_len, policy=policy, has_priorities=policy == "priority")
+    return simulated_config(scheduler, model="scripted", model_path=model_path, seed=seed)
 
 
 def logprobs_at(token_id: int, num_alternatives: int) -> PositionLogprobs:

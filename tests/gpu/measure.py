@@ -258,7 +258,7 @@ def decode_steps(engine: Any, batch: int, context: int, steps: int) -> list[floa
 
 def decode_figures(engine: Any, batch: int, context: int, steps: int, copied: float) -> dict[str, float]:
     """A decode step against reading weights and KV at the speed of a copy. copied: GB/s."""
-    from minivllm.bench.parts import bounds
+    from minivllm.simulation import bounds
 
     decoder = engine.client.core.executor.worker.runner.decoder
     step = statistics.median(decode_steps(engine, batch, context, steps))
@@ -301,9 +301,9 @@ def device_busy(engine: Any, batch: int, context: int, steps: int) -> dict[str, 
 
 def llama_8b(device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
     """Llama-3.1-8B's shape: decode of 1 request and of 64 against a copy, prefill, host gap, recompilations."""
-    from minivllm.bench.parts import bounds
-    from minivllm.bench.parts.bounds import matmul_peak
     from minivllm.bench.parts.parts import prefill_seconds
+    from minivllm.simulation import bounds
+    from minivllm.simulation.bounds import matmul_peak
 
     steps, context, prompt = (4, 20, 30) if tiny else (60, 512, 2048)
     began = time.perf_counter()

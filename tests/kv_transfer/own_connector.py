@@ -35,13 +35,13 @@ class ShelfWorker(KVConnectorWorker):
 
     num_asked = 0
 
-    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+    def load_block(self, key: bytes, source: int, blocks: CacheBlocks) -> Tensor | None:
         options = self.context.transfer.options
         time.sleep(options.delay)
         self.num_asked += 1
         return SHELF.get(key) if self.num_asked > options.broken else None
 
-    def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+    def save_block(self, key: bytes, target: int, blocks: CacheBlocks) -> Tensor | None:
         if key in SHELF:
             return None
         return SHELF.setdefault(key, torch.empty(blocks.block_bytes, dtype=torch.uint8))

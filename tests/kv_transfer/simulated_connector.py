@@ -16,7 +16,7 @@ from minivllm.kv_cache.specs import GroupSpec, one_group
 from minivllm.kv_transfer.connector import BlockStore, KVConnectorScheduler, TransferContext
 from minivllm.kv_transfer.connectors.multi import MultiScheduler, part_of
 from minivllm.kv_transfer.inbox import KVConnectorOutput
-from minivllm.kv_transfer.remote_loads import Load
+from minivllm.kv_transfer.loads import Load
 from minivllm.messages import BlockIds, BlockTransfer, SchedulerOutput
 from minivllm.request import Request
 from tests.scheduler.simulated_worker import SimulatedWorker

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from minivllm import LLM, SamplingParams
-from minivllm.bench.parts.bounds import copy_bandwidth
+from minivllm.simulation.bounds import copy_bandwidth
 from tests.kv_transfer.lookup_pair import consumer, producer, through_nixl, unix, wait_until
 from tests.kv_transfer.test_connectors import OFFLOAD, storage
 from tests.kv_transfer.test_lmcache import lmcache

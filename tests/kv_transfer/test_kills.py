@@ -94,16 +94,16 @@ READER = [
     Death("it opens a file", "minivllm.kv_transfer.connectors.shared_storage:SharedStorageWorker.load_block"),
     Death("it writes into its cache", f"{_WORKER}CacheBlocks.write", 1),
 ]
-_CLIENT = "minivllm.kv_transfer.lmcache.client:Client."
+_CLIENT = "minivllm.kv_transfer.foreign.lmcache_client:Client."
 STORE = [*SAVING, Death("it sends a block", f"{_PIPE}send", 3), Death("it asks for a block", f"{_CLIENT}get")]
 LEASES = [
     *SAVING,
-    Death("a consumer asks for a lease", "minivllm.kv_transfer.nixl.leased_blocks:LeasedBlocks.lease"),
-    Death("a consumer has read", "minivllm.kv_transfer.nixl.leased_blocks:LeasedBlocks.confirm"),
+    Death("a consumer asks for a lease", "minivllm.kv_transfer.foreign.leased_blocks:LeasedBlocks.lease"),
+    Death("a consumer has read", "minivllm.kv_transfer.foreign.leased_blocks:LeasedBlocks.confirm"),
 ]
 READS = [
-    Death("it fetches", "minivllm.kv_transfer.nixl.nixl_connector:NixlWorker._fetch"),
-    Death("it reads", "minivllm.kv_transfer.nixl.nixl_connector:NixlWorker._read"),
+    Death("it fetches", "minivllm.kv_transfer.foreign.nixl_connector:NixlWorker._fetch"),
+    Death("it reads", "minivllm.kv_transfer.foreign.nixl_connector:NixlWorker._read"),
     Death("it writes into its cache", f"{_WORKER}CacheBlocks.write", 1),
 ]
 

@@ -21,11 +21,11 @@ import pytest
 
 from minivllm import LLM
 from minivllm.errors import ConfigError
-from minivllm.kv_transfer.lmcache import client, lmcache_connector
-from minivllm.kv_transfer.lmcache.client import REPLY, REQUEST, SEAL_BYTES
+from minivllm.kv_transfer.foreign import lmcache_client, lmcache_connector
+from minivllm.kv_transfer.foreign.lmcache_client import REPLY, REQUEST, SEAL_BYTES
+from minivllm.simulation.ranks import virtual_llm
 from tests.executor.test_tensor_parallel import PROMPTS as DIVIDED_PROMPTS
 from tests.executor.test_tensor_parallel import UNEVEN, arguments
-from tests.executor.virtual_shards import virtual_llm
 from tests.kv_transfer.lookup_pair import block_keys, wait_until
 from tests.kv_transfer.test_connectors import ASYNC, CHUNKS, GREEDY, OFFLOAD, PROMPTS, transferred
 from tests.kv_transfer.test_many_workers import answers
@@ -86,7 +86,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(client, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(lmcache_client, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(lmcache_connector, "KNOWN_SECONDS", 0.0)
     monkeypatch.setattr(lmcache_connector, "LOOKUP_SECONDS", 20.0)
     server = Server()

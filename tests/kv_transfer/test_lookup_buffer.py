@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from minivllm import LLM
+from minivllm.distributed.key_file import read_key
 from minivllm.errors import ConfigError
 from minivllm.kv_transfer.lookup import catalogue, lookup_connector
-from minivllm.kv_transfer.lookup.gate import Gate, read_key
+from minivllm.kv_transfer.lookup.gate import Gate
 from minivllm.kv_transfer.lookup.handshake import Purpose
 from minivllm.kv_transfer.lookup.lookup_server import MAX_CONNECTIONS
 from minivllm.kv_transfer.lookup.pipe import MAX_MESSAGE_BYTES, Address, Block, News, Pipe
@@ -161,7 +162,7 @@ def test_blocks_come_from_several_producers_also_for_one_prompt(tiny_model: Tiny
         prefill(one, [PROMPT[:17]])
         prefill(other, [PROMPT])
         wait_for_blocks(asking, KEYS)
-        assert scheduler_side(asking).places(KEYS) == [0, 0, 1, 1]
+        assert scheduler_side(asking).where(KEYS) == [0, 0, 1, 1]
         [output] = run(asking, [PROMPT], GREEDY)
         assert [list(output.outputs[0].token_ids)] == tokens(plain, [PROMPT]) and output.num_cached_tokens == 32
 

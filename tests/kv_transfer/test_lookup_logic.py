@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from minivllm.kv_transfer.inbox import KVConnectorOutput
+from minivllm.kv_transfer.loads import Load
 from minivllm.kv_transfer.lookup import lookup_server
 from minivllm.kv_transfer.lookup.lookup_buffer import LookupBuffer
 from minivllm.kv_transfer.lookup.lookup_server import PendingNews
 from minivllm.kv_transfer.lookup.pipe import News
-from minivllm.kv_transfer.remote_loads import Load
 from minivllm.messages import SchedulerOutput
 from tests.kv_transfer.simulated_connector import SimulatedStore, Transport
 from tests.kv_transfer.test_lives_with_a_connector import ConnectorMachine, busy_life

@@ -12,8 +12,8 @@ from minivllm import LLM, SamplingParams
 from minivllm.errors import EngineDeadError
 from minivllm.kv_cache.hashing import hash_block
 from minivllm.kv_transfer.inbox import TransferInbox
+from minivllm.simulation.ranks import virtual_llm
 from tests.executor.test_tensor_parallel import PROMPTS, UNEVEN, arguments
-from tests.executor.virtual_shards import virtual_llm
 from tests.kv_transfer.test_connectors import OFFLOAD, storage, transferred
 from tests.kv_transfer.test_multi_connector import several
 from tests.parity_reference import tokens_of

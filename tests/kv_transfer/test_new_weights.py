@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from minivllm import LLM
 from minivllm.errors import ModelError, RequestError
-from tests.executor.virtual_shards import virtual_llm
+from minivllm.simulation.ranks import virtual_llm
 from tests.kv_transfer.lookup_pair import consumer, unix
 from tests.kv_transfer.test_connectors import GREEDY, OFFLOAD, OWN, PROMPTS, storage, transferred
 from tests.kv_transfer.test_multi_connector import blocks, several

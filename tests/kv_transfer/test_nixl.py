@@ -18,9 +18,9 @@ import torch
 
 from minivllm import LLM
 from minivllm.errors import ConfigError
-from minivllm.kv_transfer.nixl import nixl_connector
-from minivllm.kv_transfer.nixl.leased_blocks import LeasedBlocks
-from tests.executor.virtual_shards import virtual_llm
+from minivllm.kv_transfer.foreign import nixl_connector
+from minivllm.kv_transfer.foreign.leased_blocks import LeasedBlocks
+from minivllm.simulation.ranks import virtual_llm
 from tests.kv_transfer import test_travelling_states as states
 from tests.kv_transfer.lookup_pair import block_keys, unix, wait_for_blocks
 from tests.kv_transfer.test_connectors import GREEDY, PROMPTS, transferred
@@ -32,14 +32,14 @@ KEYS = [bytes([number]) * 32 for number in range(9)]
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="pip install 'minivllm[nixl]' brings NIXL.")
 
 
-def filled(num_places: int = 4, seconds: float = 60.0) -> LeasedBlocks:
+def filled(num_slots: int = 4, seconds: float = 60.0) -> LeasedBlocks:
     """Blocks 0 to 3."""
-    blocks = LeasedBlocks(torch.zeros(num_places, 16, dtype=torch.uint8), seconds)
-    for key in KEYS[:num_places]:
+    blocks = LeasedBlocks(torch.zeros(num_slots, 16, dtype=torch.uint8), seconds)
+    for key in KEYS[:num_slots]:
         data = blocks.take(key)
         assert data is not None
         data.fill_(key[0])
-    blocks.publish(KEYS[:num_places], lambda: None)
+    blocks.publish(KEYS[:num_slots], lambda: None)
     return blocks
 
 

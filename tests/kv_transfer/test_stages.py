@@ -12,9 +12,9 @@ import pytest
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
 from minivllm.kv_transfer.lookup.pipe import Address
+from minivllm.simulation.ranks import virtual_llm
 from tests.executor.test_pipeline_parallel import FAMILIES, FIVE
 from tests.executor.test_tensor_parallel import PROMPTS, UNEVEN, arguments
-from tests.executor.virtual_shards import virtual_llm
 from tests.kv_transfer.lookup_pair import block_keys, consumer, producer, scheduler_side, unix, wait_until
 from tests.kv_transfer.test_connectors import OFFLOAD, storage, transferred
 from tests.kv_transfer.test_many_workers import answers

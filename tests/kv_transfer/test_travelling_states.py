@@ -23,10 +23,10 @@ from minivllm.kv_cache.hashing import state_name
 from minivllm.kv_cache.specs import GroupSpec, one_group
 from minivllm.kv_transfer.connector import BlockStore, KVConnectorScheduler, TransferContext
 from minivllm.kv_transfer.inbox import KVConnectorOutput
-from minivllm.kv_transfer.remote_loads import Load
+from minivllm.kv_transfer.loads import Load
 from minivllm.messages import BlockTransfer, ModelRunnerOutput, SchedulerOutput
 from minivllm.models.model import LayerCache
-from tests.executor.virtual_shards import virtual_llm
+from minivllm.simulation.ranks import virtual_llm
 from tests.kv_transfer.lookup_pair import block_keys, consumer, producer, unix, wait_for_blocks
 from tests.kv_transfer.test_connectors import OFFLOAD, OWN, storage, transferred
 from tests.kv_transfer.test_lmcache import Server, lmcache

@@ -25,8 +25,8 @@ from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.region_packages import export_region
 from minivllm.compilation.regions import Region
 from minivllm.device.policy import DevicePolicy
+from minivllm.simulation.ranks import virtual_llm
 from minivllm.worker.worker import Worker
-from tests.executor.virtual_shards import virtual_llm
 from tests.model_families import save_tiny_model
 from tests.spec_decode.eagle_heads import random_head
 

@@ -5,7 +5,6 @@ The workers are simulated ones in a thread; they check every block table they ar
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,26 +19,22 @@ from minivllm.config import CacheConfig, EngineConfig, SchedulerConfig
 from minivllm.engine.administration import Administration
 from minivllm.engine.core import EngineCore
 from minivllm.errors import RequestError
-from minivllm.kv_cache.specs import one_group
 from minivllm.messages import EngineOutput, EngineRequest, FinishReason, ModelRunnerOutput, SchedulerOutput, TokenMasks
+from minivllm.simulation.executor import SimulatedExecutor, simulated_config
 from tests.scheduler.simulated_worker import VOCAB_SIZE, SimulatedWorker, make_engine_request, reference_generation
 
 MAX_MODEL_LEN = 16
 BLOCK_SIZE = 2
 
 
-class SimulatedExecutor:
+class ThreadedExecutor(SimulatedExecutor):
     """Runs steps in order in a thread. before_step is called there with the number of each step, from 0."""
 
-    def __init__(self, num_blocks: int, max_num_seqs: int) -> None:
-        self.pids = [os.getpid()]
-        self.kv_groups, self.vocab_size = [one_group(1, BLOCK_SIZE, num_blocks=num_blocks)], VOCAB_SIZE
-        self.block_bytes = [group.block_bytes for group in self.kv_groups]
-        self.worker = SimulatedWorker(BLOCK_SIZE, max_num_seqs)
+    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
+        self.worker = SimulatedWorker(BLOCK_SIZE, config.scheduler.max_num_seqs)
+        super().__init__(config, self.worker.execute, num_blocks, VOCAB_SIZE)
         self.steps: list[SchedulerOutput] = []
-        self.num_running = 0
         self.before_step: Callable[[int], None] = lambda index: None
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self._thread = ThreadPoolExecutor(1)
 
     def execute_model(
@@ -47,18 +42,15 @@ class SimulatedExecutor:
     ) -> Future[ModelRunnerOutput]:
         assert not step.is_empty
         self.steps.append(step)
-        return self._thread.submit(self._run, len(self.steps) - 1, step)
+        return self._thread.submit(self._run_step, len(self.steps) - 1, step)
 
-    def _run(self, index: int, step: SchedulerOutput) -> ModelRunnerOutput:
+    def _run_step(self, index: int, step: SchedulerOutput) -> ModelRunnerOutput:
         self.before_step(index)
         return self.worker.execute(step)
 
     def collective(self, method: str, *args: Any) -> list[Any]:
-        self.calls.append((method, args))
+        super().collective(method, *args)
         return [self._thread.submit(lambda: self.worker.num_steps).result()]
-
-    def num_recompilations(self) -> int:
-        return 0
 
     def shutdown(self) -> None:
         self._thread.shutdown()
@@ -73,27 +65,20 @@ def make_core(
     caching: bool = True,
     policy: str = "fcfs",
     num_stages: int = 1,
-) -> tuple[EngineCore, SimulatedExecutor]:
-    executor = SimulatedExecutor(num_blocks, max_num_seqs)
-    config = EngineConfig(
-        model="simulated",
-        model_path=".",
-        load_format="dummy",
-        dtype="float32",
-        device="cpu",
-        seed=0,
-        enforce_eager=True,
-        cache=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=caching),
-        scheduler=SchedulerConfig(
+) -> tuple[EngineCore, ThreadedExecutor]:
+    config = simulated_config(
+        SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=MAX_MODEL_LEN,
             policy=policy,  # type: ignore[arg-type]
             num_stages=num_stages,
         ),
+        cache=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=caching),
         async_scheduling=is_async,
         pipeline_parallel_size=num_stages,
     )
+    executor = ThreadedExecutor(config, num_blocks)
     return EngineCore(config, executor), executor
 
 
@@ -118,7 +103,7 @@ def assert_answer(request: EngineRequest, outputs: Sequence[EngineOutput]) -> No
     assert outputs[-1].stop_reason == stop_reason
 
 
-def num_computed(executor: SimulatedExecutor, request_id: str) -> int:
+def num_computed(executor: ThreadedExecutor, request_id: str) -> int:
     """Tokens that the workers were told to compute for a request."""
     return sum(step.num_scheduled_tokens.get(request_id, 0) for step in executor.steps)
 

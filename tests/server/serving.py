@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from minivllm import LoRARequest
-from minivllm.config import CacheConfig, EngineConfig, SchedulerConfig
+from minivllm.config import SchedulerConfig
 from minivllm.errors import EngineDeadError
 from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.kv_cache.specs import one_group
@@ -32,6 +32,7 @@ from minivllm.messages import (
 )
 from minivllm.server.run import ServerRun, listen
 from minivllm.server.service.settings import ServerSettings
+from minivllm.simulation.executor import simulated_config
 from minivllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 EOS = 1
@@ -54,19 +55,10 @@ class ScriptedCore:
     kv_groups = (one_group(1, 16, num_blocks=100),)
 
     def __init__(self, script: Script, *, max_model_len: int = 4096, max_num_seqs: int = 8) -> None:
-        self.config = EngineConfig(
-            model="scripted",
-            model_path="/",
-            load_format="dummy",
-            dtype="float32",
-            device="cpu",
-            seed=0,
-            enforce_eager=True,
-            cache=CacheConfig(),
-            scheduler=SchedulerConfig(
-                max_model_len=max_model_len, max_num_seqs=max_num_seqs, policy="priority", has_priorities=True
-            ),
+        scheduler = SchedulerConfig(
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs, policy="priority", has_priorities=True
         )
+        self.config = simulated_config(scheduler, model="scripted")
         self.script = script
         self.step_seconds = 0.0
         self.held = self.silent = False

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minivllm.server.bodies.errors import ApiError
 from minivllm.server.limits.admission import MAX_RETRY_AFTER, Admission, Ticket
-from minivllm.server.wire.errors import ApiError
 from tests.server.serving import ScriptedCore, Scripts, served
 
 ACTIONS = st.lists(

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 import minivllm.server.limits.connections as connections
 import minivllm.server.limits.middleware as middleware
 from minivllm.server.answers import streaming
-from minivllm.server.wire import json_bounds
-from minivllm.server.wire.errors import ApiError
-from minivllm.server.wire.json_bounds import JsonBounds
+from minivllm.server.bodies import json_bounds
+from minivllm.server.bodies.errors import ApiError
+from minivllm.server.bodies.json_bounds import JsonBounds
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
 JSON = st.recursive(

@@ -12,8 +12,8 @@ import pytest
 from pydantic.fields import FieldInfo
 
 import minivllm.server.app
-from minivllm.server.wire.body import Body
-from minivllm.server.wire.other_clients import ADVICE, LABELS
+from minivllm.server.bodies.body import Body
+from minivllm.server.bodies.other_clients import ADVICE, LABELS
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
 assert minivllm.server.app, "imported for all the bodies that it imports"
@@ -83,11 +83,11 @@ def ask(server: ServedCore, path: str, body: dict[str, Any]) -> httpx.Response:
 def test_labels_of_other_servers_clients_change_nothing_and_are_logged_once(
     server: ServedCore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from minivllm.server.wire import other_clients
+    from minivllm.server.bodies import other_clients
 
     other_clients._log.cache_clear()
     labels = {name: "x" for name in LABELS}
-    with caplog.at_level(logging.INFO, logger="minivllm.server.wire.other_clients"):
+    with caplog.at_level(logging.INFO, logger="minivllm.server.bodies.other_clients"):
         for _ in range(2):
             for path, body in (
                 ("/v1/chat/completions", CHAT),

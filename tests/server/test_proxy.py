@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from minivllm.cli import commands
 from minivllm.errors import ConfigError
 from minivllm.messages import EngineRequest
+from minivllm.server.bodies.errors import ApiError
 from minivllm.server.limits.connections import ConnectionLimits
 from minivllm.server.proxy import relay as relay_module
 from minivllm.server.proxy.pool import SLACK, Pool
@@ -31,7 +32,6 @@ from minivllm.server.proxy.proxy_app import build_proxy_app
 from minivllm.server.proxy.relay import Relay, RelaySettings
 from minivllm.server.run import Uvicorn, listen
 from minivllm.server.service.settings import ServerSettings
-from minivllm.server.wire.errors import ApiError
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
 LONG = "say:" + "one two three four five six seven " * 6

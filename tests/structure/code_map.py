@@ -47,6 +47,7 @@ ORDER = (
     "minivllm/metrics",
     "minivllm/profiling",
     "minivllm/cli",
+    "minivllm/simulation",
     "minivllm/bench",
 )
 """In the order in which a request passes them; folders inside a folder belong to it."""

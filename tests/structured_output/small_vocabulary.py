@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.config import CacheConfig, EngineConfig, SchedulerConfig
+from minivllm.config import EngineConfig
 from minivllm.sampling_params import StructuredOutputs
+from minivllm.simulation.executor import simulated_config
 from minivllm.structured_output.compiler import GrammarCompiler
 from minivllm.structured_output.grammar import ALL_TOKENS, Grammar
 from minivllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -19,18 +20,7 @@ WORDS = VOCAB_SIZE // 32
 
 
 def engine_config(directory: Path, tokenizer: str | None = None) -> EngineConfig:
-    return EngineConfig(
-        model="small",
-        model_path=str(directory),
-        load_format="auto",
-        dtype="float32",
-        device="cpu",
-        seed=0,
-        enforce_eager=True,
-        cache=CacheConfig(),
-        scheduler=SchedulerConfig(),
-        tokenizer=tokenizer,
-    )
+    return simulated_config(model="small", model_path=str(directory), load_format="auto", tokenizer=tokenizer)
 
 
 def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +19,8 @@ from minivllm.messages import LoRARequest
 from minivllm.model_facts.transformers_config import read_transformers_config
 from minivllm.models.transformers_model.model import TransformersModel
 from minivllm.models.transformers_weights.names import iterate_parameters
+from minivllm.simulation.ranks import communicators, virtual_llm
 from tests.executor.test_divided_models import PACKED, PROMPTS, answers, arguments, assert_divided, random_adapter
-from tests.executor.virtual_shards import ThreadCommunicator, virtual_llm
 from tests.transformers_models.families import save_model
 from tests.transformers_models.test_regions import checked, cut_model, step
 
@@ -87,7 +86,7 @@ def parts_of(
     directory: Path, size: int, load: bool, dtype: torch.dtype = torch.float32
 ) -> Callable[[int], TransformersModel]:
     """What makes the part of a worker, in a thread of its own."""
-    barrier, places = threading.Barrier(size), ([None] * size, [None] * size)
+    ranks = communicators(size)
     config = read_transformers_config(directory)
 
     def part(rank: int) -> TransformersModel:
@@ -97,7 +96,7 @@ def parts_of(
             attention_dtype=torch.float32,
             device=CPU,
             max_model_len=64,
-            communicator=ThreadCommunicator(rank, barrier, places) if size > 1 else None,
+            communicator=ranks[rank] if size > 1 else None,
         )
         if load:
             model.load_weights(iterate_parameters(directory, model.names, None))

@@ -10,8 +10,8 @@ import pytest
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
+from minivllm.simulation.ranks import virtual_llm
 from tests.executor.test_divided_models import PROMPTS, answers, arguments, random_adapter
-from tests.executor.virtual_shards import virtual_llm
 from tests.transformers_models.families import save_model
 from tests.transformers_models.test_divided import EXPERTS, UNEVEN, WHOLE_HEADS
 

@@ -11,7 +11,7 @@ Two requests with 8 blocks of 4 tokens, in groups of two, share their first grou
 >>> groups = group_keys(table, np.array([16, 10]), np.array([24, 18]), np.array([0, 0]), np.array([2, 1]), 2, 4)
 >>> groups.blocks.tolist()
 [[5, 2], [7, 1], [8, 9], [4, 3], [6, 0]]
->>> groups.places.tolist()
+>>> groups.group_of.tolist()
 [[0, 1, 2], [0, 3, 4]]
 >>> groups.shift.tolist()  # the third group begins at position 16 and in slot 16, that of blocks 4 and 3 at 8 and 24
 [0, -16]
@@ -33,11 +33,11 @@ MIN_GROUPS = 2
 
 class KeyGroups(NamedTuple):
     """blocks int32 [n, size]: physical blocks of each group; 0 behind the end of a request.
-    places int32 [rows, groups of a request]: which of them holds a row's group; 0 for those it does not read.
+    group_of int32 [rows, groups of a request]: which of them holds a row's group; 0 for those it does not read.
     shift int64 [rows]: the position of a key less its slot in the copy, in the groups that the row has to itself."""
 
     blocks: np.ndarray
-    places: np.ndarray
+    group_of: np.ndarray
     shift: np.ndarray
 
 
@@ -60,7 +60,7 @@ def group_keys(
     num_blocks = (ends - 1) // block_size + 1
     end = (num_blocks - 1) // size + 1
     group = np.arange(int(end.max()))
-    places = np.zeros((len(starts), len(group)), dtype=np.int32)
+    group_of = np.zeros((len(starts), len(group)), dtype=np.int32)
     index = np.arange(len(group) * size)
     known = np.where(index < num_blocks[:, None], table[:, np.minimum(index, table.shape[1] - 1)], 0)
     blocks = known.reshape(len(starts), -1, size)
@@ -69,12 +69,12 @@ def group_keys(
     shared = blocks[is_shared]
     if len(shared):
         found, which = np.unique(shared, axis=0, return_inverse=True)
-        places[is_shared] = len(copied[0]) + which.reshape(-1)
+        group_of[is_shared] = len(copied[0]) + which.reshape(-1)
         copied.append(found)
     count = sum(map(len, copied))
-    places[is_own] = count + np.arange(int(is_own.sum()))
+    group_of[is_own] = count + np.arange(int(is_own.sum()))
     begin = count + np.cumsum(end - own) - (end - own)
-    return KeyGroups(np.concatenate([*copied, blocks[is_own]]), places, (own - begin) * size * block_size)
+    return KeyGroups(np.concatenate([*copied, blocks[is_own]]), group_of, (own - begin) * size * block_size)
 
 
 def groups_of_step(
@@ -85,13 +85,13 @@ def groups_of_step(
     size: int,
     block_size: int,
     *,
-    by_place: bool,
+    by_position: bool,
 ) -> KeyGroups:
-    """``group_keys`` for rows of which some layers see so far. by_place: positions of keys matter even where they are
-    seen whole, so all of a row lies in order."""
+    """``group_keys`` for rows of which some layers see so far. by_position: positions of keys matter even where they
+    are seen whole, so all of a row lies in order."""
     keys = size * block_size
     first = np.min([first_seen(starts, reach) // keys for reach in reaches], axis=0)
-    shares = not by_place and all(reach.window is None and reach.chunk is None for reach in reaches)
+    shares = not by_position and all(reach.window is None and reach.chunk is None for reach in reaches)
     has_null = any(reach.has_sinks for reach in reaches)
     own = starts // keys if shares else first
     groups = group_keys(table, starts, ends, first, own, size, block_size, has_null=has_null)

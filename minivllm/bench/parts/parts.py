@@ -24,8 +24,8 @@ from minivllm.errors import ConfigError
 from minivllm.profiling.spans import listen
 
 if TYPE_CHECKING:
-    from minivllm.bench.parts.bounds import Machine
     from minivllm.frontend.llm_engine import LLMEngine
+    from minivllm.simulation.bounds import Machine
 
 
 @contextmanager
@@ -144,11 +144,11 @@ def roofline(
     """
     import torch
 
-    from minivllm.bench.parts import bounds
-    from minivllm.bench.parts.bounds import measure_machine
     from minivllm.device.policy import DevicePolicy
     from minivllm.engine.resolve import resolve_device
     from minivllm.frontend.llm_engine import LLMEngine
+    from minivllm.simulation import bounds
+    from minivllm.simulation.bounds import measure_machine
 
     if kernels:
         have_compiled_code_tell()

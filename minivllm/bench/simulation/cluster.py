@@ -19,6 +19,7 @@ from minivllm.messages import EngineOutput, EngineRequest, ModelRunnerOutput, Sc
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler.scheduler import Scheduler
+from minivllm.simulation.steps import made_up_output
 
 LOST = "EngineLostError: the engine that worked on the request died"
 NOBODY = "EngineDeadError: no engine was up"
@@ -68,7 +69,7 @@ class SimulatedEngine:
         blocks = FullAttentionManager(cluster.num_blocks, cluster.block_size)
         self.scheduler = Scheduler(cluster.scheduler, KVCacheManager([blocks], cluster.scheduler.max_model_len))
         self._step_time = cluster.step_time
-        self._running: tuple[SchedulerOutput, dict[str, list[int]]] | None = None
+        self._running: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -81,13 +82,11 @@ class SimulatedEngine:
     def start_step(self, busy: float) -> float:
         """Decide on a step; how long it takes [seconds]. busy: share of the other engines that have work."""
         step = self.scheduler.schedule()
-        sampled, num_decodes = {}, 0
-        for request_id, count in step.num_scheduled_tokens.items():
-            request = self.scheduler.requests[request_id]
-            num_decodes += count == 1 and request.num_output_tokens > 0
-            if request.num_computed_tokens == request.num_tokens:
-                sampled[request_id] = [request.num_tokens % 1009]
-        self._running = step, sampled
+        self._running = step, made_up_output(self.scheduler, step, lambda request: request.num_tokens % 1009)
+        num_decodes = sum(
+            count == 1 and self.scheduler.requests[request_id].num_output_tokens > 0
+            for request_id, count in step.num_scheduled_tokens.items()
+        )
         num_tokens = step.total_num_scheduled_tokens
         return self._step_time.seconds(num_tokens - num_decodes, num_decodes, busy) if num_tokens else 0.0
 
@@ -95,15 +94,16 @@ class SimulatedEngine:
         """End the running step. Returns its outputs."""
         if self._running is None:
             raise RuntimeError("No step is running.")
-        (step, sampled), self._running = self._running, None
-        return self.scheduler.update_from_output(step, ModelRunnerOutput(sampled_token_ids=sampled))
+        (step, output), self._running = self._running, None
+        return self.scheduler.update_from_output(step, output)
 
 
 class _Run:
     """One run, see ``run_cluster``. Events of one time happen in the order in which they were planned."""
 
     def __init__(self, cluster: Cluster, policy: RoutingPolicy, tasks: Sequence[Task]) -> None:
-        self._cluster, self._tasks = cluster, tasks
+        self._cluster = cluster
+        self._tasks = tasks
         num_tokens = (cluster.num_blocks - 1) * cluster.block_size
         self._router = Router(policy, cluster.num_engines, cluster.block_size, num_tokens)
         self._engines = [SimulatedEngine(cluster) for _ in range(cluster.num_engines)]

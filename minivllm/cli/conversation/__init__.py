@@ -1,5 +1,5 @@
 """A conversation and its slash commands, with an engine here or with a server.
 
-May import: bench.parts, cli.engine, cli.terminal, cli.trace, frontend, profiling, server.parsers.
+May import: cli.engine, cli.terminal, frontend, profiling, server.parsers, simulation.
 Door: `ChatSession` in chat_session.py.
 """

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from minivllm.cli.trace.command import TraceStep
 from minivllm.profiling.spans import listen
 
 if TYPE_CHECKING:
     from minivllm.cli.engine.engine_start import Generation
     from minivllm.frontend.llm_engine import LLMEngine
     from minivllm.messages import SchedulerOutput
+    from minivllm.simulation.steps import TraceStep
 
 CPU_PROBE_BYTES, GPU_PROBE_BYTES = 128 * 2**20, 2**30
 PROBE_CALLS = 3
@@ -46,6 +46,8 @@ class EngineInsight:
 
     def steps(self, generation: Generation) -> list[TraceStep]:
         """The scheduler's steps for the last answer, the only request of its time, as R1."""
+        from minivllm.simulation.steps import TraceStep
+
         left = generation.num_prompt_tokens - generation.num_cached_tokens
         known, steps = left, []
         for index, recorded in enumerate(self._recorded):
@@ -77,7 +79,7 @@ class EngineInsight:
         num_steps = sum(bool(step.decoding) for step in self.steps(generation)) if runner is not None else 0
         if runner is None or not seconds or num_steps == 0:
             return None
-        from minivllm.bench.parts import bounds
+        from minivllm.simulation import bounds
 
         decoder = runner.decoder
         if self._weight_bytes is None:
@@ -93,7 +95,7 @@ def _bandwidth(device: str) -> float:
     """Of reading memory [bytes/s], measured once per process in about a tenth of a second, after the first answer."""
     import torch
 
-    from minivllm.bench.parts.bounds import read_bandwidth
+    from minivllm.simulation.bounds import read_bandwidth
 
     with torch.inference_mode():
         on_gpu = torch.device(device).type == "cuda"

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import io
 import json
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from minivllm.messages import ModelRunnerOutput, SchedulerOutput
+    from minivllm.simulation.steps import TraceStep
 
 
 MOST_TOKENS = 10_000_000
@@ -41,38 +40,6 @@ _DECODE_COLOUR = "#f4a259"
 PREEMPTED_COLOUR = "#e5383b"
 LOADING_COLOUR = "#b8a1d9"
 STAGE_COLOUR = "#c9d6a3"
-
-
-@dataclass(frozen=True)
-class TraceStep:
-    """One decision of the scheduler. decoding: ids that computed only the token sampled just before. loading: ids that
-    wait for keys and values from another tier.
-
-    Of a pipeline it is a tick, in which every stage computes one step: stages are the numbers of these, None for a
-    bubble. A step is called by the tick in which the first stage computes it; finished are the requests that the last
-    stage ends in this tick.
-    """
-
-    step: int
-    num_scheduled_tokens: dict[str, int]
-    decoding: frozenset[str]
-    preempted: list[str]
-    finished: list[str]
-    loading: Sequence[str] = ()
-    stages: Sequence[int | None] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON line: "stages", "preempted", "loading" and "finished" only where there are any."""
-        line: dict[str, Any] = {"step": self.step, "num_scheduled_tokens": self.num_scheduled_tokens}
-        if self.stages:
-            line["stages"] = list(self.stages)
-        if self.preempted:
-            line["preempted"] = self.preempted
-        if self.loading:
-            line["loading"] = list(self.loading)
-        if self.finished:
-            line["finished"] = self.finished
-        return line
 
 
 def _numbers(help_text: str) -> Any:
@@ -178,13 +145,11 @@ def simulate(**workload: Any) -> Iterator[dict[str, Any]]:
 
 def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
     """Decisions of every step until all requests are done."""
-    from minivllm.cli.trace.simulated_tier import SimulatedTier
     from minivllm.kv_cache.group_manager import FullAttentionManager
     from minivllm.kv_cache.manager import KVCacheManager
-    from minivllm.messages import EngineRequest, ModelRunnerOutput
-    from minivllm.request import Request
-    from minivllm.sampling_params import SamplingParams
     from minivllm.scheduler.scheduler import Scheduler
+    from minivllm.simulation.steps import Arrival, scheduled_steps
+    from minivllm.simulation.tier import SimulatedTier
 
     config = SchedulerConfig(
         max_num_seqs=workload.max_num_seqs,
@@ -197,66 +162,13 @@ def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
     blocks = FullAttentionManager(workload.blocks(), workload.block_size)
     tier = SimulatedTier(workload.block_size, workload.load_steps) if workload.load_steps else None
     scheduler = Scheduler(config, KVCacheManager([blocks], config.max_model_len), connector=tier)
-    arrivals = workload.arrivals or [0] * len(workload.prompt_lens)
-    coming = sorted(range(len(arrivals)), key=lambda index: (arrivals[index], index), reverse=True)
-    caught_up: set[str] = set()
-    in_stages: deque[_InStages | None] = deque([None] * (workload.pp - 1))
-    step = 0
-    while coming or scheduler.has_unfinished_requests():
-        while coming and arrivals[coming[-1]] <= step:
-            index = coming.pop()
-            engine_request = EngineRequest(
-                request_id=f"R{index + 1}",
-                prompt_token_ids=[index + 1] * workload.prompt_lens[index],
-                sampling_params=SamplingParams(),
-                max_tokens=workload.max_tokens,
-                seed=0,
-                arrival_time=float(arrivals[index]),
-                priority=workload.priorities[index] if workload.priorities else 0,
-            )
-            scheduler.add_request(Request(engine_request))
-        if tier is not None:
-            tier.bring(scheduler, step)
-        output = scheduler.schedule()
-        caught_up.difference_update(output.preempted_request_ids)
-        decoding = frozenset(caught_up.intersection(output.num_scheduled_tokens))
-        complete = [
-            request_id
-            for request_id in output.num_scheduled_tokens
-            if scheduler.requests[request_id].num_computed_tokens == scheduler.requests[request_id].num_tokens
-        ]
-        caught_up.update(complete)
-        sampled = ModelRunnerOutput(sampled_token_ids={request_id: [0] for request_id in complete})
-        entering = _InStages(step, output, sampled)
-        results = []
-        if workload.pp > 1 and not output.num_scheduled_tokens:  # nobody computes that: a bubble enters
-            results = scheduler.update_from_output(output, sampled)
-            in_stages.append(None)
-        else:
-            in_stages.append(entering)
-        stages = [None if inside is None else inside.step for inside in reversed(in_stages)]
-        leaving = in_stages.popleft()
-        if leaving is not None:
-            results += scheduler.update_from_output(leaving.output, leaving.sampled)
-        finished = [result.request_id for result in results if result.finish_reason is not None]
-        yield TraceStep(
-            step,
-            output.num_scheduled_tokens,
-            decoding,
-            output.preempted_request_ids,
-            finished,
-            sorted(scheduler.loads.waiting),
-            stages if workload.pp > 1 else (),
-        )
-        step += 1
-
-
-class _InStages(NamedTuple):
-    """A step on its way through a pipeline, and what its last stage will have sampled."""
-
-    step: int
-    output: SchedulerOutput
-    sampled: ModelRunnerOutput
+    zeros = [0] * len(workload.prompt_lens)
+    requests = zip(workload.prompt_lens, workload.arrivals or zeros, workload.priorities or zeros)
+    arrivals = [
+        Arrival(f"R{number}", length, workload.max_tokens, step, priority)
+        for number, (length, step, priority) in enumerate(requests, 1)
+    ]
+    yield from scheduled_steps(scheduler, arrivals, workload.pp, tier)
 
 
 def has_colours(console: Console) -> bool:

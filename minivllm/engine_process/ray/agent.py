@@ -12,7 +12,7 @@ import msgspec
 
 from minivllm.engine.openmp import choose_wait_policy
 from minivllm.engine_process.ray.messages import NodeStart
-from minivllm.executor.wire.child_reports import ErrorInfo
+from minivllm.executor.records.child_reports import ErrorInfo
 
 
 def run_node(start: bytes) -> bytes:

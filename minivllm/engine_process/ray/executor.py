@@ -18,8 +18,9 @@ from minivllm.executor.local_workers import environment_of_children, python_modu
 from minivllm.executor.multiproc import MultiprocExecutor
 from minivllm.executor.nodes.head import HeadNode
 from minivllm.executor.nodes.messages import settings_of
-from minivllm.executor.wire.child_reports import Log, describe_exit
-from minivllm.executor.wire.records import Died
+from minivllm.executor.protocol import ExecutorContext
+from minivllm.executor.records.child_reports import Log, describe_exit
+from minivllm.executor.records.records import Died
 from minivllm.model_facts.facts import ModelFacts
 
 PLACER_COMMAND = python_module("minivllm.engine_process.ray.placer")
@@ -36,7 +37,8 @@ class Placement:
     """
 
     def __init__(self, args: EngineArgs, config: EngineConfig, command: Sequence[str] = PLACER_COMMAND) -> None:
-        self._args, self._secret = args, secrets.token_bytes(32)
+        self._args = args
+        self._secret = secrets.token_bytes(32)
         self._process, self._channel = start_process(command, FromPlacer, environment_of_children())
         try:
             self._channel.send(
@@ -113,17 +115,21 @@ class Placement:
 
 
 class RayExecutor(MultiprocExecutor):
-    """Has the nodes of its cluster run the workers. config: with the nodes. args: importable in other processes."""
+    """Has the nodes of its cluster run the workers. args: importable in other processes."""
 
     def __init__(self, args: EngineArgs, config: EngineConfig, facts: ModelFacts) -> None:
         placement = Placement(args, config)
         self._leave = weakref.finalize(self, placement.close)
         try:
-            self.config = placement.config
-            super().__init__(self.config, facts, nodes=placement.head())
+            super().__init__(placement.config, facts, nodes=placement.head())
         except BaseException:
             self._leave()
             raise
+
+    @classmethod
+    def start(cls, context: ExecutorContext) -> RayExecutor:
+        """See EXECUTORS."""
+        return cls(context.args, context.config, context.facts)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from minivllm.config import EngineArgs, NodesConfig
-from minivllm.executor.wire.child_reports import ErrorInfo, Log
-from minivllm.executor.wire.records import Died
+from minivllm.executor.records.child_reports import ErrorInfo, Log
+from minivllm.executor.records.records import Died
 
 
 class Place(msgspec.Struct, frozen=True, tag="place"):

@@ -20,8 +20,8 @@ import msgspec
 from minivllm.engine_process.ray.choice import choose_nodes, describe_busy, describe_small
 from minivllm.engine_process.ray.messages import Launch, Left, Place, Placed, ToPlacer
 from minivllm.errors import ConfigError
-from minivllm.executor.wire.child_reports import ErrorInfo, LogSender
-from minivllm.executor.wire.records import Channel, Died
+from minivllm.executor.records.child_reports import ErrorInfo, LogSender
+from minivllm.executor.records.records import Channel, Died
 from minivllm.executor.worker_process import begin
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from minivllm.engine.resolve import resolve
 from minivllm.engine_process.torchrun.executor import Rank, TorchrunExecutor
 from minivllm.engine_process.torchrun.records import Added, Done, Stepped, place_of
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError
-from minivllm.executor.wire.child_reports import ErrorInfo
+from minivllm.executor.records.child_reports import ErrorInfo
 from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
 Value = TypeVar("Value")
@@ -32,13 +32,14 @@ class TorchrunClient:
     def __init__(self, args: EngineArgs) -> None:
         self._number, size = place_of(args)
         self.config, facts = resolve(args.for_another_process())
-        self.model_vocab_size, self.eos_token_ids = facts.vocab_size, tuple(facts.eos_token_ids)
+        self.model_vocab_size = facts.vocab_size
+        self.eos_token_ids = tuple(facts.eos_token_ids)
         self._rank: Rank | None = Rank(self.config, facts, self._number, size)
         self._core: EngineCore | None = None
         self._together("start", lambda: self._load(facts))
 
     def _load(self, facts: Any) -> None:
-        self._core = EngineCore(self.config, TorchrunExecutor(self._live, facts))
+        self._core = EngineCore(self.config, TorchrunExecutor(self.config, self._live, facts))
 
     @property
     def _live(self) -> Rank:

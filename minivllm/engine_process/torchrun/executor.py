@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -15,9 +15,9 @@ from minivllm.distributed.other_workers import OtherWorkers
 from minivllm.engine_process.torchrun.records import FromFirst
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executor.multiproc import results_of
-from minivllm.executor.protocol import PendingOutput, check_arguments, start_workers
-from minivllm.executor.wire.child_reports import ErrorInfo
-from minivllm.executor.wire.records import Answer, Call, Masks, Step
+from minivllm.executor.protocol import FinishedStep, PendingOutput, check_arguments, start_workers
+from minivllm.executor.records.child_reports import ErrorInfo
+from minivllm.executor.records.records import Answer, Call, Masks, Step
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
@@ -93,21 +93,14 @@ class Rank:
         self.communicator.close()
 
 
-class _Ready(NamedTuple):
-    """A ``PendingOutput`` that is there."""
-
-    output: ModelRunnerOutput
-
-    def result(self) -> ModelRunnerOutput:
-        return self.output
-
-
 class TorchrunExecutor:
     """An ``Executor`` for the engine core of rank 0. Loads, sizes and warms up the workers of all ranks."""
 
-    def __init__(self, rank: Rank, facts: ModelFacts) -> None:
+    def __init__(self, config: EngineConfig, rank: Rank, facts: ModelFacts) -> None:
+        self.config = config
         self._rank = rank
-        self.vocab_size, self.transfers = facts.vocab_size, TransferInbox()
+        self.vocab_size = facts.vocab_size
+        self.transfers = TransferInbox()
         self.pids: Sequence[int] = [os.getpid()]
         self.kv_groups: Sequence[GroupSpec]
         self.block_bytes: Sequence[int]
@@ -117,7 +110,9 @@ class TorchrunExecutor:
         self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None
     ) -> PendingOutput:
         self._rank.tell(Step(step, token_masks is not None))
-        return _Ready(self._rank.step(step, None if token_masks is None else lambda: self._tell_masks(token_masks())))
+        return FinishedStep(
+            self._rank.step(step, None if token_masks is None else lambda: self._tell_masks(token_masks()))
+        )
 
     def _tell_masks(self, masks: TokenMasks) -> TokenMasks:
         self._rank.tell(Masks(masks))

@@ -9,8 +9,8 @@ import msgspec
 
 from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError
-from minivllm.executor.wire.child_reports import ErrorInfo
-from minivllm.executor.wire.records import Call, Masks, Step
+from minivllm.executor.records.child_reports import ErrorInfo
+from minivllm.executor.records.records import Call, Masks, Step
 from minivllm.messages import EngineOutput, EngineRequest
 
 

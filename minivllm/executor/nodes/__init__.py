@@ -1,5 +1,6 @@
 """The workers of several hosts behind one executor: the first node brings them every record, others run them.
 
-May import: compilation, config, distributed, executor, executor.ring, executor.wire, kv_transfer, kv_transfer.lookup.
+Annex: plugs in at EXECUTORS.
+May import: compilation, config, distributed, executor, executor.records, kv_transfer.
 Door: `HeadNode` in head.py, `NodeAgent` in agent.py.
 """

@@ -19,14 +19,14 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from minivllm.config import EngineConfig
+from minivllm.distributed.key_file import read_key
 from minivllm.distributed.secure_sockets import Network, SecureSockets, tcp_address
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.executor.local_workers import WORKER_COMMAND, LocalWorkers
 from minivllm.executor.nodes import messages
 from minivllm.executor.nodes.messages import Begin, Ended, Failed, Hello, Kill, Record, Refused, find_host
-from minivllm.executor.ring.broadcast_ring import PeerGone
-from minivllm.executor.wire.child_reports import ErrorInfo, describe_exit
-from minivllm.kv_transfer.lookup.gate import read_key
+from minivllm.executor.records.broadcast_ring import PeerGone
+from minivllm.executor.records.child_reports import ErrorInfo, describe_exit
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,9 @@ class NodeAgent:
     ) -> None:
         """Raises ConfigError for an address or a key that cannot be."""
         assert config.nodes is not None
-        self._config, self._command, self._node = config, command, config.nodes
+        self._config = config
+        self._command = command
+        self._node = config.nodes
         self._hello = Hello(config.nodes.node_rank, messages.versions(), dict(settings))
         self._host = find_host(config.nodes.master_addr)
         self._secret = secret or read_key(config.nodes.key_file)

@@ -22,15 +22,15 @@ from zmq.utils.monitor import recv_monitor_message
 
 from minivllm.compilation.package_builds import close_in_children, forget_descriptor
 from minivllm.config import EngineConfig
+from minivllm.distributed.key_file import read_key
 from minivllm.distributed.secure_sockets import Network, SecureSockets, tcp_address
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.executor.nodes import messages
 from minivllm.executor.nodes.messages import Begin, Ended, Failed, Hello, Kill, Record, Refused
-from minivllm.executor.ring.broadcast_ring import RingReader, RingWriter
-from minivllm.executor.wire import records
-from minivllm.executor.wire.child_reports import ErrorInfo
-from minivllm.executor.wire.records import Channel, Died
-from minivllm.kv_transfer.lookup.gate import read_key
+from minivllm.executor.records import records
+from minivllm.executor.records.broadcast_ring import RingReader, RingWriter
+from minivllm.executor.records.child_reports import ErrorInfo
+from minivllm.executor.records.records import Channel, Died
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,8 @@ class RemoteWorker:
     writing to have it killed."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._end, self._has_ended = end, threading.Event()
+        self._end = end
+        self._has_ended = threading.Event()
         self._status: int | None = None
 
     def poll(self) -> int | None:
@@ -111,7 +112,9 @@ class HeadNode:
         starter: NodeStarter | None = None,
     ) -> None:
         assert config.nodes is not None
-        self._config, self._node, self._settings = config, config.nodes, dict(settings)
+        self._config = config
+        self._node = config.nodes
+        self._settings = dict(settings)
         host, secret = messages.find_host(config.nodes.master_addr), secret or read_key(config.nodes.key_file)
         self.network = Network(host, secret)
         self._encode = msgspec.msgpack.Encoder().encode

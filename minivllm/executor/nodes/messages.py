@@ -12,7 +12,7 @@ import msgspec
 from minivllm import __version__
 from minivllm.config import EngineConfig
 from minivllm.errors import ConfigError
-from minivllm.executor.wire.child_reports import ErrorInfo
+from minivllm.executor.records.child_reports import ErrorInfo
 from minivllm.kv_transfer.fingerprint import fingerprint
 
 

@@ -25,7 +25,7 @@ from minivllm.kv_transfer.connector import (
 )
 from minivllm.kv_transfer.connectors.worker_side import ConnectorWorker, WorkerContext
 from minivllm.kv_transfer.inbox import KVConnectorOutput
-from minivllm.kv_transfer.remote_loads import Load
+from minivllm.kv_transfer.loads import Load
 from minivllm.messages import BlockIds, BlockTransfer, KVConnectorMetadata
 from minivllm.models.model import LayerCache, StateTensors
 from minivllm.request import Request
@@ -84,7 +84,8 @@ class MultiScheduler(KVConnectorScheduler):
     is_connected = True
 
     def __init__(self, context: TransferContext) -> None:
-        self._block_size, self._num_ranks = context.block_size, context.num_ranks
+        self._block_size = context.block_size
+        self._num_ranks = context.num_ranks
         self._sides = self._make_sides(context)
         self._found: list[tuple[int, int]] | None = None
         self._composed: dict[str, _Composed] = {}

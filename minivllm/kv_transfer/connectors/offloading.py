@@ -19,7 +19,7 @@ from minivllm.errors import ConfigError
 from minivllm.kv_cache.manager import FullBlock
 from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferContext, transfer_of
 from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, KVConnectorWorker, WorkerContext
-from minivllm.kv_transfer.remote_loads import Load
+from minivllm.kv_transfer.loads import Load
 from minivllm.messages import BlockTransfer
 from minivllm.models.model import LayerCache, StateTensors
 
@@ -33,7 +33,7 @@ class OffloadingOptions(msgspec.Struct, forbid_unknown_fields=True):
     cpu_bytes_to_use: int = DEFAULT_BYTES
 
 
-def num_places(context: TransferContext) -> tuple[int, int]:
+def num_slots(context: TransferContext) -> tuple[int, int]:
     """Blocks and states that the host memory holds. Raises ConfigError if there is no room for one."""
     num_bytes, size, state = int(context.options.cpu_bytes_to_use), context.block_bytes, context.state_bytes
     if not state and num_bytes < size:
@@ -49,45 +49,46 @@ def num_places(context: TransferContext) -> tuple[int, int]:
     return (num_bytes // 2 // size, num_bytes // 2 // state) if state else (num_bytes // size, 0)
 
 
-class _Places:
-    """Which block, or state, lies in which place; the least recently used one gives way."""
+class _HostSlots:
+    """Which block, or state, lies in which slot of host memory; the least recently used one gives way."""
 
     def __init__(self, count: int) -> None:
-        self.place_of: OrderedDict[bytes, int] = OrderedDict()
-        self._fresh, self._freed = iter(range(count)), list[int]()
+        self.slot_of: OrderedDict[bytes, int] = OrderedDict()
+        self._fresh = iter(range(count))
+        self._freed = list[int]()
 
     def take(self, key: bytes, loading: Container[bytes]) -> int | None:
-        """A place for what is not there; None if all others are being loaded."""
-        place = self._freed.pop() if self._freed else next(self._fresh, None)
-        if place is None:
-            oldest = next((other for other in self.place_of if other not in loading), None)
+        """A slot for what is not there; None if all others are being loaded."""
+        slot = self._freed.pop() if self._freed else next(self._fresh, None)
+        if slot is None:
+            oldest = next((other for other in self.slot_of if other not in loading), None)
             if oldest is None:
                 return None
-            place = self.place_of.pop(oldest)
-        self.place_of[key] = place
-        return place
+            slot = self.slot_of.pop(oldest)
+        self.slot_of[key] = slot
+        return slot
 
     def clear(self) -> None:
-        self._freed += self.place_of.values()
-        self.place_of.clear()
+        self._freed += self.slot_of.values()
+        self.slot_of.clear()
 
 
 class OffloadingScheduler(BlockStore):
-    """Knows the places of blocks and states. What is being loaded keeps its own."""
+    """Knows the slots of blocks and states. What is being loaded keeps its own."""
 
     def __init__(self, context: TransferContext) -> None:
         super().__init__(context)
-        self._blocks, self._states = map(_Places, num_places(context))
+        self._blocks, self._states = map(_HostSlots, num_slots(context))
         self._loading: Counter[bytes] = Counter()
 
     def _own(self, key: bytes) -> OrderedDict[bytes, int]:
-        """The places among which that of the key is, if it is there."""
-        return self._states.place_of if key in self._states.place_of else self._blocks.place_of
+        """The slots of blocks or of states, where the key has its own."""
+        return self._states.slot_of if key in self._states.slot_of else self._blocks.slot_of
 
     def holds(self, key: bytes) -> bool:
         return key in self._own(key)
 
-    def places(self, keys: Sequence[bytes]) -> list[int]:
+    def where(self, keys: Sequence[bytes]) -> list[int]:
         for key in reversed(keys):  # of one prompt the beginning is used most recently, so that it stays longest
             self._own(key).move_to_end(key)
         self._loading.update(keys)
@@ -99,9 +100,9 @@ class OffloadingScheduler(BlockStore):
             if self.holds(block.key):
                 self._own(block.key).move_to_end(block.key)
                 continue
-            place = (self._states if block.is_state else self._blocks).take(block.key, self._loading)
-            if place is not None:
-                saves.append(transfer_of(block, [place]))
+            slot = (self._states if block.is_state else self._blocks).take(block.key, self._loading)
+            if slot is not None:
+                saves.append(transfer_of(block, [slot]))
         return saves
 
     def update_connector_output(self, load: Load, num_valid_blocks: int) -> None:
@@ -117,7 +118,7 @@ class OffloadingScheduler(BlockStore):
 
 
 class OffloadingWorker(KVConnectorWorker):
-    """A piece of host memory for blocks, and one for states, cut into places; pinned where a GPU copies from and to
+    """A piece of host memory for blocks, and one for states, cut into slots; pinned where a GPU copies from and to
     it."""
 
     def __init__(self, context: WorkerContext) -> None:
@@ -129,7 +130,7 @@ class OffloadingWorker(KVConnectorWorker):
         super().register_kv_caches(caches)
         self._memory = {
             blocks: self._allocate(count, blocks.block_bytes)
-            for blocks, count in zip((self.blocks, self.states), num_places(self.context.transfer))
+            for blocks, count in zip((self.blocks, self.states), num_slots(self.context.transfer))
             if blocks is not None
         }
 
@@ -138,11 +139,11 @@ class OffloadingWorker(KVConnectorWorker):
             return torch.empty((count, size), dtype=torch.uint8, pin_memory=self.context.device.type == "cuda")
         return lazily_zeroed((count, size), torch.uint8)
 
-    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
-        return self._memory[blocks][place]
+    def load_block(self, key: bytes, source: int, blocks: CacheBlocks) -> Tensor | None:
+        return self._memory[blocks][source]
 
-    def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
-        return self._memory[blocks][place]
+    def save_block(self, key: bytes, target: int, blocks: CacheBlocks) -> Tensor | None:
+        return self._memory[blocks][target]
 
 
 class OffloadingConnector(KVConnector):

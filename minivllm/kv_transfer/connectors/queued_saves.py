@@ -35,7 +35,7 @@ class QueuedSaves(KVConnectorWorker):
         """Keep what a block holds, uint8 [blocks.block_bytes]. Called by the saves' thread. transfer: has the
         fingerprint of the weights that the block was computed with. Raises OSError."""
 
-    def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+    def save_block(self, key: bytes, target: int, blocks: CacheBlocks) -> Tensor | None:
         if not self._room.acquire(blocking=False):
             return None
         is_cuda = self.context.device.type == "cuda"

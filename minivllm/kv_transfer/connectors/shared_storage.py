@@ -31,7 +31,7 @@ from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferCont
 from minivllm.kv_transfer.connectors.directory_bound import DirectoryBound
 from minivllm.kv_transfer.connectors.queued_saves import QueuedSaves
 from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, WorkerContext
-from minivllm.kv_transfer.remote_loads import Load
+from minivllm.kv_transfer.loads import Load
 from minivllm.messages import BlockTransfer
 
 logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class SharedStorageWorker(QueuedSaves):
         self._use_folder()
         self._bad.clear()
 
-    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+    def load_block(self, key: bytes, source: int, blocks: CacheBlocks) -> Tensor | None:
         path = path_of(self._folder, key)
         try:
             return BlockFile(blocks).read(path, key)

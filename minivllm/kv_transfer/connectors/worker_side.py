@@ -146,13 +146,13 @@ class KVConnectorWorker(ConnectorWorker):
     # -- what a subclass says --------------------------------------------------------------------------------------
 
     @abstractmethod
-    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+    def load_block(self, key: bytes, source: int, blocks: CacheBlocks) -> Tensor | None:
         """What a block holds, uint8 [blocks.block_bytes] in host memory; None if it is missing or not what it should
-        be. Called by the loads' thread. place: what the scheduler's side said, or -1. blocks: ``self.blocks``, or
+        be. Called by the loads' thread. source: as the scheduler's side numbers it, or -1. blocks: ``self.blocks``, or
         ``self.states`` if the key names a state."""
 
     @abstractmethod
-    def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+    def save_block(self, key: bytes, target: int, blocks: CacheBlocks) -> Tensor | None:
         """Memory for a block that is saved, uint8 [blocks.block_bytes] on the host; None if it need not be."""
 
     def loaded(self, keys: Sequence[bytes]) -> None:
@@ -186,7 +186,7 @@ class KVConnectorWorker(ConnectorWorker):
         kept = []
         for save in saves:
             for index, key in enumerate(save.keys):
-                data = self.save_block(key, save.places[index] if save.places else -1, blocks)
+                data = self.save_block(key, save.where[index] if save.where else -1, blocks)
                 if data is not None:
                     blocks.read([own[index] for own in save.block_ids], data)
                     kept.append((key, data))
@@ -220,7 +220,7 @@ class KVConnectorWorker(ConnectorWorker):
                     blocks = self.states if is_state else self.blocks
                     if blocks is None:
                         break
-                    data = self.load_block(key, load.places[index] if load.places else -1, blocks)
+                    data = self.load_block(key, load.where[index] if load.where else -1, blocks)
                     if data is None or data.numel() != blocks.block_bytes:
                         break
                     blocks.write(block_ids, data)

@@ -1,5 +1,6 @@
 """Blocks go from one engine to another over sockets: pipes, a buffer of blocks that wait, and their connector.
 
-May import: config, kv_transfer, kv_transfer.connectors.
+Annex: plugs in at CONNECTORS.
+May import: config, distributed, kv_transfer, kv_transfer.connectors.
 Door: `LookupBufferConnector` in lookup_connector.py.
 """

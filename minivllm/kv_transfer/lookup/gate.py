@@ -6,18 +6,17 @@ import socket
 import ssl
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from minivllm.config import KVTransferConfig
+from minivllm.distributed.key_file import read_key
 from minivllm.errors import ConfigError
 from minivllm.kv_transfer.connector import TransferContext
 from minivllm.kv_transfer.lookup.handshake import Purpose, admit, greet, identity_of
 from minivllm.kv_transfer.lookup.pipe import Address, Pipe, accepted
 
-MIN_KEY_BYTES = 32
 HANDSHAKE_SECONDS = 5.0
 
 
@@ -108,21 +107,6 @@ def check(config: KVTransferConfig, options: LookupBufferOptions) -> None:
         raise ConfigError("tls_authority is given, so the address needs a tls_certificate and a tls_key too.")
     if any(not peer.path for peer in peers) and options.tls_certificate and client is None:
         raise ConfigError("tls_certificate is given, so the peers need a tls_authority too.")
-
-
-def read_key(path: str) -> bytes:
-    """The secret; empty without a path. Raises ConfigError."""
-    if not path:
-        return b""
-    try:
-        mode, key = Path(path).stat().st_mode, Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"key_file {path!r} cannot be read ({error.strerror}).") from None
-    if mode & 0o077:
-        raise ConfigError(f"key_file {path!r} can be read by other users: chmod 600 it.")
-    if len(key) < MIN_KEY_BYTES:
-        raise ConfigError(f"key_file {path!r} has {len(key)} bytes, but must have at least {MIN_KEY_BYTES}.")
-    return key
 
 
 def tls_contexts(options: LookupBufferOptions) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:

@@ -18,20 +18,20 @@ from torch import Tensor
 from minivllm.config import KVTransferConfig
 from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferContext
 from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, KVConnectorWorker, WorkerContext
+from minivllm.kv_transfer.loads import Load
 from minivllm.kv_transfer.lookup.catalogue import RETRY_SECONDS, Catalogue
 from minivllm.kv_transfer.lookup.gate import Gate, LookupBufferOptions, addresses_of, check, check_room
 from minivllm.kv_transfer.lookup.handshake import Purpose
 from minivllm.kv_transfer.lookup.lookup_buffer import LookupBuffer
 from minivllm.kv_transfer.lookup.lookup_server import LookupServer
 from minivllm.kv_transfer.lookup.pipe import DropSelect, Pipe
-from minivllm.kv_transfer.remote_loads import Load
 from minivllm.messages import BlockTransfer, KVConnectorMetadata
 
 logger = logging.getLogger(__name__)
 
 
 class LookupBufferScheduler(BlockStore):
-    """Knows from the producers' announcements what is to be had. A place is the number of a producer."""
+    """Knows from the producers' announcements what is to be had. A source is the number of a producer."""
 
     def __init__(self, context: TransferContext) -> None:
         super().__init__(context)
@@ -41,9 +41,9 @@ class LookupBufferScheduler(BlockStore):
     def holds(self, key: bytes) -> bool:
         return self._catalogue.find(key) is not None
 
-    def places(self, keys: Sequence[bytes]) -> list[int]:
+    def where(self, keys: Sequence[bytes]) -> list[int]:
         found = [self._catalogue.find(key) for key in keys]
-        return [-1 if place is None else place for place in found]
+        return [-1 if source is None else source for source in found]
 
     def update_connector_output(self, load: Load, num_valid_blocks: int) -> None:
         for key in self.failed(load, num_valid_blocks):
@@ -89,58 +89,58 @@ class LookupBufferWorker(KVConnectorWorker):
 
     def _load(self, load: BlockTransfer, wait: Callable[[], None]) -> None:
         self._deadline = self._deadlines.pop(load.transfer_id)
-        for place in dict.fromkeys(load.places):
-            self._ask(place, [key for key, at in zip(load.keys, load.places) if at == place])
+        for source in dict.fromkeys(load.where):
+            self._ask(source, [key for key, at in zip(load.keys, load.where) if at == source])
         super()._load(load, wait)
-        for place in list(+self._owed):
-            self._hang_up(place)  # what was asked for and is not wanted any longer
+        for source in list(+self._owed):
+            self._hang_up(source)  # what was asked for and is not wanted any longer
 
-    def _ask(self, place: int, keys: list[bytes]) -> None:
+    def _ask(self, source: int, keys: list[bytes]) -> None:
         """Ask a producer for blocks, with a connection if there is none. What fails shows when they are to be taken."""
-        if place < 0 or (place not in self._pipes and time.monotonic() < self._not_before.get(place, 0.0)):
+        if source < 0 or (source not in self._pipes and time.monotonic() < self._not_before.get(source, 0.0)):
             return
         try:
-            if place in self._pipes and not self._pipes[place].is_quiet:  # it has died since it was used last
-                self._hang_up(place)
-            if place not in self._pipes:
-                self._pipes[place] = self._gate.connect(self._peers[place], Purpose.BLOCKS, self._deadline)
-            self._pipes[place].send_message(DropSelect(keys), self._deadline)
-            self._owed[place] = len(keys)
+            if source in self._pipes and not self._pipes[source].is_quiet:  # it has died since it was used last
+                self._hang_up(source)
+            if source not in self._pipes:
+                self._pipes[source] = self._gate.connect(self._peers[source], Purpose.BLOCKS, self._deadline)
+            self._pipes[source].send_message(DropSelect(keys), self._deadline)
+            self._owed[source] = len(keys)
         except (OSError, ValueError) as error:
-            self._fail(place, error)
+            self._fail(source, error)
 
-    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
-        if not self._owed[place]:
+    def load_block(self, key: bytes, source: int, blocks: CacheBlocks) -> Tensor | None:
+        if not self._owed[source]:
             return None
         data = self._landing.get(blocks)
         if data is None or self.context.device.type == "cuda":  # which may still copy out of the one before
             data = self._landing[blocks] = self._make_room(blocks)
         try:
-            is_here = self._pipes[place].receive_tensor(key, data, self._deadline)
+            is_here = self._pipes[source].receive_tensor(key, data, self._deadline)
         except (OSError, ValueError) as error:
-            self._fail(place, error)
+            self._fail(source, error)
             return None
-        self._owed[place] = self._owed[place] - 1 if is_here else 0
+        self._owed[source] = self._owed[source] - 1 if is_here else 0
         return data if is_here else None
 
     def _make_room(self, blocks: CacheBlocks) -> Tensor:
         is_cuda = self.context.device.type == "cuda"
         return torch.empty(blocks.block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
 
-    def _fail(self, place: int, error: Exception) -> None:
-        logger.warning("Blocks from %s did not come: %s.", self._peers[place].text, error)
-        self._not_before[place] = time.monotonic() + RETRY_SECONDS
-        self._hang_up(place)
+    def _fail(self, source: int, error: Exception) -> None:
+        logger.warning("Blocks from %s did not come: %s.", self._peers[source].text, error)
+        self._not_before[source] = time.monotonic() + RETRY_SECONDS
+        self._hang_up(source)
 
-    def _hang_up(self, place: int) -> None:
-        self._owed[place] = 0
-        pipe = self._pipes.pop(place, None)
+    def _hang_up(self, source: int) -> None:
+        self._owed[source] = 0
+        pipe = self._pipes.pop(source, None)
         if pipe is not None:
             pipe.close()
 
     # -- a producer --------------------------------------------------------------------------------------------------
 
-    def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+    def save_block(self, key: bytes, target: int, blocks: CacheBlocks) -> Tensor | None:
         if self._buffer is None or self._buffer.holds(key):
             return None
         return self._make_room(blocks)
@@ -154,8 +154,8 @@ class LookupBufferWorker(KVConnectorWorker):
         if self._server is not None:
             self._server.close()
         super().shutdown()
-        for place in list(self._pipes):
-            self._hang_up(place)
+        for source in list(self._pipes):
+            self._hang_up(source)
 
 
 class LookupBufferConnector(KVConnector):

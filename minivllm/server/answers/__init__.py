@@ -1,4 +1,4 @@
 """Parts of answers: messages, constraints, logprobs, streams of events.
 
-May import: processing, server.parsers, server.protocol, server.wire, tokenizer.
+May import: processing, server.bodies, server.parsers, server.protocol, tokenizer.
 """

@@ -6,6 +6,7 @@ from typing import Any
 from minivllm.processing.outputs import CompletionOutput
 from minivllm.server.answers.chat_messages import text_for_custom_tool
 from minivllm.server.answers.ending import ending
+from minivllm.server.bodies.ids import new_id
 from minivllm.server.parsers.events import (
     CallArguments,
     CallBroken,
@@ -17,7 +18,6 @@ from minivllm.server.parsers.events import (
     Reasoning,
 )
 from minivllm.server.protocol import chat
-from minivllm.server.wire.ids import new_id
 
 
 class ChatAnswer:

@@ -5,9 +5,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from minivllm.server.bodies.errors import invalid, unsupported
+from minivllm.server.bodies.json_bounds import JsonBounds
 from minivllm.server.protocol import chat, responses
-from minivllm.server.wire.errors import invalid, unsupported
-from minivllm.server.wire.json_bounds import JsonBounds
 
 RESERVED_TEMPLATE_NAMES = {
     "messages",

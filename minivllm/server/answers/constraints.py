@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 from minivllm.sampling_params import StructuredOutputs, ToolCalls
+from minivllm.server.bodies.errors import invalid, unsupported
+from minivllm.server.bodies.fields import RequestFields
+from minivllm.server.bodies.formats import ResponseFormatJsonObject, ResponseFormatJsonSchema
 from minivllm.server.parsers.choose import CallsOrAnswer, NamedCallParser, NativeCalls
 from minivllm.server.parsers.events import Parser, PlainText
 from minivllm.server.parsers.tool_calls import CallForm, HermesParser
 from minivllm.server.protocol import chat
-from minivllm.server.wire.errors import invalid, unsupported
-from minivllm.server.wire.fields import RequestFields
-from minivllm.server.wire.formats import ResponseFormatJsonObject, ResponseFormatJsonSchema
 
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _DATA = frozenset({"const", "enum", "default", "examples"})

@@ -4,9 +4,9 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from minivllm.server.bodies.ids import new_id
 from minivllm.server.protocol import responses as protocol
 from minivllm.server.protocol.chat import Delta, TokenLogprob
-from minivllm.server.wire.ids import new_id
 
 Tell = Callable[..., None]
 """``tell(event type, **fields)``"""

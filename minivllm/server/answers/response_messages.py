@@ -5,10 +5,10 @@ from functools import cache
 from typing import Any
 
 from minivllm.server.answers.chat_messages import text_of
+from minivllm.server.bodies.errors import ApiError, unsupported
+from minivllm.server.bodies.fields import SamplingFields
+from minivllm.server.bodies.other_clients import is_strict
 from minivllm.server.protocol import responses as protocol
-from minivllm.server.wire.errors import ApiError, unsupported
-from minivllm.server.wire.fields import SamplingFields
-from minivllm.server.wire.other_clients import is_strict
 
 logger = logging.getLogger(__name__)
 

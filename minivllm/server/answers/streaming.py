@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from minivllm.server.wire.errors import ApiError, to_api_error
+from minivllm.server.bodies.errors import ApiError, to_api_error
 
 T = TypeVar("T")
 
@@ -76,7 +76,9 @@ class EventStream(Response):
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._first, self._frames, self._on_error = first, frames, on_error
+        self._first = first
+        self._frames = frames
+        self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

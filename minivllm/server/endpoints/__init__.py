@@ -1,4 +1,4 @@
 """One module per endpoint: a checked body comes in, an answer or a stream goes out.
 
-May import: frontend, processing, server.answers, server.protocol, server.service, server.wire.
+May import: frontend, processing, server.answers, server.bodies, server.protocol, server.service.
 """

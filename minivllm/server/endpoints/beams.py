@@ -8,9 +8,9 @@ from minivllm.processing.beam_search_params import BeamSearchParams
 from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.sampling_params import OutputKind, SamplingParams
+from minivllm.server.bodies.errors import unsupported
+from minivllm.server.bodies.fields import RequestFields, SamplingFields
 from minivllm.server.service.service import Service
-from minivllm.server.wire.errors import unsupported
-from minivllm.server.wire.fields import RequestFields, SamplingFields
 
 WITHOUT_EFFECT = {"temperature", "top_p", "top_k", "min_p", "seed"}
 """They choose among tokens at random, which a search does not."""

@@ -16,10 +16,10 @@ from minivllm.server.answers.chat_messages import (
 )
 from minivllm.server.answers.constraints import constraint, offered_tools
 from minivllm.server.answers.logprobs import TokenNames, chat_logprobs, token_logprobs
+from minivllm.server.bodies.errors import invalid, unsupported
 from minivllm.server.endpoints.completion_run import CompletionRun
 from minivllm.server.protocol import chat
 from minivllm.server.service.service import Service
-from minivllm.server.wire.errors import invalid, unsupported
 
 
 class ChatRun(CompletionRun):

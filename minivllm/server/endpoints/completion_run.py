@@ -11,13 +11,13 @@ from minivllm.processing.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import PoolingParams, SamplingParams
 from minivllm.server.answers.logprobs import prompt_logprobs
 from minivllm.server.answers.streaming import DONE, data_frame
+from minivllm.server.bodies.errors import ApiError, named_in, unsupported
+from minivllm.server.bodies.fields import RequestFields
+from minivllm.server.bodies.ids import new_id
 from minivllm.server.endpoints.beams import check_beams, search_beams
 from minivllm.server.protocol.completions import Usage
 from minivllm.server.protocol.completions import usage as count_usage
 from minivllm.server.service.service import Service
-from minivllm.server.wire.errors import ApiError, named_in, unsupported
-from minivllm.server.wire.fields import RequestFields
-from minivllm.server.wire.ids import new_id
 
 
 class CompletionRun(ABC):

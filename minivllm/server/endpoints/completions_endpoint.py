@@ -9,11 +9,11 @@ from minivllm.sampling_params import PoolingParams, StructuredOutputs
 from minivllm.server.answers.constraints import forced_answer
 from minivllm.server.answers.ending import ending
 from minivllm.server.answers.logprobs import TextOffsets, TokenNames, completion_logprobs
+from minivllm.server.bodies.errors import invalid, unsupported
+from minivllm.server.bodies.fields import as_prompt, prompt_list
 from minivllm.server.endpoints.completion_run import CompletionRun
 from minivllm.server.protocol import completions as protocol
 from minivllm.server.service.service import Service
-from minivllm.server.wire.errors import invalid, unsupported
-from minivllm.server.wire.fields import as_prompt, prompt_list
 
 DEFAULT_MAX_TOKENS = 16
 

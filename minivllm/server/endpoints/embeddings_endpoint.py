@@ -12,11 +12,11 @@ from minivllm.messages import LoRARequest
 from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import RequestOutput
 from minivllm.sampling_params import OutputKind, PoolingParams, SamplingParams
+from minivllm.server.bodies.errors import invalid, named_in, unsupported
+from minivllm.server.bodies.fields import as_prompt, prompt_list
+from minivllm.server.bodies.ids import new_id
 from minivllm.server.protocol import completions as protocol
 from minivllm.server.service.service import Service
-from minivllm.server.wire.errors import invalid, named_in, unsupported
-from minivllm.server.wire.fields import as_prompt, prompt_list
-from minivllm.server.wire.ids import new_id
 
 T = TypeVar("T")
 

@@ -1,10 +1,10 @@
 """Model cards, ``/tokenize`` and ``/detokenize``."""
 
 from minivllm.server.answers.chat_messages import template_messages, template_options
+from minivllm.server.bodies.errors import ApiError, invalid
 from minivllm.server.protocol import operation as protocol
 from minivllm.server.service.models import ServedModel
 from minivllm.server.service.service import Service
-from minivllm.server.wire.errors import ApiError, invalid
 
 SHOWN_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -19,8 +19,8 @@ from fastapi.responses import Response
 from typing_extensions import TypedDict
 
 from minivllm.messages import KVTransferStats, SchedulerStats
+from minivllm.server.bodies.errors import documented
 from minivllm.server.service.service import Service
-from minivllm.server.wire.errors import documented
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("page_code.js", "page_math.js", "page_markdown.js", "page_chats.js", "page_watch.js", "page.js")

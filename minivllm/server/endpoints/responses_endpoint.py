@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from minivllm.server.answers.response_items import ResponseItems
 from minivllm.server.answers.response_messages import FUNCTION_FIELDS, ChatForm
 from minivllm.server.answers.streaming import event_frame
+from minivllm.server.bodies.errors import ApiError, validation_error
+from minivllm.server.bodies.ids import new_id
 from minivllm.server.endpoints.chat_endpoint import ChatRun
 from minivllm.server.protocol import responses as protocol
 from minivllm.server.protocol.chat import ChatCompletionRequest
 from minivllm.server.service.service import Service
-from minivllm.server.wire.errors import ApiError, validation_error
-from minivllm.server.wire.ids import new_id
 
 
 class ResponseRun:

@@ -1,5 +1,5 @@
 """Limits of clients: sizes, counts, connections, places in the queue.
 
-May import: device, server.wire.
+May import: device, server.bodies.
 Door: `Admission` in admission.py.
 """

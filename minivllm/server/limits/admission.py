@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 
-from minivllm.server.wire.errors import ApiError, shutting_down
+from minivllm.server.bodies.errors import ApiError, shutting_down
 
 RATE_WINDOW = 10.0
 """Seconds over which finished requests are counted to guess when a place is free."""

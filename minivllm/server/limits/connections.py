@@ -19,7 +19,7 @@ import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from minivllm.server.wire.errors import ApiError, error_response
+from minivllm.server.bodies.errors import ApiError, error_response
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minivllm.server.wire.errors import ApiError, error_response
+from minivllm.server.bodies.errors import ApiError, error_response
 
 MAX_SHOWN_CHARACTERS = 100
 _LABEL = re.compile(r"[a-z0-9_-]+")

@@ -14,8 +14,8 @@ from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.device.freed_memory import return_freed_memory
-from minivllm.server.wire.errors import ApiError, error_response
-from minivllm.server.wire.json_bounds import JsonBounds, check_utf8
+from minivllm.server.bodies.errors import ApiError, error_response
+from minivllm.server.bodies.json_bounds import JsonBounds, check_utf8
 
 access_logger = logging.getLogger("minivllm.server.access")
 

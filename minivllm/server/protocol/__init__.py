@@ -1,4 +1,4 @@
 """The wire format: bodies that clients send (strict, nothing unknown) and the answers (typed dictionaries).
 
-May import: server.wire.
+May import: server.bodies.
 """

@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Discriminator, Field, StringConstraints, Tag
 from typing_extensions import TypedDict
 
-from minivllm.server.protocol.completions import PromptLogprob, Usage
-from minivllm.server.wire.body import Body, OrDefault
-from minivllm.server.wire.fields import (
+from minivllm.server.bodies.body import Body, OrDefault
+from minivllm.server.bodies.fields import (
     MAX_TOKEN_ID,
     Label,
     NeutralFields,
@@ -17,8 +16,9 @@ from minivllm.server.wire.fields import (
     ReasoningEffort,
     RequestFields,
 )
-from minivllm.server.wire.formats import FunctionName
-from minivllm.server.wire.other_clients import MESSAGE_LABELS, PART_LABELS
+from minivllm.server.bodies.formats import FunctionName
+from minivllm.server.bodies.other_clients import MESSAGE_LABELS, PART_LABELS
+from minivllm.server.protocol.completions import PromptLogprob, Usage
 
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 4096

@@ -6,8 +6,8 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from minivllm.sampling_params import MAX_LOGPROBS
-from minivllm.server.wire.body import OrDefault
-from minivllm.server.wire.fields import MAX_PROMPTS, MAX_TOKEN_ID, CallerFields, Prompts, RequestFields, Text
+from minivllm.server.bodies.body import OrDefault
+from minivllm.server.bodies.fields import MAX_PROMPTS, MAX_TOKEN_ID, CallerFields, Prompts, RequestFields, Text
 
 
 class PromptTokensDetails(TypedDict):

@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
+from minivllm.server.bodies.body import Body, OrDefault
+from minivllm.server.bodies.fields import TokenId
+from minivllm.server.bodies.other_clients import LABELS
 from minivllm.server.protocol.chat import MAX_MESSAGES, Message, TemplateFields
-from minivllm.server.wire.body import Body, OrDefault
-from minivllm.server.wire.fields import TokenId
-from minivllm.server.wire.other_clients import LABELS
 
 AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
 

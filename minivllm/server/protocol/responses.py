@@ -5,6 +5,19 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
+from minivllm.server.bodies.body import Body, OrDefault
+from minivllm.server.bodies.fields import (
+    MAX_TOKEN_ID,
+    CallerFields,
+    Label,
+    NeutralFields,
+    NeutralVerbosity,
+    Nothing,
+    ReasoningEffort,
+    SamplingFields,
+)
+from minivllm.server.bodies.formats import FunctionName, JsonSchemaFormat, ResponseFormatJsonObject, ResponseFormatText
+from minivllm.server.bodies.other_clients import PART_LABELS
 from minivllm.server.protocol.chat import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -17,19 +30,6 @@ from minivllm.server.protocol.chat import (
     TokenLogprob,
 )
 from minivllm.server.protocol.completions import PromptTokensDetails
-from minivllm.server.wire.body import Body, OrDefault
-from minivllm.server.wire.fields import (
-    MAX_TOKEN_ID,
-    CallerFields,
-    Label,
-    NeutralFields,
-    NeutralVerbosity,
-    Nothing,
-    ReasoningEffort,
-    SamplingFields,
-)
-from minivllm.server.wire.formats import FunctionName, JsonSchemaFormat, ResponseFormatJsonObject, ResponseFormatText
-from minivllm.server.wire.other_clients import PART_LABELS
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -21,8 +21,8 @@ import httpx
 
 from minivllm.device.cores import share_of_cores
 from minivllm.errors import ConfigError, EngineDeadError
-from minivllm.executor.wire.child_reports import describe_exit
-from minivllm.executor.wire.private_directories import PrivateDirectory
+from minivllm.executor.records.child_reports import describe_exit
+from minivllm.executor.records.private_directories import PrivateDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ class Child:
         num_sharing: int = 1,
         directory: str = "",
     ) -> None:
-        self.name, self.does_start = name, True
+        self.name = name
+        self.does_start = True
         # Bound and not listening, so that no other process is given the port before the server listens there.
         self._port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from minivllm.server.wire.errors import unsupported
+from minivllm.server.bodies.errors import unsupported
 
 PROMPT_FIELDS = {
     "/v1/chat/completions": ("messages", "tools"),

@@ -10,12 +10,12 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp
 
 from minivllm.server.answers.streaming import ClientLeft
+from minivllm.server.bodies.errors import install_error_handlers
+from minivllm.server.bodies.json_bounds import JsonBounds
 from minivllm.server.limits.hosts import KnownHosts
 from minivllm.server.limits.middleware import AccessLog, BodyLimit, RequireKey
 from minivllm.server.proxy.prompts import PROMPT_FIELDS
 from minivllm.server.proxy.relay import Relay, unreachable
-from minivllm.server.wire.errors import install_error_handlers
-from minivllm.server.wire.json_bounds import JsonBounds
 
 FORWARDED = {
     "GET": ("/v1/models", "/v1/models/{name:path}", "/version"),

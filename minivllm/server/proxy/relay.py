@@ -22,10 +22,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minivllm.server.answers.streaming import DONE, EventStream, data_frame, event_frame, while_connected
+from minivllm.server.bodies.errors import ApiError, error_response
 from minivllm.server.limits.middleware import LARGE_BODY_BYTES
 from minivllm.server.proxy.pool import Backend, Pool
 from minivllm.server.proxy.prompts import Prompt
-from minivllm.server.wire.errors import ApiError, error_response
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,8 @@ class Relay:
 
     def __init__(self, settings: RelaySettings) -> None:
         self._settings = settings
-        self.prefill, self.decode = Pool(settings.prefill), Pool(settings.decode)
+        self.prefill = Pool(settings.prefill)
+        self.decode = Pool(settings.decode)
         self.metrics = ProxyMetrics()
         self._extensions = {"trace": ConnectPlaces()}
         self._client = httpx.AsyncClient(

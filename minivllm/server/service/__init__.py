@@ -1,5 +1,5 @@
 """The service that all endpoints use: the engine, the served models, settings, prepared requests.
 
-May import: frontend, metrics, processing, server.limits, server.parsers, server.wire, tokenizer.
+May import: frontend, metrics, processing, server.bodies, server.limits, server.parsers, tokenizer.
 Door: `Service` in service.py.
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 from minivllm.errors import ConfigError, RequestError
 from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.messages import LoRARequest
-from minivllm.server.wire.errors import ApiError, invalid
+from minivllm.server.bodies.errors import ApiError, invalid
 
 MAX_ADAPTERS = 1024
 MAX_SHOWN_NAMES = 20

@@ -15,12 +15,12 @@ from minivllm.metrics.prometheus import RequestRecorder, ServerMetrics
 from minivllm.metrics.tracing import make_tracing
 from minivllm.processing.input_processor import PreparedRequest
 from minivllm.processing.outputs import RequestOutput
+from minivllm.server.bodies.errors import invalid, shutting_down, timed_out
 from minivllm.server.limits.admission import Admission, Ticket
 from minivllm.server.limits.middleware import LARGE_BODY_BYTES, body_bytes
 from minivllm.server.parsers.choose import choose_answer_format
 from minivllm.server.service.models import ServedModels
 from minivllm.server.service.settings import ServerSettings
-from minivllm.server.wire.errors import invalid, shutting_down, timed_out
 from minivllm.tokenizer.detokenizer import TokenDecoder
 
 logger = logging.getLogger(__name__)

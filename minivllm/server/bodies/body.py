@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
-from minivllm.server.wire.other_clients import is_ignored
+from minivllm.server.bodies.other_clients import is_ignored
 
 MAX_UNKNOWN_FIELDS = 8
 T = TypeVar("T")

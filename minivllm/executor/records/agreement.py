@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from minivllm.errors import EngineDeadError
-from minivllm.executor.ring.broadcast_ring import RingWriter
+from minivllm.executor.records.broadcast_ring import RingWriter
 
 
 def token_digest(sampled: Mapping[str, Sequence[int]]) -> int:
@@ -27,7 +27,9 @@ class Agreement:
     num_local: the first so many ranks leave their digests in the ring, the others send them."""
 
     def __init__(self, ring: RingWriter, num_ranks: int, output_rank: int, num_local: int) -> None:
-        self._ring, self._output_rank, self._num_local = ring, output_rank, num_local
+        self._ring = ring
+        self._output_rank = output_rank
+        self._num_local = num_local
         self._told: dict[tuple[int, int], int] = {}
         self._others = range(output_rank + 1, num_ranks)  # stages before the last one do not sample
         self._num_steps = 0

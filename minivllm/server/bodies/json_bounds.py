@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minivllm.server.wire.errors import ApiError
+from minivllm.server.bodies.errors import ApiError
 
 CHUNK_BYTES = 65536
 

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from minivllm.config import EngineArgs, EngineConfig
-from minivllm.distributed.lockstep import EnginePlace
-from minivllm.executor.wire.child_reports import ErrorInfo, Log
+from minivllm.distributed.lockstep import EngineSeat
+from minivllm.executor.records.child_reports import ErrorInfo, Log
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.messages import EngineOutput, EngineRequest
 
@@ -27,13 +27,13 @@ class MalformedFrame(Exception):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message, through a pipe. directory: of the sockets; identity: on ROUTER; place: see EnginePlace."""
+    """The first message, through a pipe. directory: of the sockets; identity: on ROUTER; seat: see EngineSeat."""
 
     args: EngineArgs
     directory: str
     identity: bytes
     log_level: int
-    place: EnginePlace | None = None
+    seat: EngineSeat | None = None
 
 
 # Frontend -> engine, ROUTER to DEALER.

@@ -20,15 +20,15 @@ import msgspec
 from torch import Tensor
 
 from minivllm.config import KVTransferConfig
+from minivllm.distributed.key_file import read_key
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.hashing import state_name
 from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferContext
 from minivllm.kv_transfer.connectors.queued_saves import QueuedSaves
 from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, WorkerContext
-from minivllm.kv_transfer.lmcache.client import BATCH, SEAL_BYTES, Client, Command, Names, received
-from minivllm.kv_transfer.lookup.gate import read_key
+from minivllm.kv_transfer.foreign.lmcache_client import BATCH, SEAL_BYTES, Client, Command, Names, received
+from minivllm.kv_transfer.loads import Load
 from minivllm.kv_transfer.lookup.pipe import Address
-from minivllm.kv_transfer.remote_loads import Load
 from minivllm.messages import BlockIds
 from minivllm.request import Request
 
@@ -193,7 +193,7 @@ class LMCacheWorker(QueuedSaves):
         super().new_weights(fingerprint)
         self._names = Names(self.context.transfer, self.context.transfer.rank)
 
-    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+    def load_block(self, key: bytes, source: int, blocks: CacheBlocks) -> Tensor | None:
         data = received(blocks.block_bytes, self.context.device.type == "cuda")
         try:
             if not self._loading.get(self._names.request(Command.GET, key), data):

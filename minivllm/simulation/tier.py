@@ -9,7 +9,7 @@ from minivllm.kv_cache.manager import FullBlock
 from minivllm.kv_cache.specs import one_group
 from minivllm.kv_transfer.connector import BlockStore, TransferContext
 from minivllm.kv_transfer.inbox import KVConnectorOutput
-from minivllm.kv_transfer.remote_loads import Load
+from minivllm.kv_transfer.loads import Load
 from minivllm.messages import KVConnectorMetadata
 from minivllm.request import Request
 from minivllm.scheduler.scheduler import Scheduler

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from minivllm.errors import ContextLengthError, EngineDeadError, EngineLostError, MinivllmError
 from minivllm.sampling_params import SamplingParams
-from minivllm.server.wire.other_clients import ADVICE
+from minivllm.server.bodies.other_clients import ADVICE
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ import msgspec
 
 from minivllm.config import EngineConfig
 from minivllm.distributed.link import StageLinks
-from minivllm.distributed.lockstep import EnginePlace
+from minivllm.distributed.lockstep import EngineSeat
 from minivllm.distributed.secure_sockets import Network
-from minivllm.executor.wire.child_reports import ErrorInfo, Log
+from minivllm.executor.records.child_reports import ErrorInfo, Log
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
@@ -35,7 +35,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 
     rank: its place among ``size`` workers. segment: the descriptors by which they share tensors (see
     ``open_segment``). rendezvous: instead of that, the descriptor of a file where they find one another through gloo.
-    links: to the workers of other stages. place: of its engine among those that share experts. shared: all descriptors
+    links: to the workers of other stages. seat: of its engine among those that share experts. shared: all descriptors
     of these. network: where there are other nodes.
     """
 
@@ -46,7 +46,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     segment: tuple[int, list[list[int]]] | None = None
     rendezvous: int | None = None
     links: StageLinks = StageLinks()
-    place: EnginePlace | None = None
+    seat: EngineSeat | None = None
     shared: list[int] = []
     network: Network | None = None
 
@@ -149,8 +149,10 @@ class Channel:
 
     def __init__(self, end: socket.socket, received: Any) -> None:
         """received: the type of what comes in."""
-        self._socket, self._decoder = end, msgspec.msgpack.Decoder(received)
-        self._lock, self._buffer = threading.Lock(), bytearray()
+        self._socket = end
+        self._decoder = msgspec.msgpack.Decoder(received)
+        self._lock = threading.Lock()
+        self._buffer = bytearray()
 
     def fileno(self) -> int:
         return self._socket.fileno()

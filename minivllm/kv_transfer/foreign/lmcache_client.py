@@ -18,8 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from minivllm.distributed.key_file import read_key
 from minivllm.kv_transfer.connector import TransferContext
-from minivllm.kv_transfer.lookup.gate import read_key
 from minivllm.kv_transfer.lookup.pipe import Address, Pipe
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,8 @@ class Client:
 
     def __init__(self, address: Address, timeout: float) -> None:
         """timeout: seconds that a call may take."""
-        self._address, self._timeout = address, timeout
+        self._address = address
+        self._timeout = timeout
         self._pipe: Pipe | None = None
         self._not_before = 0.0
         self._has_failed = False

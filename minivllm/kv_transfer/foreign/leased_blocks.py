@@ -29,12 +29,13 @@ class Lease:
 
 
 class LeasedBlocks:
-    """Any thread may call it. memory: uint8 [places, block_bytes]. seconds: of a lease."""
+    """Any thread may call it. memory: uint8 [slots, block_bytes]. seconds: of a lease."""
 
     def __init__(self, memory: Tensor, seconds: float) -> None:
-        self._memory, self._seconds = memory, seconds
+        self._memory = memory
+        self._seconds = seconds
         self._free = list(range(len(memory) - 1, -1, -1))
-        self._place_of: OrderedDict[bytes, int] = OrderedDict()
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()
         self._waits: dict[bytes, Callable[[], None]] = {}
         self._leases: dict[int, Lease] = {}
         self._num_leases: Counter[bytes] = Counter()
@@ -46,21 +47,21 @@ class LeasedBlocks:
         """Memory for a block that is about to be saved, uint8 [block_bytes]; None if it is here, or if all others are
         being read. The block that was used longest ago goes."""
         with self._lock:
-            if key in self._place_of:
-                self._place_of.move_to_end(key)
+            if key in self._slot_of:
+                self._slot_of.move_to_end(key)
                 return None
             self._end_leases()
             gone = []
             if not self._free:
-                gone = [old for old in self._place_of if old in self._waits and not self._num_leases[old]][:1]
+                gone = [old for old in self._slot_of if old in self._waits and not self._num_leases[old]][:1]
                 if not gone:
                     return None
                 del self._waits[gone[0]]
-                self._free.append(self._place_of.pop(gone[0]))
-            self._place_of[key] = self._free.pop()
+                self._free.append(self._slot_of.pop(gone[0]))
+            self._slot_of[key] = self._free.pop()
             for listener in self._listeners:
                 listener([], gone)
-            return self._memory[self._place_of[key]]
+            return self._memory[self._slot_of[key]]
 
     def publish(self, keys: Sequence[bytes], wait: Callable[[], None]) -> None:
         """These blocks hold what they should once ``wait`` has returned."""
@@ -82,8 +83,8 @@ class LeasedBlocks:
             self._leases[lease.number] = lease
             self._num_leases.update(found)
             for key in reversed(found):
-                self._place_of.move_to_end(key)
-            addresses = [self._memory[self._place_of[key]].data_ptr() for key in found]
+                self._slot_of.move_to_end(key)
+            addresses = [self._memory[self._slot_of[key]].data_ptr() for key in found]
             waits = {self._waits[key] for key in found}
         for wait in waits:
             wait()

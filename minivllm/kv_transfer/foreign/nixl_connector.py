@@ -24,12 +24,12 @@ from minivllm.config import KVTransferConfig
 from minivllm.errors import ConfigError
 from minivllm.kv_transfer.connector import KVConnector
 from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, KVConnectorWorker, WorkerContext
+from minivllm.kv_transfer.foreign.leased_blocks import LeasedBlocks
 from minivllm.kv_transfer.lookup.gate import Gate, LookupBufferOptions, addresses_of, check
 from minivllm.kv_transfer.lookup.handshake import Purpose
 from minivllm.kv_transfer.lookup.lookup_connector import LookupBufferScheduler
 from minivllm.kv_transfer.lookup.lookup_server import FOREVER, LookupServer
 from minivllm.kv_transfer.lookup.pipe import Address, Key, Pipe
-from minivllm.kv_transfer.nixl.leased_blocks import LeasedBlocks
 from minivllm.messages import BlockTransfer
 from minivllm.models.model import LayerCache, StateTensors
 
@@ -83,7 +83,8 @@ class LeaseServer(LookupServer):
     """A producer's end. Consumers take leases and come back; in between they read by themselves."""
 
     def __init__(self, address: Address, gate: Gate, blocks: LeasedBlocks, agent: bytes) -> None:
-        self._blocks, self._agent = blocks, agent
+        self._blocks = blocks
+        self._agent = agent
         super().__init__(address, gate, blocks)  # type: ignore[arg-type]  # which is only asked for its news
 
     def _answer(self, pipe: Pipe) -> None:
@@ -103,7 +104,8 @@ class _Producer:
     """A producer as one consumer knows it. name: of its NIXL agent."""
 
     def __init__(self, pipe: Pipe) -> None:
-        self.pipe, self.name = pipe, ""
+        self.pipe = pipe
+        self.name = ""
 
 
 class NixlWorker(KVConnectorWorker):
@@ -117,7 +119,8 @@ class NixlWorker(KVConnectorWorker):
         own, peers = addresses_of(transfer.config, self._options)
         self._own = None if own is None else own.beside(transfer.rank)
         self._peers = [peer.beside(transfer.rank) for peer in peers]
-        self._place_bytes, self._is_cuda = 0, context.device.type == "cuda"
+        self._slot_bytes = 0
+        self._is_cuda = context.device.type == "cuda"
         self._blocks: LeasedBlocks | None = None
         self._server: LeaseServer | None = None
         self._reader: Any = None
@@ -131,18 +134,18 @@ class NixlWorker(KVConnectorWorker):
     def register_kv_caches(self, caches: Sequence[LayerCache | StateTensors]) -> None:
         """The memory that others read is taken with the first caches, and stays while the engine sleeps."""
         super().register_kv_caches(caches)
-        if self._place_bytes or not caches:
+        if self._slot_bytes or not caches:
             return
-        self._place_bytes = max(one.block_bytes for one in (self.blocks, self.states) if one is not None)
+        self._slot_bytes = max(one.block_bytes for one in (self.blocks, self.states) if one is not None)
         if self._own is not None:
-            shape = (self._num_places(), self._place_bytes)
+            shape = (self._num_slots(), self._slot_bytes)
             memory = torch.zeros(shape, dtype=torch.uint8, pin_memory=self._is_cuda)
             self._agent = make_agent("producer", memory)
             self._blocks = LeasedBlocks(memory, self._options.lease_seconds)
             self._server = LeaseServer(self._own, self._gate, self._blocks, self._agent.get_agent_metadata())
 
-    def _num_places(self) -> int:
-        """The same on all workers, which share ``buffer_bytes``. A place holds a block or a state."""
+    def _num_slots(self) -> int:
+        """The same on all workers, which share ``buffer_bytes``. A slot holds a block or a state."""
         transfer = self.context.transfer
         size = max(transfer.block_bytes, transfer.state_bytes)
         if self._options.buffer_bytes < size:
@@ -155,41 +158,42 @@ class NixlWorker(KVConnectorWorker):
     # -- a consumer --------------------------------------------------------------------------------------------------
 
     def _load(self, load: BlockTransfer, wait: Callable[[], None]) -> None:
-        self._load_now, self._staged = load, {}
+        self._load_now = load
+        self._staged = {}
         self._deadline = time.monotonic() + self._options.timeout
         super()._load(load, wait)
 
-    def load_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
-        if key not in self._staged and place >= 0:
+    def load_block(self, key: bytes, source: int, blocks: CacheBlocks) -> Tensor | None:
+        if key not in self._staged and source >= 0:
             load, start = self._load_now, self._load_now.keys.index(key)
             keys = load.keys[start : start + STAGED_BLOCKS]
             same = [
-                load.places[index] == place and blocks.has([own[index] for own in load.block_ids])
+                load.where[index] == source and blocks.has([own[index] for own in load.block_ids])
                 for index in range(start, start + len(keys))
             ]
             self._staged = {}
             try:
-                self._fetch(place, keys[: [*same, False].index(False)], blocks.block_bytes)
+                self._fetch(source, keys[: [*same, False].index(False)], blocks.block_bytes)
             except (OSError, ValueError, RuntimeError) as error:  # NIXL's errors are RuntimeErrors
-                logger.warning("Blocks from %s did not come: %s.", self._peers[place].text, error)
-                self._hang_up(place)
+                logger.warning("Blocks from %s did not come: %s.", self._peers[source].text, error)
+                self._hang_up(source)
         data = self._staged.get(key)
         return None if data is None else data[: blocks.block_bytes]
 
-    def _fetch(self, place: int, keys: Sequence[bytes], size: int) -> None:
+    def _fetch(self, source: int, keys: Sequence[bytes], size: int) -> None:
         """Read blocks of one producer under a lease, ``size`` bytes of each. Raises OSError, ValueError, or what NIXL
         raises."""
         if self._stream is not None:
             self._stream.synchronize()  # what was staged before is on the device
         if self._staging is None:
-            shape = (STAGED_BLOCKS, self._place_bytes)
+            shape = (STAGED_BLOCKS, self._slot_bytes)
             self._staging = torch.zeros(shape, dtype=torch.uint8, pin_memory=self._is_cuda)
             for other in list(self._producers):
                 self._hang_up(other)
             self._reader = make_agent("consumer", self._staging)
-        if place not in self._producers:
-            self._producers[place] = _Producer(self._gate.connect(self._peers[place], Purpose.BLOCKS, self._deadline))
-        producer = self._producers[place]
+        if source not in self._producers:
+            self._producers[source] = _Producer(self._gate.connect(self._peers[source], Purpose.BLOCKS, self._deadline))
+        producer = self._producers[source]
         producer.pipe.send_message(TakeLease(list(keys)), self._deadline)
         leased = producer.pipe.receive_message(Leased, self._deadline)
         if len(leased.addresses) > len(keys):
@@ -224,8 +228,8 @@ class NixlWorker(KVConnectorWorker):
         if state != "DONE":
             raise ConnectionError(f"NIXL reports {state}")
 
-    def _hang_up(self, place: int) -> None:
-        producer = self._producers.pop(place, None)
+    def _hang_up(self, source: int) -> None:
+        producer = self._producers.pop(source, None)
         if producer is None:
             return
         producer.pipe.close()
@@ -235,7 +239,7 @@ class NixlWorker(KVConnectorWorker):
 
     # -- a producer --------------------------------------------------------------------------------------------------
 
-    def save_block(self, key: bytes, place: int, blocks: CacheBlocks) -> Tensor | None:
+    def save_block(self, key: bytes, target: int, blocks: CacheBlocks) -> Tensor | None:
         data = None if self._blocks is None else self._blocks.take(key)
         return None if data is None else data[: blocks.block_bytes]
 
@@ -247,8 +251,8 @@ class NixlWorker(KVConnectorWorker):
         if self._server is not None:
             self._server.close()
         super().shutdown()
-        for place in list(self._producers):
-            self._hang_up(place)
+        for source in list(self._producers):
+            self._hang_up(source)
 
 
 class NixlConnector(KVConnector):

@@ -21,11 +21,11 @@ from minivllm.sampling_params import (
     SamplingParams,
     StructuredOutputs,
 )
-from minivllm.server.wire.body import Body
-from minivllm.server.wire.errors import ApiError
-from minivllm.server.wire.formats import ResponseFormat
-from minivllm.server.wire.json_bounds import JsonBounds
-from minivllm.server.wire.other_clients import LABELS
+from minivllm.server.bodies.body import Body
+from minivllm.server.bodies.errors import ApiError
+from minivllm.server.bodies.formats import ResponseFormat
+from minivllm.server.bodies.json_bounds import JsonBounds
+from minivllm.server.bodies.other_clients import LABELS
 
 MAX_STOP_LENGTH = 1024
 MAX_LIST_LENGTH = 1024
