@@ -16,7 +16,7 @@ from __future__ import annotations
 from minivllm import LLM, SamplingParams
 from minivllm.config import SchedulerConfig
 from minivllm.kv_cache.group_manager import FullAttentionManager, SingleGroupManager
-from minivllm.kv_cache.hashing import hash_block
+from minivllm.kv_cache.blocks.hashing import hash_block
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.scheduler.scheduler import Scheduler
 from tutorials.lesson import Cell, Lesson
