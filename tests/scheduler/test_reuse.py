@@ -6,6 +6,7 @@ from collections import deque
 
 import pytest
 
+from minivllm.kv_cache.blocks.continuations import Continuations
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput
 from minivllm.request import Request
 from tests.scheduler.simulated_worker import make_engine_request, reference_generation
@@ -61,6 +62,21 @@ def test_with_nothing_in_common_nothing_is_copied_and_nobody_waits() -> None:
     assert list(step.num_scheduled_tokens.values()) == [100] * 8
     under_test.finish()
     assert under_test.worker.num_copies == 0 and under_test.scheduler.stats().prefix_cache_hit_tokens == 0
+
+
+def test_a_request_that_shares_nothing_is_noted_once_for_each_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in which no block becomes full do nothing for reuse."""
+    notes: list[int] = []
+    original = Continuations.put
+
+    def put(self: Continuations, parent: bytes, block_id: int, token_ids: list[int], **state: bool) -> list[int]:
+        notes.append(len(token_ids))
+        return original(self, parent, block_id, token_ids, **state)
+
+    monkeypatch.setattr(Continuations, "put", put)
+    under_test = engine()
+    assert computed(under_test, [distinct(100)], max_tokens=101) == 200
+    assert notes == [64, 36, 64, 64, 8], "the prompt's block and its end, two more blocks, and the end of the answer"
 
 
 def test_usage_and_counters_include_copied_tokens() -> None:

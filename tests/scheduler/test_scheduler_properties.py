@@ -404,6 +404,14 @@ def test_long_busy_lives_keep_every_invariant(seed: int) -> None:
     assert not life.scheduler.has_requests() and not life.worker.requests
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_ten_thousand_requests_leave_nothing_behind(seed: int) -> None:
+    """Every life ends with pools in which no block has a user; see teardown."""
+    life = busy_life(seed, num_actions=95_000)
+    assert len(life.given) >= 10_000 and life.scheduler.stats().prefix_cache_copied_tokens > 1000
+
+
 @given(
     prompts=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     arrivals=st.lists(st.integers(0, 12), min_size=12, max_size=12),

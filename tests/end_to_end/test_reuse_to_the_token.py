@@ -1,0 +1,171 @@
+"""Prefixes that are reused to the token give the tokens of prefixes that are reused by blocks, whatever else is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minivllm import LLM, SamplingParams
+from minivllm.messages import SchedulerStats
+from tests.end_to_end.test_chunked_attention import llama4
+from tests.executor.virtual_shards import virtual_llm
+from tests.lora.lora_adapters import random_adapter
+from tests.parity_reference import random_prompts, reference_tokens, run, tiny_settings, tokens_of
+from tests.spec_decode.eagle_heads import crafted_model, knowing_head
+
+TinyModel = Callable[..., Path]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True)
+SEVERAL = SamplingParams(temperature=1.0, seed=5, max_tokens=16, ignore_eos=True, n=4)
+BASE, *OTHERS = random_prompts((90, 9, 9, 9, 70), seed=3)
+BLOCK_SIZE = 32
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    """Answers to prompts that repeat earlier ones, go on with their answers, and part from them inside blocks."""
+    [answer] = tokens_of(run(llm, [BASE], GREEDY))
+    prompts = [BASE, BASE + answer + OTHERS[0], BASE[:75] + OTHERS[1], BASE[:45] + OTHERS[2], OTHERS[3]]
+    answers = tokens_of(run(llm, prompts, [GREEDY, GREEDY, SEEDED, GREEDY, GREEDY]))
+    [several] = run(llm, [BASE[:50] + OTHERS[1]], SEVERAL)
+    return [answer, *answers, *(list(one.token_ids) for one in several.outputs)]
+
+
+def settings(model: Path, **more: Any) -> dict[str, Any]:
+    return tiny_settings(model, **{"block_size": BLOCK_SIZE, "max_model_len": 160, **more})
+
+
+def answers_of(llm: LLM, rounds: int = 1) -> tuple[list[list[int]], SchedulerStats]:
+    """Of every round, and the counters at the end."""
+    with llm:
+        answers = [texts(llm) for _ in range(rounds)]
+        llm.llm_engine.client.call("check_integrity")
+        stats = llm.llm_engine.client.stats()
+        assert stats.kv_cache_usage == 0.0
+        assert all(others == answers[0] for others in answers), "the second time as the first time"
+        return answers[0], stats
+
+
+@lru_cache(maxsize=1)
+def by_blocks(model: Path) -> list[list[int]]:
+    """Answers of an engine that reuses whole blocks."""
+    answers, stats = answers_of(LLM(**settings(model, reuse_partial_blocks=False)))
+    assert stats.prefix_cache_hit_tokens > 0 == stats.prefix_cache_copied_tokens
+    return answers
+
+
+def assert_equal(model: Path, make: Callable[..., LLM] = LLM, rounds: int = 1, **more: Any) -> SchedulerStats:
+    """The answers are those with whole blocks; the engine's counters."""
+    answers, stats = answers_of(make(**settings(model, **more)), rounds)
+    assert answers == by_blocks(model)
+    assert stats.prefix_cache_copied_tokens > 0
+    return stats
+
+
+FEW: dict[str, Any] = {"num_gpu_blocks_override": 1 + 9, "max_num_seqs": 4}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "whole prompts": {},
+    "chunks": {"max_num_batched_tokens": 24},
+    "few blocks": FEW,
+    "async": {"async_scheduling": True},
+    "async, few blocks, chunks": FEW | {"async_scheduling": True, "max_num_batched_tokens": 24},
+    "n-grams": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "verification_cost": 0.0}},
+    "first layers": {
+        "speculative_config": {"method": "early_exit", "num_layers": 2, "verification_cost": 0.0},
+    },
+    "offloaded": {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}},
+    "offloaded, few blocks": FEW | {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}},
+    "plain blocks": {"attention_backend": "sdpa"},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tokens_are_those_of_transformers_and_of_whole_blocks(tiny_model: TinyModel, setting: str) -> None:
+    """Twice, so that blocks are lost, loaded and found again."""
+    model = tiny_model("llama")
+    stats = assert_equal(model, rounds=2, **SETTINGS[setting])
+    assert by_blocks(model)[0] == reference_tokens(model, [BASE], max_tokens=16)[0]
+    assert stats.prefix_cache_copied_tokens >= 25 + 9 + 11 + 13 or "few" in setting
+    assert "few" not in setting or stats.num_preemptions > 0
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2-window": {"num_hidden_layers": 4, "sliding_window": 40},
+    "mistral-window": {"sliding_window": 24},
+    "gemma3": {},
+    "deepseek-v2": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_and_latent_keys_are_copied(tiny_model: TinyModel, family: str) -> None:
+    assert_equal(tiny_model(family, **FAMILIES[family]))
+
+
+def test_chunks_are_copied(tmp_path: Path) -> None:
+    assert_equal(llama4(tmp_path, 40))
+
+
+def test_blocks_of_fewer_bits_are_copied(tiny_model: TinyModel) -> None:
+    model = tiny_model("llama")
+    answers, _ = answers_of(LLM(**settings(model, kv_cache_dtype="bfloat16")))
+    assert answers == answers_of(LLM(**settings(model, kv_cache_dtype="bfloat16", reuse_partial_blocks=False)))[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "async_scheduling": True},
+        {"pipeline_parallel_size": 2, "kv_transfer_config": {"kv_connector": "OffloadingConnector"}},
+    ],
+    ids=["two parts", "two stages", "two of each, async", "two stages, offloaded"],
+)
+def test_every_worker_copies_its_layers(tiny_model: TinyModel, layout: dict[str, Any]) -> None:
+    assert_equal(tiny_model("llama"), virtual_llm, **layout)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_draft_model_finds_its_keys_and_values_in_copied_blocks(tiny_model: TinyModel, parts: int) -> None:
+    """It is the target itself, so it errs only where its cache does not hold what it believes."""
+    model = tiny_model("llama")
+    config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3, "verification_cost": 0.0}
+    check_drafts(model, config, parts)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_eagle_head_finds_features_in_copied_blocks(tiny_model: TinyModel, tmp_path: Path, parts: int) -> None:
+    model = crafted_model(tmp_path / "model", tiny_model("mistral", sliding_window=2))
+    head = knowing_head(tmp_path / "eagle", "eagle", model)
+    config = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3, "verification_cost": 0.0}
+    check_drafts(model, config, parts)
+
+
+def check_drafts(model: Path, config: dict[str, Any], parts: int) -> None:
+    stats = assert_equal(model, virtual_llm, speculative_config=config, tensor_parallel_size=parts)
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+
+
+def test_adapters_and_tenants_share_nothing(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    adapters = [random_adapter(tmp_path / name, model, seed=seed) for seed, name in enumerate("ab")]
+    with LLM(**settings(model, enable_lora=True)) as llm:
+        for lora in (None, *adapters):
+            outputs = llm.generate([{"prompt_token_ids": BASE}], GREEDY, lora_request=lora, use_tqdm=False)
+            assert outputs[0].num_cached_tokens == 0
+        for salt in ("one", "two"):
+            outputs = llm.generate([{"prompt_token_ids": BASE, "cache_salt": salt}], GREEDY, use_tqdm=False)
+            assert outputs[0].num_cached_tokens == 0
+        again = llm.generate([{"prompt_token_ids": BASE, "cache_salt": "one"}], GREEDY, use_tqdm=False)
+        assert again[0].num_cached_tokens == len(BASE) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2-window"])
+def test_compiled_code_gives_equal_tokens(tiny_model: TinyModel, family: str) -> None:
+    model = tiny_model(family, **FAMILIES.get(family, {}))
+    assert_equal(model, enforce_eager=False, max_num_batched_tokens=64)
