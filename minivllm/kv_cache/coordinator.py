@@ -75,12 +75,17 @@ class KVCacheCoordinator:
             most = min(most, start + count)
             if most - start < group.pool.continuations.min_tokens:
                 return prefix
-            found.append(blocks)
+            found.append((blocks, count))
         whole, sources = [], []
-        for group, hits, blocks in zip(self.groups, prefix.blocks, found):
+        for group, hits, (blocks, num_found) in zip(self.groups, prefix.blocks, found):
             count, rest = divmod(most - start, group.block_size)
+            source = blocks[count] if rest else None
+            is_whole = count < num_found // group.block_size  # and another group has only the beginning of it
+            may_be_planned = with_planned or not is_whole or source is None
+            if not may_be_planned and group.pool.continuations.is_planned(blocks[count].block_id):
+                return prefix  # it can be shared in this step, but not copied
             whole.append(hits + blocks[:count])
-            sources.append(blocks[count] if rest else None)
+            sources.append(source)
         return Prefix(tuple(whole), most, tuple(sources))
 
     def num_blocks_to_admit(self, request_id: str, num_slots: int, num_tokens: int, prefix: Prefix) -> list[int]:

@@ -129,10 +129,8 @@ class SingleGroupManager(ABC):
         is_planned: see Continuations."""
         size, blocks = self.block_size, self.tables[request.request_id].blocks
         for first in range(start * size, num_tokens, size):
-            token_ids = request.all_token_ids[first : min(first + size, num_tokens)]
-            if len(token_ids) >= self.pool.continuations.min_tokens:
-                place = first // size
-                self.pool.keep_piece(self._parent(request, place), blocks[place], token_ids, is_planned=is_planned)
+            place, token_ids = first // size, request.all_token_ids[first : min(first + size, num_tokens)]
+            self.pool.keep_piece(self._parent(request, place), blocks[place], token_ids, is_planned=is_planned)
 
     def find_continuation(
         self, request: Request, num_cached: int, end: int, *, with_planned: bool = False

@@ -14,14 +14,14 @@ from minivllm.messages import SchedulerStats
 from tests.end_to_end.test_chunked_attention import llama4
 from tests.executor.virtual_shards import virtual_llm
 from tests.lora.lora_adapters import random_adapter
-from tests.parity_reference import random_prompts, reference_tokens, run, tiny_settings, tokens_of
+from tests.parity_reference import assert_pool_unused, random_prompts, reference_tokens, run, tiny_settings, tokens_of
 from tests.spec_decode.eagle_heads import crafted_model, knowing_head
 
 TinyModel = Callable[..., Path]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True)
 SEVERAL = SamplingParams(temperature=1.0, seed=5, max_tokens=16, ignore_eos=True, n=4)
-BASE, *OTHERS = random_prompts((90, 9, 9, 9, 70), seed=3)
+BASE, *OTHERS = random_prompts((80, 9, 9, 9, 70), vocab_size=90, seed=3)
 BLOCK_SIZE = 32
 
 
@@ -35,7 +35,7 @@ def texts(llm: LLM) -> list[list[int]]:
 
 
 def settings(model: Path, **more: Any) -> dict[str, Any]:
-    return tiny_settings(model, **{"block_size": BLOCK_SIZE, "max_model_len": 160, **more})
+    return tiny_settings(model, **{"block_size": BLOCK_SIZE, **more})
 
 
 def answers_of(llm: LLM, rounds: int = 1) -> tuple[list[list[int]], SchedulerStats]:
@@ -65,7 +65,7 @@ def assert_equal(model: Path, make: Callable[..., LLM] = LLM, rounds: int = 1, *
     return stats
 
 
-FEW: dict[str, Any] = {"num_gpu_blocks_override": 1 + 9, "max_num_seqs": 4}
+FEW: dict[str, Any] = {"num_gpu_blocks_override": 1 + 8, "max_num_seqs": 5}
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole prompts": {},
     "chunks": {"max_num_batched_tokens": 24},
@@ -88,8 +88,21 @@ def test_tokens_are_those_of_transformers_and_of_whole_blocks(tiny_model: TinyMo
     model = tiny_model("llama")
     stats = assert_equal(model, rounds=2, **SETTINGS[setting])
     assert by_blocks(model)[0] == reference_tokens(model, [BASE], max_tokens=16)[0]
-    assert stats.prefix_cache_copied_tokens >= 25 + 9 + 11 + 13 or "few" in setting
-    assert "few" not in setting or stats.num_preemptions > 0
+    assert stats.prefix_cache_copied_tokens >= 15 + 31 + 11 + 13 or "few" in setting
+
+
+@pytest.mark.parametrize("more", [{}, {"async_scheduling": True}], ids=["in turn", "async"])
+def test_preempted_requests_come_back_with_copies(tiny_model: TinyModel, more: dict[str, Any]) -> None:
+    """Four prompts with 40 tokens in common, whose answers need a block more than there are."""
+    model = tiny_model("llama")
+    prompts = [BASE[:40] + OTHERS[3][start : start + 20] for start in range(0, 48, 12)]
+    expected = reference_tokens(model, prompts, max_tokens=16)
+    with LLM(**settings(model, **more, num_gpu_blocks_override=1 + 8)) as llm:
+        for _ in range(3):
+            assert tokens_of(run(llm, prompts, GREEDY)) == expected
+        stats = llm.llm_engine.client.stats()
+        assert stats.num_preemptions > 0 < stats.prefix_cache_copied_tokens
+        assert_pool_unused(llm)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

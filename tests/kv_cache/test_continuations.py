@@ -278,6 +278,21 @@ def test_groups_with_smaller_blocks_share_whole_ones_first() -> None:
     ], "in the group of the window, 96 tokens end with a block"
 
 
+def test_a_whole_block_of_the_planned_step_is_shared_but_not_copied() -> None:
+    """The first group has 3 tokens in common since an earlier step, the second one 4 in this one."""
+    manager = KVCacheManager([FullAttentionManager(80, 6), FullAttentionManager(80, 4)], 100, min_copied_tokens=1)
+    admit(manager, make_request("a", [1, 2, 3]))
+    second = make_request("b", [1, 2, 3, 4, 5])
+    manager.pools[1].forget(manager.pools[1].blocks[manager.get_block_ids("a")[1][0]])
+    hits, _ = manager.get_computed_blocks(second)
+    assert manager.allocate_slots(second, 5, 0, hits) is not None
+    third = make_request("c", [1, 2, 3, 4, 9])
+    hits, _ = manager.get_computed_blocks(third)
+    assert manager.continue_prefix(third, hits, 0).num_tokens == 0
+    manager.settle()
+    assert manager.continue_prefix(third, hits, 0).num_tokens == 4
+
+
 def test_one_of_eight_blocks_holds_the_end_of_a_text_and_what_is_forgotten_is_reused_first() -> None:
     manager = full(1 + 16, 16)
     pool = manager.pools[0]

@@ -408,7 +408,7 @@ def test_long_busy_lives_keep_every_invariant(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_ten_thousand_requests_leave_nothing_behind(seed: int) -> None:
     """Every life ends with pools in which no block has a user; see teardown."""
-    life = busy_life(seed, num_actions=95_000)
+    life = busy_life(seed, num_actions=150_000)
     assert len(life.given) >= 10_000 and life.scheduler.stats().prefix_cache_copied_tokens > 1000
 
 

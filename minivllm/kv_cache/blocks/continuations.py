@@ -46,7 +46,7 @@ class Continuations:
         self._pieces: dict[bytes, dict[int, Piece]] = {}
         self._parents: dict[int, bytes] = {}
         self._tails: dict[int, None] = {}
-        self._planned: list[int] = []
+        self._planned: dict[int, None] = {}
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._parents
@@ -60,14 +60,23 @@ class Continuations:
         """Whether the step that is being planned adds tokens."""
         return bool(self._planned)
 
+    def is_planned(self, block_id: int) -> bool:
+        """Whether the step that is being planned computes tokens of this block: others may read them in the same step,
+        but a copy would come too early."""
+        return block_id in self._planned
+
     def put(
         self, parent: bytes, block_id: int, token_ids: Sequence[int], *, is_tail: bool, is_planned: bool
     ) -> list[int]:
         """A block holds these tokens, or the block that had a piece holds more.
 
         parent: name of the block before it. is_planned: the step that is being planned computes them, so they count
-        from ``settle`` on. A block that adds nothing to another one gets no piece.
+        from ``settle`` on. A block that adds nothing to another one gets no piece, nor one with too few tokens.
         """
+        if is_planned:
+            self._planned[block_id] = None
+        if len(token_ids) < self.min_tokens:
+            return []
         tokens = array("i", token_ids)
         pieces = self._pieces.setdefault(parent, {})
         piece = pieces.pop(block_id, None)
@@ -90,10 +99,7 @@ class Continuations:
             lost.append(next(iter(self._tails)))
         for oldest in lost:
             self.forget(oldest)
-        if is_planned:
-            self._planned.append(block_id)
-            return lost
-        return lost + self._settle(block_id)
+        return lost if is_planned else lost + self._settle(block_id)
 
     def settle(self) -> list[int]:
         """The planned step is sent: what it computes may be copied by the next one."""
