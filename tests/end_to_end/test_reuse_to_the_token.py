@@ -8,14 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from minivllm import LLM, SamplingParams
-from minivllm.messages import SchedulerStats
+from minivllm.batch.step_inputs import Row
+from minivllm.messages import BlockCopy, SchedulerStats
 from tests.end_to_end.test_chunked_attention import llama4
 from tests.executor.virtual_shards import virtual_llm
 from tests.lora.lora_adapters import random_adapter
-from tests.parity_reference import assert_pool_unused, random_prompts, reference_tokens, run, tiny_settings, tokens_of
-from tests.spec_decode.eagle_heads import crafted_model, knowing_head
+from tests.parity_reference import (
+    assert_pool_unused,
+    random_prompts,
+    reference_tokens,
+    run,
+    runner_of,
+    tiny_settings,
+    tokens_of,
+)
+from tests.spec_decode.drafting_cases import always_drafts
+from tests.spec_decode.eagle_heads import crafted_model, knowing_head, random_head
+from tests.spec_decode.scripted_drafter import speculation_of
 
 TinyModel = Callable[..., Path]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -156,6 +168,42 @@ def test_an_eagle_head_finds_features_in_copied_blocks(tiny_model: TinyModel, tm
     head = knowing_head(tmp_path / "eagle", "eagle", model)
     config = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3, "verification_cost": 0.0}
     check_drafts(model, config, parts)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_drafters_compute_no_token_of_a_copy_again(tiny_model: TinyModel, tmp_path: Path, method: str) -> None:
+    """What they know of the places in a block is copied with it."""
+    model = tiny_model("llama")
+    guesser = model if method == "draft_model" else random_head(tmp_path / "head", "eagle")
+    config = {"method": method, "model": str(guesser), "num_speculative_tokens": 3, "verification_cost": 0.0}
+    with LLM(**settings(model, speculative_config=config)) as llm:
+        drafter: Any = speculation_of(always_drafts(llm)).drafter
+        run(llm, [BASE], GREEDY)
+        starts: list[int] = []
+        compute = drafter._compute
+
+        def recorded(rows: list[Row]) -> Any:
+            starts.extend(row.start for row in rows)
+            return compute(rows)
+
+        drafter._compute = recorded
+        run(llm, [BASE], GREEDY)
+        assert starts and min(starts) >= len(BASE) - 2
+
+
+def test_features_are_copied_with_the_tokens_that_they_are_of(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """A head reads that of the last token again, whose successor is another one now."""
+    model, head = tiny_model("llama"), random_head(tmp_path / "head", "eagle")
+    config = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3, "verification_cost": 0.0}
+    with LLM(**settings(model, speculative_config=config)) as llm:
+        runner, copies, features = runner_of(llm), list[BlockCopy](), speculation_of(llm).drafter._features
+        run(llm, [BASE], GREEDY)
+        copy_blocks = runner.copy_blocks
+        runner.copy_blocks = lambda given: (copies.extend(given), copy_blocks(given))
+        run(llm, [BASE[:75] + OTHERS[1]], GREEDY)
+        [copy] = copies
+        assert features[copy.source, :11].any()
+        assert torch.equal(features[copy.target, :11], features[copy.source, :11])
 
 
 def check_drafts(model: Path, config: dict[str, Any], parts: int) -> None:

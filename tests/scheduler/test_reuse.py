@@ -89,6 +89,15 @@ def test_usage_and_counters_include_copied_tokens() -> None:
     assert (stats.prefix_cache_hit_tokens, stats.prefix_cache_copied_tokens) == (99, 35)
 
 
+def test_a_prompt_that_ends_in_a_later_chunk_of_its_block_can_be_copied() -> None:
+    under_test = engine(max_num_batched_tokens=40)
+    under_test.add("R0", distinct(90), 20)
+    for count in (40, 40, 10, 1):
+        assert under_test.step()[0].num_scheduled_tokens == {"R0": count}
+    under_test.add("R1", distinct(90), 20)
+    assert under_test.step()[0].num_scheduled_tokens == {"R0": 1, "R1": 1}
+
+
 def test_siblings_wait_for_at_least_32_tokens_and_once() -> None:
     under_test = engine()
     for number, length in enumerate((32, 32)):

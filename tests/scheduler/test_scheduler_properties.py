@@ -405,11 +405,15 @@ def test_long_busy_lives_keep_every_invariant(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_ten_thousand_requests_leave_nothing_behind(seed: int) -> None:
-    """Every life ends with pools in which no block has a user; see teardown."""
-    life = busy_life(seed, num_actions=150_000)
-    assert len(life.given) >= 10_000 and life.scheduler.stats().prefix_cache_copied_tokens > 1000
+def test_ten_thousand_requests_leave_nothing_behind() -> None:
+    """In lives of many kinds, each of which ends with pools in which no block has a user; see teardown."""
+    num_requests, num_copied, seed = 0, 0, 2000
+    while num_requests < 10_000:
+        life = busy_life(seed, num_actions=2000)
+        num_requests += len(life.given)
+        num_copied += life.scheduler.stats().prefix_cache_copied_tokens
+        seed += 1
+    assert num_copied > 1000
 
 
 @given(
