@@ -144,10 +144,19 @@ class Request:
 
     @property
     def skips_prefix_cache(self) -> bool:
-        """Prompt logprobs and means need every prompt position computed, so cached blocks are not read."""
-        pooling = self.engine_request.pooling
+        """Means and prompt logprobs from the start need every prompt position computed: cached blocks are not read."""
+        pooling, params = self.engine_request.pooling, self.sampling_params
         is_mean = pooling is not None and pooling.pooling == "mean"
-        return is_mean or self.sampling_params.prompt_logprobs is not None
+        return is_mean or (params.prompt_logprobs is not None and params.prompt_logprobs_start <= 1)
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Known tokens that may come from the prefix cache: one must run to give logits, and so must the one before the
+        first prompt logprobs."""
+        if self.skips_prefix_cache:
+            return 0
+        params, longest = self.sampling_params, len(self.all_token_ids) - 1
+        return longest if params.prompt_logprobs is None else min(longest, params.prompt_logprobs_start - 1)
 
     def append_output_token(self, token_id: int) -> None:
         self.all_token_ids.append(token_id)

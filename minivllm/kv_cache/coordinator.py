@@ -68,7 +68,7 @@ class KVCacheCoordinator:
         Groups with smaller blocks share whole ones first. with_planned: see Continuations.best.
         """
         start = prefix.num_tokens
-        end = most = min(request.num_tokens - 1, start + self.alignment - 1)
+        end = most = min(request.num_reusable_tokens, start + self.alignment - 1)
         found = []
         for group in self.groups:
             blocks, count = group.find_continuation(request, start, end, with_planned=with_planned)

@@ -126,12 +126,12 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> tuple[BlocksPerGroup, int]:
         """The longest cached prefix of a waiting request: (blocks per group, tokens in them). Changes no block.
 
-        Whole blocks only, and at most ``num_tokens - 1`` tokens: one token must run to give logits.
+        Whole blocks only, of the tokens that may be reused.
         """
         if not self.enable_prefix_caching or request.skips_prefix_cache:
             return self._no_blocks, 0
         extend_block_hashes(request, self.hash_block_size)
-        hashes, longest = request.block_hashes, request.num_tokens - 1
+        hashes, longest = request.block_hashes, request.num_reusable_tokens
         hits, num_tokens = self._coordinator.find_longest_cache_hit(hashes, longest)
         if self._states:
             request.branch_point = self._coordinator.find_longest_cache_hit(hashes, longest, self._attending)[1]

@@ -512,8 +512,9 @@ class Scheduler:
         prompt_logprob_starts: dict[str, int] = {}
         for request, num_tokens in zip(plan.requests, plan.num_scheduled_tokens.values()):
             num_computed = request.num_computed_tokens
-            if num_computed < request.num_prompt_tokens and request.sampling_params.prompt_logprobs is not None:
-                prompt_logprob_starts[request.request_id] = num_computed
+            params = request.sampling_params
+            if num_computed < request.num_prompt_tokens and params.prompt_logprobs is not None:
+                prompt_logprob_starts[request.request_id] = max(num_computed, params.prompt_logprobs_start - 1)
             request.num_computed_tokens = num_computed = num_computed + num_tokens
             if request.draft_token_ids:
                 request.draft_token_ids = []

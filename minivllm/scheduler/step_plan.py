@@ -59,8 +59,8 @@ class InFlightStep:
     """A step that was sent and whose results have not come yet.
 
     requests: in the order of ``output.num_scheduled_tokens``. unfinished_prompts: ids for which no token is sampled,
-    because known tokens remain to be computed. prompt_logprob_starts: first position of the step, for requests that
-    want prompt logprobs.
+    because known tokens remain to be computed. prompt_logprob_starts: position before the first prompt
+    logprobs of the step, for requests that want some.
     """
 
     output: SchedulerOutput

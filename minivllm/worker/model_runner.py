@@ -254,9 +254,10 @@ class ModelRunner:
             prompt = row.request.data.prompt_token_ids
             # The logits at position p are about the token at p + 1, which the prompt must still hold.
             count = min(row.count, len(prompt) - 1 - row.start)
-            if k is not None and count > 0:
+            first = max(0, row.request.data.sampling_params.prompt_logprobs_start - 1 - row.start)
+            if k is not None and count > first:
                 entries: list[PositionLogprobs] = []
-                for begin in range(0, count, PROMPT_LOGPROB_ROWS):
+                for begin in range(first, count, PROMPT_LOGPROB_ROWS):
                     end = min(begin + PROMPT_LOGPROB_ROWS, count)
                     tokens = np.arange(first_token + begin, first_token + end, dtype=np.int32)
                     targets = torch.tensor(

@@ -134,7 +134,7 @@ def test_a_conversation_finds_its_blocks_and_round_robin_does_not() -> None:
             return (await llm.stats()).prefix_cache_hit_tokens
 
     async def test() -> None:
-        # Turn t finds the turn before, its prompt and all but the last token of its answer, but for an end of few tokens.
+        # Turn t finds the prompt of the turn before and all but the last token of its answer, but for a short end.
         ends = [100 + 21 * turn - 1 - 1 for turn in (1, 2, 3)]
         found = sum(end if end % 16 >= MIN_COPIED_TOKENS else end // 16 * 16 for end in ends)
         assert await hits(PrefixAffinity()) == 3 * found

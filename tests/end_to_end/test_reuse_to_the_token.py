@@ -225,6 +225,28 @@ def test_adapters_and_tenants_share_nothing(tiny_model: TinyModel, tmp_path: Pat
         assert again[0].num_cached_tokens == len(BASE) - 1
 
 
+@pytest.mark.parametrize("more", [{}, {"max_num_batched_tokens": 24}], ids=["whole", "chunks"])
+def test_prompt_logprobs_from_a_position_on_leave_the_prompt_before_it_in_the_cache(
+    tiny_model: TinyModel, more: dict[str, Any]
+) -> None:
+    """Four choices of 3 tokens compute 4 tokens each: the last of the prompt, and themselves."""
+    choices, start = [BASE + OTHERS[3][place : place + 3] for place in range(0, 12, 3)], len(BASE)
+    scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, prompt_logprobs_start=start)
+    whole = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    with LLM(**settings(tiny_model("llama"), **more)) as llm:
+        expected = run(llm, choices, whole)
+        before = llm.get_metrics().num_computed_tokens
+        outputs = run(llm, choices, scored)
+        assert llm.get_metrics().num_computed_tokens - before == 4 * 4
+        for output, reference in zip(outputs, expected):
+            assert output.num_cached_tokens == start - 1 and output.prompt_logprobs is not None
+            assert output.prompt_logprobs[:start] == [None] * start
+            for got, wanted in zip(output.prompt_logprobs[start:], reference.prompt_logprobs[start:], strict=True):
+                assert {token: one.logprob for token, one in got.items()} == pytest.approx(
+                    {token: one.logprob for token, one in wanted.items()}, abs=1e-4
+                )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2-window"])
 def test_compiled_code_gives_equal_tokens(tiny_model: TinyModel, family: str) -> None:

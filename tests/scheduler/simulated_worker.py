@@ -209,10 +209,12 @@ class SimulatedWorker:
         request = self.requests[request_id]
         num_known = len(request.token_ids)
         num_prompt = len(request.data.prompt_token_ids)
-        if request.data.sampling_params.prompt_logprobs is not None and start < num_prompt - 1:
+        params = request.data.sampling_params
+        first = max(start + 1, params.prompt_logprobs_start)
+        if params.prompt_logprobs is not None and first < min(end + 1, num_prompt):
             results.prompt_logprobs[request_id] = [
                 PositionLogprobs([token_ids[position]], [float(-position)], 1)
-                for position in range(start + 1, min(end + 1, num_prompt))
+                for position in range(first, min(end + 1, num_prompt))
             ]
         request.num_computed_tokens = end
         if end < num_known:

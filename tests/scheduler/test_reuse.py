@@ -79,6 +79,21 @@ def test_a_request_that_shares_nothing_is_noted_once_for_each_of_its_blocks(monk
     assert notes == [64, 36, 64, 64, 8], "the prompt's block and its end, two more blocks, and the end of the answer"
 
 
+def test_choices_of_three_tokens_behind_a_long_prompt_compute_four_tokens_each() -> None:
+    """Of their log-probabilities: the last token of the prompt, and the choice."""
+    under_test = engine()
+    assert computed(under_test, [distinct(1000)]) == 1000
+    before = under_test.scheduler.stats().num_computed_tokens
+    for number in range(4):
+        choice = [*distinct(1000), *distinct(3, 2000 + 10 * number)]
+        under_test.add(f"choice{number}", choice, 1, prompt_logprobs=0, prompt_logprobs_start=1000)
+    outputs = under_test.finish()
+    assert under_test.scheduler.stats().num_computed_tokens - before == 4 * 4
+    for given in outputs.values():
+        entries = [entry for output in given for entry in output.prompt_logprobs or []]
+        assert [-entry.logprobs[0] for entry in entries] == [1000, 1001, 1002]
+
+
 def test_usage_and_counters_include_copied_tokens() -> None:
     under_test = engine()
     computed(under_test, [distinct(100)])

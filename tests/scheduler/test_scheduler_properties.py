@@ -116,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, "tenant"]),
         logprobs=st.sampled_from([None, None, 0]),
         prompt_logprobs=st.sampled_from([None, None, 0]),
+        prompt_logprobs_start=st.integers(0, 9),
         blocked=st.sampled_from([False, False, False, True]),
     )
     def arrive(
@@ -132,6 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         logprobs: int | None,
         prompt_logprobs: int | None,
         blocked: bool,
+        prompt_logprobs_start: int = 0,
     ) -> None:
         given = make_engine_request(
             f"r{len(self.given)}",
@@ -146,6 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_tokens=min(min_tokens, max_tokens),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            prompt_logprobs_start=0 if prompt_logprobs is None else min(prompt_logprobs_start, len(prompt)),
         )
         self.given[given.request_id] = given
         self.received[given.request_id] = []
@@ -281,7 +284,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert entries == tokens
         if given.sampling_params.prompt_logprobs is not None:
             places = [-entry.logprobs[0] for output in outputs for entry in output.prompt_logprobs or []]
-            assert places == list(range(1, len(given.prompt_token_ids))), "each position once, in order"
+            first = max(1, given.sampling_params.prompt_logprobs_start)
+            assert places == list(range(first, len(given.prompt_token_ids))), "each position once, in order"
 
     def teardown(self) -> None:
         """Let everyone finish: nothing is left, every id reached the worker once, the pool is as at the start."""
@@ -374,6 +378,7 @@ def busy_life(seed: int, num_actions: int) -> SchedulerMachine:
                 salt=random.choice([None, None, "tenant"]),
                 logprobs=random.choice([None, 0]),
                 prompt_logprobs=random.choice([None, None, None, 0]),
+                prompt_logprobs_start=random.choice([0, random.randint(0, 9)]),
                 blocked=random.random() < 0.1,
             )
         elif action < 0.14 and life.given:
