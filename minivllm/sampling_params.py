@@ -297,7 +297,7 @@ class SamplingParams(
                 check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         check_integer("prompt_logprobs_start", self.prompt_logprobs_start, 0)
         if self.prompt_logprobs_start and self.prompt_logprobs is None:
-            raise ValueError(
+            raise RequestError(
                 f"prompt_logprobs_start is {self.prompt_logprobs_start}, but no log-probabilities of the prompt are "
                 "wanted: set prompt_logprobs as well."
             )

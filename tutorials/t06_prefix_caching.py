@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import SchedulerConfig
-from minivllm.kv_cache.group_manager import FullAttentionManager, SingleGroupManager
 from minivllm.kv_cache.blocks.hashing import hash_block
+from minivllm.kv_cache.group_manager import FullAttentionManager, SingleGroupManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.scheduler.scheduler import Scheduler
 from tutorials.lesson import Cell, Lesson
@@ -74,7 +74,7 @@ for length in lengths:
     found = (length - NEW - 1) // SIZE * SIZE if length > NEW else 0  # the last reply token was never computed
     computed_with += length + REPLY - 1 - found
 lesson.predict("tokens computed without", computed_without, "every turn from its beginning")
-lesson.predict("tokens computed with", computed_with, "full blocks of the turns before are found; copies would find the rest")
+lesson.predict("tokens computed with", computed_with, "full blocks of earlier turns; copies would find the rest")
 replies = []
 for caching in (False, True):
     with LLM(**engine_arguments(enable_prefix_caching=caching, reuse_partial_blocks=False)) as llm:
