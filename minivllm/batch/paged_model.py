@@ -127,7 +127,7 @@ class PagedModel:
 
     def copy_blocks(self, group: int, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy blocks of the layers of a KV group, sources to targets int64 [copies]."""
-        caches = [cache for cache, own in zip(self.caches, self._group_of) if own == group]
+        caches = [cache for cache, place in zip(self.caches, self._group_of) if place == group]
         copy_blocks([x for cache in caches if isinstance(cache, LayerCache) for x in cache[:2]], sources, targets)
 
     def use_regions(self, compiler: RegionCompiler) -> None:

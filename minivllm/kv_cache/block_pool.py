@@ -147,7 +147,7 @@ class BlockPool:
             self._lose(self.continuations.settle())
 
     def _lose(self, block_ids: Iterable[int]) -> None:
-        """Blocks have lost their piece: those that nobody uses or finds are reused next."""
+        """Blocks have lost their piece: free ones that cannot be found any more are reused next."""
         for block_id in block_ids:
             block = self.blocks[block_id]
             if block.ref_count == 0 and not self._is_findable(block):

@@ -91,7 +91,7 @@ class KVCacheCoordinator:
     def num_blocks_to_admit(self, request_id: str, num_slots: int, num_tokens: int, prefix: Prefix) -> list[int]:
         """Free blocks of each pool that a waiting request needs: for its first step, with room for ``num_slots``
         tokens, for the most that it holds until ``num_tokens`` tokens are computed, and for hits and sources that
-        nobody uses."""
+        are free."""
         needed = []
         sources = prefix.sources or [None] * len(self.groups)
         for group, found, source in zip(self.groups, prefix.blocks, sources):

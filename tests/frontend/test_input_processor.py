@@ -150,7 +150,7 @@ def test_n_becomes_n_sequences_with_their_own_ids_and_seeds() -> None:
 
 def test_prompt_logprobs_begin_inside_the_prompt() -> None:
     params = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=len(IDS["prompt_token_ids"]) + 1)
-    with pytest.raises(RequestError, match="prompt_logprobs_start is .*: it must be at most that"):
+    with pytest.raises(RequestError, match=r"prompt_logprobs_start is .*: it must be at most that"):
         processor().prepare("mine", IDS, params)
 
 

@@ -54,7 +54,7 @@ def test_a_second_turn_computes_what_is_new_and_the_last_token_of_the_answer() -
     assert computed(under_test, [[*distinct(300), *answer, *distinct(20, 1000)]]) == 21
 
 
-def test_with_nothing_in_common_nothing_is_copied_and_nobody_waits() -> None:
+def test_with_nothing_in_common_nothing_is_copied_and_no_request_waits() -> None:
     under_test = engine()
     for number in range(8):
         under_test.add(f"R{number}", distinct(100, 1000 * number))
