@@ -132,6 +132,14 @@ class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
     resumed: bool = False
 
 
+class BlockCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """A block that goes on with another text. group: the KV group whose layers have it. source, target: block ids."""
+
+    group: int
+    source: int
+    target: int
+
+
 class BlockTransfer(msgspec.Struct, frozen=True, kw_only=True):
     """Whole blocks that travel. keys: their hashes; in a load that ends with a state, its name before them. block_ids:
     of each KV group, one for each key; the null block where nobody reads the group's. where: the sources of a load, the
@@ -159,7 +167,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step: how many tokens to compute for whom, and what changed since the last step.
 
     num_scheduled_tokens keeps the order in which requests were scheduled. draft_token_ids: tokens to verify.
-    finished_request_ids: each id is sent exactly once. kv_connector_metadata: None if nothing travels.
+    finished_request_ids: each id is sent exactly once. block_copies: made before anything is computed or loaded, and
+    after snapshots are saved; all sources are read before any target is written. kv_connector_metadata: None if nothing
+    travels.
     """
 
     num_scheduled_tokens: dict[str, int] = msgspec.field(default_factory=dict)
@@ -168,6 +178,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     draft_token_ids: dict[str, list[int]] = msgspec.field(default_factory=dict)
     finished_request_ids: list[str] = msgspec.field(default_factory=list)
     preempted_request_ids: list[str] = msgspec.field(default_factory=list)
+    block_copies: list[BlockCopy] = msgspec.field(default_factory=list)
     kv_connector_metadata: KVConnectorMetadata | None = None
 
     @property
@@ -239,10 +250,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """The core's state after a step; counters run from the start of the engine.
 
     kv_cache_usage: share of the blocks that are in use, 0 to 1, in the pool that has the fewest left. kv_cache_pools:
-    of each KV group. num_drafts: verifications of at least one drafted token. num_draft_tokens, num_accepted_tokens:
-    drafted tokens that were verified, and those of them that were kept. num_accepted_tokens_per_position: how many
-    verifications kept their first, second, … drafted token. kv_transfer: of each tier. worker_resident_bytes: memory of
-    the process that each worker lives in, by rank.
+    of each KV group. prefix_cache_copied_tokens: those hit tokens that copies of blocks gave. num_drafts: verifications
+    of at least one drafted token. num_draft_tokens, num_accepted_tokens: drafted tokens that were verified, and those
+    of them that were kept. num_accepted_tokens_per_position: how many verifications kept their first, second, …
+    drafted token. kv_transfer: of each tier. worker_resident_bytes: memory of the process that each worker lives in, by
+    rank.
     """
 
     num_running: int = 0
@@ -251,6 +263,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_pools: list[PoolStats] = []
     prefix_cache_queried_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
+    prefix_cache_copied_tokens: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
     num_computed_tokens: int = 0

@@ -87,9 +87,10 @@ class Request:
     new token is sampled whenever it does. (vLLM V1's unified scheduler.)
 
     num_output_placeholders: steps in flight that will each add a token of unknown value. load_failed: keys and values
-    that a connector promised did not arrive, so it is not asked again. num_settled_slots: up to so many tokens, drafts
-    among them, a running request needs no more of the KV cache manager. branch_point: tokens of the longest prefix
-    whose keys and values were cached when it was last looked for, whether or not its states were too.
+    that a connector promised did not arrive, so it is not asked again. has_waited_for_prefix: it was set aside, which
+    happens once, for a step that computed more of its prompt for another request. num_settled_slots: up to so many
+    tokens, drafts among them, a running request needs no more of the KV cache manager. branch_point: tokens of the
+    longest prefix whose keys and values were cached when it was last looked for, whether or not its states were too.
 
     engine_request: what was sent, unchanged. max_tokens: of the answer, at most what max_model_len leaves.
     """
@@ -115,6 +116,7 @@ class Request:
         self.num_preemptions = 0
         self.num_settled_slots = 0
         self.load_failed = False
+        self.has_waited_for_prefix = False
         self.block_hashes: list[bytes] = []
         self.branch_point = 0
         self.events: list[EngineEvent] = []
@@ -142,10 +144,19 @@ class Request:
 
     @property
     def skips_prefix_cache(self) -> bool:
-        """Prompt logprobs and means need every prompt position computed, so cached blocks are not read."""
-        pooling = self.engine_request.pooling
+        """Means and prompt logprobs from the start need every prompt position computed: cached blocks are not read."""
+        pooling, params = self.engine_request.pooling, self.sampling_params
         is_mean = pooling is not None and pooling.pooling == "mean"
-        return is_mean or self.sampling_params.prompt_logprobs is not None
+        return is_mean or (params.prompt_logprobs is not None and params.prompt_logprobs_start <= 1)
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Known tokens that may come from the prefix cache: one must run to give logits, and so must the one before the
+        first prompt logprobs."""
+        if self.skips_prefix_cache:
+            return 0
+        params, longest = self.sampling_params, len(self.all_token_ids) - 1
+        return longest if params.prompt_logprobs is None else min(longest, params.prompt_logprobs_start - 1)
 
     def append_output_token(self, token_id: int) -> None:
         self.all_token_ids.append(token_id)

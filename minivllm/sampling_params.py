@@ -214,7 +214,8 @@ class SamplingParams(
     ignore_eos: go on after the model's end-of-sequence ids.
     min_tokens: no end before this many tokens; max_tokens: at most so many (None: the rest of the context).
     logprobs / prompt_logprobs: how many alternatives to report per generated / prompt token (None: off, 0: only the
-        token itself).
+        token itself). prompt_logprobs_start: those of the prompt begin at this position, from 0; the tokens before it
+        may come from the prefix cache, but for the last of them.
     logit_bias: token id -> value added to its logit, in [-100, 100].
     allowed_token_ids: nothing else can be sampled. bad_words: the tokens of these strings cannot come one after the
         other. The same letters may still appear as other tokens, and inside longer words.
@@ -248,6 +249,7 @@ class SamplingParams(
     max_tokens: int | None = 16
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = msgspec.field(default_factory=list)
@@ -293,6 +295,12 @@ class SamplingParams(
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        check_integer("prompt_logprobs_start", self.prompt_logprobs_start, 0)
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise RequestError(
+                f"prompt_logprobs_start is {self.prompt_logprobs_start}, but no log-probabilities of the prompt are "
+                "wanted: set prompt_logprobs as well."
+            )
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings")
         num_patterns = len(self.stop_regex)
         _check(num_patterns <= MAX_STOP_PATTERNS, "stop_regex", num_patterns, f"at most {MAX_STOP_PATTERNS} strings")

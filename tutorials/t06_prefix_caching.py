@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import SchedulerConfig
+from minivllm.kv_cache.blocks.hashing import hash_block
 from minivllm.kv_cache.group_manager import FullAttentionManager, SingleGroupManager
-from minivllm.kv_cache.hashing import hash_block
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.scheduler.scheduler import Scheduler
 from minivllm.simulation.steps import Arrival, run
@@ -74,10 +74,10 @@ for length in lengths:
     found = (length - NEW - 1) // SIZE * SIZE if length > NEW else 0  # the last reply token was never computed
     computed_with += length + REPLY - 1 - found
 lesson.predict("tokens computed without", computed_without, "every turn from its beginning")
-lesson.predict("tokens computed with", computed_with, "full blocks of the turns before are found")
+lesson.predict("tokens computed with", computed_with, "full blocks of earlier turns; copies would find the rest")
 replies = []
 for caching in (False, True):
-    with LLM(**engine_arguments(enable_prefix_caching=caching)) as llm:
+    with LLM(**engine_arguments(enable_prefix_caching=caching, reuse_partial_blocks=False)) as llm:
         conversation: list[int] = []
         for turn in range(TURNS):
             conversation += [(31 * turn + 7 * i) % 512 for i in range(NEW)]
@@ -103,7 +103,7 @@ lesson.check(replies[0] == replies[1], "the conversations are the same, token by
 class HeadFirst(FullAttentionManager):
     """Frees the first block of a sequence first, the obvious way."""
 
-    def free(self, request_id: str, num_computed_tokens: int) -> None:
+    def free(self, request_id: str) -> None:
         table = self.tables.pop(request_id, None)
         if table is not None:
             self.pool.free_blocks(table.blocks)

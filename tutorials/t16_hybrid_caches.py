@@ -194,7 +194,7 @@ lesson.predict(
     "most blocks in use", [[-(-written // 16)], [-(-written // 16), 3]], "all of the text; 32 tokens touch 3 blocks"
 )
 engines = [
-    LLM(**engine_arguments(model=str(model_folder(SMALL)), **differs))
+    LLM(**engine_arguments(model=str(model_folder(SMALL)), reuse_partial_blocks=False, **differs))
     for differs in ({"attention_backend": FOREIGN}, {})
 ]
 texts, _, most = zip(*(write(llm, prompt) for llm in engines))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minivllm.batch.sizing import local_block_size
+from minivllm.device.buffers import to_device
 from minivllm.device.memory import lazily_zeroed
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.specs import GroupKind, GroupSpec
@@ -119,6 +121,22 @@ def too_large(num_blocks: int, num_bytes: int) -> ConfigError:
 def allocate_features(model: Model, num_blocks: int, block_size: int) -> Tensor:
     """Zeroed features [num_blocks, block_size, feature_size] of a model that reads some."""
     return _zeros((num_blocks, block_size, model.feature_size), model.dtype, model.device)
+
+
+def copy_blocks(tensors: Sequence[Tensor], sources: np.ndarray, targets: np.ndarray) -> None:
+    """Copy blocks of caches [blocks, …] on one device, whatever their layout and dtype: sources, targets int64
+    [copies].
+
+    All sources are read before any target is written, so a block may be both.
+    """
+    if not tensors:
+        return
+    source, target = (to_device(places, tensors[0].device) for places in (sources, targets))
+    for tensor in tensors:
+        if tensor.numel():
+            # 8-bit floats cannot be indexed everywhere, bytes can.
+            rows = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+            rows.index_copy_(0, target, rows.index_select(0, source))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

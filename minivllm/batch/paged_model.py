@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from kernels_triton_free.strips.layout import can_have_strips
 from minivllm.attention import AttentionBackend, AttentionContext, StepRows
 from minivllm.attention.registry import AttentionFactory, reads_strips
-from minivllm.batch.layer_caches import allocate_caches
+from minivllm.batch.layer_caches import allocate_caches, copy_blocks
 from minivllm.batch.persistent_batch import GroupTables, PersistentBatch
 from minivllm.batch.state_tables import StateRowBuilder
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
@@ -123,6 +124,11 @@ class PagedModel:
         groups = [self._limits.groups[group] for group in self._group_of]
         num_blocks, sizes = [group.num_blocks for group in groups], [group.block_size for group in groups]
         self.caches += allocate_caches(self.model, num_blocks, sizes, [cache for cache, _ in self.layers])
+
+    def copy_blocks(self, group: int, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy blocks of the layers of a KV group, sources to targets int64 [copies]."""
+        caches = [cache for cache, place in zip(self.caches, self._group_of) if place == group]
+        copy_blocks([x for cache in caches if isinstance(cache, LayerCache) for x in cache[:2]], sources, targets)
 
     def use_regions(self, compiler: RegionCompiler) -> None:
         """Run by the regions of this compiler from now on, with the attention that goes with them."""

@@ -187,6 +187,11 @@ class EngineArgs:
         "tokens at a time, and one with AVX2 and no more in bfloat16 and float32.",
     ] = None
     enable_prefix_caching: Annotated[bool, "Reuse the KV cache of equal prompt beginnings."] = True
+    reuse_partial_blocks: Annotated[
+        bool,
+        "With enable_prefix_caching: reuse beginnings to the token, by copying the block in which two texts part. "
+        "Without it whole blocks are reused. Models with states reuse whole blocks always.",
+    ] = True
     attention_backend: Annotated[
         str,
         "flex (compiled FlexAttention; its reference where nothing is compiled), sdpa (the reference), a name given to "

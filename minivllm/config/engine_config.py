@@ -11,7 +11,8 @@ from minivllm.config.kv_transfer_config import KVTransferConfig
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The KV cache: block size [tokens], explicit size if any, element type, prefix reuse."""
+    """The KV cache: block size [tokens], explicit size if any, element type, prefix reuse, of whole blocks or to the
+    token."""
 
     block_size: int = 64
     num_blocks: int | None = None
@@ -19,6 +20,7 @@ class CacheConfig:
     memory_utilization: float = 0.9
     dtype: str = "float32"
     enable_prefix_caching: bool = True
+    reuse_partial_blocks: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from minivllm.data_parallel.loads import EngineLoad
 from minivllm.data_parallel.policy import RoutingPolicy
-from minivllm.kv_cache.hashing import extend_block_hashes
+from minivllm.kv_cache.blocks.hashing import extend_block_hashes
 from minivllm.messages import EngineOutput, EngineRequest
 from minivllm.request import Request
 

@@ -14,8 +14,9 @@ from minivllm.config import EngineConfig
 from minivllm.distributed.lockstep import Lockstep
 from minivllm.engine.background_builds import BackgroundBuilds
 from minivllm.errors import RequestError
+from minivllm.kv_cache.blocks.continuations import MIN_COPIED_TOKENS
+from minivllm.kv_cache.blocks.hashing import extend_block_hashes
 from minivllm.kv_cache.group_manager import make_group
-from minivllm.kv_cache.hashing import extend_block_hashes
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.kv_transfer.connector import make_scheduler_side
 from minivllm.kv_transfer.inbox import KVConnectorOutput
@@ -49,7 +50,8 @@ class EngineCore:
     one more with async scheduling. (The batch queue of vLLM V1.) Blocks are safe to reuse for two reasons: results are
     consumed in the order of their schedules, and workers run their steps in order. A request may end while a later step
     still computes it. Its blocks are free at once. The next owner of such a block gets it in a step after that one, and
-    writes its own keys and values over those that the late step left there.
+    writes its own keys and values over those that the late step left there. Blocks that a step copies are read before
+    anything in it, or later, writes into them.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor, lockstep: Lockstep | None = None) -> None:
@@ -59,6 +61,7 @@ class EngineCore:
             [make_group(group, config.scheduler.longest_chunk) for group in executor.kv_groups],
             max_model_len=config.scheduler.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
+            min_copied_tokens=MIN_COPIED_TOKENS if config.cache.reuse_partial_blocks else None,
         )
         self.adapters = None if config.lora is None else AdapterRegistry(config.lora, executor.collective)
         admission = None if config.lora is None else AdapterAdmission(config.lora.max_loras)

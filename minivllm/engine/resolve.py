@@ -121,6 +121,7 @@ def resolve(args: EngineArgs) -> tuple[EngineConfig, ModelFacts]:
             memory_utilization=args.gpu_memory_utilization or defaults.memory_utilization,
             dtype=cache_dtype,
             enable_prefix_caching=args.enable_prefix_caching,
+            reuse_partial_blocks=args.reuse_partial_blocks,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,

@@ -6,89 +6,18 @@ prefix cache. (PagedAttention's block manager with vLLM V1's queue of free block
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from minivllm.errors import ConfigError
+from minivllm.kv_cache.blocks.continuations import Continuations
+from minivllm.kv_cache.blocks.free_queue import FreeBlockQueue, KVCacheBlock
 
 NULL_BLOCK_ID = 0
 """Padding writes go to this block. It is never handed out, counted or hashed. Only attention sinks read it: its last
 cache slot, where V stays zero."""
 
-
-class KVCacheBlock:
-    """One physical block. ``previous`` and ``next`` link it into the free queue while nobody uses it.
-
-    block_hash: key under which its contents can be found; None while it is not full, or after it was reused.
-    """
-
-    __slots__ = ("block_hash", "block_id", "next", "previous", "ref_count")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.block_hash: bytes | None = None
-        self.previous: KVCacheBlock | None = None
-        self.next: KVCacheBlock | None = None
-
-    def __repr__(self) -> str:
-        return f"KVCacheBlock({self.block_id}, ref_count={self.ref_count}, hashed={self.block_hash is not None})"
-
-
-class FreeBlockQueue:
-    """Doubly linked list of blocks with a sentinel at both ends: every operation is O(1), also in the middle.
-
-    The links live in the blocks, so moving one allocates nothing. The front is reused first.
-    """
-
-    def __init__(self, blocks: Iterable[KVCacheBlock] = ()) -> None:
-        self._head = KVCacheBlock(-1)
-        self._tail = KVCacheBlock(-1)
-        self._head.next, self._tail.previous = self._tail, self._head
-        self.num_blocks = 0
-        for block in blocks:
-            self.append(block)
-
-    def __len__(self) -> int:
-        return self.num_blocks
-
-    def __iter__(self) -> Iterator[KVCacheBlock]:
-        """Front to back."""
-        block = self._head.next
-        while block is not None and block is not self._tail:
-            yield block
-            block = block.next
-
-    def popleft(self) -> KVCacheBlock:
-        """Take the front block. Raises IndexError if the queue is empty."""
-        block = self._head.next
-        if block is None or block is self._tail:
-            raise IndexError("The queue of free blocks is empty.")
-        self.remove(block)
-        return block
-
-    def append(self, block: KVCacheBlock) -> None:
-        """Put a block at the back: it is reused last."""
-        assert self._tail.previous is not None
-        self._link(self._tail.previous, block, self._tail)
-
-    def prepend(self, block: KVCacheBlock) -> None:
-        """Put a block at the front: it is reused first."""
-        assert self._head.next is not None
-        self._link(self._head, block, self._head.next)
-
-    def remove(self, block: KVCacheBlock) -> None:
-        """Take a block out of the queue, wherever it is. Raises ValueError if it is not in the queue."""
-        previous, following = block.previous, block.next
-        if previous is None or following is None:
-            raise ValueError(f"Block {block.block_id} is not in the queue of free blocks.")
-        previous.next, following.previous = following, previous
-        block.previous = block.next = None
-        self.num_blocks -= 1
-
-    def _link(self, previous: KVCacheBlock, block: KVCacheBlock, following: KVCacheBlock) -> None:
-        block.previous, block.next = previous, following
-        previous.next = following.previous = block
-        self.num_blocks += 1
+TAIL_SHARE = 8
+"""One of so many blocks, at most, is kept although it is not full."""
 
 
 class BlockPool:
@@ -96,6 +25,9 @@ class BlockPool:
 
     Several blocks may hold the same contents (requests that computed the same prefix side by side): block tables only
     grow, so a block is never exchanged for its twin, and all of them are kept under one hash.
+
+    continuations: the tokens in blocks, where they are kept. The contents of a block can be found under its hash, or by
+    its piece there.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -108,6 +40,7 @@ class BlockPool:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[NULL_BLOCK_ID]
         self.free_queue = FreeBlockQueue(self.blocks[1:])
+        self.continuations = Continuations((num_blocks - 1) // TAIL_SHARE)
         self._cached: dict[bytes, dict[int, KVCacheBlock]] = {}
 
     @property
@@ -140,7 +73,7 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block = self.free_queue.popleft()
-            if block.block_hash is not None:
+            if self._is_findable(block):
                 self.forget(block)
             block.ref_count = 1
             blocks.append(block)
@@ -160,18 +93,21 @@ class BlockPool:
 
         Blocks whose contents nobody can find go to the front of the queue, the others to the back.
         """
-        unhashed = []
+        lost = []
         for block in ordered_blocks:
             if block.block_id == NULL_BLOCK_ID:
                 continue
             block.ref_count -= 1
             if block.ref_count == 0:
-                if block.block_hash is None:
-                    unhashed.append(block)
-                else:
+                if self._is_findable(block):
                     self.free_queue.append(block)
-        for block in reversed(unhashed):
+                else:
+                    lost.append(block)
+        for block in reversed(lost):
             self.free_queue.prepend(block)
+
+    def _is_findable(self, block: KVCacheBlock) -> bool:
+        return block.block_hash is not None or block.block_id in self.continuations
 
     def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], block_hashes: Sequence[bytes]) -> None:
         """Let full blocks be found under their hashes, one each."""
@@ -188,6 +124,7 @@ class BlockPool:
     def forget(self, block: KVCacheBlock) -> None:
         """The contents of a block can no longer be found: it is reused, or they were never computed."""
         block_hash = block.block_hash
+        self.continuations.forget(block.block_id)
         if block_hash is None:
             return
         twins = self._cached[block_hash]
@@ -195,6 +132,26 @@ class BlockPool:
         if not twins:
             del self._cached[block_hash]
         block.block_hash = None
+
+    def keep_piece(self, parent: bytes, block: KVCacheBlock, token_ids: Sequence[int], *, is_planned: bool) -> None:
+        """Let the tokens in a block be found; see Continuations.put."""
+        if block.block_id != NULL_BLOCK_ID:
+            is_tail = block.block_hash is None
+            self._lose(
+                self.continuations.put(parent, block.block_id, token_ids, is_tail=is_tail, is_planned=is_planned)
+            )
+
+    def settle(self) -> None:
+        """The planned step is sent; see Continuations.settle."""
+        if self.continuations.is_planning:
+            self._lose(self.continuations.settle())
+
+    def _lose(self, block_ids: Iterable[int]) -> None:
+        """Blocks have lost their piece: free ones that cannot be found any more are reused next."""
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            if block.ref_count == 0 and not self._is_findable(block):
+                self.reuse_next(block)
 
     def reuse_next(self, block: KVCacheBlock) -> None:
         """Forget the contents of a block that nobody uses, and put it to the front of the free queue."""
@@ -209,6 +166,7 @@ class BlockPool:
         for block in self.blocks:
             block.block_hash = None
         self._cached.clear()
+        self.continuations.clear()
         return True
 
     def check_integrity(self, expected_ref_counts: dict[int, int]) -> None:
@@ -231,6 +189,8 @@ class BlockPool:
                 _require(found is block, f"{block!r} cannot be found under its hash.")
         hashed = sum(block.block_hash is not None for block in self.blocks)
         _require(hashed == sum(map(len, self._cached.values())), "The prefix cache lists blocks that lost their hash.")
+        contradiction = self.continuations.contradiction()
+        _require(not contradiction, contradiction)
 
 
 def _require(holds: bool, contradiction: str) -> None:

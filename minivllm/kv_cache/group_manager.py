@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
+from minivllm.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool
+from minivllm.kv_cache.blocks.free_queue import KVCacheBlock
+from minivllm.kv_cache.blocks.hashing import beginning_name, block_extras
 from minivllm.kv_cache.specs import SLOTS_PER_REQUEST, GroupSpec, max_blocks
+from minivllm.request import Request
 
 
 class BlockTable:
@@ -121,18 +124,55 @@ class SingleGroupManager(ABC):
             self.pool.cache_full_blocks(table.blocks[start:num_full_blocks], names)
             table.num_cached = num_full_blocks
 
-    def free(self, request_id: str, num_computed_tokens: int) -> None:
-        """Give up all blocks of a request, the last one first, so that prefixes survive longest.
+    def keep_pieces(self, request: Request, start: int, num_tokens: int, *, is_planned: bool) -> None:
+        """Let others find how a text goes on, in the blocks from place ``start`` on, up to ``num_tokens`` tokens.
+        is_planned: see Continuations."""
+        size, blocks = self.block_size, self.tables[request.request_id].blocks
+        for first in range(start * size, num_tokens, size):
+            place, token_ids = first // size, request.all_token_ids[first : min(first + size, num_tokens)]
+            self.pool.keep_piece(self._parent(request, place), blocks[place], token_ids, is_planned=is_planned)
 
-        Blocks are offered to the prefix cache when a step is planned. If this request leaves before its step was sent,
-        what lies beyond ``num_computed_tokens`` was never computed and is withdrawn.
+    def find_continuation(
+        self, request: Request, num_cached: int, end: int, *, with_planned: bool = False
+    ) -> tuple[list[KVCacheBlock], int]:
+        """What is cached of the tokens from ``num_cached``, where a block ends, to ``end``: (blocks, tokens in them).
+
+        Of the last block only its first tokens may be those. with_planned: see Continuations.best.
         """
+        size, step, hashes = self.block_size, self.hashes_per_block, request.block_hashes
+        blocks: list[KVCacheBlock] = []
+        place = num_cached // size
+        while (place + 1) * size <= end:
+            whole = self.pool.get_cached_block(hashes[(place + 1) * step - 1])
+            if whole is None:
+                break
+            blocks.append(whole)
+            place += 1
+        start = place * size
+        token_ids = request.all_token_ids[start : min(start + size, end)]
+        found = self.pool.continuations.best(self._parent(request, place), token_ids, with_planned=with_planned)
+        if found is None:
+            return blocks, start - num_cached
+        return [*blocks, self.pool.blocks[found[0]]], start - num_cached + found[1]
+
+    def _parent(self, request: Request, place: int) -> bytes:
+        """Under which name the pieces of a block in this place are kept."""
+        before = request.block_hashes[place * self.hashes_per_block - 1] if place else b""
+        return beginning_name(before, block_extras(request, place * self.hashes_per_block))
+
+    def withdraw(self, request_id: str, num_computed_tokens: int) -> None:
+        """Blocks are offered to the prefix cache when a step is planned. If a request leaves before its step was sent,
+        what lies beyond ``num_computed_tokens`` was never computed, and is not to be found."""
+        table = self.tables.get(request_id)
+        if table is not None:
+            for block in table.blocks[num_computed_tokens // self.block_size :]:
+                self.pool.forget(block)
+
+    def free(self, request_id: str) -> None:
+        """Give up all blocks of a request, the last one first, so that prefixes survive longest."""
         table = self.tables.pop(request_id, None)
-        if table is None:
-            return
-        for block in table.blocks[num_computed_tokens // self.block_size : table.num_cached]:
-            self.pool.forget(block)
-        self.pool.free_blocks(reversed(table.blocks))
+        if table is not None:
+            self.pool.free_blocks(reversed(table.blocks))
 
     def contradiction(self, request_id: str, num_computed_tokens: int) -> str:
         """What is wrong with the table of a request between steps; empty if nothing is."""
@@ -306,7 +346,10 @@ class StateManager(SingleGroupManager):
         taken, self.snapshots = self.snapshots, []
         return taken
 
-    def free(self, request_id: str, num_computed_tokens: int) -> None:
+    def withdraw(self, request_id: str, num_computed_tokens: int) -> None:
+        """A state is offered only once it is computed."""
+
+    def free(self, request_id: str) -> None:
         """The last passing snapshot has no successor: it is the one from which the request, or its next turn, goes
         on."""
         table = self.tables.get(request_id)
@@ -314,7 +357,7 @@ class StateManager(SingleGroupManager):
             slot, name = table.passing
             if slot.block_hash == name:
                 self.snapshots.append((name, slot))
-        super().free(request_id, num_computed_tokens)
+        super().free(request_id)
 
     def num_new_blocks(self, request_id: str, num_tokens: int, num_hits: int = 0) -> int:
         """1 where the request has no slot that it may write: none, or one that others read or may find."""

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from minivllm.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool
-from minivllm.kv_cache.coordinator import BlocksPerGroup, KVCacheCoordinator
+from minivllm.kv_cache.blocks.continuations import MIN_COPIED_TOKENS
+from minivllm.kv_cache.blocks.free_queue import KVCacheBlock
+from minivllm.kv_cache.blocks.hashing import extend_block_hashes, state_name
+from minivllm.kv_cache.coordinator import BlocksPerGroup, KVCacheCoordinator, Prefix
 from minivllm.kv_cache.group_manager import SingleGroupManager, StateManager
-from minivllm.kv_cache.hashing import extend_block_hashes, state_name
-from minivllm.messages import BlockIds, PoolStats
+from minivllm.messages import BlockCopy, BlockIds, PoolStats
 from minivllm.request import Request
 
 
@@ -23,21 +25,32 @@ class FullBlock(NamedTuple):
     is_state: bool = False
 
 
+AWAITED_COPIES = 4
+"""A request waits for a step that computes so many times min_copied_tokens of its prompt for another one."""
+
+
 class KVCacheManager:
     """Block tables of all requests, over a pool of blocks for each KV group.
 
     groups: those of the model; ``FullAttentionManager(num_blocks, block_size)`` alone for most. max_model_len: tokens
-    of the longest request.
+    of the longest request. min_copied_tokens: the block in which a prefix ends is copied for so many tokens of it or
+    more; None for whole blocks only. States end where blocks do, so layers that keep one have whole blocks only, too.
     prefix_cache_queried_tokens, prefix_cache_hit_tokens: counted once per request, when it is first admitted.
+    prefix_cache_copied_tokens: those of the latter that are not in whole blocks.
     """
 
     def __init__(
-        self, groups: Sequence[SingleGroupManager], max_model_len: int, enable_prefix_caching: bool = True
+        self,
+        groups: Sequence[SingleGroupManager],
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+        min_copied_tokens: int | None = MIN_COPIED_TOKENS,
     ) -> None:
         self.max_model_len = max_model_len
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_cache_queried_tokens = 0
         self.prefix_cache_hit_tokens = 0
+        self.prefix_cache_copied_tokens = 0
         self.no_block_ids: BlockIds = tuple([] for _ in groups)
         """What allocate_slots returns, as this very object, when the blocks a request has are enough."""
         self._no_blocks: BlocksPerGroup = tuple([] for _ in groups)
@@ -48,6 +61,12 @@ class KVCacheManager:
         self._attending = [group for group in self._groups if not isinstance(group, StateManager)]
         self._num_reserved = [0] * len(groups)
         self._newly_full: list[tuple[Request, int, int]] | None = None
+        self._min_awaited_tokens = 0
+        self._copies_blocks = enable_prefix_caching and min_copied_tokens is not None and not self._states
+        if self._copies_blocks and min_copied_tokens is not None:
+            self._min_awaited_tokens = AWAITED_COPIES * min_copied_tokens
+            for group in groups:
+                group.pool.continuations.min_tokens = min_copied_tokens
 
     @property
     def hash_block_size(self) -> int:
@@ -107,16 +126,50 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> tuple[BlocksPerGroup, int]:
         """The longest cached prefix of a waiting request: (blocks per group, tokens in them). Changes no block.
 
-        Whole blocks only, and at most ``num_tokens - 1`` tokens: one token must run to give logits.
+        Whole blocks only, of the tokens that may be reused.
         """
         if not self.enable_prefix_caching or request.skips_prefix_cache:
             return self._no_blocks, 0
         extend_block_hashes(request, self.hash_block_size)
-        hashes, longest = request.block_hashes, request.num_tokens - 1
+        hashes, longest = request.block_hashes, request.num_reusable_tokens
         hits, num_tokens = self._coordinator.find_longest_cache_hit(hashes, longest)
         if self._states:
             request.branch_point = self._coordinator.find_longest_cache_hit(hashes, longest, self._attending)[1]
         return hits, num_tokens
+
+    def continue_prefix(self, request: Request, hits: BlocksPerGroup, num_tokens: int) -> Prefix:
+        """The prefix that get_computed_blocks returned, and the tokens after it that a copy of a block gives.
+
+        Copies are made before anything else in a step writes into the cache, and steps run in order. So the block that
+        is copied is safe once this step is planned, and may be anything's meanwhile.
+        """
+        prefix = Prefix(hits, num_tokens)
+        if not self._copies_blocks or request.skips_prefix_cache:
+            return prefix
+        return self._coordinator.continue_prefix(request, prefix)
+
+    def is_worth_waiting(self, request: Request, hits: BlocksPerGroup, prefix: Prefix) -> bool:
+        """Whether the step that is being planned computes tokens that the request could copy in the next one, instead
+        of computing them beside it. prefix: as continue_prefix has found it, after these hits."""
+        if request.skips_prefix_cache or not any(group.pool.continuations.is_planning for group in self._groups):
+            return False
+        num_tokens = prefix.num_tokens // self._coordinator.alignment * self._coordinator.alignment
+        later = self._coordinator.continue_prefix(request, Prefix(hits, num_tokens), with_planned=True)
+        return later.num_tokens - prefix.num_tokens >= self._min_awaited_tokens
+
+    def block_copies(self, request: Request, prefix: Prefix) -> list[BlockCopy]:
+        """What the workers have to copy for a request that was admitted with this prefix."""
+        copies = []
+        for place, (group, source) in enumerate(zip(self._groups, prefix.sources)):
+            if source is not None:
+                target = group.tables[request.request_id].blocks[len(prefix.blocks[place])]
+                copies.append(BlockCopy(group=place, source=source.block_id, target=target.block_id))
+        return copies
+
+    def settle(self) -> None:
+        """The step is planned for good: what it computes may be copied by the next one."""
+        for group in self._groups:
+            group.pool.settle()
 
     def allocate_slots(
         self,
@@ -127,6 +180,7 @@ class KVCacheManager:
         num_lookahead_tokens: int = 0,
         delay_caching: bool = False,
         num_reserved_blocks: Sequence[int] | None = None,
+        sources: Sequence[KVCacheBlock | None] = (),
     ) -> BlockIds | None:
         """Make room for the next ``num_new_tokens`` tokens of a request.
 
@@ -137,6 +191,7 @@ class KVCacheManager:
         num_lookahead_tokens: room for tokens that a drafter writes beyond the scheduled ones.
         delay_caching: the contents arrive later; call cache_blocks when they are there.
         num_reserved_blocks: free blocks of each pool that others will need.
+        sources: see Prefix.
         Returns ids of the new blocks per group (hits not included), or None if a pool has no room. Then nothing has
         changed, but that blocks which the request no longer reads are free.
         """
@@ -155,29 +210,38 @@ class KVCacheManager:
                 return None
         else:
             num_tokens = max(num_slots, request.num_tokens)
-            needed = self._coordinator.num_blocks_to_admit(request_id, num_slots, num_tokens, new_computed_blocks)
+            prefix = Prefix(new_computed_blocks, num_new_computed_tokens, tuple(sources))
+            needed = self._coordinator.num_blocks_to_admit(request_id, num_slots, num_tokens, prefix)
             if not self.have_free(needed, num_reserved_blocks or self._num_reserved):
                 return None
-            self._admit(request, new_computed_blocks)
+            self._admit(request, prefix)
             counts = [group.num_new_blocks(request_id, num_slots) for group in self._groups]
         new_block_ids = self.no_block_ids
-        if any(counts):
+        if any(counts):  # always where something is copied: the copy is one of the new blocks
             new_block_ids = tuple(group.add_new_blocks(request_id, count) for group, count in zip(self._groups, counts))
+        for group, source in zip(self._groups, sources):
+            if source is not None:
+                group.pool.free_blocks([source])
         for states in self._states:
             states.tables[request_id].num_planned = num_committed
         if self.enable_prefix_caching and not delay_caching:
             # Drafts are not committed: a rejected one must never be found as the prefix of another request.
-            self.cache_blocks(request, min(num_committed, len(request.all_token_ids)))
-        request.num_settled_slots = self._num_settled_slots(request_id)
+            num_known = min(num_committed, len(request.all_token_ids))
+            self.cache_blocks(request, num_known)
+            if self._copies_blocks and num_computed < request.num_prompt_tokens <= num_committed:
+                self._keep_tails(request, num_known, is_planned=True)
+        request.num_settled_slots = self._num_settled_slots(request, num_committed)
         return new_block_ids
 
-    def _num_settled_slots(self, request_id: str) -> int:
+    def _num_settled_slots(self, request: Request, num_committed: int) -> int:
         """See Request. One less than there may be, and 0 where every step has something to do."""
         if self._dropping or self._states:
             return 0
-        tables = [(group.block_size, group.tables[request_id]) for group in self._groups]
+        tables = [(group.block_size, group.tables[request.request_id]) for group in self._groups]
         if self.enable_prefix_caching:
-            return min(size * min(len(table.blocks), table.num_cached + 1) for size, table in tables) - 1
+            num_slots = min(size * min(len(table.blocks), table.num_cached + 1) for size, table in tables) - 1
+            is_prompt = self._copies_blocks and num_committed < request.num_prompt_tokens
+            return min(num_slots, request.num_prompt_tokens - 1) if is_prompt else num_slots
         return min(size * len(table.blocks) for size, table in tables) - 1
 
     def _keep_snapshots(self, request: Request, num_computed: int) -> None:
@@ -199,16 +263,25 @@ class KVCacheManager:
                 return False
         return True
 
-    def cache_blocks(self, request: Request, num_tokens: int) -> None:
-        """Let others find the full blocks among the first ``num_tokens`` tokens of a request."""
+    def cache_blocks(self, request: Request, num_tokens: int, *, is_planned: bool = True) -> None:
+        """Let others find the full blocks among the first ``num_tokens`` tokens of a request. is_planned: some of them
+        are computed by the step that is being planned."""
         for group in self._attending:
-            num_full_blocks = num_tokens // group.block_size
-            if num_full_blocks > group.tables[request.request_id].num_cached:
+            start, num_full_blocks = group.tables[request.request_id].num_cached, num_tokens // group.block_size
+            if num_full_blocks > start:
                 extend_block_hashes(request, self.hash_block_size)
                 if self._newly_full is not None and group is self._groups[0]:
-                    start = group.tables[request.request_id].num_cached
                     self._newly_full.append((request, start, num_full_blocks))
                 group.cache_blocks(request.request_id, request.block_hashes, num_full_blocks)
+                if self._copies_blocks:
+                    end = num_full_blocks * group.block_size
+                    group.keep_pieces(request, start, end, is_planned=is_planned)
+
+    def _keep_tails(self, request: Request, num_tokens: int, *, is_planned: bool) -> None:
+        """Let others find the beginnings of blocks in which the first ``num_tokens`` tokens of a request end."""
+        extend_block_hashes(request, self.hash_block_size)
+        for group in self._attending:
+            group.keep_pieces(request, num_tokens // group.block_size, num_tokens, is_planned=is_planned)
 
     # -- blocks that travel ----------------------------------------------------------------------------------------
 
@@ -249,7 +322,13 @@ class KVCacheManager:
         if self._states and request.request_id in self._states[0].tables:
             self._keep_snapshots(request, request.num_computed_tokens)
         for group in self._groups:
-            group.free(request.request_id, request.num_computed_tokens)
+            group.withdraw(request.request_id, request.num_computed_tokens)
+        if self._copies_blocks and request.request_id in self._groups[0].tables:
+            num_known = min(request.num_computed_tokens, request.num_tokens)
+            self.cache_blocks(request, num_known, is_planned=False)
+            self._keep_tails(request, num_known, is_planned=False)
+        for group in self._groups:
+            group.free(request.request_id)
 
     def get_block_ids(self, request_id: str) -> BlockIds:
         """All block ids of a request in logical order, one list per group."""
@@ -281,11 +360,15 @@ class KVCacheManager:
                 users.update(block.block_id for block in table.blocks if block.block_id != NULL_BLOCK_ID)
             group.pool.check_integrity(users)
 
-    def _admit(self, request: Request, hits: BlocksPerGroup) -> None:
-        # All hits leave the free queue before any new block is taken from it: a new block must not evict a hit.
-        for group, blocks in zip(self._groups, hits):
+    def _admit(self, request: Request, prefix: Prefix) -> None:
+        # All hits leave the free queue before any new block is taken from it: a new block must not evict a hit. What is
+        # copied leaves it until the new blocks are taken, so that no block is to be copied into itself.
+        for group, blocks in zip(self._groups, prefix.blocks):
             group.pool.touch(blocks)
             group.add_hits(request.request_id, blocks)
+        for group, source in zip(self._groups, prefix.sources):
+            group.pool.touch([] if source is None else [source])
         if self.enable_prefix_caching and request.num_preemptions == 0 and not request.skips_prefix_cache:
             self.prefix_cache_queried_tokens += request.num_tokens
-            self.prefix_cache_hit_tokens += len(hits[0]) * self._groups[0].block_size
+            self.prefix_cache_hit_tokens += prefix.num_tokens
+            self.prefix_cache_copied_tokens += prefix.num_tokens % self._coordinator.alignment if prefix.sources else 0

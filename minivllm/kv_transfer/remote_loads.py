@@ -61,8 +61,9 @@ class RemoteLoads:
         return len(self._loads) + len(self._sending)
 
     def num_tokens(self, request: Request, num_hit_tokens: int) -> int | None:
-        """Tokens that a load would bring, in whole blocks; None: the connector cannot say yet."""
-        if request.load_failed or request.skips_prefix_cache:
+        """Tokens that a load would bring, in whole blocks; None: the connector cannot say yet. It is asked for requests
+        that may reuse all but their last token, since a state that it has may lie further on than others may."""
+        if request.load_failed or request.num_reusable_tokens < request.num_tokens - 1:
             return 0
         count = self._connector.get_num_new_matched_tokens(request, num_hit_tokens)
         if not count:

@@ -169,6 +169,11 @@ GAUGES: tuple[tuple[str, str, Callable[[EngineSample], float]], ...] = (
 COUNTERS = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queried_tokens"),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hit_tokens"),
+    (
+        "prefix_cache_copied",
+        "Prompt tokens found in the prefix cache inside a block, which was copied.",
+        "prefix_cache_copied_tokens",
+    ),
     ("num_preemptions", "Requests that lost their blocks and began again.", "num_preemptions"),
     ("engine_steps", "Steps of the engine core.", "num_steps"),
     ("computed_tokens", "Tokens the model computed, prompts and drafts included.", "num_computed_tokens"),

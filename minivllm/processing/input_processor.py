@@ -112,6 +112,11 @@ class InputProcessor:
         if pooling is not None and not isinstance(pooling, PoolingParams):
             raise RequestError(f"The pooling parameters are {_shown(pooling)}, but must be a PoolingParams.")
         max_tokens = self._resolve_max_tokens(len(token_ids), params, is_pooling=pooling is not None)
+        if params.prompt_logprobs_start > len(token_ids):
+            raise RequestError(
+                f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {len(token_ids)} tokens: "
+                "it must be at most that."
+            )
         stops = self._stop_matcher(params)
         bad_words = self._bad_words_token_ids(params.bad_words)
         thinking = None
@@ -461,10 +466,12 @@ def _sequence_params(params: SamplingParams, index: int) -> SamplingParams:
     sequence that computes them cannot use the prefix cache."""
     if params.num_sequences == 1:
         return params
-    prompt_logprobs = params.prompt_logprobs if index == 0 else None
+    prompt_logprobs, start = (params.prompt_logprobs, params.prompt_logprobs_start) if index == 0 else (None, 0)
     # The best ones are told by the log-probabilities of their tokens.
     logprobs = 0 if params.num_sequences > params.n and params.logprobs is None else params.logprobs
-    return msgspec.structs.replace(params, n=1, best_of=None, prompt_logprobs=prompt_logprobs, logprobs=logprobs)
+    return msgspec.structs.replace(
+        params, n=1, best_of=None, prompt_logprobs=prompt_logprobs, prompt_logprobs_start=start, logprobs=logprobs
+    )
 
 
 def _check_text(name: str, text: Any, max_length: int | None = None) -> None:

@@ -232,7 +232,7 @@ class RequestState:
         self._prompt_token_ids = prepared.prompt_token_ids
         self._decoder = decoder
         self._prompt_logprobs: list[PositionLogprobMap | None] | None = (
-            None if params.prompt_logprobs is None else [None]
+            None if params.prompt_logprobs is None else [None] * max(1, params.prompt_logprobs_start)
         )
         self.num_unfinished = params.num_sequences
         self._keeps_best = params.num_sequences > params.n

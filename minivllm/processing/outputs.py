@@ -130,10 +130,10 @@ class RequestOutput:
     """State of a request after a step, or after its end.
 
     prompt: the text, if the prompt was given as text or messages. prompt_logprobs: one entry per prompt token, None for
-    the first one, which nothing precedes; in a delta stream it comes once. outputs: in order of their index; a delta
-    stream lists only completions with something new. num_cached_tokens: prompt tokens that came from the prefix cache.
-    error: why the engine gave up on the request (finish_reason is then "error"). embedding: the vector [hidden] of a
-    request that was prepared with PoolingParams, which has no tokens.
+    the first one, which nothing precedes, and for those before prompt_logprobs_start; in a delta stream it comes once.
+    outputs: in order of their index; a delta stream lists only completions with something new. num_cached_tokens:
+    prompt tokens that came from the prefix cache. error: why the engine gave up on the request (finish_reason is then
+    "error"). embedding: the vector [hidden] of a request that was prepared with PoolingParams, which has no tokens.
     """
 
     request_id: str

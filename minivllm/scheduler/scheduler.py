@@ -23,6 +23,7 @@ from collections.abc import Iterable
 
 from minivllm.config import KVLoadFailurePolicy, SchedulerConfig
 from minivllm.errors import RequestError
+from minivllm.kv_cache.coordinator import Prefix
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.kv_transfer.connector import KVConnectorScheduler
 from minivllm.kv_transfer.inbox import KVConnectorOutput
@@ -40,7 +41,7 @@ from minivllm.messages import (
     SchedulerStats,
 )
 from minivllm.request import Request, RequestStatus
-from minivllm.scheduler.admission import AdmissionPolicy, AdmitAll
+from minivllm.scheduler.admission import AdmissionPolicy, AdmitAll, reason_to_refuse
 from minivllm.scheduler.drafting_stats import DraftingStats
 from minivllm.scheduler.policy import SchedulingPolicy, make_policy
 from minivllm.scheduler.stage_share import stage_share
@@ -124,7 +125,7 @@ class Scheduler:
         if request.request_id in self.requests or self.loads.is_sending(request.request_id):
             raise RequestError(f"Request id {request.request_id!r} is in use by an unfinished request; choose another.")
         request.record_event(EventType.QUEUED)
-        error = self._reason_to_refuse(request)
+        error = reason_to_refuse(request, self.config.max_model_len, self.kv_cache_manager.room)
         if error is not None:
             self._refuse(request, error)
             return
@@ -286,6 +287,7 @@ class Scheduler:
             kv_cache_pools=self.kv_cache_manager.pool_stats(),
             prefix_cache_queried_tokens=self.kv_cache_manager.prefix_cache_queried_tokens,
             prefix_cache_hit_tokens=self.kv_cache_manager.prefix_cache_hit_tokens,
+            prefix_cache_copied_tokens=self.kv_cache_manager.prefix_cache_copied_tokens,
             num_preemptions=self._num_preemptions,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
@@ -380,7 +382,6 @@ class Scheduler:
 
     def _admit_waiting(self, plan: StepPlan) -> None:
         waiting, manager = self.waiting, self.kv_cache_manager
-        threshold = self.config.long_prefill_token_threshold
         set_aside: list[Request] = []
         promised: list[int] | None = None
         self._admission.begin_step()
@@ -407,18 +408,39 @@ class Scheduler:
                 waiting.pop()
                 seats, promised = seats - 1, self._num_promised_blocks(plan)
                 continue
-            num_new = min(request.num_tokens - num_computed, plan.budget, plan.chunk_budget)
-            if 0 < threshold < num_new:
-                num_new = threshold
-            num_new = manager.cut_chunk(request, num_computed, num_new)
-            if manager.allocate_slots(request, num_new, num_computed, hits, num_reserved_blocks=promised) is None:
+            prefix = manager.continue_prefix(request, hits, num_computed)
+            if not request.has_waited_for_prefix and manager.is_worth_waiting(request, hits, prefix):
+                request.has_waited_for_prefix = True
+                set_aside.append(waiting.pop())
+                continue
+            is_admitted = self._join(request, prefix, promised, plan)
+            if not is_admitted and prefix.sources:  # copying may take a block more
+                is_admitted = self._join(request, Prefix(hits, num_computed), promised, plan)
+            if not is_admitted:
                 break
             promised = [sum(counts) for counts in zip(promised, manager.num_missing_blocks(request))]
             waiting.pop()
-            self._admit(request, num_computed, manager.get_block_ids(request.request_id), plan)
-            plan.add(request, num_new)
         for request in reversed(set_aside):
             waiting.prepend(request)
+
+    def _join(self, request: Request, prefix: Prefix, promised: list[int], plan: StepPlan) -> bool:
+        """Admit a waiting request with what it need not compute; False, and nothing has changed, if there is no room
+        besides the promised blocks."""
+        manager, num_computed = self.kv_cache_manager, prefix.num_tokens
+        threshold = self.config.long_prefill_token_threshold
+        num_new = min(request.num_tokens - num_computed, plan.budget, plan.chunk_budget)
+        if 0 < threshold < num_new:
+            num_new = threshold
+        num_new = manager.cut_chunk(request, num_computed, num_new)
+        room = manager.allocate_slots(
+            request, num_new, num_computed, prefix.blocks, num_reserved_blocks=promised, sources=prefix.sources
+        )
+        if room is None:
+            return False
+        self._admit(request, num_computed, manager.get_block_ids(request.request_id), plan)
+        plan.add(request, num_new)
+        plan.block_copies += manager.block_copies(request, prefix)
+        return True
 
     def _num_promised_blocks(self, plan: StepPlan) -> list[int]:
         """Blocks of each KV group that the prompts under way will take beyond this step."""
@@ -472,8 +494,10 @@ class Scheduler:
 
     def _send(self, plan: StepPlan) -> SchedulerOutput:
         """The plan is final: computed counts move forward as if the step had already run."""
+        self.kv_cache_manager.settle()
         output = SchedulerOutput(
             num_scheduled_tokens=plan.num_scheduled_tokens,
+            block_copies=plan.block_copies,
             new_requests=plan.new_requests,
             cached_requests=list(plan.differences.values()),
             draft_token_ids=plan.drafts,
@@ -488,8 +512,9 @@ class Scheduler:
         prompt_logprob_starts: dict[str, int] = {}
         for request, num_tokens in zip(plan.requests, plan.num_scheduled_tokens.values()):
             num_computed = request.num_computed_tokens
-            if num_computed < request.num_prompt_tokens and request.sampling_params.prompt_logprobs is not None:
-                prompt_logprob_starts[request.request_id] = num_computed
+            params = request.sampling_params
+            if num_computed < request.num_prompt_tokens and params.prompt_logprobs is not None:
+                prompt_logprob_starts[request.request_id] = max(num_computed, params.prompt_logprobs_start - 1)
             request.num_computed_tokens = num_computed = num_computed + num_tokens
             if request.draft_token_ids:
                 request.draft_token_ids = []
@@ -559,26 +584,6 @@ class Scheduler:
             events=request.take_events(),
             pooled=vector,
         )
-
-    def _reason_to_refuse(self, request: Request) -> str | None:
-        """Why a request can never run, as a sentence; None if it can."""
-        longest = self.config.max_model_len
-        if request.num_prompt_tokens < 1:
-            return "The prompt is empty, but must hold at least 1 token."
-        num_generated = min(1, request.max_tokens)  # none where the prompt becomes a vector
-        if request.num_prompt_tokens + num_generated > longest:
-            return (
-                f"The prompt has {request.num_prompt_tokens} tokens, but max_model_len is {longest}, of which at least "
-                f"{num_generated} for the answer: shorten the prompt."
-            )
-        num_tokens = min(request.num_prompt_tokens + request.max_tokens, longest)
-        room = self.kv_cache_manager.room
-        if num_tokens - num_generated > room:
-            return (
-                f"The request may grow to {num_tokens} tokens, but the KV cache has room for {room + num_generated}: "
-                "shorten the prompt, ask for fewer tokens, or give the cache more memory."
-            )
-        return None
 
     def _refuse(self, request: Request, error: str) -> None:
         if not request.is_finished:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minivllm.messages import CachedRequestData, NewRequestData, SchedulerOutput
+from minivllm.messages import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
 from minivllm.request import Request
 
 
 class StepPlan:
     """A step while it is being put together: all of it can be taken back until it is sent.
 
-    budget: tokens that may still be added; chunk_budget: of requests that get more than one.
+    budget: tokens that may still be added; chunk_budget: of requests that get more than one. block_copies: of requests
+    that are admitted. None of these is taken back, since a step that admits preempts none.
     """
 
     __slots__ = (
+        "block_copies",
         "budget",
         "chunk_budget",
         "differences",
@@ -33,6 +35,7 @@ class StepPlan:
         self.differences: dict[str, CachedRequestData] = {}
         self.drafts: dict[str, list[int]] = {}
         self.preempted: list[str] = []
+        self.block_copies: list[BlockCopy] = []
 
     def add(self, request: Request, num_tokens: int) -> None:
         self.num_scheduled_tokens[request.request_id] = num_tokens
@@ -56,8 +59,8 @@ class InFlightStep:
     """A step that was sent and whose results have not come yet.
 
     requests: in the order of ``output.num_scheduled_tokens``. unfinished_prompts: ids for which no token is sampled,
-    because known tokens remain to be computed. prompt_logprob_starts: first position of the step, for requests that
-    want prompt logprobs.
+    because known tokens remain to be computed. prompt_logprob_starts: position before the first prompt
+    logprobs of the step, for requests that want some.
     """
 
     output: SchedulerOutput

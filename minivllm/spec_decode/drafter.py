@@ -60,6 +60,9 @@ class GuessingModel(Protocol):
     def allocate_caches(self) -> None:
         """Have caches again after they were cleared."""
 
+    def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy blocks of the caches, and what is known of them; int64 [copies], all sources before any target."""
+
 
 @dataclass(frozen=True)
 class DraftTask:

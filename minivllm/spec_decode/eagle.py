@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.batch.layer_caches import allocate_features
+from minivllm.batch.layer_caches import allocate_features, copy_blocks
 from minivllm.batch.persistent_batch import WorkerRequest
 from minivllm.batch.step_inputs import Row, StepInputs
 from minivllm.errors import ConfigError
@@ -50,6 +50,10 @@ class EagleDraft(CachedDraft):
     def allocate_caches(self) -> None:
         super().allocate_caches()
         self._add_features()
+
+    def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        super().copy_blocks(sources, targets)
+        copy_blocks([self._features], sources, targets)
 
     def _add_features(self) -> None:
         self.caches.append((allocate_features(self.model, self._tables.num_blocks, self._tables.block_size),))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,6 +50,9 @@ class EarlyExit(PagedDraft):
 
     def allocate_caches(self) -> None:
         """There are none of its own."""
+
+    def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Those of the target are all that it reads."""
 
     def _catch_up(self, rows: list[Row]) -> None:
         """The target has computed everything."""

@@ -80,6 +80,10 @@ class PagedDraft(Drafter):
     def allocate_caches(self) -> None:
         """Have caches again after they were cleared."""
 
+    @abstractmethod
+    def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """See GuessingModel."""
+
     def propose(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
         # The last guess is computed by verification, so of k guesses k - 1 need a place, after the n known tokens.
         lengths = [min(task.max_tokens, self.num_places(task.slot) - len(task.token_ids) + 1) for task in tasks]
@@ -134,6 +138,11 @@ class CachedDraft(PagedDraft):
     def allocate_caches(self) -> None:
         self._paged.allocate_caches()
         self._computed.fill(0)
+
+    def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        self._paged.copy_blocks(0, sources, targets)
+        of_blocks = self._computed.reshape(-1, self._tables.block_size)
+        of_blocks[targets] = of_blocks[sources]
 
     def _catch_up(self, rows: list[Row]) -> None:
         """In passes within the limits of a step."""

@@ -27,7 +27,7 @@ from minivllm.graphs.step_graphs import StepGraphs, StepHidden
 from minivllm.kv_cache.specs import total_bytes
 from minivllm.linear.methods.method import forget_uncompiled_copies
 from minivllm.lora.manager import AdapterManager, BatchAdapters
-from minivllm.messages import EngineRequest, ModelRunnerOutput, PositionLogprobs, SchedulerOutput, TokenMasks
+from minivllm.messages import BlockCopy, EngineRequest, ModelRunnerOutput, PositionLogprobs, SchedulerOutput, TokenMasks
 from minivllm.models.model import Model
 from minivllm.profiling.spans import span, spanned
 from minivllm.sampling.sampler import Sampler, prompt_logprobs
@@ -124,6 +124,15 @@ class ModelRunner:
         self.speculation = make_speculation(context)
         self.decoder.tap = next((model.tap for model in self.guessing_models if model.tap is not None), None)
         return self.speculation
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks of this worker's layers, and what drafters keep beside those of the first KV group."""
+        for group in sorted({copy.group for copy in copies}):
+            pairs = [(copy.source, copy.target) for copy in copies if copy.group == group]
+            sources, targets = np.array(pairs, dtype=np.int64).T
+            self.model.copy_blocks(group, sources, targets)
+            for model in self.guessing_models if group == 0 else ():
+                model.copy_blocks(sources, targets)
 
     def execute(self, step: SchedulerOutput, token_masks: Callable[[], TokenMasks] | None = None) -> ModelRunnerOutput:
         """Compute the scheduled tokens and sample where a request reached its last known token.
@@ -247,9 +256,10 @@ class ModelRunner:
             prompt = row.request.data.prompt_token_ids
             # The logits at position p are about the token at p + 1, which the prompt must still hold.
             count = min(row.count, len(prompt) - 1 - row.start)
-            if k is not None and count > 0:
+            first = max(0, row.request.data.sampling_params.prompt_logprobs_start - 1 - row.start)
+            if k is not None and count > first:
                 entries: list[PositionLogprobs] = []
-                for begin in range(0, count, PROMPT_LOGPROB_ROWS):
+                for begin in range(first, count, PROMPT_LOGPROB_ROWS):
                     end = min(begin + PROMPT_LOGPROB_ROWS, count)
                     tokens = np.arange(first_token + begin, first_token + end, dtype=np.int32)
                     targets = torch.tensor(

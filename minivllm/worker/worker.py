@@ -42,7 +42,7 @@ from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.decoder import Decoder
 from minivllm.models.model import Model
 from minivllm.profiling.device_profile import DeviceProfile
-from minivllm.profiling.spans import spanned
+from minivllm.profiling.spans import span, spanned
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.spec_decode.adaptive import StepCost
 from minivllm.spec_decode.speculation import Speculation, measured_step_cost
@@ -304,12 +304,17 @@ class Worker:
             assert isinstance(self._decoder, Decoder), "only these have experts to share"
             self._decoder.join_step()
         metadata = step.kv_connector_metadata
-        if metadata is None or self._connector is None:
+        connector = None if metadata is None else self._connector
+        if connector is not None and metadata is not None:
+            connector.save_snapshots(metadata)
+        if step.block_copies:
+            with span("copy_blocks"):
+                self.runner.copy_blocks(step.block_copies)
+        if connector is None or metadata is None:
             return self.runner.launch(step, token_masks)
-        self._connector.save_snapshots(metadata)
-        self._connector.start_load_kv(metadata)
+        connector.start_load_kv(metadata)
         pending = self.runner.launch(step, token_masks)
-        self._connector.wait_for_save(metadata)
+        connector.wait_for_save(metadata)
         return pending
 
     def stop_transfers(self) -> None:

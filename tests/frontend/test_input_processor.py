@@ -139,13 +139,19 @@ def test_nothing_is_ever_cut_to_fit(num_prompt: int, max_tokens: int | None, lim
 
 
 def test_n_becomes_n_sequences_with_their_own_ids_and_seeds() -> None:
-    params = SamplingParams(n=3, seed=2**63 - 1, prompt_logprobs=2)
+    params = SamplingParams(n=3, seed=2**63 - 1, prompt_logprobs=2, prompt_logprobs_start=1)
     prepared = processor().prepare("mine", IDS, params)
     assert prepared.request_id == "mine"
     assert len({request.request_id for request in prepared.sequences}) == 3
     assert [request.seed for request in prepared.sequences] == [2**63 - 1, -(2**63), -(2**63) + 1]
     assert all(request.sampling_params.n == 1 for request in prepared.sequences)
     assert [request.sampling_params.prompt_logprobs for request in prepared.sequences] == [2, None, None]
+
+
+def test_prompt_logprobs_begin_inside_the_prompt() -> None:
+    params = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=len(IDS["prompt_token_ids"]) + 1)
+    with pytest.raises(RequestError, match=r"prompt_logprobs_start is .*: it must be at most that"):
+        processor().prepare("mine", IDS, params)
 
 
 def test_seeds_follow_from_the_engines_seed_and_the_order_of_requests() -> None:

@@ -42,3 +42,9 @@ def test_tuples_are_lists_and_one_string_is_one_stop_string() -> None:
 def test_an_empty_string_is_refused_by_name(name: str) -> None:
     with pytest.raises(RequestError, match=f"{name} has an empty string"):
         SamplingParams(**{name: [""]})
+
+
+def test_a_start_of_prompt_logprobs_needs_prompt_logprobs() -> None:
+    with pytest.raises(RequestError, match=r"prompt_logprobs_start is 3, but .* set prompt_logprobs as well"):
+        SamplingParams(prompt_logprobs_start=3)
+    assert SamplingParams(prompt_logprobs_start=3, prompt_logprobs=0).prompt_logprobs_start == 3

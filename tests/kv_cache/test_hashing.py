@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minivllm.kv_cache.hashing import block_extras, extend_block_hashes, hash_block
+from minivllm.kv_cache.blocks.hashing import block_extras, extend_block_hashes, hash_block
 from minivllm.messages import EngineRequest
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.block_pool import KVCacheBlock
+from minivllm.kv_cache.blocks.free_queue import KVCacheBlock
 from minivllm.kv_cache.coordinator import KVCacheCoordinator
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from minivllm import LLM
-from minivllm.kv_cache.hashing import extend_block_hashes
+from minivllm.kv_cache.blocks.hashing import extend_block_hashes
 from minivllm.kv_transfer.lookup.gate import Gate
 from minivllm.kv_transfer.lookup.lookup_buffer import LookupBuffer
 from minivllm.kv_transfer.lookup.lookup_connector import LookupBufferScheduler

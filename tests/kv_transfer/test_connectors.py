@@ -16,7 +16,7 @@ import pytest
 
 from minivllm import LLM, LoRARequest, SamplingParams, register_connector
 from minivllm.errors import ConfigError, RequestError
-from minivllm.kv_cache.hashing import hash_block
+from minivllm.kv_cache.blocks.hashing import hash_block
 from minivllm.messages import KVTransferStats, SchedulerStats
 from minivllm.metrics.prometheus import ServerMetrics
 from tests.kv_transfer import own_connector

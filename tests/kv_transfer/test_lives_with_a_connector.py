@@ -296,6 +296,7 @@ def test_busy_lives_do_meet_hits_failures_and_preempted_requests_that_come_back(
     assert sum(entry.num_loaded_blocks for entry in transfers) > 50
     assert sum(entry.num_failed_blocks for entry in transfers) > 20
     assert sum(entry.num_preemptions for entry in stats) > 8
+    assert sum(entry.prefix_cache_copied_tokens for entry in stats) > 8
     assert sum(life.transport.num_whole for life in lives) > 20
     several = [life.transport for life in lives if isinstance(life.transport, MultiTransport)]
     assert sum(transport.num_composed for transport in several) > 5

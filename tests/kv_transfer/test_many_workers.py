@@ -10,7 +10,7 @@ import pytest
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import EngineDeadError
-from minivllm.kv_cache.hashing import hash_block
+from minivllm.kv_cache.blocks.hashing import hash_block
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.simulation.ranks import virtual_llm
 from tests.executor.test_tensor_parallel import PROMPTS, UNEVEN, arguments

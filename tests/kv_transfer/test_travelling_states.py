@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from minivllm import LLM, SamplingParams
 from minivllm.config import KVTransferConfig
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.hashing import state_name
+from minivllm.kv_cache.blocks.hashing import state_name
 from minivllm.kv_cache.specs import GroupSpec, one_group
 from minivllm.kv_transfer.connector import BlockStore, KVConnectorScheduler, TransferContext
 from minivllm.kv_transfer.inbox import KVConnectorOutput

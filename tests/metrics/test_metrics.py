@@ -79,11 +79,13 @@ def test_the_cores_own_counters_are_passed_on() -> None:
                 kv_cache_usage=0.5,
                 prefix_cache_queried_tokens=100,
                 prefix_cache_hit_tokens=40,
+                prefix_cache_copied_tokens=9,
             )
         ],
         [0],
     )
     values = values_of(metrics)
+    assert values["minivllm_prefix_cache_copied_total{engine=0}"] == 9
     assert values["minivllm_num_requests_running{engine=0}"] == 3
     assert values["minivllm_num_requests_waiting{engine=0}"] == 4
     assert values["minivllm_kv_cache_usage_ratio{engine=0}"] == 0.5

@@ -88,10 +88,12 @@ class SimulatedWorker:
         self.finished: list[str] = []
         self.slots: list[dict[int, int]] = [{} for _ in self.groups]
         self.num_steps = 0
+        self.num_copies = 0
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self.num_steps += 1
         self._apply(step)
+        self._copy_blocks(step)
         spans = {}
         written: list[dict[int, str]] = [{} for _ in self.groups]
         for request_id, count in step.num_scheduled_tokens.items():
@@ -118,6 +120,24 @@ class SimulatedWorker:
         for request_id, (token_ids, start, end) in spans.items():
             self._sample(request_id, token_ids, start, end, results)
         return results
+
+    def _copy_blocks(self, step: SchedulerOutput) -> None:
+        """All sources are read before any target is written."""
+        copied = []
+        for copy in step.block_copies:
+            slots, size = self.slots[copy.group], self.groups[copy.group].block_size
+            assert copy.source != copy.target and min(copy.source, copy.target) > 0
+            copied.append([slots.get(copy.source * size + offset) for offset in range(size)])
+            self.num_copies += 1
+        for copy, contents in zip(step.block_copies, copied):
+            slots, size = self.slots[copy.group], self.groups[copy.group].block_size
+            tables = [(known.entered_at, known.tables[copy.group]) for known in self.requests.values() if known.tables]
+            entered = [entered_at for entered_at, table in tables if copy.target in table]
+            assert self.num_steps in entered, "a copy goes to a request that is admitted in this step"
+            for offset, content in enumerate(contents):
+                slots.pop(copy.target * size + offset, None)
+                if content is not None:
+                    slots[copy.target * size + offset] = content
 
     def _apply(self, step: SchedulerOutput) -> None:
         for request_id in step.finished_request_ids:
@@ -189,10 +209,12 @@ class SimulatedWorker:
         request = self.requests[request_id]
         num_known = len(request.token_ids)
         num_prompt = len(request.data.prompt_token_ids)
-        if request.data.sampling_params.prompt_logprobs is not None and start < num_prompt - 1:
+        params = request.data.sampling_params
+        first = max(start + 1, params.prompt_logprobs_start)
+        if params.prompt_logprobs is not None and first < min(end + 1, num_prompt):
             results.prompt_logprobs[request_id] = [
                 PositionLogprobs([token_ids[position]], [float(-position)], 1)
-                for position in range(start + 1, min(end + 1, num_prompt))
+                for position in range(first, min(end + 1, num_prompt))
             ]
         request.num_computed_tokens = end
         if end < num_known:

@@ -106,6 +106,7 @@ class ScriptedCore:
                 kv_cache_usage=0.25,
                 prefix_cache_queried_tokens=10,
                 prefix_cache_hit_tokens=4,
+                prefix_cache_copied_tokens=1,
                 num_preemptions=2,
                 num_steps=self._num_steps,
                 kv_transfer=self.tiers,

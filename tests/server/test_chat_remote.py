@@ -178,7 +178,7 @@ def test_stats_are_those_of_the_server(session: RemoteSession, keyed: ServedCore
             other.join()
     limit = keyed.core.config.scheduler.max_num_seqs
     assert limit >= 2 and "requests      2 running, 0 waiting" in shown
-    assert "prefix cache  4 of 10 prompt tokens reused (40%)" in shown
+    assert "prefix cache  4 of 10 prompt tokens reused (40%), 1 by copying" in shown
     assert "KV cache      25.0% in use" in shown
     assert "0 tokens computed, 2 preemptions" in shown
 

@@ -26,7 +26,7 @@ MOST: dict[str, int] = {
     "minivllm/engine": 5,
     "minivllm/engine_process": 1,
     "minivllm/executor": 9,
-    "minivllm/kv_cache": 9,
+    "minivllm/kv_cache": 8,
     "minivllm/linear": 1,
     "minivllm/models": 9,
     "minivllm/scheduler": 3,

@@ -259,8 +259,9 @@ def _stats(session: ChatSession, argument: str) -> str:
         lines.append(f"last answer   {session.last_generation.statistics_line(session.max_model_len)}")
     queried, hit = stats.prefix_cache_queried_tokens, stats.prefix_cache_hit_tokens
     share = f" ({hit / queried:.0%})" if queried else ""
+    copied = f", {stats.prefix_cache_copied_tokens:,} by copying" if stats.prefix_cache_copied_tokens else ""
     lines += [
-        f"prefix cache  {hit:,} of {queried:,} prompt tokens reused{share}",
+        f"prefix cache  {hit:,} of {queried:,} prompt tokens reused{share}{copied}",
         f"KV cache      {stats.kv_cache_usage:.1%} in use",
         f"requests      {stats.num_running:,} running, {stats.num_waiting:,} waiting",
         f"engine        {counted(stats.num_steps, 'step')}, {counted(stats.num_computed_tokens, 'token')} "

@@ -94,6 +94,7 @@ _COUNTS = {
     "num_waiting": "num_requests_waiting",
     "prefix_cache_queried_tokens": "prefix_cache_queries_total",
     "prefix_cache_hit_tokens": "prefix_cache_hits_total",
+    "prefix_cache_copied_tokens": "prefix_cache_copied_total",
     "num_preemptions": "num_preemptions_total",
     "num_steps": "engine_steps_total",
     "num_computed_tokens": "computed_tokens_total",

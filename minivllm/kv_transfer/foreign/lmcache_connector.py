@@ -22,7 +22,7 @@ from torch import Tensor
 from minivllm.config import KVTransferConfig
 from minivllm.distributed.key_file import read_key
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.hashing import state_name
+from minivllm.kv_cache.blocks.hashing import state_name
 from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferContext
 from minivllm.kv_transfer.connectors.queued_saves import QueuedSaves
 from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, WorkerContext

@@ -53,6 +53,12 @@ def block_extras(request: Request, block_index: int) -> tuple[Extra, ...]:
     return extras
 
 
+def beginning_name(parent: bytes, extras: tuple[Extra, ...]) -> bytes:
+    """Name of what comes before the tokens of a block and decides its contents with them. parent, extras: of the block;
+    see hash_block."""
+    return hash_block(parent, (), extras) if extras else parent
+
+
 def extend_block_hashes(request: Request, block_size: int) -> None:
     """Hash the blocks of ``request`` that became full since the last call and append them to ``block_hashes``.
 

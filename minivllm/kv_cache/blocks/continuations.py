@@ -1,0 +1,196 @@
+"""How texts go on: an exact index of the tokens that follow a known beginning, and of the blocks that hold them.
+
+Hashes find whole blocks. Inside the block in which two texts part, the tokens themselves are compared: no token is lost
+to the size of blocks, and nothing can collide. That block is copied when the later request is admitted, and the copy
+goes on with another text. (PagedAttention's copy-on-write, at admission instead of at the first write.)
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+MIN_COPIED_TOKENS = 8
+"""Fewer are computed again: copying a block costs about as much as computing four tokens."""
+MAX_PIECES = 8
+"""Pieces that are kept after the same beginning: so many comparisons cost about 10 µs."""
+
+
+class Piece:
+    """The tokens in one block.
+
+    tokens int32 [1 … block_size]: from the block's first place on. num_usable: so many of them are computed by earlier
+    steps than the one that is being planned, so a copy may read them.
+    """
+
+    __slots__ = ("num_usable", "tokens")
+
+    def __init__(self, tokens: array[int]) -> None:
+        self.tokens = tokens
+        self.num_usable = 0
+
+
+class Continuations:
+    """Pieces of one pool, by the name of the block before them.
+
+    A *tail* is a block that is not full. Tails are most_tails at most, so that they do not push whole blocks out of the
+    prefix cache. Methods that return block ids name the blocks that have lost their piece, since newer ones took their
+    places or hold the same tokens.
+
+    min_tokens: a shorter common beginning is not worth a copy.
+    """
+
+    def __init__(self, most_tails: int) -> None:
+        self.most_tails = most_tails
+        self.min_tokens = MIN_COPIED_TOKENS
+        self._pieces: dict[bytes, dict[int, Piece]] = {}
+        self._parents: dict[int, bytes] = {}
+        self._tails: dict[int, None] = {}
+        self._planned: dict[int, None] = {}
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._parents
+
+    def __len__(self) -> int:
+        """Blocks that have a piece."""
+        return len(self._parents)
+
+    @property
+    def is_planning(self) -> bool:
+        """Whether the step that is being planned adds tokens."""
+        return bool(self._planned)
+
+    def is_planned(self, block_id: int) -> bool:
+        """Whether the step that is being planned computes tokens of this block: others may read them in the same step,
+        but a copy would come too early."""
+        return block_id in self._planned
+
+    def put(
+        self, parent: bytes, block_id: int, token_ids: Sequence[int], *, is_tail: bool, is_planned: bool
+    ) -> list[int]:
+        """A block holds these tokens, or the block that had a piece holds more.
+
+        parent: name of the block before it. is_planned: the step that is being planned computes them, so they count
+        from ``settle`` on. A block that adds nothing to another one gets no piece, nor one with too few tokens.
+        """
+        if is_planned:
+            self._planned[block_id] = None
+        if len(token_ids) < self.min_tokens:
+            return []
+        tokens = array("i", token_ids)
+        pieces = self._pieces.setdefault(parent, {})
+        piece = pieces.pop(block_id, None)
+        if piece is None:
+            for other, known in pieces.items():
+                if _num_common(known.tokens, tokens) == len(tokens):
+                    pieces[other] = pieces.pop(other)
+                    return []
+            piece = Piece(tokens)
+            self._parents[block_id] = parent
+        piece.tokens = tokens
+        pieces[block_id] = piece
+        self._tails.pop(block_id, None)
+        if is_tail:
+            self._tails[block_id] = None
+        lost = []
+        if len(pieces) > MAX_PIECES:
+            lost.append(next(iter(pieces)))
+        if len(self._tails) > self.most_tails:
+            lost.append(next(iter(self._tails)))
+        for oldest in lost:
+            self.forget(oldest)
+        return lost if is_planned else lost + self._settle(block_id)
+
+    def settle(self) -> list[int]:
+        """The planned step is sent: what it computes may be copied by the next one."""
+        lost = [other for block_id in self._planned for other in self._settle(block_id)]
+        self._planned.clear()
+        return lost
+
+    def _settle(self, block_id: int) -> list[int]:
+        """Make a piece usable, and forget those that hold nothing else."""
+        parent = self._parents.get(block_id)
+        if parent is None:
+            return []
+        pieces = self._pieces[parent]
+        tokens = pieces[block_id].tokens
+        pieces[block_id].num_usable = len(tokens)
+        lost = [
+            other
+            for other, known in pieces.items()
+            if other != block_id and _num_common(known.tokens, tokens) == len(known.tokens)
+        ]
+        for other in lost:
+            self.forget(other)
+        return lost
+
+    def best(self, parent: bytes, token_ids: Sequence[int], *, with_planned: bool = False) -> tuple[int, int] | None:
+        """The block after ``parent`` that begins like these tokens for longest: (its id, tokens in common); None below
+        min_tokens. with_planned: as if the planned step had been sent."""
+        pieces = self._pieces.get(parent)
+        if pieces is None or len(token_ids) < self.min_tokens:
+            return None
+        tokens = array("i", token_ids)
+        found, most = -1, self.min_tokens - 1
+        for block_id, piece in reversed(pieces.items()):
+            known = piece.tokens if with_planned else piece.tokens[: piece.num_usable]
+            if len(known) > most and known[: most + 1] == tokens[: most + 1]:
+                found, most = block_id, _num_common(known, tokens)
+        if found < 0:
+            return None
+        pieces[found] = pieces.pop(found)  # what is read is kept longest
+        if found in self._tails:
+            self._tails[found] = self._tails.pop(found)
+        return found, most
+
+    def forget(self, block_id: int) -> None:
+        """A block is reused, or the tokens in it were never computed."""
+        parent = self._parents.pop(block_id, None)
+        if parent is None:
+            return
+        pieces = self._pieces[parent]
+        del pieces[block_id]
+        if not pieces:
+            del self._pieces[parent]
+        self._tails.pop(block_id, None)
+
+    def clear(self) -> None:
+        """Forget all pieces."""
+        self._pieces.clear()
+        self._parents.clear()
+        self._tails.clear()
+        self._planned.clear()
+
+    def usable(self) -> list[tuple[bytes, int, list[int]]]:
+        """(parent, block id, tokens) of all pieces, as far as a copy may read them. For tests and for people."""
+        return [
+            (parent, block_id, piece.tokens[: piece.num_usable].tolist())
+            for parent, pieces in self._pieces.items()
+            for block_id, piece in pieces.items()
+        ]
+
+    def contradiction(self) -> str:
+        """What is wrong with the index between steps; empty if nothing is."""
+        listed = {block_id: parent for parent, pieces in self._pieces.items() for block_id in pieces}
+        if listed != self._parents or not self._tails.keys() <= listed.keys():
+            return "The index of continuations disagrees with itself."
+        if len(self._tails) > self.most_tails:
+            return f"The index of continuations keeps {len(self._tails)} tails, but {self.most_tails} are the most."
+        if any(not 1 <= len(pieces) <= MAX_PIECES for pieces in self._pieces.values()):
+            return "The index of continuations keeps too many pieces after a beginning, or none."
+        return ""
+
+
+def _num_common(first: array[int], second: array[int]) -> int:
+    """Length of the common beginning, by bisection: slices are compared as bytes."""
+    length = min(len(first), len(second))
+    if first[:length] == second[:length]:
+        return length
+    low, high = 0, length  # low tokens agree, high tokens do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
