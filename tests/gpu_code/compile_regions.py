@@ -127,7 +127,7 @@ class CompilingAtOnce(RegionCompiler):
         super().__init__(True, most={"tokens": tokens, "tiles": tokens, "rows": rows}, single_rows=True)
         self._recorder, self._mode, self._shape = recorder, mode, shape
 
-    def __call__(self, region: Region) -> Callable:
+    def _make(self, region: Region) -> Callable:
         self._compile(region)
         if region.has_code_for("single"):
             self._compile(region.fixed("single"))

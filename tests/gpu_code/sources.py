@@ -24,6 +24,7 @@ PARTS = (
     "minivllm/kv_cache/specs.py",
     "minivllm/linear",
     "minivllm/models",
+    "minivllm/program",
     "minivllm/sampling",
     "tests/gpu_code",
 )
