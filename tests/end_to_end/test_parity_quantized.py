@@ -19,6 +19,7 @@ from minivllm.errors import ConfigError
 from minivllm.linear.methods.groups import SpreadGroups
 from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.stored_weight import round_to_groups, round_to_int8_rows
+from minivllm.program.fuse import Run
 from tests.gguf_models import stored_blocks, write_gguf
 from tests.parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
 
@@ -216,8 +217,11 @@ def test_layers_of_the_same_methods_share_a_region_and_others_do_not(tiny_model:
     types = {"layers.2.mlp.down_proj": "F32", "proj": "Q4_1", "embed": "Q8_0"}
     write_gguf(source, tmp_path / "model.gguf", "llama", {**types, "layers.2.mlp.down_proj": "Q8_0"})
     with tiny_llm(tmp_path / "model.gguf", quantization="int4", tokenizer=str(source)) as llm:
-        between = decoder_of(llm)._between
-        assert between[0] is between[1] is between[3] is not between[2]
+        decoder = decoder_of(llm)
+        plan = decoder.plan(*decoder._declared)
+        runs = [step for step in plan.body.steps if isinstance(step, Run) and step.name == "between"]
+        keys = [run.region().key for run in runs]
+        assert keys[0] == keys[1] == keys[3] != keys[2]
 
 
 def decoder_of(llm: LLM) -> Any:

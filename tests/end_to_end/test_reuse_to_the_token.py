@@ -182,9 +182,9 @@ def test_drafters_compute_no_token_of_a_copy_again(tiny_model: TinyModel, tmp_pa
         starts: list[int] = []
         compute = drafter._compute
 
-        def recorded(rows: list[Row]) -> Any:
+        def recorded(rows: list[Row], **settings: Any) -> Any:
             starts.extend(row.start for row in rows)
-            return compute(rows)
+            return compute(rows, **settings)
 
         drafter._compute = recorded
         run(llm, [BASE], GREEDY)
