@@ -558,6 +558,16 @@ def test_env_shows_the_program_of_a_model_and_where_ranks_and_stages_cut_it(tiny
     assert "Stage 1 of 2" in stages and "— Send —" in stages and "— Receive —" in stages and "entry" in stages
 
 
+def test_env_shows_the_program_of_a_mixture_in_any_dtype(tiny_model: Callable[..., Path]) -> None:
+    result = CliRunner().invoke(app, ["env", str(tiny_model("qwen3-moe")), "--program"], env={"COLUMNS": "160"})
+    assert result.exit_code == 0 and "ChosenExperts" in result.output
+
+
+def test_env_takes_no_layout_without_a_program() -> None:
+    result = CliRunner().invoke(app, ["env", "--tp", "2"])
+    assert isinstance(result.exception, ConfigError) and "add --program" in str(result.exception)
+
+
 def test_env_shows_no_program_without_a_model() -> None:
     result = CliRunner().invoke(app, ["env", "--program"])
     assert result.exit_code != 0

@@ -55,6 +55,8 @@ def env(
         for table in program_tables(model, tensor_parallel_size, pipeline_parallel_size):
             Console(highlight=False, markup=False).print(table)
         return
+    if (tensor_parallel_size, pipeline_parallel_size) != (1, 1):
+        raise ConfigError("--tp and --pp say for which layout a program is shown: add --program and the model.")
     with ProgressHandler(verbose=False).status("Asking PyTorch what it finds here"):
         report = collect()
         if model is not None:

@@ -94,7 +94,7 @@ class Experts:
         own = own or shard.own(inner)
         self.num_experts, self.hidden_size, self.inner = num_experts, hidden_size, own.stop - own.start
         self._has_bias, self._activation, self._device, self._is_part = bias, activation, device, is_part
-        if device.type != "cpu":
+        if device.type not in ("cpu", "meta"):  # a layout may be looked at without a device
             _check_grouped(hidden_size, self.inner, dtype, device)
 
         def make(parts: dict[str, int], in_features: int, is_column: bool) -> Linear:
