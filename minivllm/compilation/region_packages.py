@@ -60,24 +60,28 @@ class PackagedRegionCompiler(RegionCompiler):
         super().__init__(enabled=True)
         self._directory = directory or packages_directory()
         self._regions: dict[str, _PackagedRegion] = {}
+        self._packages: dict[tuple[str, ...], list[_PackagedRegion]] = {}
+        """Of each region that was asked for, by its key: for several rows, one and a few."""
         self._child: Child | None = None
         self._settle = functools.partial(settle_child, torch.get_num_threads())
 
     def __call__(self, region: Region) -> Callable:
         made = super().__call__(region)
-        for packaged in self._regions.values():  # of a region that is asked for again, what was built meanwhile
+        for packaged in self._packages[region.key]:  # when it is asked for again, they may have been built meanwhile
             if not packaged.is_ready:
                 packaged.load(self._directory)
         return made
 
     def _make(self, region: Region) -> Callable:
         several = self._packaged(region)
+        self._packages[region.key] = [several]
         if not region.has_code_for("single"):
             return several
         single, few = self._packaged(region.fixed("single")), None
         counts = tuple(region.counts("few").get(place) for place in range(len(region.inputs)))
         if region.has_code_for("few"):
             few, self.few_rows = self._packaged(region.fixed("few")), next(filter(None, counts))
+        self._packages[region.key] += [single] if few is None else [single, few]
         return _ByRows(single, few, several, counts)
 
     def _packaged(self, region: Region) -> _PackagedRegion:

@@ -62,7 +62,8 @@ class BoundProgram:
         for has_cache, cache in zip(self._has_cache, caches):
             if has_cache:
                 inputs += cache
-        return self._body([*inputs, *more], world)
+        inputs += more
+        return self._body(inputs, world)
 
     def tail(self, hidden: Hidden, rows: Tensor, tokens: TokenInputs, world: World) -> tuple[Tensor, ...]:
         """The results for the picked rows (int32) of what ``body`` returned for these tokens."""
@@ -72,7 +73,8 @@ class BoundProgram:
             inputs.append(tokens.positions)
         if self._reads_adapters and tokens.adapters is not None:
             flatten(tokens.adapters, inputs)
-        return self._tail([*inputs, rows], world)
+        inputs.append(rows)
+        return self._tail(inputs, world)
 
     def join(self, nothing: Tensor, world: World) -> None:
         """See ``Runner.join``."""

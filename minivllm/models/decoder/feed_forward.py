@@ -89,8 +89,7 @@ class GatedMlp:
         (self._down if part == "down_proj" else self._gate_up).load(part, kind, tensor)
 
     def program(self, context: LayerContext, read: Name, is_shared: bool) -> Program:
-        *pieces, last = self.pieces(context, read)
-        items: list[Piece | Seam] = [*pieces, last]
+        items: list[Piece | Seam] = [*self.pieces(context, read)]
         if self._down.method.scales_tokens and self._is_divided:
             largest = TensorSpec((TOKENS, 1), torch.float32, context.stream.device)
             items[-1:] = [
