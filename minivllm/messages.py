@@ -142,7 +142,7 @@ class BlockCopy(msgspec.Struct, frozen=True, kw_only=True):
 
 class BlockTransfer(msgspec.Struct, frozen=True, kw_only=True):
     """Whole blocks that travel. keys: their hashes; in a load that ends with a state, its name before them. block_ids:
-    of each KV group, one for each key; the null block where nobody reads the group's. where: the sources of a load, the
+    of each KV group, one for each key; the null block where the group's is not read. where: the sources of a load, the
     targets of a save, as the connector numbers them. transfer_id: names a load, and no other. part: which of several
     connectors moves them."""
 

@@ -93,7 +93,7 @@ def test_every_engine_takes_part_in_every_step_and_none_sleeps_through_one(
 
 def test_a_border_is_passed_when_all_have_come_and_no_step_is_in_flight() -> None:
     """One engine comes at once, the other after three more steps, in which the first one takes part."""
-    seats = open_seats(2, 1)  # left open: somebody listens
+    seats = open_seats(2, 1)  # left open: both ends listen
     first, second = map(Lockstep, seats)
     events: list[str] = []
     both = threading.Barrier(2)
@@ -116,7 +116,7 @@ def test_a_border_is_passed_when_all_have_come_and_no_step_is_in_flight() -> Non
 
 
 def test_an_engine_that_has_left_is_not_waited_for() -> None:
-    seats = open_seats(2, 1)  # left open: somebody listens
+    seats = open_seats(2, 1)  # left open: both ends listen
     first, second = map(Lockstep, seats)
     leaving = threading.Thread(target=lambda: first.settle(lambda: None, for_good=True))
     first.listen(lambda: None)

@@ -14,24 +14,23 @@ import pytest
 from tests.structure.documents import DOCUMENTS, ROOT, name_of, text_of
 
 FILLERS = re.compile(
-    r"\b(?i:nobody|somebody|everybody|whoever|whichever)\b|\b(?:What of|Of what)\b"  # capitals begin a sentence
+    r"\b(?i:(?:no|some|every)body|(?:who|which)ever)\b|\b(?:What of|Of what)\b"  # capitals begin a sentence
 )
 FOLDERS = ("minivllm", "kernels_triton_free", "tests", "tutorials")
 
 MOST: dict[str, int] = {
     "kernels_triton_free": 1,
-    "minivllm": 1,
     "minivllm/compilation": 4,
     "minivllm/distributed": 14,
     "minivllm/engine": 5,
     "minivllm/engine_process": 1,
     "minivllm/executor": 9,
-    "minivllm/kv_cache": 8,
+    "minivllm/kv_cache": 7,
     "minivllm/linear": 1,
     "minivllm/models": 9,
     "minivllm/scheduler": 3,
     "minivllm/worker": 1,
-    "tests": 5,
+    "tests": 3,
 }
 """Folder -> how many of these words its docstrings and comments have. These numbers may only fall."""
 

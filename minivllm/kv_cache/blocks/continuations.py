@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 MIN_COPIED_TOKENS = 8
-"""Fewer are computed again: copying a block costs about as much as computing four tokens."""
+"""Fewer are computed again: a copy moves a whole block, with a call for each tensor of each layer."""
 MAX_PIECES = 8
 """Pieces that are kept after the same beginning: so many comparisons cost about 10 µs."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 
 class KVCacheBlock:
-    """One physical block. ``previous`` and ``next`` link it into the free queue while nobody uses it.
+    """One physical block. ``previous`` and ``next`` link it into the free queue while no request uses it.
 
     block_hash: key under which its contents can be found; None while it is not full, or after it was reused.
     """
