@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from minivllm.attention import AttentionRule, rule_attention
     from minivllm.config import EngineArgs
     from minivllm.data_parallel.policy import RoutingPolicy
+    from minivllm.families.dense import Description
+    from minivllm.families.entries import Entries
+    from minivllm.families.family import Family
+    from minivllm.families.makers.registry import register_family
     from minivllm.frontend.async_llm import AsyncLLM
     from minivllm.frontend.llm import LLM
     from minivllm.kv_transfer.connector import KVConnector
     from minivllm.messages import LoRARequest
-    from minivllm.models.entries.entries import Entries
-    from minivllm.models.families.dense import Description
-    from minivllm.models.families.family import Family
-    from minivllm.models.registry.registry import register_family
     from minivllm.plugins import (
         register_attention,
         register_connector,
@@ -58,10 +58,10 @@ _HOMES = {
         "frontend.llm": "LLM",
         "kv_transfer.connector": "KVConnector",
         "messages": "LoRARequest",
-        "models.entries.entries": "Entries",
-        "models.families.dense": "Description",
-        "models.families.family": "Family",
-        "models.registry.registry": "register_family",
+        "families.entries": "Entries",
+        "families.dense": "Description",
+        "families.family": "Family",
+        "families.makers.registry": "register_family",
         "plugins": "register_attention register_connector register_drafter register_policy register_routing",
         "processing.outputs": "CompletionOutput RequestOutput",
         "sampling.logits_processors": "BatchUpdate LogitsProcessor",

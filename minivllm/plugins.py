@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from minivllm.errors import ConfigError
 
@@ -109,8 +109,8 @@ DRAFTERS = Plugins(
         "suffix": "minivllm.spec_decode.speculation:suffix",
         "early_exit": "minivllm.spec_decode.speculation:early_exit",
         "draft_model": "minivllm.spec_decode.speculation:draft_model",
-        "eagle": "minivllm.spec_decode.speculation:draft_model",
-        "eagle3": "minivllm.spec_decode.speculation:draft_model",
+        "eagle": "minivllm.spec_decode.eagle.drafter:eagle",
+        "eagle3": "minivllm.spec_decode.eagle.drafter:eagle",
     },
 )
 """DraftContext -> Drafter: a function, or the class of a drafter."""
@@ -134,6 +134,29 @@ ROUTING = Plugins(
     },
 )
 """A policy is a subclass of RoutingPolicy: the class itself, which is called without arguments."""
+
+
+class ModelImplementation(NamedTuple):
+    """Import paths of what describes, makes and loads models."""
+
+    describe: str
+    """(model path, load format, overrides of config.json) -> ModelFacts."""
+    loader: str
+    """A class without arguments: a ``worker.model_loader.ModelLoader``."""
+
+
+MODEL_IMPLEMENTATIONS: Mapping[str, ModelImplementation] = MappingProxyType(
+    {
+        "minivllm": ModelImplementation(
+            "minivllm.checkpoints.choose:describe_decoder", "minivllm.worker.model_loader:DecoderLoader"
+        ),
+        "transformers": ModelImplementation(
+            "minivllm.transformers_models.describe.config:describe_transformers_model",
+            "minivllm.transformers_models.loader:TransformersLoader",
+        ),
+    }
+)
+"""``ModelFacts.implementation`` -> what computes such models."""
 EXECUTORS: Mapping[str, str] = MappingProxyType(
     {
         "uni": "minivllm.executor.uniproc:UniProcExecutor.start",

@@ -90,7 +90,7 @@ def keep_what_lives() -> None:
 @pytest.fixture(autouse=True)
 def plugins_as_they_were() -> Iterator[None]:
     """What a test registers is gone after it: a worker runs the tests of many files, in any order."""
-    from minivllm.models.registry.registry import PLUGINS as FAMILIES
+    from minivllm.families.makers.registry import PLUGINS as FAMILIES
     from minivllm.plugins import ATTENTION, CONNECTORS, DRAFTERS, POLICIES, ROUTING
 
     before = [(table, dict(table._known)) for table in (ATTENTION, CONNECTORS, DRAFTERS, POLICIES, ROUTING, FAMILIES)]

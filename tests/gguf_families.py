@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
-from minivllm.models.layer_specs import MoeSpec
+from minivllm.specs.layers import MoeSpec
 from tests.gguf_models import permute, stored_blocks
 
 ARCHITECTURES = {"gemma3_text": "gemma3", "olmo3": "olmo2"}

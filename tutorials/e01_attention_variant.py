@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from minivllm import LLM, SamplingParams, register_attention
-from minivllm.models.model import LayerCache, TokenInputs
+from minivllm.models.model import TokenInputs
+from minivllm.specs.caches import LayerCache
 from tutorials import attention_variants
 from tutorials.attention_variants import SINKS, WINDOW, fade_by_distance, same_chunk, soft_cap, window_with_sinks
 from tutorials.lesson import Cell, Lesson

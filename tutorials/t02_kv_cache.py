@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
 from minivllm.batch.layer_caches import allocate_caches, block_bytes
-from minivllm.models.model import LayerCache, TokenInputs
+from minivllm.models.model import TokenInputs
+from minivllm.specs.caches import LayerCache
 from tutorials.lesson import Lesson
 from tutorials.small_model import small_decoder
 

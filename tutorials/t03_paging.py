@@ -23,9 +23,9 @@ from minivllm.attention.lists.tile_lists import blocks_read, new_lists, write_li
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import EngineRequest
-from minivllm.models.decoder_config import Reach
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams
+from minivllm.specs.attention import Reach
 from tutorials.lesson import Cell, Lesson
 
 lesson = Lesson(__doc__)

@@ -38,9 +38,9 @@ from torch import Tensor
 
 from minivllm import LLM, Description, Entries, Family, SamplingParams, register_family
 from minivllm.errors import ModelError
-from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.families.dense import dense
-from minivllm.models.families.family import SHARED_DEFAULTS
+from minivllm.families.dense import dense
+from minivllm.families.family import SHARED_DEFAULTS
+from minivllm.specs.decoder import DecoderConfig
 from tutorials.lesson import Lesson
 
 lesson = Lesson(__doc__)

@@ -41,9 +41,9 @@ from minivllm.engine_process.client import InProcessClient
 from minivllm.errors import ConfigError
 from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.models.decoder import Decoder
-from minivllm.models.layer_specs import SelfAttentionSpec
 from minivllm.models.shards import check_layout, own_heads, own_inner
 from minivllm.simulation.ranks import ThreadCommunicator, VirtualShards, communicators, together
+from minivllm.specs.layers import SelfAttentionSpec
 from tutorials.lesson import Lesson
 from tutorials.small_model import SHAPE, engine_arguments, model_folder
 

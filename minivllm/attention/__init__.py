@@ -1,6 +1,6 @@
 """Attention over the blocks of the KV cache: backends that prepare their own metadata, chosen by name.
 
-May import: attention.lists, compilation, device, kernels_triton_free, kernels_triton_free.strips, models.
+May import: attention.lists, compilation, device, kernels_triton_free, kernels_triton_free.strips, specs.
 Door: `AttentionBackend` in backend.py.
 """
 

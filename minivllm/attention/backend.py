@@ -20,8 +20,8 @@ from torch import Tensor
 from minivllm.compilation.regions import CompileRegion
 from minivllm.device.buffers import MirroredTable
 from minivllm.device.policy import DevicePolicy
-from minivllm.models.decoder_config import AttentionSpec, Reach
-from minivllm.models.model import CacheSpec, LayerCache
+from minivllm.specs.attention import AttentionSpec, Reach
+from minivllm.specs.caches import CacheSpec, LayerCache
 
 
 class StepRows(NamedTuple):

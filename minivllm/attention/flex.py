@@ -16,8 +16,8 @@ from minivllm.attention.rule import CAUSAL, AttentionRule
 from minivllm.attention.sdpa import SdpaAttention
 from minivllm.attention.tiles import QueryTiles
 from minivllm.errors import ConfigError
-from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.model import LayerCache
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.caches import LayerCache
 
 
 def rule_attention(context: AttentionContext, rule: AttentionRule = CAUSAL) -> AttentionBackend:

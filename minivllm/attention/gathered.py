@@ -15,8 +15,8 @@ from minivllm.attention.lists.key_groups import MIN_GROUPS, groups_of_step
 from minivllm.attention.tiles import QueryTiles, Tiles
 from minivllm.compilation.regions import Size, TensorSpec
 from minivllm.device.buffers import to_device
-from minivllm.models.decoder_config import AttentionSpec, Reach
-from minivllm.models.model import LayerCache
+from minivllm.specs.attention import AttentionSpec, Reach
+from minivllm.specs.caches import LayerCache
 
 
 class GatheredTiles(QueryTiles):

@@ -14,8 +14,8 @@ from torch import Tensor
 from kernels_triton_free.latent_attention import latent_attention
 from minivllm.attention.backend import AttentionContext, StepRows
 from minivllm.device.buffers import to_device
-from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.model import LayerCache
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.caches import LayerCache
 
 GATHERED_TOKENS = 1024
 """Tokens of each tile that are gathered at a time."""

@@ -28,8 +28,8 @@ from minivllm.attention.lists.tile_lists import blocks_read
 from minivllm.attention.rule import AttentionRule
 from minivllm.compilation.regions import Region, Size, TensorSpec, bound
 from minivllm.device.buffers import to_device
-from minivllm.models.decoder_config import AttentionSpec, Reach
-from minivllm.models.model import LayerCache
+from minivllm.specs.attention import AttentionSpec, Reach
+from minivllm.specs.caches import LayerCache
 
 MIN_BLOCKS = 2
 """Of a row: compiled code wants two of everything that varies."""

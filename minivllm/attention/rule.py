@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels_triton_free.strips.visibility import ScoreChange, Visibility
-from minivllm.models.decoder_config import AttentionSpec
+from minivllm.specs.attention import AttentionSpec
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from kernels_triton_free.attention import gathered_sdpa_attention
 from minivllm.attention.backend import AttentionContext, StepRows
 from minivllm.attention.lists.tile_lists import first_seen
 from minivllm.attention.rule import CAUSAL, AttentionRule
-from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.model import LayerCache
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.caches import LayerCache
 
 
 class SdpaAttention:

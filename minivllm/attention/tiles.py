@@ -28,8 +28,8 @@ from minivllm.attention.lists.tile_lists import BlockLists, blocks_read, cut_til
 from minivllm.attention.rule import AttentionRule
 from minivllm.compilation.regions import Region, Size, TensorSpec
 from minivllm.device.buffers import StagingBuffer, rounded_capacity, to_device
-from minivllm.models.decoder_config import AttentionSpec, Reach
-from minivllm.models.model import LayerCache
+from minivllm.specs.attention import AttentionSpec, Reach
+from minivllm.specs.caches import LayerCache
 
 
 class Tiles(NamedTuple):

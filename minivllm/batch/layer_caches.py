@@ -13,9 +13,10 @@ from minivllm.device.buffers import to_device
 from minivllm.device.memory import lazily_zeroed
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.specs import GroupKind, GroupSpec
-from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.layer_specs import StateMixerSpec
-from minivllm.models.model import CacheSpec, LayerCache, Model, StateSpec, StateTensors
+from minivllm.models.model import Model
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.caches import CacheSpec, LayerCache, StateSpec, StateTensors
+from minivllm.specs.layers import StateMixerSpec
 
 
 def block_bytes(model: Model, block_size: int) -> int:

@@ -24,22 +24,13 @@ from minivllm.compilation.regions import Size
 from minivllm.device.policy import DevicePolicy
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.lora.manager import BatchAdapters
-from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.layer_specs import StateMixerSpec
 from minivllm.models.mixers.mixer import StateUpdate
 from minivllm.models.mixers.registry import make_update
-from minivllm.models.model import (
-    NO_CACHE,
-    Attend,
-    CacheSpec,
-    Given,
-    Hidden,
-    LayerCache,
-    Model,
-    StateSpec,
-    StateTensors,
-)
+from minivllm.models.model import Attend, Given, Hidden, Model
 from minivllm.profiling.spans import span
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.caches import NO_CACHE, CacheSpec, LayerCache, StateSpec, StateTensors
+from minivllm.specs.layers import StateMixerSpec
 
 
 @dataclass(frozen=True)

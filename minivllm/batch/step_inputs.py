@@ -16,7 +16,8 @@ from minivllm.batch.persistent_batch import GroupTables, PersistentBatch, Worker
 from minivllm.device.buffers import StagingBuffer, rounded_capacity
 from minivllm.lora.manager import BatchAdapters
 from minivllm.messages import SchedulerOutput
-from minivllm.models.model import TOKENS, TokenInputs, token_specs
+from minivllm.models.model import TokenInputs, token_specs
+from minivllm.specs.caches import TOKENS
 
 
 @dataclass(slots=True)  # not frozen: hundreds are made for every step, and that would take longer

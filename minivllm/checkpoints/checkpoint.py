@@ -21,15 +21,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from minivllm.checkpoints.expert_tensors import ExpertTensors, expert_name
-from minivllm.checkpoints.gguf_layout import GGUFLayout
+from minivllm.checkpoints.gguf_names.layout import GGUFLayout
 from minivllm.checkpoints.hf_config import read_json_object
 from minivllm.errors import ModelError, RequestError
+from minivllm.families.family import Family
+from minivllm.families.makers.registry import FAMILIES
 from minivllm.gguf.gguf_file import ROPE_TENSORS, GGUFFile, GGUFTensor, Treatment, find_gguf, hugging_face_name
 from minivllm.gguf.gguf_quants import GROUPED_BITS
-from minivllm.linear.methods.stored_weight import QuantizedWeight, RestoredWeight, RowScaledWeight, StoredWeight
-from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.families.family import Family
-from minivllm.models.layer_specs import (
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.layers import (
     FeedForwardSpec,
     GatedDeltaSpec,
     LatentSpec,
@@ -41,8 +41,8 @@ from minivllm.models.layer_specs import (
     SelfAttentionSpec,
     ShortConvSpec,
 )
-from minivllm.models.registry.registry import FAMILIES
-from minivllm.weight_formats.packed_weights import FLOATS, PackedWeights, StoredPart
+from minivllm.weights.packed_weights import FLOATS, PackedWeights, StoredPart
+from minivllm.weights.stored_weight import QuantizedWeight, RestoredWeight, RowScaledWeight, StoredWeight
 
 logger = logging.getLogger(__name__)
 

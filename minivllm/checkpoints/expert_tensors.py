@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from minivllm.errors import ModelError
-from minivllm.linear.methods.stored_weight import QuantizedWeight, RestoredWeight, StoredWeight
+from minivllm.weights.stored_weight import QuantizedWeight, RestoredWeight, StoredWeight
 
 Shape = tuple[int, ...]
 

@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from minivllm.checkpoints.gguf_names.config import read_gguf_config
 from minivllm.errors import ModelError
-from minivllm.gguf.gguf_config import read_gguf_config
+from minivllm.families.entries import MAX_VOCAB_SIZE, MAX_WIDTH, Entries
+from minivllm.families.makers.registry import find_family
+from minivllm.families.rotary import usable_positions
 from minivllm.gguf.gguf_file import find_gguf
-from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.entries.entries import MAX_VOCAB_SIZE, MAX_WIDTH, Entries
-from minivllm.models.entries.rotary import usable_positions
-from minivllm.models.registry.registry import find_family
-from minivllm.weight_formats.quantization_config import read_quantization
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.weights.quantization_config import read_quantization
 
 logger = logging.getLogger(__name__)
 

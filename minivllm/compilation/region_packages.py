@@ -42,7 +42,15 @@ from minivllm.hub.fetch import exclusive
 
 logger = logging.getLogger(__name__)
 
-PACKAGES_WITH_REGION_CODE = ("models", "linear", "program")
+PACKAGES_WITH_REGION_CODE = (
+    "linear",
+    "models",
+    "program",
+    "spec_decode/eagle",
+    "specs",
+    "transformers_models",
+    "weights",
+)
 """Whose sources the code of regions is made from, besides kernels_triton_free."""
 PACKAGE_NAME = "region"
 """What packages are called inside."""

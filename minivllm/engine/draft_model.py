@@ -6,16 +6,16 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from minivllm.checkpoints.choose import read_model_facts
 from minivllm.checkpoints.hf_config import read_json_object
 from minivllm.config import SpeculativeConfig
 from minivllm.errors import ConfigError
 from minivllm.gguf.gguf_file import GGUFFile, find_gguf
 from minivllm.hub.fetch import resolve_model
-from minivllm.model_facts.choose import read_model_facts
-from minivllm.model_facts.facts import ModelFacts
-from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.eagle.checkpoint import find_tensors
-from minivllm.models.eagle.config import read_eagle_config
+from minivllm.spec_decode.eagle.checkpoint import find_tensors
+from minivllm.spec_decode.eagle.config import read_eagle_config
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.facts import ModelFacts
 
 logger = logging.getLogger(__name__)
 

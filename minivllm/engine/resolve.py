@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from minivllm.attention import find_attention
+from minivllm.checkpoints.choose import choose_implementation, read_model_facts
 from minivllm.config import (
     DTYPE_NAMES,
     CacheConfig,
@@ -27,17 +28,16 @@ from minivllm.config import (
 from minivllm.device.gpus import check_gpus
 from minivllm.engine.draft_model import resolve_draft_model
 from minivllm.errors import ConfigError
+from minivllm.families.makers.registry import load_family
 from minivllm.hub.fetch import resolve_model
 from minivllm.kv_transfer.connector import load_connector
 from minivllm.kv_transfer.fingerprint import fingerprint
-from minivllm.model_facts.choose import choose_implementation, read_model_facts
-from minivllm.model_facts.facts import ModelFacts
-from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.layer_specs import LatentSpec
-from minivllm.models.registry.registry import load_family
 from minivllm.models.shards import agrees_on_scales, check_layout
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.scheduler.policy import make_policy
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.facts import ModelFacts
+from minivllm.specs.layers import LatentSpec
 
 logger = logging.getLogger(__name__)
 

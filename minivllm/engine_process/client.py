@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from minivllm.engine.core import EngineCore
     from minivllm.engine_process.process_clients import AsyncProcessClient
-    from minivllm.model_facts.facts import ModelFacts
+    from minivllm.specs.facts import ModelFacts
 
 
 class EngineClient(Protocol):

@@ -1,6 +1,6 @@
 """Executors: they start the workers, in this process or in others, and call them.
 
-May import: compilation, config, device, distributed, executor.records, kv_cache, kv_transfer, model_facts,
-models.registry, profiling, worker.
+May import: checkpoints, compilation, config, device, distributed, executor.records, families.makers,
+kv_cache, kv_transfer, profiling, specs, worker.
 Door: `Executor` in protocol.py.
 """

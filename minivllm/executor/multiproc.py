@@ -52,8 +52,8 @@ from minivllm.executor.records.records import (
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
-from minivllm.model_facts.facts import ModelFacts
 from minivllm.profiling.spans import span
+from minivllm.specs.facts import ModelFacts
 from minivllm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)

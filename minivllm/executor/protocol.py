@@ -17,7 +17,7 @@ from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 if TYPE_CHECKING:
-    from minivllm.model_facts.facts import ModelFacts
+    from minivllm.specs.facts import ModelFacts
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from minivllm.executor.protocol import ExecutorContext, PendingOutput, call_meth
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import SchedulerOutput, TokenMasks
-from minivllm.model_facts.facts import ModelFacts
+from minivllm.specs.facts import ModelFacts
 from minivllm.worker.worker import Worker
 
 Result = TypeVar("Result")

@@ -13,6 +13,7 @@ from collections import deque
 
 import msgspec
 
+from minivllm.checkpoints.choose import read_model_facts
 from minivllm.distributed.communicator import Communicator
 from minivllm.distributed.expert_group import ExpertGroup
 from minivllm.distributed.gloo import GlooCommunicator
@@ -44,9 +45,8 @@ from minivllm.executor.records.records import (
     Whereabouts,
     output_rank,
 )
+from minivllm.families.makers.registry import load_family
 from minivllm.messages import TokenMasks
-from minivllm.model_facts.choose import read_model_facts
-from minivllm.models.registry.registry import load_family
 from minivllm.worker.worker import Worker
 
 MAX_IN_FLIGHT = 2

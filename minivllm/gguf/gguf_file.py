@@ -22,7 +22,7 @@ import torch
 
 from minivllm.errors import ModelError
 from minivllm.gguf.gguf_quants import BLOCK_LAYOUTS, LAYOUT_OF, dequantize_blocks, group_blocks
-from minivllm.linear.methods.stored_weight import GroupedWeight, RestoredWeight, StoredWeight
+from minivllm.weights.stored_weight import GroupedWeight, RestoredWeight, StoredWeight
 
 MAX_METADATA_ENTRIES = 65_536
 MAX_TENSORS = 262_144

@@ -23,9 +23,10 @@ from minivllm.batch.paged_model import PagedModel
 from minivllm.batch.step_inputs import StepInputs
 from minivllm.config import CudaGraphMode
 from minivllm.graphs.graph_capture import CudaGraphs, GraphBackend, GraphCapture
-from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.layer_specs import StateMixerSpec
-from minivllm.models.model import CacheSpec, Given, Hidden, StateSpec
+from minivllm.models.model import Given, Hidden
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.caches import CacheSpec, StateSpec
+from minivllm.specs.layers import StateMixerSpec
 
 logger = logging.getLogger(__name__)
 

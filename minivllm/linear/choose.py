@@ -21,7 +21,6 @@ from minivllm.linear.methods.groups import DequantizedGroupLinear, OrderedInputs
 from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear, RoundedInputs, WholeInt8Linear
 from minivllm.linear.methods.method import LinearMethod
-from minivllm.linear.methods.stored_weight import GroupedWeight, RowScaledWeight, StoredWeight
 from minivllm.linear.methods.words import (
     LoopedInt4Linear,
     RestoredInt4Linear,
@@ -29,6 +28,7 @@ from minivllm.linear.methods.words import (
     TiledInt4Linear,
     WholeInt4Linear,
 )
+from minivllm.weights.stored_weight import GroupedWeight, RowScaledWeight, StoredWeight
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from minivllm.distributed.shard import Rows, Shard, count_rows
 from minivllm.linear.methods.exact import choose_linear_method
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
-from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight, stack
 from minivllm.linear.product import Product
+from minivllm.weights.stored_weight import QuantizedWeight, StoredWeight, stack
 
 ChooseMethod = Callable[[str, StoredWeight], LinearMethod | None]
 """(name of the layer, its weight) -> the quantised method to use; None: restore the weight and multiply that."""

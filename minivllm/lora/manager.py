@@ -22,8 +22,8 @@ from minivllm.config import LoRAConfig
 from minivllm.linear.layer import Linear
 from minivllm.lora.checkpoint import Adapter, LowRank, RowsOfLayers, load_adapter
 from minivllm.messages import EngineRequest, LoRARequest
-from minivllm.models.decoder_config import DecoderConfig
 from minivllm.models.model import Model
+from minivllm.specs.decoder import DecoderConfig
 
 
 class AdapterManager:

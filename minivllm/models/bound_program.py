@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from minivllm.compilation.regions import CompileRegion, TensorSpec, flatten
-from minivllm.models.model import ROWS, TOKENS, Given, Hidden, LayerCache, TokenInputs
+from minivllm.models.model import Given, Hidden, TokenInputs
 from minivllm.program.fuse import Plan
 from minivllm.program.program import Name, Tree, World
 from minivllm.program.runner import Runner
+from minivllm.specs.caches import ROWS, TOKENS, LayerCache
 
 
 def program_inputs(tokens: TokenInputs, caches: Sequence[LayerCache | None]) -> Mapping[Name, Tree]:

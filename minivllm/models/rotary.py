@@ -12,7 +12,7 @@ from kernels_triton_free.rotary import (
     llama3_frequencies,
     yarn_frequencies,
 )
-from minivllm.models.decoder_config import RotaryConfig
+from minivllm.specs.attention import RotaryConfig
 
 
 def rotary_frequencies(rotary: RotaryConfig, max_model_len: int) -> Tensor:

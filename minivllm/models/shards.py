@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 from minivllm.distributed.shard import Shard
 from minivllm.errors import ConfigError
-from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.layer_specs import (
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.layers import (
     FeedForwardSpec,
     GatedDeltaSpec,
     LatentSpec,

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_iter
 from minivllm.batch.layer_caches import block_bytes
 from minivllm.linear.layer import Linear
 from minivllm.models.decoder import Decoder
-from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
-from minivllm.models.layer_specs import LatentSpec, MixerSpec, StateMixerSpec
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.layers import LatentSpec, MixerSpec, StateMixerSpec
 
 PROBES = 9
 WARM_UP_PROBES = 3

@@ -26,7 +26,7 @@ from minivllm.frontend.llm_engine import LLMEngine, load_model_tokenizer
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
-from minivllm.model_facts.facts import ModelFacts
+from minivllm.specs.facts import ModelFacts
 from minivllm.worker.worker import Worker
 
 EXCHANGE_SECONDS, CALL_SECONDS = 60, 120

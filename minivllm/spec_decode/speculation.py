@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from minivllm.batch.persistent_batch import PersistentBatch, WorkerRequest
 from minivllm.errors import ConfigError
-from minivllm.models.eagle.head import EagleHead
 from minivllm.plugins import DRAFTERS
 from minivllm.spec_decode.adaptive import DraftLengths, StepCost
 from minivllm.spec_decode.drafter import DraftContext, Drafter, DraftTask, GuessingModel
-from minivllm.spec_decode.eagle import EagleDraft
 from minivllm.spec_decode.early_exit import EarlyExit
 from minivllm.spec_decode.lookup import NgramDrafter, SuffixDrafter
 from minivllm.spec_decode.paged_draft import DraftDecoder
@@ -40,11 +38,11 @@ def early_exit(context: DraftContext) -> Drafter:
 
 
 def draft_model(context: DraftContext) -> Drafter:
-    """Another model, or an EAGLE head."""
+    """Another model with the target's vocabulary."""
     model = context.draft_decoder
     if model is None:
         raise ValueError(f"{context.settings.method} needs a loaded model.")
-    return EagleDraft(context, model) if isinstance(model, EagleHead) else DraftDecoder(context, model)
+    return DraftDecoder(context, model)
 
 
 def make_speculation(context: DraftContext) -> Speculation:

@@ -11,11 +11,9 @@ from minivllm.config import EngineConfig
 from minivllm.device.memory import cache_memory
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.specs import GroupSpec, total_bytes
-from minivllm.model_facts.facts import ModelFacts
-from minivllm.models.decoder import Decoder
-from minivllm.models.model import Model
-from minivllm.models.transformers_model.model import TransformersModel
+from minivllm.models.model import Model, StagedModel
 from minivllm.plugins import ATTENTION
+from minivllm.specs.facts import ModelFacts
 from minivllm.worker.loading import new_model
 
 logger = logging.getLogger(__name__)
@@ -26,7 +24,7 @@ def groups_of(config: EngineConfig, model: Model, draft: Model | None) -> list[G
     block_size, length = config.cache.block_size, config.scheduler.max_model_len
     knows_windows = ATTENTION.is_ours(config.attention_backend)
     travels = config.kv_transfer is not None  # then one hash names a block of each group
-    elsewhere = model.all_attention_specs if isinstance(model, Decoder | TransformersModel) else ()
+    elsewhere = model.all_attention_specs if isinstance(model, StagedModel) else ()
     groups = kv_groups(
         model,
         block_size,

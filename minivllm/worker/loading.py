@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from minivllm.checkpoints.checkpoint import iterate_weights
+from minivllm.checkpoints.choose import read_model_facts
 from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.config import EngineConfig
 from minivllm.device.policy import DevicePolicy
 from minivllm.distributed.other_workers import NO_OTHERS, OtherWorkers
 from minivllm.distributed.stage import Stage
 from minivllm.errors import ConfigError
-from minivllm.linear.choose import ROUNDING_GROUP, MethodChooser
-from minivllm.model_facts.choose import read_model_facts
-from minivllm.model_facts.facts import ModelFacts
-from minivllm.model_facts.transformers_config import TransformersConfig
+from minivllm.linear.choose import MethodChooser
 from minivllm.models.decoder import Decoder
-from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.eagle.checkpoint import find_tensors, random_tensors
-from minivllm.models.eagle.config import EagleVersion, read_eagle_config
-from minivllm.models.eagle.head import EagleHead
 from minivllm.models.model import Model
-from minivllm.models.transformers_model.model import TransformersModel
-from minivllm.models.transformers_weights.names import dummy_parameters, iterate_parameters
-from minivllm.weight_formats.packed_weights import PackedWeights
+from minivllm.plugins import MODEL_IMPLEMENTATIONS, import_object
+from minivllm.spec_decode.eagle.checkpoint import find_tensors, random_tensors
+from minivllm.spec_decode.eagle.config import EagleVersion, read_eagle_config
+from minivllm.spec_decode.eagle.head import EagleHead
+from minivllm.specs.facts import ModelFacts
+from minivllm.worker.model_loader import ModelLoader
 
 
 def load_model(
@@ -52,13 +47,8 @@ def load_draft_model(config: EngineConfig, target: Model, stage: Stage | None = 
 
 def check_weights(config: EngineConfig, facts: ModelFacts, model: Model, directory: str) -> None:
     """Raises ModelError if the safetensors files of a directory are not the weights of this model. Names and shapes are
-    checked; no weights are read but the first."""
-    dtype = getattr(torch, config.dtype)
-    if isinstance(model, TransformersModel):
-        next(iterate_parameters(Path(directory), model.names, _packed(facts)))
-    else:
-        assert isinstance(facts, DecoderConfig)
-        next(iterate_weights(directory, "safetensors", facts, dtype))
+    checked; only the first weight is read."""
+    _loader(facts).check(config, facts, model, directory)
 
 
 def new_model(config: EngineConfig, facts: ModelFacts, others: OtherWorkers = NO_OTHERS) -> tuple[Model, MethodChooser]:
@@ -78,42 +68,24 @@ def new_model(config: EngineConfig, facts: ModelFacts, others: OtherWorkers = NO
         "choose_method": chooser,
         "cache_dtype": cache_dtype,
     }
-    if isinstance(facts, TransformersConfig):
-        settings["input_unit"] = ROUNDING_GROUP if config.quantization == "int4" else 1
-        return TransformersModel(facts, communicator=others.communicator, stage=others.stage, **settings), chooser
-    assert isinstance(facts, DecoderConfig)
-    if config.speculative is not None and config.speculative.eagle_version is not None:
-        settings["embeds_last"] = True
-    if others.group is not None:
-        settings["group"] = others.group
-    if others.communicator is not None:
-        settings["communicator"], settings["divides_experts"] = others.communicator, config.expert_parallel
-    return Decoder(facts, stage=others.stage, **settings), chooser
+    return _loader(facts).make(config, facts, others, settings), chooser
 
 
 def _load(
     config: EngineConfig, facts: ModelFacts, path: str, load_format: str, others: OtherWorkers = NO_OTHERS
 ) -> tuple[Model, Callable[[], None]]:
     model, chooser = new_model(config, facts, others)
-    if isinstance(model, TransformersModel):
-        if load_format == "dummy":
-            model.load_weights(dummy_parameters(model.names, config.seed))
-        else:
-            model.load_weights(iterate_parameters(Path(path), model.names, _packed(facts)))
-        return model, chooser.log_choices
-    assert isinstance(facts, DecoderConfig) and isinstance(model, Decoder)
-    dtype = getattr(torch, config.dtype)
-    model.load_weights(iterate_weights(path, load_format, facts, dtype, config.seed, chooser.kept_bits, model.wants))
+    _loader(facts).load(config, facts, model, path, load_format, chooser)
     return model, chooser.log_choices
+
+
+def _loader(facts: ModelFacts) -> ModelLoader:
+    loader: ModelLoader = import_object("the model's loader", MODEL_IMPLEMENTATIONS[facts.implementation].loader)()
+    return loader
 
 
 def _compiles(config: EngineConfig) -> bool:
     return not config.enforce_eager and cannot_compile_reason(torch.device(config.device)) is None
-
-
-def _packed(facts: ModelFacts) -> PackedWeights | None:
-    """What unpacks the checkpoint's linear layers, if they are quantised."""
-    return None if facts.quantization is None else PackedWeights(facts.quantization)
 
 
 def _load_head(config: EngineConfig, path: str, version: EagleVersion, target: Model) -> EagleHead:

@@ -10,11 +10,12 @@ from minivllm.config import EngineConfig
 from minivllm.distributed.communicator import Absent
 from minivllm.distributed.stage import Stage
 from minivllm.errors import ModelError
-from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.decoder import Decoder
-from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.model import NO_CACHE, CacheSpec, token_specs
+from minivllm.models.model import token_specs
 from minivllm.program.fuse import Plan
+from minivllm.specs.caches import NO_CACHE, CacheSpec
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.facts import ModelFacts
 
 META = torch.device("meta")
 

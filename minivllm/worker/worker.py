@@ -38,7 +38,6 @@ from minivllm.messages import (
     SchedulerOutput,
     TokenMasks,
 )
-from minivllm.model_facts.facts import ModelFacts
 from minivllm.models.decoder import Decoder
 from minivllm.models.model import Model
 from minivllm.profiling.device_profile import DeviceProfile
@@ -46,6 +45,7 @@ from minivllm.profiling.spans import span, spanned
 from minivllm.sampling.logits_processors import load_logits_processors
 from minivllm.spec_decode.adaptive import StepCost
 from minivllm.spec_decode.speculation import Speculation, measured_step_cost
+from minivllm.specs.facts import ModelFacts
 from minivllm.worker.cache_size import groups_of, pool_text, size_groups
 from minivllm.worker.loading import check_weights, load_draft_model, load_model
 from minivllm.worker.model_runner import ModelRunner

@@ -14,8 +14,8 @@ from kernels_triton_free.strips.layout import strip_shapes, write_strips
 from minivllm.attention import AttentionContext, BlockTables
 from minivllm.compilation.regions import Region, flatten
 from minivllm.device.policy import DevicePolicy
-from minivllm.models.decoder_config import AttentionSpec, Reach
-from minivllm.models.model import LayerCache
+from minivllm.specs.attention import AttentionSpec, Reach
+from minivllm.specs.caches import LayerCache
 from tests.attention.random_batches import CPU, BatchShape
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16

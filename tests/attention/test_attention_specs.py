@@ -24,8 +24,8 @@ from minivllm.compilation.region_packages import PackagedRegionCompiler
 from minivllm.compilation.regions import Region
 from minivllm.device.buffers import MirroredTable, rounded_capacity
 from minivllm.errors import ConfigError
-from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.model import LayerCache
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.caches import LayerCache
 from tests.attention.backends import SmallTiles, attend_to_listed_blocks, listed_attention, new_context, uncompiled
 from tests.attention.random_batches import CPU, BatchShape
 

@@ -31,8 +31,8 @@ from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.compilation.region_packages import PackagedRegionCompiler, export_region
 from minivllm.compilation.regions import Region
 from minivllm.device.buffers import MirroredTable
-from minivllm.models.decoder_config import AttentionSpec, Reach
-from minivllm.models.model import LayerCache
+from minivllm.specs.attention import AttentionSpec, Reach
+from minivllm.specs.caches import LayerCache
 from tests.attention.backends import (
     CPU_POLICY,
     CUDA_POLICY,

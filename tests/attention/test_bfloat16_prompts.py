@@ -11,8 +11,8 @@ from kernels_triton_free.attention import gathered_sdpa_attention
 from minivllm.attention import FlexAttention, StepRows
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.device.policy import DevicePolicy
-from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.model import LayerCache
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.caches import LayerCache
 from tests.attention.backends import laid_in_strips, new_context
 from tests.attention.random_batches import CPU, BatchShape, new_batch
 

@@ -14,7 +14,7 @@ from minivllm.batch.step_inputs import Row
 from minivllm.config import EngineArgs
 from minivllm.engine.resolve import resolve
 from minivllm.errors import ConfigError
-from minivllm.models.decoder_config import Reach
+from minivllm.specs.attention import Reach
 from tests.attention.backends import new_context, specs_of
 from tests.attention.random_batches import BatchShape, new_batch
 

@@ -20,7 +20,7 @@ from minivllm.attention.tiles import Tiles
 from minivllm.batch.persistent_batch import PersistentBatch
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
 from minivllm.messages import SchedulerOutput
-from minivllm.models.decoder_config import Reach
+from minivllm.specs.attention import Reach
 from tests.attention.backends import SmallTiles, new_context, specs_of
 from tests.attention.random_batches import (
     CPU,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from minivllm.checkpoints.choose import read_model_facts
 from minivllm.errors import MinivllmError, ModelError
-from minivllm.model_facts.choose import read_model_facts
 from minivllm.worker.worker import Worker
 from tests.end_to_end.test_bad_input import assert_is_a_sentence
 from tests.parity_reference import tiny_llm

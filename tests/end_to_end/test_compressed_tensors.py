@@ -24,15 +24,9 @@ from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
 from minivllm.linear.methods.int8 import Int8Linear, RoundedInputs
-from minivllm.linear.methods.stored_weight import (
-    GroupedWeight,
-    QuantizedWeight,
-    RestoredWeight,
-    RowScaledWeight,
-    StoredWeight,
-)
-from minivllm.weight_formats.packed_weights import PackedWeights
-from minivllm.weight_formats.quantization_config import StoredQuantization, WeightFormat, read_quantization
+from minivllm.weights.packed_weights import PackedWeights
+from minivllm.weights.quantization_config import StoredQuantization, WeightFormat, read_quantization
+from minivllm.weights.stored_weight import GroupedWeight, QuantizedWeight, RestoredWeight, RowScaledWeight, StoredWeight
 from tests.end_to_end.test_packed_checkpoints import Tensors, TinyModel, assert_same_logits, words, write
 from tests.parity_reference import engine_logits, random_prompts, reference_logits, reference_model, tiny_llm
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ConfigError, ModelError
-from minivllm.linear.methods.stored_weight import GroupedWeight, QuantizedWeight, RestoredWeight, RowScaledWeight
-from minivllm.weight_formats.quantization_config import read_quantization
+from minivllm.weights.quantization_config import read_quantization
+from minivllm.weights.stored_weight import GroupedWeight, QuantizedWeight, RestoredWeight, RowScaledWeight
 from tests.parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
 
 TinyModel = Callable[..., Path]

@@ -18,8 +18,8 @@ from minivllm import LLM
 from minivllm.errors import ConfigError
 from minivllm.linear.methods.groups import SpreadGroups
 from minivllm.linear.methods.int4 import Int4Linear
-from minivllm.linear.methods.stored_weight import round_to_groups, round_to_int8_rows
 from minivllm.program.fuse import Run
+from minivllm.weights.stored_weight import round_to_groups, round_to_int8_rows
 from tests.gguf_models import stored_blocks, write_gguf
 from tests.parity_reference import engine_logits, random_prompts, reference_logits, tiny_llm
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minivllm.errors import ConfigError
-from minivllm.models.model import LayerCache
+from minivllm.specs.caches import LayerCache
 from tests.parity_reference import (
     BLOCK_SIZE,
     assert_pool_unused,

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from minivllm import LLM
+from minivllm.checkpoints.choose import read_model_facts
 from minivllm.config import EngineArgs
 from minivllm.device.gpus import check_gpus, own_gpu, visible_gpus
 from minivllm.engine.resolve import check_workers, resolve
@@ -22,7 +23,6 @@ from minivllm.errors import ConfigError
 from minivllm.executor import local_workers
 from minivllm.executor.local_workers import LocalWorkers
 from minivllm.executor.records.records import FromWorker
-from minivllm.model_facts.choose import read_model_facts
 from tests.executor.captured_rank import SETTINGS, answers
 
 

@@ -10,7 +10,7 @@ from minivllm.linear.methods.float8 import Float8Linear
 from minivllm.linear.methods.groups import DequantizedGroupLinear
 from minivllm.linear.methods.int8 import DequantizedInt8Linear
 from minivllm.linear.methods.method import LinearMethod
-from minivllm.linear.methods.stored_weight import round_to_float8_rows, round_to_groups, round_to_int8_rows
+from minivllm.weights.stored_weight import round_to_float8_rows, round_to_groups, round_to_int8_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16 = torch.bfloat16

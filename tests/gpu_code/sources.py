@@ -21,11 +21,14 @@ PARTS = (
     "minivllm/checkpoints",
     "minivllm/compilation",
     "minivllm/device",
+    "minivllm/families",
     "minivllm/kv_cache/specs.py",
     "minivllm/linear",
     "minivllm/models",
     "minivllm/program",
     "minivllm/sampling",
+    "minivllm/specs",
+    "minivllm/weights",
     "tests/gpu_code",
 )
 """Folders and files that regions are made of, and this program."""

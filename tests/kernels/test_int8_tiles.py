@@ -26,7 +26,7 @@ from kernels_triton_free.packed.int8_tiles import (
 from kernels_triton_free.packed.template import generate_tiled_products
 from kernels_triton_free.packed.tiles import OUTPUTS
 from minivllm.compilation.compiler import cannot_compile_reason, only_marked_sizes_are_dynamic
-from minivllm.linear.methods.stored_weight import round_to_int8_rows
+from minivllm.weights.stored_weight import round_to_int8_rows
 
 needs_compiler = pytest.mark.skipif(cannot_compile_reason(torch.device("cpu")) is not None, reason="no C++ compiler")
 needs_tiles = pytest.mark.skipif(not can_tile_int8(64, 64), reason="this CPU multiplies no tiles of 8 bits")

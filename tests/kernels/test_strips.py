@@ -21,7 +21,7 @@ from kernels_triton_free.strips.attention import MOST_HEADS_OF_TWO_STREAMS, Pair
 from kernels_triton_free.strips.layout import can_have_strips, strip_shapes
 from minivllm.attention.pairs import list_pairs
 from minivllm.compilation.compiler import cannot_compile_reason
-from minivllm.models.decoder_config import Reach
+from minivllm.specs.attention import Reach
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -25,8 +25,8 @@ from minivllm.kv_transfer.connector import BlockStore, KVConnectorScheduler, Tra
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.kv_transfer.loads import Load
 from minivllm.messages import BlockTransfer, ModelRunnerOutput, SchedulerOutput
-from minivllm.models.model import LayerCache
 from minivllm.simulation.ranks import virtual_llm
+from minivllm.specs.caches import LayerCache
 from tests.kv_transfer.lookup_pair import block_keys, consumer, producer, unix, wait_for_blocks
 from tests.kv_transfer.test_connectors import OFFLOAD, OWN, storage, transferred
 from tests.kv_transfer.test_lmcache import Server, lmcache

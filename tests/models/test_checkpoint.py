@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from minivllm import LLM, SamplingParams
 from minivllm.checkpoints.checkpoint import expected_shapes, iterate_weights
+from minivllm.checkpoints.choose import read_model_facts
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
-from minivllm.model_facts.choose import read_model_facts
-from minivllm.models.decoder_config import DecoderConfig
+from minivllm.specs.decoder import DecoderConfig
 from tests.gguf_models import write_gguf
 from tests.model_families import FAMILIES
 

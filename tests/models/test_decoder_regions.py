@@ -16,10 +16,12 @@ from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import CompileRegion, Region
 from minivllm.errors import ModelError
 from minivllm.models.decoder import Decoder
-from minivllm.models.decoder_config import AttentionSpec, DecoderConfig, RotaryConfig
-from minivllm.models.layer_specs import LayerSpec, MlpSpec, NormSpec, PositionScaling, SelfAttentionSpec
-from minivllm.models.model import LayerCache, TokenInputs, token_specs
+from minivllm.models.model import TokenInputs, token_specs
 from minivllm.models.reference import reference_forward
+from minivllm.specs.attention import AttentionSpec, RotaryConfig
+from minivllm.specs.caches import LayerCache
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.layers import LayerSpec, MlpSpec, NormSpec, PositionScaling, SelfAttentionSpec
 from tests.attention.backends import uncompiled
 
 CPU = torch.device("cpu")

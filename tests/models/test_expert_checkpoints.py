@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import build_decoder_config, read_decoder_config
 from minivllm.errors import ModelError
-from minivllm.linear.methods.stored_weight import GroupedWeight
 from minivllm.models.reference import reference_forward
+from minivllm.weights.stored_weight import GroupedWeight
 from tests.gguf_families import write_expert_gguf
 from tests.parity_reference import random_prompts, reference_logits
 

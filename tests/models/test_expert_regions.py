@@ -10,16 +10,16 @@ import torch
 from kernels_triton_free.experts.routing import Routing
 from minivllm.compilation.region_packages import PackagedRegionCompiler, find_package, package_key
 from minivllm.compilation.regions import Size, TensorSpec
+from minivllm.linear.factory import LinearFactory
 from minivllm.linear.layer import ChooseMethod, never_quantized
 from minivllm.linear.methods.int8 import Int8Linear
 from minivllm.models.bound_program import no_attention
 from minivllm.models.decoder.moe import MixtureOfExperts
-from minivllm.models.layer_specs import MlpSpec, MoeSpec
-from minivllm.models.linear_factory import LinearFactory
 from minivllm.models.mixers.mixer import LayerContext
 from minivllm.program.fuse import Run, fuse
 from minivllm.program.program import World
 from minivllm.program.runner import Runner
+from minivllm.specs.layers import MlpSpec, MoeSpec
 
 HIDDEN, EXPERTS = 32, 6
 SPEC = MoeSpec(

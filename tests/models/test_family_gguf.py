@@ -12,8 +12,8 @@ from torch import Tensor
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
-from minivllm.linear.methods.stored_weight import QuantizedWeight
 from minivllm.models.reference import reference_forward
+from minivllm.weights.stored_weight import QuantizedWeight
 from tests.gguf_families import write_family_gguf
 from tests.gguf_models import write_gguf
 from tests.parity_reference import check_gguf_in_engine, random_prompts, reference_logits

@@ -12,13 +12,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from minivllm.checkpoints.gguf_names.config import llama3_parameters
 from minivllm.checkpoints.hf_config import build_decoder_config, read_decoder_config
 from minivllm.errors import ModelError
-from minivllm.gguf.gguf_config import llama3_parameters
-from minivllm.models.decoder_config import DecoderConfig, RotaryConfig
-from minivllm.models.layer_specs import ClampedSwiglu, LatentSpec, MoeSpec
-from minivllm.models.registry.registry import FAMILIES as SUPPORTED
+from minivllm.families.makers.registry import FAMILIES as SUPPORTED
 from minivllm.models.rotary import rotary_frequencies
+from minivllm.specs.attention import RotaryConfig
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.layers import ClampedSwiglu, LatentSpec, MoeSpec
 from tests.model_families import ATTENDING_FAMILIES
 from tests.models.rotary_reference import llama3_factors
 
@@ -518,7 +519,7 @@ def test_ids_outside_the_vocabulary_are_left_out_with_a_warning_that_names_their
     ],
 )
 def test_yarn_and_linear_scaling_extend_the_context(rope: dict[str, Any], positions: int, tmp_path: Path) -> None:
-    from minivllm.model_facts.transformers_config import read_transformers_config
+    from minivllm.transformers_models.describe.config import read_transformers_config
 
     entries = {**SMALL, "max_position_embeddings": 512, "rope_theta": 10000.0, "rope_scaling": rope}
     assert build("LlamaForCausalLM", **entries).max_position_embeddings == positions
@@ -555,7 +556,7 @@ def test_rotary_parameters_that_transformers_doubts_are_doubted(
 def test_a_mistral_with_layer_types_has_the_windows_that_autoconfig_gives_it(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    from minivllm.model_facts.transformers_config import read_transformers_config
+    from minivllm.transformers_models.describe.config import read_transformers_config
 
     types = ["full_attention", "sliding_attention"]
     config = build("MistralForCausalLM", num_hidden_layers=2, layer_types=types, sliding_window=32)

@@ -20,8 +20,8 @@ from minivllm.kv_cache.block_pool import NULL_BLOCK_ID
 from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.int8 import Int8Linear
 from minivllm.models.decoder import Decoder
-from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.layer_specs import LatentSpec
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.layers import LatentSpec
 from tests.parity_reference import (
     BLOCK_SIZE,
     engine_logits,

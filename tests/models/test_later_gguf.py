@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from minivllm.checkpoints.checkpoint import iterate_weights
-from minivllm.checkpoints.gguf_layout import GGUFLayout
+from minivllm.checkpoints.gguf_names.layout import GGUFLayout
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
-from minivllm.linear.methods.stored_weight import GroupedWeight
+from minivllm.families.makers.registry import FAMILIES
 from minivllm.models.reference import reference_forward
-from minivllm.models.registry.registry import FAMILIES
+from minivllm.weights.stored_weight import GroupedWeight
 from tests.gguf_families import write_later_gguf
 from tests.model_families import MLA_YARN
 from tests.models.test_family_gguf import weights_of

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
-from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
-from minivllm.models.layer_specs import ClampedSwiglu, LatentSpec, MoeSpec, SelfAttentionSpec
 from minivllm.models.reference import reference_forward
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.layers import ClampedSwiglu, LatentSpec, MoeSpec, SelfAttentionSpec
 from tests.model_families import ATTENDING_FAMILIES
 from tests.parity_reference import MAX_MODEL_LEN, random_prompts
 

@@ -23,7 +23,7 @@ from minivllm.linear.methods.exact import (
     looped,
 )
 from minivllm.linear.methods.method import forget_uncompiled_copies, uncompiled_copies
-from minivllm.linear.methods.stored_weight import RestoredWeight
+from minivllm.weights.stored_weight import RestoredWeight
 
 CPU = torch.device("cpu")
 FOR_LOOPS = DevicePolicy(type="cpu", multiplies_whole_numbers=True)

@@ -9,7 +9,7 @@ import torch
 
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
-from minivllm.models.layer_specs import MoeSpec
+from minivllm.specs.layers import MoeSpec
 from tests.random_model import main
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from minivllm import LLM, SamplingParams, register_family
 from minivllm.errors import ConfigError, ModelError
-from minivllm.models.registry.registry import FAMILIES, load_family
+from minivllm.families.makers.registry import FAMILIES, load_family
 
 OWN = replace(FAMILIES["LlamaForCausalLM"], architecture="OwnForCausalLM", model_type="own")
 

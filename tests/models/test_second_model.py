@@ -22,19 +22,10 @@ from minivllm.errors import ConfigError
 from minivllm.kv_cache.specs import one_group
 from minivllm.linear.layer import Linear
 from minivllm.messages import EngineRequest, NewRequestData, SchedulerOutput
-from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.model import (
-    TOKENS,
-    Attend,
-    CacheSpec,
-    Hidden,
-    HiddenTap,
-    LayerCache,
-    Model,
-    TokenInputs,
-    token_specs,
-)
+from minivllm.models.model import Attend, Hidden, HiddenTap, Model, TokenInputs, token_specs
 from minivllm.sampling_params import SamplingParams
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.caches import TOKENS, CacheSpec, LayerCache
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.worker import run_on_null_block
 from tests.attention.backends import CUDA_POLICY, listed_attention, uncompiled

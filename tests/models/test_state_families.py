@@ -15,9 +15,9 @@ from torch import Tensor
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import build_decoder_config, read_decoder_config
 from minivllm.errors import ModelError
-from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.layer_specs import GatedDeltaSpec, Mamba2Spec, MoeSpec, SelfAttentionSpec, StateMixerSpec
 from minivllm.models.reference import reference_forward
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.layers import GatedDeltaSpec, Mamba2Spec, MoeSpec, SelfAttentionSpec, StateMixerSpec
 from tests.model_families import CONVOLVED_FAMILIES, STATE_FAMILIES
 from tests.parity_reference import MAX_MODEL_LEN, random_prompts, reference_logits
 

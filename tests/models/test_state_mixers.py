@@ -13,17 +13,17 @@ from kernels_triton_free.state.rows import StateRows
 from minivllm.checkpoints.checkpoint import expected_shapes
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import CompileRegion, TensorSpec
-from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.layer_specs import GatedDeltaSpec, LayerSpec, Mamba2Spec, MlpSpec, NormSpec
-from minivllm.models.linear_factory import LinearFactory
+from minivllm.linear.factory import LinearFactory
 from minivllm.models.mixers.mixer import LayerContext
 from minivllm.models.mixers.registry import make_mixer, make_update
-from minivllm.models.model import TOKENS, StateSpec
 from minivllm.models.reference.states import STATE_MIXERS
 from minivllm.program.fuse import fuse
 from minivllm.program.program import World
 from minivllm.program.runner import Runner
 from minivllm.program.seams import Attend
+from minivllm.specs.caches import TOKENS, StateSpec
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.layers import GatedDeltaSpec, LayerSpec, Mamba2Spec, MlpSpec, NormSpec
 from tests.attention.backends import uncompiled
 
 HIDDEN, CPU = 32, torch.device("cpu")

@@ -36,13 +36,7 @@ from minivllm.linear.methods.groups import DequantizedGroupLinear
 from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear
 from minivllm.linear.methods.method import LinearMethod
-from minivllm.linear.methods.stored_weight import (
-    GroupedWeight,
-    QuantizedWeight,
-    RestoredWeight,
-    StoredWeight,
-    round_to_groups,
-)
+from minivllm.weights.stored_weight import GroupedWeight, QuantizedWeight, RestoredWeight, StoredWeight, round_to_groups
 
 EXPERTS, HIDDEN, INNER, TOP_K = 5, 64, 96, 2
 BF16 = torch.bfloat16

@@ -25,7 +25,14 @@ from minivllm.linear.methods.groups import DequantizedGroupLinear, OrderedInputs
 from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.int8 import DequantizedInt8Linear, Int8Linear, RoundedInputs, WholeInt8Linear
 from minivllm.linear.methods.method import LinearMethod, forget_uncompiled_copies, largest_inputs
-from minivllm.linear.methods.stored_weight import (
+from minivllm.linear.methods.words import (
+    LoopedInt4Linear,
+    RestoredInt4Linear,
+    RoundedInt4Linear,
+    TiledInt4Linear,
+    WholeInt4Linear,
+)
+from minivllm.weights.stored_weight import (
     GroupedWeight,
     RestoredWeight,
     RowScaledWeight,
@@ -34,13 +41,6 @@ from minivllm.linear.methods.stored_weight import (
     round_to_groups,
     round_to_int8_rows,
     stack,
-)
-from minivllm.linear.methods.words import (
-    LoopedInt4Linear,
-    RestoredInt4Linear,
-    RoundedInt4Linear,
-    TiledInt4Linear,
-    WholeInt4Linear,
 )
 
 needs_int4 = pytest.mark.skipif(not can_multiply_int4(), reason="this CPU's order of 4-bit weights is not known")

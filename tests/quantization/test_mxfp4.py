@@ -16,10 +16,10 @@ from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm.checkpoints.checkpoint import iterate_weights
 from minivllm.checkpoints.hf_config import read_decoder_config
 from minivllm.errors import ModelError
-from minivllm.linear.methods.stored_weight import GroupedWeight
-from minivllm.weight_formats.mxfp4 import group_mxfp4
-from minivllm.weight_formats.packed_weights import PackedWeights, StoredPart
-from minivllm.weight_formats.quantization_config import read_quantization
+from minivllm.weights.mxfp4 import group_mxfp4
+from minivllm.weights.packed_weights import PackedWeights, StoredPart
+from minivllm.weights.quantization_config import read_quantization
+from minivllm.weights.stored_weight import GroupedWeight
 from tests.parity_reference import engine_logits, random_prompts, reference_logits, runner_of, tiny_llm
 
 TinyModel = Callable[..., Path]

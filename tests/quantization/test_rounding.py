@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.linear.methods.stored_weight import (
+from minivllm.weights.stored_weight import (
     GroupedWeight,
     round_groups_to_rows,
     round_to_float8_rows,

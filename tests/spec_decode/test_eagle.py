@@ -21,7 +21,7 @@ from minivllm import LLM
 from minivllm.batch.layer_caches import block_bytes
 from minivllm.batch.step_inputs import Row
 from minivllm.errors import ConfigError, ModelError
-from minivllm.spec_decode.eagle import EagleDraft
+from minivllm.spec_decode.eagle.drafter import EagleDraft
 from tests.parity_reference import (
     assert_pool_unused,
     reference_model,

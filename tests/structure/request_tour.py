@@ -33,8 +33,8 @@ from minivllm.frontend.llm_engine import LLMEngine
 from minivllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.models.mixers import attention as attention_module
-from minivllm.models.model import LayerCache
 from minivllm.processing.input_processor import PreparedRequest
+from minivllm.specs.caches import LayerCache
 
 TOUR = Path(__file__).parents[2] / "minivllm" / "README.md"
 BEGIN, END = "<!-- tour: {} -->", "<!-- end of tour -->"

@@ -48,7 +48,14 @@ def annex_of(package: str) -> str | None:
 def paths_at(seam: str) -> dict[str, str]:
     """What a seam names, by import path."""
     found = getattr(plugins, seam)
-    return {"": found} if isinstance(found, str) else dict(getattr(found, "known", found))
+    if isinstance(found, str):
+        return {"": found}
+    named = dict(getattr(found, "known", found))
+    return {
+        f"{name}.{part}" if part else name: path
+        for name, value in named.items()
+        for part, path in (value._asdict() if isinstance(value, plugins.ModelImplementation) else {"": value}).items()
+    }
 
 
 PATHS = [(seam, path) for seam in sorted({*SEAM_OF.values(), "NODE_AGENT"}) for path in paths_at(seam).values()]

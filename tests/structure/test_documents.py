@@ -22,7 +22,7 @@ from minivllm.bench.reports.figures import median
 from minivllm.bench.reports.report import Measurement, make_report, read_report
 from minivllm.cli.commands import app
 from minivllm.config import KVTransferConfig
-from minivllm.models.registry import registry
+from minivllm.families.makers import registry
 from tests.structure.code_map import BEGIN, END, ORDER, TOUR, code_map
 from tests.structure.documents import DOCUMENTS, README, ROOT, blocks, name_of, text_of, without_code
 from tests.transformers_models.families import FAMILIES

@@ -27,7 +27,6 @@ MOST: dict[str, int] = {
     "minivllm/executor": 9,
     "minivllm/kv_cache": 7,
     "minivllm/linear": 1,
-    "minivllm/models": 9,
     "minivllm/scheduler": 3,
     "minivllm/worker": 1,
     "tests": 3,

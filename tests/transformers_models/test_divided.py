@@ -16,10 +16,10 @@ from minivllm import LLM, SamplingParams
 from minivllm.compilation.regions import Region
 from minivllm.errors import ConfigError
 from minivllm.messages import LoRARequest
-from minivllm.model_facts.transformers_config import read_transformers_config
-from minivllm.models.transformers_model.model import TransformersModel
-from minivllm.models.transformers_weights.names import iterate_parameters
 from minivllm.simulation.ranks import communicators, virtual_llm
+from minivllm.transformers_models.describe.config import read_transformers_config
+from minivllm.transformers_models.describe.names import iterate_parameters
+from minivllm.transformers_models.model import TransformersModel
 from tests.executor.test_divided_models import PACKED, PROMPTS, answers, arguments, assert_divided, random_adapter
 from tests.transformers_models.families import save_model
 from tests.transformers_models.test_regions import checked, cut_model, step

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from minivllm.checkpoints.choose import choose_implementation, read_model_facts
 from minivllm.errors import ModelError
-from minivllm.model_facts.choose import choose_implementation, read_model_facts
-from minivllm.model_facts.transformers_config import read_transformers_config
-from minivllm.models.transformers_model.build import build_architecture
-from minivllm.models.transformers_model.model import TransformersModel
-from minivllm.models.transformers_weights.names import iterate_parameters
+from minivllm.transformers_models.build import build_architecture
+from minivllm.transformers_models.describe.config import read_transformers_config
+from minivllm.transformers_models.describe.names import iterate_parameters
+from minivllm.transformers_models.model import TransformersModel
 from tests.transformers_models.families import FAMILIES, SHAPE, save_model
 
 OWN_ATTENTION: dict[str, dict[str, Any]] = {"falcon": {"head_dim": None, "alibi": True}}

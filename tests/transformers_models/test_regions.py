@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from minivllm.compilation.regions import Region, flatten
-from minivllm.model_facts.transformers_config import read_transformers_config
-from minivllm.models.model import LayerCache, TokenInputs, token_specs
-from minivllm.models.transformers_model.model import TransformersModel
-from minivllm.models.transformers_weights.names import iterate_parameters
+from minivllm.models.model import TokenInputs, token_specs
+from minivllm.specs.caches import LayerCache
+from minivllm.transformers_models.describe.config import read_transformers_config
+from minivllm.transformers_models.describe.names import iterate_parameters
+from minivllm.transformers_models.model import TransformersModel
 from tests.transformers_models.families import FAMILIES, save_model
 
 CPU = torch.device("cpu")

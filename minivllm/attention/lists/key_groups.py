@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minivllm.attention.lists.tile_lists import first_seen
-from minivllm.models.decoder_config import Reach
+from minivllm.specs.attention import Reach
 
 MIN_GROUPS = 2
 """Compiled code wants two of everything that varies."""

@@ -51,7 +51,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minivllm.models.decoder_config import Reach
+from minivllm.specs.attention import Reach
 
 
 class BlockRanges(NamedTuple):

@@ -67,8 +67,8 @@ def env(
 
 def implementation(model: str) -> dict[str, str]:
     """The implementation that computes a model, and the reason. Raises ModelError if there is none."""
+    from minivllm.checkpoints.choose import choose_implementation, read_model_facts
     from minivllm.hub.fetch import resolve_model
-    from minivllm.model_facts.choose import choose_implementation, read_model_facts
 
     path = resolve_model(model, weights=False)
     value, why = choose_implementation(path)

@@ -21,7 +21,7 @@ from minivllm.executor.nodes.messages import settings_of
 from minivllm.executor.protocol import ExecutorContext
 from minivllm.executor.records.child_reports import Log, describe_exit
 from minivllm.executor.records.records import Died
-from minivllm.model_facts.facts import ModelFacts
+from minivllm.specs.facts import ModelFacts
 
 PLACER_COMMAND = python_module("minivllm.engine_process.ray.placer")
 PLACEMENT_SECONDS = 600.0

@@ -18,11 +18,11 @@ from minivllm.executor.multiproc import results_of
 from minivllm.executor.protocol import FinishedStep, PendingOutput, check_arguments, start_workers
 from minivllm.executor.records.child_reports import ErrorInfo
 from minivllm.executor.records.records import Answer, Call, Masks, Step
+from minivllm.families.makers.registry import load_family
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.inbox import TransferInbox
 from minivllm.messages import ModelRunnerOutput, SchedulerOutput, TokenMasks
-from minivllm.model_facts.facts import ModelFacts
-from minivllm.models.registry.registry import load_family
+from minivllm.specs.facts import ModelFacts
 from minivllm.worker.worker import Worker
 
 

@@ -27,8 +27,8 @@ from minivllm.kv_transfer.connectors.worker_side import ConnectorWorker, WorkerC
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.kv_transfer.loads import Load
 from minivllm.messages import BlockIds, BlockTransfer, KVConnectorMetadata
-from minivllm.models.model import LayerCache, StateTensors
 from minivllm.request import Request
+from minivllm.specs.caches import LayerCache, StateTensors
 
 
 class MultiOptions(msgspec.Struct, forbid_unknown_fields=True):

@@ -21,7 +21,7 @@ from minivllm.kv_transfer.connector import BlockStore, KVConnector, TransferCont
 from minivllm.kv_transfer.connectors.worker_side import CacheBlocks, KVConnectorWorker, WorkerContext
 from minivllm.kv_transfer.loads import Load
 from minivllm.messages import BlockTransfer
-from minivllm.models.model import LayerCache, StateTensors
+from minivllm.specs.caches import LayerCache, StateTensors
 
 DEFAULT_BYTES = 2**30
 

@@ -25,8 +25,8 @@ from minivllm.kv_cache.specs import GroupSpec
 from minivllm.kv_transfer.connector import TransferContext, with_fingerprint
 from minivllm.kv_transfer.inbox import KVConnectorOutput
 from minivllm.messages import BlockTransfer, KVConnectorMetadata
-from minivllm.models.model import LayerCache, StateTensors
 from minivllm.profiling.spans import spanned
+from minivllm.specs.caches import LayerCache, StateTensors
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from minivllm.kv_transfer.lookup.lookup_connector import LookupBufferScheduler
 from minivllm.kv_transfer.lookup.lookup_server import FOREVER, LookupServer
 from minivllm.kv_transfer.lookup.pipe import Address, Key, Pipe
 from minivllm.messages import BlockTransfer
-from minivllm.models.model import LayerCache, StateTensors
+from minivllm.specs.caches import LayerCache, StateTensors
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from minivllm.linear.layer import ChooseMethod, Linear, never_quantized
 from minivllm.linear.methods.exact import LoopedLinear, PackedLinear, PlainLinear, TiledLinear
 from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
-from minivllm.linear.methods.stored_weight import StoredWeight
+from minivllm.weights.stored_weight import StoredWeight
 
 GROUPED_MULTIPLE = 8
 """Sides of the matrices that ``F.grouped_mm`` multiplies are multiples of this: 16 bytes of bfloat16."""

@@ -33,16 +33,8 @@ from kernels_triton_free.packed.rows import MAX_ROWS, few_rows_products, is_read
 from minivllm.compilation.regions import CompileRegion, Region, Size, TensorSpec
 from minivllm.linear.methods.exact import PlainLinear
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
-from minivllm.linear.methods.stored_weight import StoredWeight
-
-
-@dataclass(frozen=True)
-class ClampedSwiglu:
-    """The gated activation of gpt-oss; see ``clamped_swiglu``."""
-
-    alpha: float
-    limit: float
-
+from minivllm.specs.layers import ClampedSwiglu
+from minivllm.weights.stored_weight import StoredWeight
 
 _few_rows: dict[str, Callable] = {}
 """The compiled loops of ``LoopedExperts.compile_few_rows``, by what tells one method from another."""

@@ -37,7 +37,7 @@ from kernels_triton_free.packed.tiles import (
     words_in,
 )
 from minivllm.linear.methods.method import LinearMethod, LinearTensors, kept_weights, uncompiled_copies, with_bias
-from minivllm.linear.methods.stored_weight import StoredWeight
+from minivllm.weights.stored_weight import StoredWeight
 
 COMPARED_ROWS = 1024
 """Of a weight at a time."""

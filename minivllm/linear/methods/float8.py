@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minivllm.linear.methods.method import LinearMethod, LinearTensors, with_bias
-from minivllm.linear.methods.stored_weight import FLOAT8_MAX, RowScaledWeight, StoredWeight, round_to_float8_rows
+from minivllm.weights.stored_weight import FLOAT8_MAX, RowScaledWeight, StoredWeight, round_to_float8_rows
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels_triton_free.linear import single_row_sums, sums_single_row
 from minivllm.linear.methods.method import LinearMethod, LinearTensors, with_bias
-from minivllm.linear.methods.stored_weight import GroupedWeight, StoredWeight, in_groups
+from minivllm.weights.stored_weight import GroupedWeight, StoredWeight, in_groups
 
 
 @dataclass(frozen=True)

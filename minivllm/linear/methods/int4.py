@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels_triton_free.quantized_linear import INT4_LANES, int4_linear, int4_rows, pack_int4
 from minivllm.linear.methods.method import LinearMethod, LinearTensors, with_bias
-from minivllm.linear.methods.stored_weight import GroupedWeight, StoredWeight, in_groups, round_to_groups
+from minivllm.weights.stored_weight import GroupedWeight, StoredWeight, in_groups, round_to_groups
 
 PREPARED_ELEMENTS = 4_194_304
 """Codes split into two planes at a time."""

@@ -13,7 +13,7 @@ from kernels_triton_free.linear import single_row_sums, sums_single_row
 from kernels_triton_free.loops.whole_numbers import WholeNumbers, parts_of, whole_numbers_linear
 from kernels_triton_free.quantized_linear import int8_linear, int8_rows
 from minivllm.linear.methods.method import LinearMethod, LinearTensors, largest_inputs, with_bias
-from minivllm.linear.methods.stored_weight import RowScaledWeight, StoredWeight, round_to_int8_rows
+from minivllm.weights.stored_weight import RowScaledWeight, StoredWeight, round_to_int8_rows
 
 
 @dataclass(frozen=True)

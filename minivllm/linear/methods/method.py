@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from minivllm.device.memory import WeightMemory
-from minivllm.linear.methods.stored_weight import StoredWeight
+from minivllm.weights.stored_weight import StoredWeight
 
 LinearTensors = tuple[Tensor, ...]
 """What a linear layer passes to its method: the prepared weight and whatever else the method needs."""

@@ -25,7 +25,7 @@ from kernels_triton_free.quantized_linear import INT4_LANES
 from minivllm.linear.methods.exact import TiledLinear
 from minivllm.linear.methods.int4 import Int4Linear
 from minivllm.linear.methods.method import LinearTensors, uncompiled_copies, with_bias
-from minivllm.linear.methods.stored_weight import (
+from minivllm.weights.stored_weight import (
     GroupedWeight,
     StoredWeight,
     in_groups,

@@ -1,7 +1,7 @@
 """The decoder: weights and regions of every model whose layers are described by specs.
 
-May import: compilation, distributed, kernels_triton_free, kernels_triton_free.experts, linear, linear.experts,
-linear.methods, models, models.mixers, profiling, program.
+May import: compilation, distributed, kernels_triton_free, kernels_triton_free.experts, linear,
+linear.experts, linear.methods, models, models.mixers, profiling, program, specs, weights.
 Door: `Decoder` in decoder.py.
 """
 

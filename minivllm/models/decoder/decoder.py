@@ -18,33 +18,26 @@ from minivllm.distributed.expert_group import ExpertGroup
 from minivllm.distributed.stage import Stage
 from minivllm.errors import ModelError
 from minivllm.linear.experts.experts import Experts
+from minivllm.linear.factory import LinearFactory
 from minivllm.linear.layer import ChooseMethod, Linear, Shard, never_quantized
 from minivllm.linear.methods.exact import PlainLinear
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
-from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.bound_program import BoundProgram, no_attention, program_inputs
 from minivllm.models.decoder.layer import DecoderLayer
 from minivllm.models.decoder.program import decoder_program
 from minivllm.models.decoder.stages import layers_of, linear_shapes
-from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
-from minivllm.models.layer_specs import LatentSpec, StateMixerSpec
-from minivllm.models.linear_factory import LinearFactory
 from minivllm.models.mixers.attention import SelfAttention
-from minivllm.models.model import (
-    TOKENS,
-    Attend,
-    CacheSpec,
-    Hidden,
-    HiddenTap,
-    LayerCache,
-    StateSpec,
-    TokenInputs,
-)
+from minivllm.models.model import Attend, Hidden, HiddenTap, TokenInputs
 from minivllm.models.rotary import rotary_frequencies
 from minivllm.models.shards import VOCABULARY_UNIT
 from minivllm.profiling.spans import span
 from minivllm.program.fuse import Plan, fuse
 from minivllm.program.program import World
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.caches import TOKENS, CacheSpec, LayerCache, StateSpec
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.layers import LatentSpec, StateMixerSpec
+from minivllm.weights.stored_weight import QuantizedWeight, StoredWeight
 
 
 class Decoder:

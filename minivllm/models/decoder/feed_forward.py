@@ -12,18 +12,18 @@ from torch import Tensor
 from kernels_triton_free.activation import gated_product
 from kernels_triton_free.lora import RowAdapters
 from minivllm.compilation.regions import TensorSpec
+from minivllm.linear.factory import LinearFactory, Stored
 from minivllm.linear.layer import Linear
 from minivllm.linear.methods.method import LinearTensors
-from minivllm.linear.methods.stored_weight import StoredWeight
 from minivllm.linear.product import Product
-from minivllm.models.layer_specs import Activation, MlpSpec
-from minivllm.models.linear_factory import LinearFactory, Stored
 from minivllm.models.mixers.mixer import LayerContext, projected
-from minivllm.models.model import TOKENS
 from minivllm.models.pieces import Largest
 from minivllm.models.shards import own_inner
 from minivllm.program.program import Name, Piece, Program, Seam
 from minivllm.program.seams import Agree, Sum
+from minivllm.specs.caches import TOKENS
+from minivllm.specs.layers import Activation, MlpSpec
+from minivllm.weights.stored_weight import StoredWeight
 
 
 class FeedForward(Protocol):

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from minivllm.compilation.regions import TensorSpec
+from minivllm.linear.factory import LinearFactory, Stored
 from minivllm.linear.layer import Linear
-from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder.feed_forward import FeedForward, GatedMlp
 from minivllm.models.decoder.moe import MixtureOfExperts
-from minivllm.models.layer_specs import FeedForwardSpec, LayerSpec, MoeSpec, StateMixerSpec
-from minivllm.models.linear_factory import LinearFactory, Stored
 from minivllm.models.mixers.mixer import LayerContext
 from minivllm.models.mixers.registry import make_mixer
-from minivllm.models.model import TOKENS, LayerCache
 from minivllm.models.pieces import Add, AddNorm, Norm
 from minivllm.program.program import Name, Piece, Program
 from minivllm.program.seams import Attend, Sum
+from minivllm.specs.caches import TOKENS, LayerCache
+from minivllm.specs.layers import FeedForwardSpec, LayerSpec, MoeSpec, StateMixerSpec
+from minivllm.weights.stored_weight import QuantizedWeight, StoredWeight
 
 
 def make_feed_forward(spec: FeedForwardSpec, hidden_size: int, factory: LinearFactory) -> FeedForward:

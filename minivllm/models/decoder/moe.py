@@ -13,17 +13,17 @@ from torch import Tensor
 from kernels_triton_free.experts.routing import Routing, route
 from minivllm.linear.experts.experts import Experts
 from minivllm.linear.experts.methods import ExpertsMethod
+from minivllm.linear.factory import LinearFactory, Stored
 from minivllm.linear.layer import Linear, Shard
 from minivllm.linear.methods.method import LinearTensors
-from minivllm.linear.methods.stored_weight import QuantizedWeight, StoredWeight
 from minivllm.models.decoder.feed_forward import GatedMlp
-from minivllm.models.layer_specs import MoeSpec
-from minivllm.models.linear_factory import LinearFactory, Stored
 from minivllm.models.mixers.mixer import LayerContext
 from minivllm.models.pieces import Add
 from minivllm.models.shards import own_inner
 from minivllm.program.program import Name, Piece, Program
 from minivllm.program.seams import Combine, Share, Sum
+from minivllm.specs.layers import MoeSpec
+from minivllm.weights.stored_weight import QuantizedWeight, StoredWeight
 
 _ROUTER_PARTS = ("gate.weight", "gate.bias", "gate.e_score_correction_bias", "shared_expert_gate.weight")
 

@@ -24,10 +24,10 @@ from minivllm.compilation.regions import TensorSpec
 from minivllm.linear.methods.method import LinearMethod, LinearTensors
 from minivllm.models.decoder.layer import DecoderLayer
 from minivllm.models.mixers.mixer import LayerContext
-from minivllm.models.model import ROWS
 from minivllm.models.pieces import Add, AddNorm
 from minivllm.program.program import Piece, Program, Seam
 from minivllm.program.seams import Gather, Pick, Receive, Send, Sum
+from minivllm.specs.caches import ROWS
 
 if TYPE_CHECKING:
     from minivllm.models.decoder.decoder import Decoder

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from minivllm.distributed.stage import Stage, divide_layers
+from minivllm.linear.factory import LinearFactory
 from minivllm.models.decoder.layer import DecoderLayer
-from minivllm.models.decoder_config import DecoderConfig
-from minivllm.models.layer_specs import LayerSpec
-from minivllm.models.linear_factory import LinearFactory
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.layers import LayerSpec
 
 
 def layers_of(stage: Stage, config: DecoderConfig) -> range:

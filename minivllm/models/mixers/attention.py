@@ -14,17 +14,17 @@ from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.paged_cache import write_kv
 from kernels_triton_free.rotary import apply_rotary
 from minivllm.compilation.regions import TensorSpec
+from minivllm.linear.factory import LinearFactory
 from minivllm.linear.methods.method import LinearTensors
 from minivllm.linear.product import Product
-from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.layer_specs import PositionScaling, QueryKeyNorm, SelfAttentionSpec
-from minivllm.models.linear_factory import LinearFactory
 from minivllm.models.mixers.mixer import LayerContext, Vectors, projected
-from minivllm.models.model import TOKENS, LayerCache
 from minivllm.models.pieces import Flatten, Largest, Project
 from minivllm.models.shards import own_heads, times
 from minivllm.program.program import Name, Piece, Program, Seam
 from minivllm.program.seams import Agree
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.caches import TOKENS, LayerCache
+from minivllm.specs.layers import PositionScaling, QueryKeyNorm, SelfAttentionSpec
 
 
 @dataclass(frozen=True)

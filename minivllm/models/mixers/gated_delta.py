@@ -9,8 +9,8 @@ from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.state.gated_delta import gated_delta
 from kernels_triton_free.state.rows import StateRows
 from kernels_triton_free.state.short_conv import short_conv
-from minivllm.models.layer_specs import GatedDeltaSpec
 from minivllm.models.mixers.scan import Parameters, ScanSteps
+from minivllm.specs.layers import GatedDeltaSpec
 
 LENGTH_EPS = 1e-6
 """Of the square of a query's or key's length, before it is divided by it."""

@@ -18,16 +18,16 @@ from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.paged_cache import write_rows
 from kernels_triton_free.rotary import apply_rotary
 from minivllm.compilation.regions import TensorSpec
+from minivllm.linear.factory import LinearFactory
 from minivllm.linear.layer import Linear
 from minivllm.linear.methods.method import LinearTensors
 from minivllm.linear.product import Product
-from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.layer_specs import LatentSpec
-from minivllm.models.linear_factory import LinearFactory
 from minivllm.models.mixers.mixer import LayerContext, Vectors, projected
-from minivllm.models.model import TOKENS, LayerCache
 from minivllm.models.shards import times
 from minivllm.program.program import Name, Piece, Program
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.caches import TOKENS, LayerCache
+from minivllm.specs.layers import LatentSpec
 
 
 @dataclass(frozen=True)

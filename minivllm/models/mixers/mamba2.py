@@ -9,8 +9,8 @@ from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.state.mamba2 import mamba2
 from kernels_triton_free.state.rows import StateRows
 from kernels_triton_free.state.short_conv import short_conv
-from minivllm.models.layer_specs import Mamba2Spec
 from minivllm.models.mixers.scan import Parameters, ScanSteps
+from minivllm.specs.layers import Mamba2Spec
 
 
 def _ahead(

@@ -21,11 +21,12 @@ from torch import Tensor
 from kernels_triton_free.state.rows import StateRows
 from minivllm.compilation.regions import TensorSpec
 from minivllm.linear.layer import Linear
-from minivllm.models.decoder_config import AttentionSpec
-from minivllm.models.layer_specs import StateMixerSpec
-from minivllm.models.model import TOKENS, Given
+from minivllm.models.model import Given
 from minivllm.models.pieces import Project, ProjectCast, ProjectPart
 from minivllm.program.program import Name, Piece, Program
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.caches import TOKENS
+from minivllm.specs.layers import StateMixerSpec
 
 Vectors = Mapping[str, Tensor]
 """All weights of a layer that are no linear layers, by the names that ``DecoderLayer.load`` gives them."""

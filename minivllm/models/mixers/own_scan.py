@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from minivllm.linear.layer import Rows, Shard
-from minivllm.models.layer_specs import GatedDeltaSpec, Mamba2Spec
 from minivllm.models.shards import times
+from minivllm.specs.layers import GatedDeltaSpec, Mamba2Spec
 
 ScanSpec = GatedDeltaSpec | Mamba2Spec
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from minivllm.compilation.regions import CompileRegion
-from minivllm.models.layer_specs import (
+from minivllm.linear.factory import LinearFactory
+from minivllm.models.mixers.attention import SelfAttention
+from minivllm.models.mixers.gated_delta import GATED_DELTA
+from minivllm.models.mixers.latent import LatentAttention
+from minivllm.models.mixers.mamba2 import MAMBA2
+from minivllm.models.mixers.mixer import Mixer, StateUpdate
+from minivllm.models.mixers.scan import ScanMixer, ScanUpdate
+from minivllm.models.mixers.short_conv import ShortConv, ShortConvUpdate
+from minivllm.specs.caches import StateSpec
+from minivllm.specs.layers import (
     GatedDeltaSpec,
     LatentSpec,
     Mamba2Spec,
@@ -14,15 +23,6 @@ from minivllm.models.layer_specs import (
     ShortConvSpec,
     StateMixerSpec,
 )
-from minivllm.models.linear_factory import LinearFactory
-from minivllm.models.mixers.attention import SelfAttention
-from minivllm.models.mixers.gated_delta import GATED_DELTA
-from minivllm.models.mixers.latent import LatentAttention
-from minivllm.models.mixers.mamba2 import MAMBA2
-from minivllm.models.mixers.mixer import Mixer, StateUpdate
-from minivllm.models.mixers.scan import ScanMixer, ScanUpdate
-from minivllm.models.mixers.short_conv import ShortConv, ShortConvUpdate
-from minivllm.models.model import StateSpec
 
 
 def make_mixer(spec: MixerSpec, hidden_size: int, factory: LinearFactory, attention_dtype: torch.dtype) -> Mixer:

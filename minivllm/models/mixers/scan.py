@@ -19,14 +19,14 @@ from kernels_triton_free.norm import rms_norm
 from kernels_triton_free.state.rows import StateRows
 from kernels_triton_free.state.tiles import ScanPlan, plan_scan
 from minivllm.compilation.regions import CompileRegion, Region, TensorSpec
-from minivllm.models.layer_specs import Mamba2Spec
-from minivllm.models.linear_factory import LinearFactory
+from minivllm.linear.factory import LinearFactory
 from minivllm.models.mixers.mixer import LayerContext, Vectors, projected, projected_for_update
 from minivllm.models.mixers.own_scan import OwnScan, ScanSpec, own_scan
-from minivllm.models.model import TOKENS, StateSpec
 from minivllm.models.pieces import Cast
 from minivllm.program.program import Name, Piece, Program, Seam
 from minivllm.program.seams import Agree
+from minivllm.specs.caches import TOKENS, StateSpec
+from minivllm.specs.layers import Mamba2Spec
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from torch import Tensor
 from kernels_triton_free.state.rows import StateRows
 from kernels_triton_free.state.short_conv import short_conv
 from minivllm.compilation.regions import CompileRegion, Region
-from minivllm.models.layer_specs import ShortConvSpec
-from minivllm.models.linear_factory import LinearFactory
+from minivllm.linear.factory import LinearFactory
 from minivllm.models.mixers.mixer import LayerContext, Vectors, projected, projected_for_update
-from minivllm.models.model import StateSpec
 from minivllm.models.pieces import Cast
 from minivllm.models.shards import own_inner
 from minivllm.program.program import Name, Piece, Program
+from minivllm.specs.caches import StateSpec
+from minivllm.specs.layers import ShortConvSpec
 
 
 class ShortConv:

@@ -1,6 +1,6 @@
 """What every model computes, in plain PyTorch: read this first; tests judge by it.
 
-May import: kernels_triton_free.experts, models.
+May import: kernels_triton_free.experts, models, specs.
 Door: `reference_forward` in reference.py.
 """
 

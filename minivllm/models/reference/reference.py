@@ -12,18 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_triton_free.experts.routing import route
-from minivllm.models.decoder_config import AttentionSpec, DecoderConfig
-from minivllm.models.layer_specs import (
-    Activation,
-    ClampedSwiglu,
-    LatentSpec,
-    LayerSpec,
-    MlpSpec,
-    MoeSpec,
-    SelfAttentionSpec,
-)
 from minivllm.models.reference.states import STATE_MIXERS
 from minivllm.models.rotary import rotary_frequencies
+from minivllm.specs.attention import AttentionSpec
+from minivllm.specs.decoder import DecoderConfig
+from minivllm.specs.layers import Activation, ClampedSwiglu, LatentSpec, LayerSpec, MlpSpec, MoeSpec, SelfAttentionSpec
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [tokens, rotary dim / 2] of every position."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.models.layer_specs import GatedDeltaSpec, Mamba2Spec, ShortConvSpec, StateMixerSpec
+from minivllm.specs.layers import GatedDeltaSpec, Mamba2Spec, ShortConvSpec, StateMixerSpec
 
 
 def short_convolution(x: Tensor, spec: ShortConvSpec, weights: Mapping[str, Tensor]) -> Tensor:

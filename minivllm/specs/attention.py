@@ -1,0 +1,66 @@
+"""How a layer attends, and the rotary tables that it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+RotaryType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryConfig:
+    """Rotary position embedding, after Su et al. 2021 and its context-extension variants.
+
+    dim: how many leading elements of each head are rotated (less than head_dim: partial rotary).
+    factor: context extension of linear, dynamic, llama3 and yarn. original_max_position: context before extension.
+    low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, truncate: yarn. attention_factor: cos and sin are
+    multiplied by it (yarn, already resolved from mscale and mscale_all_dim; longrope). short_factors, long_factors:
+    what longrope divides each frequency by, in contexts up to original_max_position and in longer ones.
+    """
+
+    type: RotaryType = "default"
+    theta: float = 10000.0
+    dim: int
+    factor: float = 1.0
+    original_max_position: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+
+class Reach(NamedTuple):
+    """What decides which blocks a layer's queries read; the fields are those of AttentionSpec."""
+
+    window: int | None = None
+    chunk: int | None = None
+    has_sinks: bool = False
+
+
+class AttentionSpec(NamedTuple):
+    """How one layer attends.
+
+    window: sliding window in tokens, the query's own included, None for full attention. scale: factor of the scores.
+    query_group: query heads per KV head (the layer's cache says how many KV heads there are, and of which size).
+    chunk: a query sees only keys of its own chunk of so many positions (Llama 4), None for all. soft_cap: scaled
+    scores s become cap * tanh(s / cap) (Gemma 2). has_sinks: a learned logit of each query head joins the softmax's
+    denominator and has no value (gpt-oss); ``attend`` is given it. value_dim: keys hold their values, which are so many
+    leading elements, and no V is kept (latent attention); o has that size then.
+    """
+
+    window: int | None
+    scale: float
+    query_group: int = 1
+    chunk: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    value_dim: int | None = None
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.window, self.chunk, self.has_sinks)

@@ -1,0 +1,62 @@
+"""The one description of a decoder that the engine understands, whatever spelling a checkpoint used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minivllm.specs.attention import AttentionSpec, RotaryConfig
+from minivllm.specs.layers import LayerSpec, StateMixerSpec
+from minivllm.weights.quantization_config import StoredQuantization
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A decoder: what is true of the whole model, and its layers.
+
+    max_position_embeddings: tokens that a text may have, with the context's extension by YaRN or linear scaling.
+    layers: one spec each, see ``specs.layers``. rotary: the rotary tables that they name by index. rms_norm_eps: of the
+    norm behind the last layer. embedding_scale: factor of the embeddings (not of a head that shares their weights).
+    logits_scale: factor of the logits. logits_soft_cap: scaled logits become cap * tanh(logits / cap). dtype: what the
+    checkpoint was saved in ("float32", "bfloat16", "float16"). quantization: how its linear layers are stored, if not
+    in that type.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    layers: tuple[LayerSpec, ...]
+    rotary: tuple[RotaryConfig, ...]
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_soft_cap: float | None = None
+    tie_word_embeddings: bool = False
+    dtype: str = "bfloat16"
+    quantization: StoredQuantization | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def implementation(self) -> str:
+        """See ModelFacts."""
+        return "minivllm"
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layers keep a state in place of keys and values."""
+        return any(not isinstance(spec, AttentionSpec) for spec in self.attention_specs)
+
+    @property
+    def can_be_longer(self) -> bool:
+        """Whether the rotary embedding is made for whatever length is asked for, beyond max_position_embeddings."""
+        return any(rotary.type == "dynamic" for rotary in self.rotary)
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec | StateMixerSpec, ...]:
+        """How each layer attends; the mixer's spec of a layer that keeps a state instead."""
+        return tuple(layer.mixer.attends for layer in self.layers)

@@ -1,0 +1,5 @@
+"""Facts and tensor names of a transformers model: read without building it.
+
+May import: checkpoints, families, specs, weights.
+Door: `TransformersConfig` in config.py, `CheckpointNames` in names.py.
+"""
