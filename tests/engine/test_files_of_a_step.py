@@ -13,7 +13,7 @@ from minivllm import LLM, SamplingParams
 HOME = Path(minivllm.__file__).parent
 MOST_FILES, MOST_OF_THE_WORKER = 47, 26
 """May only fall."""
-WORKER_FOLDERS = {"attention", "batch", "device", "linear", "models", "program", "sampling", "worker"}
+WORKER_FOLDERS = {"attention", "batch", "device", "linear", "models", "program", "sampling", "specs", "worker"}
 
 
 def test_a_plain_decode_enters_few_files(tiny_model: Callable[..., Path]) -> None:

@@ -27,6 +27,7 @@ PARTS = (
     "minivllm/models",
     "minivllm/program",
     "minivllm/sampling",
+    "minivllm/spec_decode/eagle",
     "minivllm/specs",
     "minivllm/weights",
     "tests/gpu_code",

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-import minivllm.models
-import minivllm.program
+from minivllm.compilation.region_packages import PACKAGES_WITH_REGION_CODE
 
 
 def codes() -> Iterator[type]:
     """Every dataclass that is called, in the packages whose code is compiled."""
-    for package in (minivllm.models, minivllm.program):
+    for name in PACKAGES_WITH_REGION_CODE:
+        package = importlib.import_module(f"minivllm.{name.replace('/', '.')}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             for found in vars(importlib.import_module(module.name)).values():
                 is_here = isinstance(found, type) and found.__module__ == module.name
