@@ -167,6 +167,8 @@ EXECUTORS: Mapping[str, str] = MappingProxyType(
 )
 """``distributed_executor_backend``, or "nodes" for "mp" on several hosts -> the import path of a function from
 ExecutorContext to Executor."""
+CODE_GENERATORS: tuple[str, ...] = ("kernels_triton_free.cpu_code.install:install",)
+"""Import paths of functions without arguments that change what Inductor generates, called before it compiles."""
 NODE_AGENT = "minivllm.executor.nodes.entry:run_node"
 """The import path of a function from EngineConfig to an exit status: what runs on the hosts that have no engine."""
 CLIENTS: Mapping[str, str] = MappingProxyType(

@@ -17,12 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels_triton_free.inductor.patches import patch_inductor
-from kernels_triton_free.loops.whole_numbers import generate_whole_number_loops
-from kernels_triton_free.loops.word_loops import generate_word_loops
-from kernels_triton_free.packed.template import generate_tiled_products
 from minivllm.compilation.regions import MAX_SIZE, Region, Size, flatten
 from minivllm.hub.home import home_directory
+from minivllm.plugins import CODE_GENERATORS, import_object
 
 logger = logging.getLogger(__name__)
 
@@ -211,10 +208,8 @@ def prepare_inductor() -> None:
     """Name the C++ compiler: Inductor itself only looks for $CXX, or else for one fixed name per platform."""
     from torch._inductor import config
 
-    patch_inductor()
-    generate_tiled_products()
-    generate_word_loops()
-    generate_whole_number_loops()
+    for generator in CODE_GENERATORS:
+        import_object("a code generator", generator)()
     # On a GPU, whether to pad the sides of matrices is decided by the example's number of tokens, which becomes a guard
     # that a dynamic size may not have.
     config.shape_padding = False

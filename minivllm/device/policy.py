@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels_triton_free.loops.whole_numbers import can_multiply_whole_numbers
+from kernels_triton_free.packed.whole_numbers import can_multiply_whole_numbers
 from kernels_triton_free.quantized_linear import can_multiply_int4
 
 FLOAT8_CAPABILITY = (8, 9)

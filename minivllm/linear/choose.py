@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from kernels_triton_free.loops.code_words import can_put_in_words
+from kernels_triton_free.packed.code_words import can_put_in_words
 from kernels_triton_free.packed.int4_tiles import can_tile_int4
 from kernels_triton_free.packed.int8_tiles import can_tile_int8
 from kernels_triton_free.packed.tiles import can_tile

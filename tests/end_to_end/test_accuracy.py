@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_triton_free.linear import can_pack
-from kernels_triton_free.loops.whole_numbers import can_multiply_whole_numbers
+from kernels_triton_free.packed.whole_numbers import can_multiply_whole_numbers
 from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm import LLM
 from minivllm.bench.accuracy.passages import PASSAGES

@@ -19,7 +19,7 @@ from kernels_triton_free.attention import (
     paged_flex_attention,
     unpack_tiles,
 )
-from kernels_triton_free.inductor.patches import patch_inductor
+from kernels_triton_free.cpu_code.patches import patch_inductor
 from minivllm.compilation.compiler import cannot_compile_reason
 from tests.kernels.attention_cases import AttentionCase, TileShape, assert_attends, random_case
 

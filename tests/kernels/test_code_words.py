@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from kernels_triton_free.inductor.patches import patch_inductor
-from kernels_triton_free.loops.code_words import (
+from kernels_triton_free.cpu_code.patches import patch_inductor
+from kernels_triton_free.cpu_code.word_loops import generate_word_loops
+from kernels_triton_free.packed.code_words import (
     LANES,
     MANY_ROWS,
     ROWS_TOGETHER,
@@ -23,7 +24,6 @@ from kernels_triton_free.loops.code_words import (
     put_in_words,
     rows_of_words,
 )
-from kernels_triton_free.loops.word_loops import generate_word_loops
 from kernels_triton_free.packed.rows import MAX_ROWS
 from minivllm.compilation.compiler import cannot_compile_reason
 

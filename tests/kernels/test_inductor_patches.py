@@ -13,7 +13,7 @@ from torch._inductor import sizevars
 from torch._inductor.codegen import cpp
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from kernels_triton_free.inductor.patches import patch_inductor
+from kernels_triton_free.cpu_code.patches import patch_inductor
 
 LOOPS = [sympy.Symbol(f"x{number}", integer=True, nonnegative=True) for number in range(3)]
 SIZE = sympy.Symbol("ks0", integer=True, positive=True)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels_triton_free.inductor.patches import patch_inductor
+from kernels_triton_free.cpu_code.patches import patch_inductor
+from kernels_triton_free.cpu_code.template import generate_tiled_products
 from kernels_triton_free.packed.int4_tiles import can_tile_int4, int4_tiled_linear, tile_int4
-from kernels_triton_free.packed.template import generate_tiled_products
 from kernels_triton_free.packed.tiles import AMX_OUTPUTS, outputs_of_tiles
 from minivllm.compilation.compiler import cannot_compile_reason, only_marked_sizes_are_dynamic
 

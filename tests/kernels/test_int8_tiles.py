@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels_triton_free.activation import gated_product
-from kernels_triton_free.inductor.patches import patch_inductor
+from kernels_triton_free.cpu_code.patches import patch_inductor
+from kernels_triton_free.cpu_code.template import generate_tiled_products
 from kernels_triton_free.packed.int8_tiles import (
     LARGEST,
     ROTATED,
@@ -23,7 +24,6 @@ from kernels_triton_free.packed.int8_tiles import (
     round_tokens,
     tile_int8,
 )
-from kernels_triton_free.packed.template import generate_tiled_products
 from kernels_triton_free.packed.tiles import OUTPUTS
 from minivllm.compilation.compiler import cannot_compile_reason, only_marked_sizes_are_dynamic
 from minivllm.weights.stored_weight import round_to_int8_rows

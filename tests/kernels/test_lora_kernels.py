@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import kernels_triton_free.lora as lora
-from kernels_triton_free.inductor.patches import patch_inductor
+from kernels_triton_free.cpu_code.patches import patch_inductor
 from kernels_triton_free.lora import (
     CHUNK,
     AdapterTiles,

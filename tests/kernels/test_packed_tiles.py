@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels_triton_free.activation import gated_product
-from kernels_triton_free.inductor.patches import patch_inductor
-from kernels_triton_free.packed.template import ROWS, generate_tiled_products
+from kernels_triton_free.cpu_code.patches import patch_inductor
+from kernels_triton_free.cpu_code.template import ROWS, generate_tiled_products
 from kernels_triton_free.packed.tiles import (
     AMX_OUTPUTS,
     FEWER_OUTPUTS,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from kernels_triton_free.attention import gathered_sdpa_attention
-from kernels_triton_free.inductor.patches import patch_inductor
+from kernels_triton_free.cpu_code.patches import patch_inductor
 from kernels_triton_free.paged_cache import gather_keys, gather_values, write_kv
 from kernels_triton_free.strips.attention import MOST_HEADS_OF_TWO_STREAMS, Pairs, attend_to_strips
 from kernels_triton_free.strips.layout import can_have_strips, strip_shapes

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels_triton_free.inductor.patches import patch_inductor
-from kernels_triton_free.loops.whole_numbers import (
+from kernels_triton_free.cpu_code.patches import patch_inductor
+from kernels_triton_free.cpu_code.whole_number_loops import generate_whole_number_loops
+from kernels_triton_free.packed.whole_numbers import (
     DTYPES,
     LARGEST_NUMBER,
     LARGEST_SUM,
@@ -20,7 +21,6 @@ from kernels_triton_free.loops.whole_numbers import (
     ROWS_TOGETHER,
     WholeNumbers,
     can_multiply_whole_numbers,
-    generate_whole_number_loops,
     parts_of,
     whole_numbers_linear,
 )

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import minivllm.linear.choose
-from kernels_triton_free.loops.whole_numbers import can_multiply_whole_numbers
 from kernels_triton_free.packed.int8_tiles import can_tile_int8
 from kernels_triton_free.packed.tiles import can_tile
+from kernels_triton_free.packed.whole_numbers import can_multiply_whole_numbers
 from kernels_triton_free.quantized_linear import can_multiply_int4
 from minivllm.device.policy import DevicePolicy
 from minivllm.errors import ConfigError

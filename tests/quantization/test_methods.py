@@ -13,9 +13,9 @@ from torch import Tensor
 import minivllm.linear.methods.groups
 import minivllm.linear.methods.int8
 from kernels_triton_free.linear import single_row_sums
-from kernels_triton_free.loops.whole_numbers import MOST_INPUTS
 from kernels_triton_free.packed.rows import MAX_ROWS
 from kernels_triton_free.packed.tiles import can_tile
+from kernels_triton_free.packed.whole_numbers import MOST_INPUTS
 from kernels_triton_free.quantized_linear import INT4_MAX_ROWS, can_multiply_int4
 from minivllm.errors import ModelError
 from minivllm.linear.layer import Linear, Shard

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from minivllm import plugins
+from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.config import EngineArgs, engine_args
 from minivllm.engine_process.client import load_core, make_client, run_node
 from minivllm.errors import ConfigError
@@ -50,6 +52,8 @@ def paths_at(seam: str) -> dict[str, str]:
     found = getattr(plugins, seam)
     if isinstance(found, str):
         return {"": found}
+    if isinstance(found, tuple):
+        return {path: path for path in found}
     named = dict(getattr(found, "known", found))
     return {
         f"{name}.{part}" if part else name: path
@@ -116,6 +120,34 @@ with LLM({str(tiny_model("llama"))!r}, enforce_eager=True, max_model_len=64, num
     commands = [path.read_text() for path in tmp_path.glob("process-*")]
     for module in ("minivllm.executor.worker_process", "minivllm.engine_process.process"):
         assert sum(module in command for command in commands) == (0 if not flags else 2 if "worker" in module else 1)
+
+
+def test_regions_compile_without_the_code_generators(tmp_path: Path) -> None:
+    """As PyTorch alone compiles them, operators that the annex would generate included."""
+    device = torch.device("cpu")
+    if cannot_compile_reason(device) is not None:
+        pytest.skip("no C++ compiler")
+    printed = without_annexes(
+        """
+from minivllm import plugins
+plugins.CODE_GENERATORS = ()
+import torch
+from kernels_triton_free.activation import gated_activation
+from kernels_triton_free.packed.whole_numbers import WholeNumbers, whole_numbers_linear
+from minivllm.compilation.compiler import RegionCompiler
+from minivllm.compilation.regions import Region, Size, TensorSpec
+def function(x, values, scale):
+    return gated_activation(whole_numbers_linear(x, WholeNumbers(values, scale)), "silu")
+cpu = torch.device("cpu")
+specs = {"x": TensorSpec((Size("rows", 5), 8), torch.float32, cpu), "values": TensorSpec((6, 8), torch.int8, cpu)}
+specs["scale"] = TensorSpec((1, 6), torch.float32, cpu)
+compiled = RegionCompiler(enabled=True)(Region("product", function, specs))
+given = torch.randn(7, 8), torch.randint(-128, 127, (6, 8), dtype=torch.int8), torch.rand(1, 6) / 100
+print(compiled is not function and torch.allclose(compiled(*given), function(*given), atol=1e-5))
+""",
+        tmp_path,
+    )
+    assert printed[-1:] == ["True"]
 
 
 @pytest.fixture

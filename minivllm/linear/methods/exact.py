@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_linear
-from kernels_triton_free.loops.code_words import (
+from kernels_triton_free.packed.code_words import (
     LANES,
     code_words_linear,
     floats_in,
@@ -144,7 +144,7 @@ class TiledLinear(LinearMethod):
 @dataclass(frozen=True)
 class LoopedLinear(LinearMethod):
     """The weight in words of 16 or 32 bits, which compiled loops read for any number of rows (see
-    ``kernels_triton_free.loops.code_words``). Tensors: words, bias.
+    ``kernels_triton_free.packed.code_words``). Tensors: words, bias.
 
     For CPUs with AVX2 and no more, whose library reads a weight of float32 for one row at half the speed of memory, and
     has no fast product of bfloat16. Code that is not compiled, for as long as that takes, multiplies a copy.

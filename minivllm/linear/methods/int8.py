@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_triton_free.linear import single_row_sums, sums_single_row
-from kernels_triton_free.loops.whole_numbers import WholeNumbers, parts_of, whole_numbers_linear
+from kernels_triton_free.packed.whole_numbers import WholeNumbers, parts_of, whole_numbers_linear
 from kernels_triton_free.quantized_linear import int8_linear, int8_rows
 from minivllm.linear.methods.method import LinearMethod, LinearTensors, largest_inputs, with_bias
 from minivllm.weights.stored_weight import RowScaledWeight, StoredWeight, round_to_int8_rows
@@ -41,7 +41,7 @@ class Int8Linear(LinearMethod):
 
 
 class WholeInt8Linear(Int8Linear):
-    """The same where compiled code multiplies whole numbers (see ``kernels_triton_free.loops.whole_numbers``): inputs
+    """The same where compiled code multiplies whole numbers (see ``kernels_triton_free.packed.whole_numbers``): inputs
     are rounded to 14 bits or more. For CPUs with AVX2 and no more."""
 
     def apply(self, x: Tensor, tensors: LinearTensors) -> Tensor:

@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels_triton_free.loops.code_words import (
+from kernels_triton_free.packed.code_words import (
     LANES,
     code_words_linear,
     codes_in,
     put_in_words,
     rows_of_words,
 )
-from kernels_triton_free.loops.whole_numbers import DTYPES, WholeNumbers, parts_of, whole_numbers_linear
 from kernels_triton_free.packed.int4_tiles import int4_tiled_linear, tile_int4
 from kernels_triton_free.packed.int8_tiles import Int8Tiles, int8_tiled_linear, int8_tiled_linear_halves, tile_int8
 from kernels_triton_free.packed.rows import MAX_ROWS, has_few_rows, has_single_row
 from kernels_triton_free.packed.tiles import can_halve
+from kernels_triton_free.packed.whole_numbers import DTYPES, WholeNumbers, parts_of, whole_numbers_linear
 from kernels_triton_free.quantized_linear import INT4_LANES
 from minivllm.linear.methods.exact import TiledLinear
 from minivllm.linear.methods.int4 import Int4Linear
@@ -36,7 +36,7 @@ from minivllm.weights.stored_weight import (
 
 class WordsInt4Linear(Int4Linear):
     """The same where compiled code for one row, for a few or for all reads codes in words (see
-    ``kernels_triton_free.loops.code_words``), and other code something else. Tensors: the words come first.
+    ``kernels_triton_free.packed.code_words``), and other code something else. Tensors: the words come first.
 
     Code that is not compiled, for as long as that takes, and to compute what is asked for once, calls the operator
     over a copy that is packed when it is needed first.
@@ -89,7 +89,7 @@ class LoopedInt4Linear(WordsInt4Linear):
 @dataclass(frozen=True)
 class WholeInt4Linear(WordsInt4Linear):
     """4 or 8 bits for a single row. Compiled code for more rounds the weight once more, to whole numbers, and its
-    inputs to more bits than that (see ``kernels_triton_free.loops.whole_numbers``). Tensors: words, those of
+    inputs to more bits than that (see ``kernels_triton_free.packed.whole_numbers``). Tensors: words, those of
     WholeNumbers, bias.
 
     With words of 4 bits, which take 0.75 bytes a weight with scales of float32, it takes 1.76 in all. Code for a few

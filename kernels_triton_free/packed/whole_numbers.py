@@ -2,7 +2,7 @@
 
 AVX2 has an instruction that multiplies 16 pairs of 16-bit integers and adds neighbouring products, in the time in which
 it multiplies and adds 8 pairs of float32. No code here names it: g++ takes it for a loop that sums up products of such
-integers, once it may vectorise loops (see ``_let_the_compiler_vectorize`` in ``inductor.patches``). So Inductor only
+integers, once it may vectorise loops (see ``_let_the_compiler_vectorize`` in ``cpu_code.patches``). So Inductor only
 has to write that loop, for some rows at once, each with a sum of its own: a weight is loaded and widened to 16 bits
 once for all of them.
 
@@ -18,20 +18,13 @@ of the same weights 85 (compiled loops, 16 rows) and 143 (the library, 512).
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels_triton_free.compiler.materialize import materialize
-from kernels_triton_free.inductor.patches import try_to_change
-from kernels_triton_free.loops.row_sums import rows_together, sum_up_rows
 
-ROWS_TOGETHER = 8
-"""Rows with sums of their own in a loop. On two cores of Zen 3 4, 6, 10, 12 and 16 were no faster."""
-OUTPUTS_TOGETHER = 16
-"""Outputs whose weights stay in the first-level cache for all rows."""
 MOST_INPUTS = 2048
 """Summed up at once: inputs then have 14 bits, with a weight of 8, or 12, with one of 10."""
 DTYPES = {8: torch.int8, 10: torch.int16}
@@ -95,29 +88,3 @@ def _product_shape(numbers: Tensor, weight: Tensor) -> Tensor:
 
 _library.impl("whole_numbers_product", _product, "CompositeExplicitAutograd")
 torch.library.register_fake("kernels_triton_free::whole_numbers_product", _product_shape, lib=_library)
-
-
-@lru_cache(maxsize=1)
-def generate_whole_number_loops() -> None:
-    """Have Inductor generate the operator. Once per process, before it compiles."""
-    try_to_change(_lower_whole_numbers_product)
-
-
-def _lower_whole_numbers_product() -> None:
-    from torch._inductor.lowering import register_lowering
-    from torch._inductor.virtualized import ops
-
-    @register_lowering(torch.ops.kernels_triton_free.whole_numbers_product.default, type_promotion_kind=None)
-    def lower(numbers: Any, weight: Any) -> Any:
-        out_features, in_features = map(int, weight.get_size())
-        load_weight, own_dtype = weight.make_loader(), weight.get_dtype()
-        outputs = next(count for count in (OUTPUTS_TOGETHER, 8, 4, 2, 1) if out_features % count == 0)
-
-        def term(load: Any, row: Any, block: Any, output: Any, reduced: Any) -> Any:
-            (place,) = reduced
-            number = ops.to_dtype(load([row, place]), torch.int32, src_dtype=torch.int16)
-            own = load_weight([block * outputs + output, place])
-            return ops.mul(number, ops.to_dtype(own, torch.int32, src_dtype=own_dtype))
-
-        together, shape = rows_together(numbers.get_size()[0], ROWS_TOGETHER), (out_features // outputs, outputs)
-        return sum_up_rows(numbers, together, shape, [in_features], torch.int32, term)

@@ -26,7 +26,7 @@ import kernels_triton_free.compiler.materialize
 import kernels_triton_free.compiler.quick_silu
 import kernels_triton_free.linear  # noqa: F401  (they define operators)
 from kernels_triton_free.compiler.as_one import AS_ONE
-from kernels_triton_free.inductor.build_time import (
+from kernels_triton_free.cpu_code.build_time import (
     find_strides_without_simplifying,
     include_no_tensor_library,
     leave_out_checks_of_inputs,
@@ -179,7 +179,7 @@ def _fetch_ahead_what_is_gathered() -> None:
 
 
 def _fetch_words_ahead() -> None:
-    """A sum that goes through words from front to back (see ``loops.code_words``) does much with each of them, so few
+    """A sum that goes through words from front to back (see ``packed.code_words``) does much with each of them, so few
     are on their way at a time, although the CPU guesses that the next ones will be read. Where a round of such a sum
     reads several registers of integers, code asks for every cache line of them a page ahead. One row times the layers
     of SmolLM2-135M in 4 bits took 5.8 ms in place of 7.0, times its head 2.4 in place of 3.0, with half or twice the

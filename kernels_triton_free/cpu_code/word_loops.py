@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from kernels_triton_free.inductor.patches import try_to_change
-from kernels_triton_free.loops.code_words import (
+from kernels_triton_free.cpu_code.patches import try_to_change
+from kernels_triton_free.cpu_code.row_sums import rows_together, sum_up, sum_up_rows
+from kernels_triton_free.packed.code_words import (
     AT_16,
     AT_256,
     BITS_OF_16,
@@ -25,7 +26,6 @@ from kernels_triton_free.loops.code_words import (
     has_exact_codes,
     words_of_scales,
 )
-from kernels_triton_free.loops.row_sums import rows_together, sum_up, sum_up_rows
 from kernels_triton_free.packed.rows import UPPER_HALF
 
 

@@ -1,0 +1,16 @@
+"""All changes to Inductor in one call."""
+
+from __future__ import annotations
+
+from kernels_triton_free.cpu_code.patches import patch_inductor
+from kernels_triton_free.cpu_code.template import generate_tiled_products
+from kernels_triton_free.cpu_code.whole_number_loops import generate_whole_number_loops
+from kernels_triton_free.cpu_code.word_loops import generate_word_loops
+
+
+def install() -> None:
+    """Change Inductor, once per process and before it compiles; later calls do nothing."""
+    patch_inductor()
+    generate_tiled_products()
+    generate_word_loops()
+    generate_whole_number_loops()
