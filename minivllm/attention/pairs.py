@@ -26,7 +26,8 @@ from kernels_triton_free.strips.attention import FAR, Pairs, attend_to_strips
 from minivllm.attention.backend import AttentionContext, StepRows
 from minivllm.attention.lists.tile_lists import blocks_read
 from minivllm.attention.rule import AttentionRule
-from minivllm.compilation.regions import Region, Size, TensorSpec, bound
+from minivllm.compilation.regions import Region, Size, TensorSpec
+from minivllm.compilation.row_counts import bound
 from minivllm.device.buffers import to_device
 from minivllm.specs.attention import AttentionSpec, Reach
 from minivllm.specs.caches import LayerCache

@@ -21,6 +21,7 @@ from minivllm.batch.state_tables import StateRowBuilder
 from minivllm.batch.step_inputs import Row, StepInputBuilder, StepInputs
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import Size
+from minivllm.compilation.row_counts import RowCounts
 from minivllm.device.policy import DevicePolicy
 from minivllm.kv_cache.specs import GroupSpec
 from minivllm.lora.manager import BatchAdapters
@@ -88,7 +89,7 @@ class PagedModel:
         self._updates: list[StateUpdate] = []
         self.caches: list[LayerCache | StateTensors] = []
         self.allocate_caches()
-        self.min_rows = 1
+        self.rows = RowCounts()
         self._builder = StepInputBuilder(
             batch,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -134,7 +135,7 @@ class PagedModel:
             for group, (spec, _) in zip(self._group_of, self.layers)
         ]
         model.build_regions(compiler, self._builder.token_specs, caches)
-        self.min_rows, self.few_rows = compiler.min_rows, compiler.few_rows
+        self.rows = compiler.rows
         specs_of_shape: dict[tuple[GroupTables, CacheSpec, int], list[AttentionSpec]] = {}
         updates: dict[StateMixerSpec, StateUpdate] = {}
         cuts: list[tuple[GroupTables, CacheSpec, int] | StateMixerSpec] = []
@@ -178,7 +179,7 @@ class PagedModel:
                 verify_size=limits.verify_size,
                 compile_region=compiler,
                 compiles=compiler.enabled,
-                min_rows=compiler.min_rows,
+                min_rows=compiler.rows.fewest,
                 policy=self._policy,
                 device=model.device,
                 in_strips=cache.in_strips,
@@ -189,13 +190,12 @@ class PagedModel:
     def decode_batches(self) -> list[int]:
         """Numbers of single-token rows of which each needs a step of its own in the warm-up."""
         by_backends = (batch for backend in self.backends for batch in backend.decode_batches)
-        return sorted({1, self.few_rows or 1, *by_backends})
+        return sorted({1, self.rows.few or 1, *by_backends})
 
     def build(self, rows: Sequence[Row], padded: int = 0) -> StepInputs:
         """The inputs of a step with these rows, in any order, valid until the next call. padded: see
         StepInputBuilder."""
-        has_several = len(rows) > 1 or any(row.count > 1 for row in rows)
-        least = self.few_rows if has_several else self.min_rows
+        least = self.rows.of_step(sum(row.count for row in rows))
         return self._builder.build(rows, max(padded, least), self._prepare)
 
     def _prepare(self, rows: StepRows) -> tuple[Any, ...]:

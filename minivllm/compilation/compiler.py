@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minivllm.compilation.regions import MAX_SIZE, Region, Size, flatten
+from minivllm.compilation.row_counts import CodeByRows, RowCounts
 from minivllm.hub.home import home_directory
 from minivllm.plugins import CODE_GENERATORS, import_object
 
@@ -84,13 +85,13 @@ class RegionCompiler:
     elements in 32 bits where no tensor can have too many for that. single_rows: a region that declares it has code of
     its own for a single row.
     After ``freeze`` every further compilation is counted and logged, because serving then stutters for seconds.
-    few_rows: so many rows are faster than fewer, down to two: steps are padded to them; 0: none are.
     Dynamo and Inductor are imported with the first compilation: a process that finds everything packaged needs neither.
     """
 
     def __init__(self, enabled: bool, most: Mapping[str, int] | None = None, single_rows: bool = False) -> None:
         self.enabled, self._most, self._single_rows = enabled, most or {}, single_rows
-        self.num_recompilations = self.few_rows = 0
+        self.rows = RowCounts(fewest=2 if enabled and not single_rows else 1)
+        self.num_recompilations = 0
         self._frozen = False
         self._made: dict[tuple[object, ...], Callable] = {}
         if enabled:
@@ -110,13 +111,7 @@ class RegionCompiler:
         several = self._compiled(region)
         if not self._single_rows or not region.has_code_for("single"):
             return several
-        single, counts = self._compiled(region.fixed("single")), tuple(region.counts("single").items())
-
-        def run(*args: Any) -> Any:
-            is_single = all(args[place].shape[0] == count for place, count in counts)
-            return (single if is_single else several)(*args)
-
-        return run
+        return CodeByRows(several, self._compiled(region.fixed("single")), None, [None] * len(region.inputs))
 
     def _compiled(self, region: Region) -> Callable:
         compiled = torch.compile(_own_code(region), fullgraph=True, backend=self._compile_graph)
@@ -144,11 +139,6 @@ class RegionCompiler:
             return result
 
         return run
-
-    @property
-    def min_rows(self) -> int:
-        """Fewest rows that regions take: what torch.compile takes for dynamic cannot be one."""
-        return 2 if self.enabled and not self._single_rows else 1
 
     @property
     def is_complete(self) -> bool:

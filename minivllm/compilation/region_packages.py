@@ -38,6 +38,7 @@ from minivllm.compilation.compiler import (
 )
 from minivllm.compilation.package_builds import Child, PackageBuilds, can_fork
 from minivllm.compilation.regions import MAX_SIZE, Region, TensorSpec, filled, flatten
+from minivllm.compilation.row_counts import CodeByRows, RowCounts
 from minivllm.hub.fetch import exclusive
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class PackagedRegionCompiler(RegionCompiler):
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        super().__init__(enabled=True)
+        super().__init__(enabled=True, single_rows=True)
         self._directory = directory or packages_directory()
         self._regions: dict[str, _PackagedRegion] = {}
         self._packages: dict[tuple[str, ...], list[_PackagedRegion]] = {}
@@ -88,17 +89,14 @@ class PackagedRegionCompiler(RegionCompiler):
         single, few = self._packaged(region.fixed("single")), None
         counts = tuple(region.counts("few").get(place) for place in range(len(region.inputs)))
         if region.has_code_for("few"):
-            few, self.few_rows = self._packaged(region.fixed("few")), next(filter(None, counts))
+            few = self._packaged(region.fixed("few"))
+            self.rows = RowCounts(few=next(filter(None, counts)))
         self._packages[region.key] += [single] if few is None else [single, few]
-        return _ByRows(single, few, several, counts)
+        return CodeByRows(several, single, few, counts)
 
     def _packaged(self, region: Region) -> _PackagedRegion:
         key = package_key(region)
         return self._regions.setdefault(key, _PackagedRegion(region, key, self._build))
-
-    @property
-    def min_rows(self) -> int:
-        return 1
 
     @property
     def is_complete(self) -> bool:
@@ -176,36 +174,6 @@ class PackagedRegionCompiler(RegionCompiler):
         if self._child is not None and self.is_building:
             self._child.release()
             self._child = None
-
-
-class _ByRows:
-    """A region with code of its own for one row, and for a few of them."""
-
-    def __init__(self, single: Any, few: Any, several: Any, counts: tuple[int | None, ...]) -> None:
-        """single, few, several: a _PackagedRegion each, or what its ``bound`` returns; few: None if there is no such
-        code. counts: for each argument, see ``Region.counts`` of a few rows."""
-        self._single, self._few, self._several, self._counts = single, few, several, counts
-        self._most = next(filter(None, counts), 1)
-
-    def __call__(self, *args: Any) -> Any:
-        rows = args[0].shape[0]
-        if rows == 1:
-            return self._single(*args)
-        if rows == self._most and self._few is not None and _fit(args, self._counts):
-            return self._few(*args)
-        return self._several(*args)
-
-    def bound(self, *last: Any) -> Callable:
-        """See _PackagedRegion."""
-        free = len(self._counts) - len(last)
-        few = self._few if self._few is not None and _fit(last, self._counts[free:]) else None
-        own = None if few is None else few.bound(*last)
-        return _ByRows(self._single.bound(*last), own, self._several.bound(*last), self._counts[:free])
-
-
-def _fit(args: Sequence[Any], counts: tuple[int | None, ...]) -> bool:
-    """Whether arguments have the first dimensions that code for a few rows takes."""
-    return all(count is None or args[place].shape[0] == count for place, count in enumerate(counts))
 
 
 class _PackagedRegion:

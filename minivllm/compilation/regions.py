@@ -158,12 +158,6 @@ CompileRegion = Callable[[Region], Callable]
 """Turns a region into what is called in place of its function."""
 
 
-def bound(region: Callable, *last: Any) -> Callable:
-    """What is called in place of a region, with its last arguments: packages have flattened them already."""
-    bind: Callable[..., Callable] | None = getattr(region, "bound", None)
-    return (lambda *args: region(*args, *last)) if bind is None else bind(*last)
-
-
 def specs_of(tensors: Any) -> Any:
     """Specs of the tensors, each of its very shape, in whatever tuples they are nested."""
     return changed(tensors, TensorSpec.of)

@@ -95,8 +95,10 @@ class EngineCore:
         may_schedule: False for a step of other engines only, see Lockstep.
         """
         outputs: list[EngineOutput] = []
+        requests = self.scheduler.requests
         self.take_transfers()
-        self._release_blocked_requests()
+        if self.structured_output.blocked:
+            self._release_blocked_requests()
         self.poll_builds()
         while may_schedule and len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
             with span("schedule"):
@@ -104,9 +106,9 @@ class EngineCore:
             if step.is_empty:  # everybody waits: for a token in flight, for a grammar, for keys and values
                 outputs += self._update(step, ModelRunnerOutput())
                 is_loading = self.scheduler.loads.num_transfers > 0 or self._connector.is_asking
-                self._is_stalled = is_loading and not self._in_flight and not self.structured_output.has_blocked
+                self._is_stalled = is_loading and not self._in_flight and not self.structured_output.blocked
                 break
-            self._dispatch(step, self.structured_output.start_masks(step, self.scheduler.requests))
+            self._dispatch(step, self.structured_output.start_masks(step, requests) if self._is_guided() else None)
         if self.is_behind and len(self._in_flight) < self._max_in_flight:
             self._dispatch(SchedulerOutput())
         if self._in_flight:
@@ -114,8 +116,13 @@ class EngineCore:
                 step, pending = self._in_flight.popleft()
                 output = pending.result()
             outputs += self._update(step, output)
-        self.scheduler.set_draft_token_ids(self.structured_output.jump_ahead(self.scheduler.running))
+        if self._is_guided():
+            self.scheduler.set_draft_token_ids(self.structured_output.jump_ahead(self.scheduler.running))
         return outputs
+
+    def _is_guided(self) -> bool:
+        """Whether token masks limit what a running request samples."""
+        return any(request.token_mask is not None for request in self.scheduler.running)
 
     @property
     def is_building(self) -> bool:

@@ -91,7 +91,7 @@ class StepGraphs:
     ) -> None:
         self.mode, self._model, self._backend = mode, model, backend
         self.full_buckets = (
-            decode_buckets(max_num_seqs, model.min_rows) if mode in ("full_decode", "full_and_piecewise") else []
+            decode_buckets(max_num_seqs, model.rows.fewest) if mode in ("full_decode", "full_and_piecewise") else []
         )
         piecewise = mode in ("piecewise", "full_and_piecewise")
         self.piecewise_buckets = token_buckets(max_num_batched_tokens) if piecewise else []

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from minivllm.compilation.regions import CompileRegion, leaves
+from minivllm.compilation.row_counts import bound
 from minivllm.profiling.spans import span
 from minivllm.program.fuse import Part, Run
 from minivllm.program.program import Name, Seam, World
@@ -78,8 +79,7 @@ class _RegionStep:
 
     def rebind(self) -> None:
         weights = [tensor for piece in self._run.pieces for tensor in leaves(piece.weights())]
-        function, bind = self._function, getattr(self._function, "bound", None)
-        self._bound = bind(*weights) if bind is not None else lambda *tensors: function(*tensors, *weights)
+        self._bound = bound(self._function, *weights)
 
     def run(self, registers: Registers, world: World) -> None:
         with span(self._name):

@@ -85,14 +85,14 @@ class Sampler:
         if device.type != "cpu":
             self._draws = _compiled_draws(compiler, spec) if compiler.enabled else ()
             return
-        self._draws = _compiled_draws_on_cpu(compiler, spec) if compiler.enabled and compiler.min_rows == 1 else ()
+        self._draws = _compiled_draws_on_cpu(compiler, spec) if compiler.enabled and compiler.rows.fewest == 1 else ()
         self._draws_among_likeliest = bool(self._draws)
         if not has_runs(vocab_size):
             return
         compiled = compiler(Region("likeliest tokens", likeliest, {"logits": spec}))
 
         def find(given: Tensor) -> Tensor:
-            is_declared = given.dtype == logits and given.is_contiguous() and given.shape[0] >= compiler.min_rows
+            is_declared = given.dtype == logits and given.is_contiguous() and given.shape[0] >= compiler.rows.fewest
             found: Tensor = compiled(given) if is_declared else likeliest(given)
             return found
 
@@ -337,7 +337,7 @@ def _compiled_draws(compiler: RegionCompiler, logits: TensorSpec) -> tuple[Calla
         return token_ids[:count]
 
     for function, declared in ((free, _OWN), (draw_cut, _OWN | _TRUNCATING)):
-        for count in (compiler.min_rows, 2):
+        for count in (compiler.rows.fewest, 2):
             ones = [torch.ones(count, dtype=kind, device=device) for kind in declared.values()]
             function(torch.zeros(count, vocab_size, dtype=dtype, device=device), *ones)
     return free, draw_cut

@@ -75,7 +75,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocked:
+class BlockedRequest:
     request: Request
     structured: StructuredOutputs
     deadline: float
@@ -92,7 +92,8 @@ class StructuredOutputManager:
         self._compiler = GrammarCompiler(config, vocab_size)
         self._words = -(-vocab_size // 32)
         self._seconds = seconds
-        self._blocked: list[_Blocked] = []
+        self.blocked: list[BlockedRequest] = []
+        """Requests that wait for their grammars."""
         self._compiling: dict[Hashable, tuple[StructuredOutputs, Future[Grammar]]] = {}
         self._compile_pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="grammar-compiler")
         self._mask_pool = ThreadPoolExecutor(1, thread_name_prefix="token-masks")
@@ -110,23 +111,16 @@ class StructuredOutputManager:
             _attach(request, compiled.copy())
             return
         request.status = RequestStatus.BLOCKED
-        self._blocked.append(_Blocked(request, structured, time.monotonic() + self._seconds))
+        self.blocked.append(BlockedRequest(request, structured, time.monotonic() + self._seconds))
         if compiled is None and structured.key not in self._compiling:
             compiling = _submit(self._compile_pool, lambda: self._compile(structured, sent.eos_token_ids))
             self._compiling[structured.key] = structured, compiling
-
-    @property
-    def has_blocked(self) -> bool:
-        """True while requests wait for their grammars."""
-        return bool(self._blocked)
 
     def poll(self, may_wait: bool) -> Iterator[tuple[Request, str | None]]:
         """Requests that need not be blocked any longer, each with None or with the reason why it has to be refused.
 
         may_wait: there is nothing else to do, so wait a moment for the first one.
         """
-        if not self._blocked:
-            return
         if may_wait and self._compiling:
             futures = [future for _, future in self._compiling.values()]
             wait(futures, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
@@ -138,7 +132,7 @@ class StructuredOutputManager:
                 self.cache.put(structured, outcomes[key])
         now = time.monotonic()
         still_blocked = []
-        for blocked in self._blocked:
+        for blocked in self.blocked:
             request = blocked.request
             if request.is_finished:
                 continue
@@ -152,7 +146,7 @@ class StructuredOutputManager:
             else:
                 _attach(request, compiled.copy())
                 yield request, None
-        self._blocked = still_blocked
+        self.blocked = still_blocked
         wanted = {blocked.structured.key for blocked in still_blocked}
         for key in self._compiling.keys() - wanted:
             if self._compiling[key][1].cancel():  # no request waits for it any longer, and it has not begun

@@ -275,9 +275,7 @@ class ModelRunner:
             if len(tokens) == inputs.num_tokens:
                 return hidden.logits[: len(tokens)]
             return hidden.logits[to_device(tokens, self.decoder.device)]
-        count, width = len(tokens), inputs.token_ids.shape[0]
-        least = width if width == self.model.few_rows else min(width, 2)
-        if count < least:
-            tokens = np.resize(tokens, least)
-        rows = to_device(tokens, self.decoder.device)
+        count = len(tokens)
+        padded = np.resize(tokens, self.model.rows.of_pick(count, inputs.token_ids.shape[0]))
+        rows = to_device(padded, self.decoder.device)
         return self.decoder.logits(hidden.hidden, rows, inputs.tokens)[:count]

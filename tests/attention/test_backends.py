@@ -192,7 +192,7 @@ def test_a_single_row_attends_by_code_of_its_own_and_is_not_padded(tmp_path: Pat
     compiler = PackagedRegionCompiler(tmp_path / "regions")
     batch, generator, rng = new_batch(SHAPE), torch.Generator().manual_seed(0), random.Random(0)
     context = new_context(
-        batch.groups[0], SHAPE, VARIANTS[:1], compile_region=compiler, min_rows=compiler.min_rows, in_strips=True
+        batch.groups[0], SHAPE, VARIANTS[:1], compile_region=compiler, min_rows=compiler.rows.fewest, in_strips=True
     )
     compiled, reference, compared = RowPairs(context, AttentionRule()), SdpaAttention(context), 0
     while compared < 20:

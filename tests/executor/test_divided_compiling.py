@@ -11,6 +11,7 @@ import pytest
 from minivllm import LLM
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import Region
+from minivllm.compilation.row_counts import RowCounts
 from minivllm.engine import background_builds
 from minivllm.simulation.ranks import virtual_llm
 from minivllm.worker.worker import Worker
@@ -29,7 +30,7 @@ class SlowCompiler(RegionCompiler):
     def __call__(self, region: Region) -> Callable:
         return region.function
 
-    min_rows = 1
+    rows = RowCounts()
 
     @property
     def is_complete(self) -> bool:

@@ -62,10 +62,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 class Recorder(RegionCompiler):
     """Hands out regions as they are, and keeps what it was asked for."""
 
-    min_rows = 1
-
     def __init__(self) -> None:
-        super().__init__(enabled=True)
+        super().__init__(enabled=True, single_rows=True)
         self.regions: list[Region] = []
 
     def _make(self, region: Region) -> Callable:

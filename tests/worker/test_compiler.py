@@ -121,7 +121,7 @@ def test_a_single_row_has_code_of_its_own_where_it_is_asked_for(traced_only: Non
     declared = Region("rows", rows, {"x": TensorSpec((x, 4), torch.float32, CPU), "weight": weight})
     compiler = RegionCompiler(enabled=True, single_rows=True)
     region, own = compiler(declared), torch.randn(4, 3)
-    assert compiler.min_rows == 1 and RegionCompiler(enabled=True).min_rows == 2
+    assert compiler.rows.fewest == 1 and RegionCompiler(enabled=True).rows.fewest == 2
     before = graphs()
     for count in (1, 5, 1, 2, 30, 1):
         x = torch.randn(count, 4)

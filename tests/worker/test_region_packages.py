@@ -30,7 +30,8 @@ from minivllm.compilation import region_packages
 from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.compilation.package_builds import can_fork
 from minivllm.compilation.region_packages import PackagedRegionCompiler, find_package, package_key
-from minivllm.compilation.regions import Region, Size, TensorSpec, bound, specs_of
+from minivllm.compilation.regions import Region, Size, TensorSpec, specs_of
+from minivllm.compilation.row_counts import bound
 from minivllm.engine import background_builds
 from minivllm.processing.outputs import Logprob
 
@@ -201,9 +202,9 @@ def test_a_few_rows_get_a_package_of_their_own_where_all_that_is_counted_fits(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared))
     compiler = PackagedRegionCompiler(tmp_path / "regions")
     plain = compiler(declare(reads_words=False))
-    assert compiler.few_rows == 0
+    assert compiler.rows.few == 0
     region = compiler(declare(reads_words=True))
-    assert compiler.few_rows == 4
+    assert compiler.rows.few == 4
     compiler.build()
     # Some of these have equal code: one build emptied a file that another was packing, which did not load then.
     assert not list(shared.rglob("*wrapper*")) and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(shared)
@@ -233,7 +234,7 @@ def test_steps_of_a_few_rows_are_padded_and_give_what_uncompiled_code_gives(
         settings: dict[str, Any] = {"dtype": dtype, "max_num_seqs": 8, "max_model_len": 64}
         with LLM(str(model), enforce_eager=is_exact, compile_in_background=False, **settings) as llm:
             runner = llm.llm_engine.client.core.executor.worker.runner  # type: ignore[attr-defined]
-            assert runner.model.few_rows == (0 if is_exact else MAX_ROWS)
+            assert runner.model.rows.few == (0 if is_exact else MAX_ROWS)
             outputs = llm.generate(prompts, params, use_tqdm=False)
             return [output.outputs[0].logprobs or [] for output in outputs]
 
@@ -540,5 +541,5 @@ def test_an_engine_that_compiles_in_the_background_changes_over_without_changing
         assert [tokens[request] for request in requests] == expected
         assert kinds[0] is SdpaAttention and kinds[-1] is FlexAttention
         assert worker.num_recompilations == 0
-        of_a_few_rows = 3 if worker.runner.model.few_rows else 0
+        of_a_few_rows = 3 if worker.runner.model.rows.few else 0
     assert len(list((tmp_path / "regions").glob("*.pt2"))) == 13 + of_a_few_rows
