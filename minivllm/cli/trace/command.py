@@ -19,6 +19,7 @@ from minivllm.cli.terminal.terminal_text import counted
 from minivllm.cli.trace.ranks import MICROSECONDS_PER_STEP, rank_events, rank_text
 from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
+from minivllm.plugins import POLICIES
 from minivllm.scheduler.policy import make_policy
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ class Workload:
     num_blocks: Annotated[
         int | None, typer.Option(help="KV cache blocks, the null block included; few of them show preemption.")
     ] = None
-    policy: Annotated[str, typer.Option(help="fcfs, priority, or your own: package.module:Class.")] = "fcfs"
+    policy: Annotated[str, typer.Option(help=f"{', '.join(POLICIES.known)}, or your own: package.module:Class.")] = (
+        "fcfs"
+    )
     priorities: Annotated[Sequence[int], _numbers("Priority of each request; low first.")] = ()
     arrivals: Annotated[Sequence[int], _numbers("Step before which each request arrives.")] = ()
     threshold: Annotated[
