@@ -101,6 +101,11 @@ class KVCacheManager:
         return min(group.max_tokens_alone(self.max_model_len) for group in self._groups)
 
     @property
+    def copies_blocks(self) -> bool:
+        """Whether prefixes that end inside a block are found, which needs an index of how texts go on."""
+        return self._copies_blocks
+
+    @property
     def keeps_states(self) -> bool:
         """Whether some layers keep a state, which cannot be taken back to an earlier token."""
         return bool(self._states)

@@ -116,6 +116,8 @@ def scheduled_steps(
         return float(number)
 
     scheduler.policy.clock = clock
+    for pool in scheduler.kv_cache_manager.pools:
+        pool.clock = clock
     for number in count():
         if not coming and not scheduler.has_unfinished_requests():
             return
