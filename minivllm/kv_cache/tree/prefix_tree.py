@@ -45,10 +45,11 @@ class _Edge:
 
 
 def prefix_tree(manager: KVCacheManager, block_bytes: Sequence[int], limit: int) -> PrefixTree:
-    """At most ``limit`` nodes, those near the roots first, of the first group that keeps whole prefixes, or of the first
-    one. Empty where blocks are not copied, since nothing knows then which block follows which.
+    """At most ``limit`` nodes, those near the roots first.
 
-    block_bytes: of one block of each group, over all its layers and all workers.
+    It shows the first group that keeps whole prefixes, or the first one. It is empty where blocks are not copied, since
+    nothing knows then which block follows which. block_bytes: of one block of each group, over all its layers and all
+    workers.
     """
     if not manager.copies_blocks:
         return PrefixTree(nodes=[], num_blocks_left_out=0)
