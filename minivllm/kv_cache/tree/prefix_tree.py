@@ -1,7 +1,7 @@
 """The prefix cache as a radix tree, for people: what is cached, who uses it, and what parts where.
 
 The index of continuations is the tree already (the name of a block -> the blocks that follow it), so nothing is kept
-for this view. It is walked when somebody asks, for a bounded number of blocks.
+for this view. It is walked on request, for a bounded number of blocks.
 """
 
 from __future__ import annotations
