@@ -8,6 +8,8 @@ from minivllm.scheduler.queues import RequestQueue, RescoredQueue
 
 MOST_RESCORED = 128
 """Requests at the head of the queue that are compared in one step; later ones keep their order."""
+STEPS_PER_RESCORING = 8
+"""While the first request waits for memory: ratios change slowly, and the search costs a few microseconds a request."""
 MIN_COST = 64
 """A step reads all weights for any number of tokens, so fewer tokens count as so many."""
 
@@ -26,15 +28,22 @@ class ByResponseRatio(SchedulingPolicy):
     costly requests in proportion to their cost.
     """
 
-    def make_queue(self) -> RequestQueue:
+    def __init__(self) -> None:
         self._waiting = RescoredQueue()
+        self._first: Request | None = None
+        self._num_steps = 0
+
+    def make_queue(self) -> RequestQueue:
         return self._waiting
 
     def take_turns(self, turns: Turns) -> None:
         turns.serve_running()
         if len(self._waiting) > 1 and turns.may_admit:
-            now = self.clock()
-            self._waiting.rescore(lambda request: _rank(request, turns, now), MOST_RESCORED)
+            self._num_steps += 1
+            if self._waiting.peek() is not self._first or self._num_steps >= STEPS_PER_RESCORING:
+                now, self._num_steps = self.clock(), 0
+                self._waiting.rescore(lambda request: _rank(request, turns, now), MOST_RESCORED)
+                self._first = self._waiting.peek()
         turns.admit_waiting()
 
 

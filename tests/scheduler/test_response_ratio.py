@@ -22,7 +22,7 @@ from minivllm.kv_cache.group_manager import FullAttentionManager, SingleGroupMan
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.request import Request, RequestStatus
 from minivllm.scheduler.policy import make_policy
-from minivllm.scheduler.response_ratio import MIN_COST, MOST_RESCORED, ByResponseRatio
+from minivllm.scheduler.response_ratio import MIN_COST, MOST_RESCORED, STEPS_PER_RESCORING, ByResponseRatio
 from minivllm.scheduler.scheduler import Scheduler
 from minivllm.simulation.steps import Arrival, made_up_output, run
 from tests.scheduler.simulated_worker import make_engine_request
@@ -156,6 +156,21 @@ def test_the_order_is_that_of_the_ratio_whatever_the_rate(requests: list[Any], r
     step = _Step(queue, cached)
     policy.take_turns(step)
     assert step.order == by_brute_force(waiting, cached, 50.0, rate)
+
+
+def test_while_the_first_request_waits_for_memory_the_others_are_compared_now_and_then() -> None:
+    policy, times = ByResponseRatio(), []
+    queue = policy.make_queue()
+    policy.clock = lambda: times.append(0.0) or 50.0  # type: ignore[func-returns-value]
+    for number in range(3):
+        queue.add(Request(make_engine_request(f"r{number}", [1] * 100, arrival_time=float(number))))
+    step = _Step(queue, dict.fromkeys(("r0", "r1", "r2", "r3"), 0))
+    for _ in range(3 * STEPS_PER_RESCORING + 1):
+        policy.take_turns(step)
+    assert len(times) == 1 + 3
+    queue.prepend(Request(make_engine_request("r3", [1] * 100)))
+    policy.take_turns(step)
+    assert len(times) == 1 + 3 + 1, "another one is the first: at once"
 
 
 def groups(kind: str) -> list[SingleGroupManager]:
