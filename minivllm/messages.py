@@ -275,6 +275,35 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     worker_resident_bytes: list[int] = []
 
 
+class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
+    """Cached tokens that follow one another without a branch; nodes come after the one that they continue."""
+
+    depth: int
+    """Nodes before it on the way from the root."""
+    num_tokens: int
+    token_ids: list[int]
+    """The first ones; empty if not is_plain."""
+    is_plain: bool
+    """Whether the beginning is known, and has neither a cache salt nor an adapter."""
+    num_blocks: int
+    """Blocks that end in this node, equal ones included."""
+    num_bytes: int
+    """Of these blocks over all layers of their KV group and all workers."""
+    users: int
+    """Requests that hold it now."""
+    age: float
+    """Seconds since the last request gave it up; 0 while one holds it."""
+
+
+class PrefixTree(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefix cache of an engine as a tree, for people to look at."""
+
+    nodes: list[PrefixNode]
+    """Depth first."""
+    num_blocks_left_out: int
+    """Different ones that no node shows."""
+
+
 class RecentStep(msgspec.Struct, frozen=True, kw_only=True):
     """What the scheduler decided in a step, for people to look at. step: its number, from 1.
 

@@ -94,7 +94,11 @@ class Plugins:
 
 POLICIES = Plugins(
     "scheduling_policy",
-    {"fcfs": "minivllm.scheduler.policy:FirstComeFirstServed", "priority": "minivllm.scheduler.policy:ByPriority"},
+    {
+        "fcfs": "minivllm.scheduler.policy:FirstComeFirstServed",
+        "priority": "minivllm.scheduler.policy:ByPriority",
+        "response-ratio": "minivllm.scheduler.response_ratio:ByResponseRatio",
+    },
 )
 """A policy is a subclass of SchedulingPolicy: the class itself, which is called without arguments; no function."""
 ATTENTION = Plugins(

@@ -86,6 +86,12 @@ class ServerOptions:
     trust_request_chat_template: Annotated[
         bool, _option("Let requests bring a chat template, a program in a sandbox.", "--trust-request-chat-template")
     ] = False
+    show_cached_texts: Annotated[
+        bool,
+        _option(
+            "Show the beginnings of cached prompts and answers in the page, to every client.", "--show-cached-texts"
+        ),
+    ] = False
     strict: Annotated[
         bool,
         _option(
@@ -180,6 +186,7 @@ def _server_flags(server: ServerOptions) -> list[str]:
         + ["--log-json"] * server.log_json
         + ["--strict"] * server.strict
         + (["--trust-request-chat-template"] * server.trust_request_chat_template)
+        + (["--show-cached-texts"] * server.show_cached_texts)
     )
 
 

@@ -217,7 +217,8 @@ class EngineArgs:
     scheduling_policy: Annotated[
         str,
         f"Who comes first: {', '.join(POLICIES.known)}, a name given to register_policy, or your own, as "
-        "package.module:Class.",
+        "package.module:Class. response-ratio: what waits longest for the tokens that are not cached, so that a prefix "
+        "is used while it is cached.",
     ] = "fcfs"
     hf_overrides: Annotated[
         dict[str, Any] | None, "JSON object whose entries replace those of the model's config.json."

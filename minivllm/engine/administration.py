@@ -10,12 +10,17 @@ from msgspec import structs
 from minivllm.device.freed_memory import resident_bytes
 from minivllm.errors import ModelError, RequestError
 from minivllm.executor.protocol import WORKER_METHODS, check_arguments
+from minivllm.kv_cache.tree.prefix_tree import prefix_tree
 from minivllm.kv_transfer.connector import load_connector
 from minivllm.kv_transfer.fingerprint import fingerprint
-from minivllm.messages import LoRARequest, RecentStep, SchedulerStats
+from minivllm.messages import LoRARequest, PrefixTree, RecentStep, SchedulerStats
 
 if TYPE_CHECKING:
     from minivllm.engine.core import EngineCore
+
+
+MOST_NODES = 1000
+"""Of the prefix tree that are told at once."""
 
 
 class Administration:
@@ -45,6 +50,15 @@ class Administration:
     def recent_steps(self, after: int) -> list[RecentStep]:
         """What the scheduler decided in the last steps, those with numbers above ``after``."""
         return self._core.scheduler.recent_steps(after)
+
+    def prefix_tree(self, limit: int) -> PrefixTree:
+        """The prefix cache as a tree, at most ``limit`` nodes, those near the roots first.
+
+        Raises RequestError for a limit that is not from 1 to MOST_NODES.
+        """
+        if not 1 <= limit <= MOST_NODES:
+            raise RequestError(f"The limit is {limit}, but must be from 1 to {MOST_NODES} nodes.")
+        return prefix_tree(self._core.scheduler.kv_cache_manager, self._core.executor.block_bytes, limit)
 
     def num_recompilations(self) -> int:
         return self._core.executor.num_recompilations()

@@ -19,7 +19,7 @@ import msgspec
 from minivllm.config import EngineArgs
 from minivllm.errors import EngineDeadError, EngineLostError, RequestError
 from minivllm.frontend.llm_engine import TextFrontend, load_model_tokenizer
-from minivllm.messages import EngineOutput, FinishReason, LoRARequest, RecentStep, SchedulerStats
+from minivllm.messages import EngineOutput, FinishReason, LoRARequest, PrefixTree, RecentStep, SchedulerStats
 from minivllm.processing.input_processor import PreparedRequest, Prompt
 from minivllm.processing.output_processor import RequestState
 from minivllm.processing.outputs import RequestOutput
@@ -172,6 +172,14 @@ class AsyncLLM(TextFrontend):
         Empty if the engine is down, or does not answer within STATS_SECONDS.
         """
         return await self._figures(engine, list[RecentStep], "recent_steps", after) or []
+
+    async def prefix_tree(self, limit: int = 100, engine: int = 0) -> PrefixTree | None:
+        """The prefix cache of an engine as a tree, at most ``limit`` nodes, those near the roots first.
+
+        None if the engine is down, or does not answer within STATS_SECONDS. Raises RequestError for a limit that is not
+        from 1 to 1000.
+        """
+        return await self._figures(engine, PrefixTree, "prefix_tree", limit)
 
     async def _figures(self, engine: int, kind: type[T], method: str, *args: Any) -> T | None:
         self.start()

@@ -6,7 +6,8 @@ prefix cache. (PagedAttention's block manager with vLLM V1's queue of free block
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.blocks.continuations import Continuations
@@ -41,6 +42,8 @@ class BlockPool:
         self.null_block = self.blocks[NULL_BLOCK_ID]
         self.free_queue = FreeBlockQueue(self.blocks[1:])
         self.continuations = Continuations((num_blocks - 1) // TAIL_SHARE)
+        self.clock: Callable[[], float] = time.monotonic
+        """The time now [seconds], for the age of blocks. Simulations set it."""
         self._cached: dict[bytes, dict[int, KVCacheBlock]] = {}
 
     @property
@@ -62,6 +65,10 @@ class BlockPool:
         """A block that holds these contents, the oldest one of several."""
         twins = self._cached.get(block_hash)
         return None if twins is None else next(iter(twins.values()))
+
+    def blocks_under(self, block_hash: bytes | None) -> list[KVCacheBlock]:
+        """All blocks that can be found under a hash."""
+        return [] if block_hash is None else list(self._cached.get(block_hash, {}).values())
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
         """Take ``count`` blocks from the front of the free queue; what they cached is forgotten.
@@ -93,12 +100,13 @@ class BlockPool:
 
         Blocks whose contents nobody can find go to the front of the queue, the others to the back.
         """
-        lost = []
+        lost, now = [], self.clock()
         for block in ordered_blocks:
             if block.block_id == NULL_BLOCK_ID:
                 continue
             block.ref_count -= 1
             if block.ref_count == 0:
+                block.last_used = now
                 if self._is_findable(block):
                     self.free_queue.append(block)
                 else:
@@ -124,12 +132,15 @@ class BlockPool:
     def forget(self, block: KVCacheBlock) -> None:
         """The contents of a block can no longer be found: it is reused, or they were never computed."""
         block_hash = block.block_hash
-        self.continuations.forget(block.block_id)
         if block_hash is None:
+            self.continuations.forget(block.block_id)
             return
         twins = self._cached[block_hash]
         del twins[block.block_id]
-        if not twins:
+        if twins:
+            self.continuations.hand_over(block.block_id, next(iter(twins)))
+        else:
+            self.continuations.forget(block.block_id)
             del self._cached[block_hash]
         block.block_hash = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -207,6 +208,18 @@ class FullAttentionManager(SingleGroupManager):
                 break
             hits.append(block)
         return hits
+
+    def num_cached_blocks(self, block_hashes: Sequence[bytes], max_num_blocks: int) -> int:
+        """Length of what find_longest_cache_hit returns, by a galloping search.
+
+        A request gives up its last block first, so a block is cached only while those before it are.
+        """
+        names = self._names(block_hashes, max_num_blocks)
+        end = 1
+        while end <= len(names) and self.pool.get_cached_block(names[end - 1]) is not None:
+            end *= 2
+        start, end = end // 2, min(end - 1, len(names))
+        return start + bisect_left(names[start:end], True, key=lambda name: self.pool.get_cached_block(name) is None)
 
     def first_read(self, num_computed_tokens: int) -> int:
         return 0

@@ -11,7 +11,7 @@ from minivllm.kv_cache.blocks.continuations import MIN_COPIED_TOKENS
 from minivllm.kv_cache.blocks.free_queue import KVCacheBlock
 from minivllm.kv_cache.blocks.hashing import extend_block_hashes, state_name
 from minivllm.kv_cache.coordinator import BlocksPerGroup, KVCacheCoordinator, Prefix
-from minivllm.kv_cache.group_manager import SingleGroupManager, StateManager
+from minivllm.kv_cache.group_manager import FullAttentionManager, SingleGroupManager, StateManager
 from minivllm.messages import BlockCopy, BlockIds, PoolStats
 from minivllm.request import Request
 
@@ -101,6 +101,11 @@ class KVCacheManager:
         return min(group.max_tokens_alone(self.max_model_len) for group in self._groups)
 
     @property
+    def copies_blocks(self) -> bool:
+        """Whether prefixes that end inside a block are found, which needs an index of how texts go on."""
+        return self._copies_blocks
+
+    @property
     def keeps_states(self) -> bool:
         """Whether some layers keep a state, which cannot be taken back to an earlier token."""
         return bool(self._states)
@@ -136,6 +141,20 @@ class KVCacheManager:
         if self._states:
             request.branch_point = self._coordinator.find_longest_cache_hit(hashes, longest, self._attending)[1]
         return hits, num_tokens
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens in the blocks that get_computed_blocks would return, by few look-ups where all layers attend to the
+        whole prefix, as in most models."""
+        if not self.enable_prefix_caching or request.skips_prefix_cache:
+            return 0
+        extend_block_hashes(request, self.hash_block_size)
+        hashes, length = request.block_hashes, request.num_reusable_tokens
+        whole = [group for group in self._groups if isinstance(group, FullAttentionManager)]
+        for group in whole:
+            length = group.num_cached_blocks(hashes, length // group.block_size) * group.block_size
+        if len(whole) < len(self._groups):
+            return self._coordinator.find_longest_cache_hit(hashes, length)[1]
+        return length // self._coordinator.alignment * self._coordinator.alignment
 
     def continue_prefix(self, request: Request, hits: BlocksPerGroup, num_tokens: int) -> Prefix:
         """The prefix that get_computed_blocks returned, and the tokens after it that a copy of a block gives.

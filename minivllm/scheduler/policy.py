@@ -5,7 +5,8 @@ A policy of your own is a subclass, given to an engine by name: see ``minivllm.r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from minivllm.errors import ConfigError
@@ -21,6 +22,14 @@ class Turns(Protocol):
     def num_scheduled_requests(self) -> int:
         """Requests that have tokens in this step so far."""
 
+    @property
+    def may_admit(self) -> bool:
+        """Whether a waiting request could join now, if it has blocks: budget and a seat are left, and nothing was
+        preempted in this step."""
+
+    def cached_tokens(self, request: Request) -> int:
+        """Known tokens of a waiting request that the prefix cache has now, in whole blocks; a few look-ups."""
+
     def serve_running(self) -> None:
         """Every running request that has no tokens yet gets what it lacks.
 
@@ -32,12 +41,12 @@ class Turns(Protocol):
 
 
 class SchedulingPolicy:
-    """First come, first served; those who run before those who wait. Subclasses change what they want otherwise.
-
-    uses_priority: requests may carry a priority; elsewhere it is refused.
-    """
+    """First come, first served; those who run before those who wait. Subclasses change what they want otherwise."""
 
     uses_priority = False
+    """Whether requests may carry a priority; elsewhere it is refused."""
+    clock: Callable[[], float] = staticmethod(time.monotonic)
+    """The time now [seconds], on the scale of arrival times. Simulations set it, and measure both in steps."""
 
     def make_queue(self) -> RequestQueue:
         """The queue of waiting requests."""

@@ -1,4 +1,4 @@
-"""Queues of the requests that wait: in order of arrival, or sorted by a key."""
+"""Queues of the requests that wait: in order of arrival, sorted by a key, or by scores that change."""
 
 from __future__ import annotations
 
@@ -68,6 +68,17 @@ class FCFSQueue(RequestQueue):
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
+
+
+class RescoredQueue(FCFSQueue):
+    """In order of arrival, until it is told other scores."""
+
+    def rescore(self, score: Callable[[Request], Any], at_most: int) -> None:
+        """Sort the first ``at_most`` requests: the highest score first, equal ones as they were. score: called once for
+        each of them."""
+        first = [self._requests.popleft() for _ in range(min(at_most, len(self._requests)))]
+        first.sort(key=score, reverse=True)
+        self._requests.extendleft(reversed(first))
 
 
 class SortedQueue(RequestQueue):

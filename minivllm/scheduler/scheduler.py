@@ -45,29 +45,11 @@ from minivllm.scheduler.admission import AdmissionPolicy, AdmitAll, reason_to_re
 from minivllm.scheduler.drafting_stats import DraftingStats
 from minivllm.scheduler.policy import SchedulingPolicy, make_policy
 from minivllm.scheduler.stage_share import stage_share
-from minivllm.scheduler.step_plan import InFlightStep, StepPlan
+from minivllm.scheduler.step_plan import InFlightStep, StepPlan, StepTurns
 from minivllm.scheduler.stopping import append_until_stop
 
 NUM_RECENT_STEPS = 256
 """How many decisions are remembered for people to look at."""
-
-
-class _Turns:
-    """A step while its policy plans it; see policy.Turns."""
-
-    def __init__(self, scheduler: Scheduler, plan: StepPlan) -> None:
-        self._scheduler, self._plan = scheduler, plan
-
-    @property
-    def num_scheduled_requests(self) -> int:
-        return len(self._plan.requests)
-
-    def serve_running(self) -> None:
-        self._scheduler._serve_running(self._plan)
-
-    def admit_waiting(self) -> None:
-        if not self._plan.preempted:
-            self._scheduler._admit_waiting(self._plan)
 
 
 class Scheduler:
@@ -194,7 +176,14 @@ class Scheduler:
         else in mind."""
         budget = self.config.max_num_batched_tokens
         plan = StepPlan(budget, chunk_budget=-(-budget // self.config.num_stages))
-        self.policy.take_turns(_Turns(self, plan))
+        turns = StepTurns(
+            plan,
+            serve_running=self._serve_running,
+            admit_waiting=self._admit_waiting,
+            cached_tokens=self.kv_cache_manager.num_cached_tokens,
+            has_seats=lambda: len(self.running) < self._num_seats,
+        )
+        self.policy.take_turns(turns)
         return self._send(plan)
 
     def update_from_output(
@@ -318,6 +307,10 @@ class Scheduler:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
+    @property
+    def _num_seats(self) -> int:
+        return self.config.max_num_seqs - len(self.loads.waiting)
+
     def _serve_running(self, plan: StepPlan) -> None:
         running = self.running
         threshold, lookahead = self.config.long_prefill_token_threshold, self.config.num_lookahead_tokens
@@ -385,7 +378,7 @@ class Scheduler:
         set_aside: list[Request] = []
         promised: list[int] | None = None
         self._admission.begin_step()
-        seats = self.config.max_num_seqs - len(self.loads.waiting)
+        seats = self._num_seats
         while waiting and min(plan.budget, plan.chunk_budget) > 0 and len(self.running) < seats:
             request = waiting.peek()
             if request.status is RequestStatus.BLOCKED or request.num_output_placeholders:

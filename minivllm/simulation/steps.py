@@ -110,6 +110,14 @@ def scheduled_steps(
     coming = deque(sorted(arrivals, key=lambda arrival: arrival.step))
     caught_up: set[str] = set()
     in_stages: deque[_InStages | None] = deque([None] * (num_stages - 1))
+    number = 0
+
+    def clock() -> float:
+        return float(number)
+
+    scheduler.policy.clock = clock
+    for pool in scheduler.kv_cache_manager.pools:
+        pool.clock = clock
     for number in count():
         if not coming and not scheduler.has_unfinished_requests():
             return

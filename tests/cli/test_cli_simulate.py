@@ -188,6 +188,20 @@ def test_the_command_compares_policies_and_one_engine(tmp_path: Path, capsys: py
     assert "round_robin: prefix cache hits" in capsys.readouterr().out
 
 
+def test_the_command_compares_scheduling_policies(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    code = run_command(
+        "--step-ms=20,1,1", "--workload=prefix-groups:6:6:256:32:4", "--arrivals=poisson:20", "--policy=round_robin",
+        "--data-parallel-size=1", "--block-size=16", "--num-blocks=44", "--max-num-seqs=4", f"--json={path}",
+        "--scheduling-policy=fcfs", "--scheduling-policy=response-ratio",
+    )  # fmt: skip
+    assert code == 0
+    report = json.loads(path.read_text())
+    hits = {one["side"]: one["samples"][0] for one in report["measurements"] if one["metric"] == "prefix cache hits"}
+    assert hits.keys() == {"round_robin, fcfs", "round_robin, response-ratio"}
+    assert hits["round_robin, response-ratio"] > 1.5 * hits["round_robin, fcfs"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -197,6 +211,8 @@ def test_the_command_compares_policies_and_one_engine(tmp_path: Path, capsys: py
         (("--step-ms=1,1,1", "--failure=0:x"), "must be ENGINE:AT:SECONDS"),
         (("--step-ms=1,1,1", "--num-blocks=3"), "give it more --num-blocks"),
         (("--step-ms=1,1,1", "--policy=nearest"), "data_parallel_policy is 'nearest'"),
+        (("--step-ms=1,1,1", "--scheduling-policy=lifo"), "scheduling_policy is 'lifo'"),
+        (("--check=x", "--scheduling-policy=fcfs", "--scheduling-policy=priority"), "one policy under one load"),
         (("--step-ms=1,1,1", "--arrivals=never"), "--arrivals is 'never'"),
         (("--step-ms=1,1,1", "--arrivals=trace", "--rates=1,2"), "--rates and --arrivals exclude each other"),
         (("--step-ms=1,1,1", "--rates=2,1"), "--rates is '2,1'"),

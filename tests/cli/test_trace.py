@@ -55,6 +55,11 @@ def test_the_command_prints_json_lines_without_importing_torch() -> None:
         (["--priorities", "1,2", "--policy", "priority"], "priorities has 2 values"),
         (["--priorities", "1,2,3"], "policy 'fcfs' has none"),
         (["--arrivals", "0"], "arrivals has 1 value, but"),
+        (["--prefix-len", "4"], "prefix-len is 4, but must be at least 0 and at most 3"),
+        (["--families", "1,1,2"], "give --prefix-len too"),
+        (["--families", "1,2", "--prefix-len", "2"], "families has 2 values"),
+        (["--tree-after", "2"], "give --tree too"),
+        (["--tree", "--tree-after", "99"], "the last step is 4"),
         (["--num-blocks", "1"], "num-blocks is 1"),
         (["--perfetto", "/"], "cannot be written"),
     ],
@@ -257,3 +262,43 @@ def test_too_many_workers_are_refused() -> None:
     for name in ("pp", "tp"):
         with pytest.raises(ConfigError, match=f"{name} is 0, but must be at least 1"):
             Workload(**{name: 0})
+
+
+FAMILIES = ["--prompt-lens", "40,40,40,60", "--prefix-len", "32", "--families", "1,1,2,2", "--block-size", "8"]
+
+
+def test_the_prefix_cache_is_drawn_as_a_tree() -> None:
+    """Of two families with two requests each; a family has its prefix once."""
+    done = run_command(*FAMILIES, "--budget", "64", "--arrivals", "0,3,5,9", "--tree")
+    assert done.stdout.splitlines() == [
+        "prefix cache",
+        "├── 32 tokens, 4 blocks, unused for 1 step",
+        "│   ├── 24 tokens, 3 blocks, unused for 1 step",
+        "│   └── 8 tokens, 1 block, unused for 5 steps",
+        "└── 32 tokens, 4 blocks, unused for 7 steps",
+        "    ├── 8 tokens, 1 block, unused for 7 steps",
+        "    └── 8 tokens, 1 block, unused for 10 steps",
+    ]
+    arrivals = ["--budget", "64", "--arrivals", "0,1,2,3", "--max-tokens", "6"]
+    done = run_command(*FAMILIES, *arrivals, "--tree", "--tree-after", "3")
+    assert [line.lstrip("│├└─ ") for line in done.stdout.splitlines()] == [
+        "prefix cache",
+        *("32 tokens, 4 blocks, 2 requests", "8 tokens, 1 block, 1 request", "8 tokens, 1 block, 1 request"),
+        *("32 tokens, 4 blocks, 2 requests", "8 tokens, 1 block, 1 request", "24 tokens, 3 blocks, 1 request"),
+    ]
+
+
+def test_a_policy_serves_a_family_while_its_prefix_is_cached() -> None:
+    """Two families take turns, and the cache has room for one of them."""
+    workload = {
+        "prompt_lens": [330] * 6, "prefix_len": 320, "families": [1, 2] * 3, "block_size": 8, "num_blocks": 43,
+        "max_num_seqs": 1, "max_tokens": 2, "budget": 400, "arrivals": [0, 1, 1, 1, 1, 1],
+    }  # fmt: skip
+
+    def order(policy: str) -> tuple[list[str], int]:
+        steps = list(simulated_steps(Workload(**workload, policy=policy)))
+        names = [name for step in steps for name in step.num_scheduled_tokens]
+        return list(dict.fromkeys(names)), sum(step.num_tokens for step in steps)
+
+    assert order("fcfs") == (["R1", "R2", "R3", "R4", "R5", "R6"], 6 * 331)
+    assert order("response-ratio") == (["R1", "R3", "R5", "R2", "R4", "R6"], 2 * 331 + 4 * 11)

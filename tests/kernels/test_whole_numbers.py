@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels_triton_free.cpu_code.patches import patch_inductor
-from kernels_triton_free.cpu_code.whole_number_loops import generate_whole_number_loops
+from kernels_triton_free.cpu_code.whole_number_loops import ROWS_TOGETHER, generate_whole_number_loops
 from kernels_triton_free.packed.whole_numbers import (
     DTYPES,
     LARGEST_NUMBER,
     LARGEST_SUM,
     MOST_INPUTS,
-    ROWS_TOGETHER,
     WholeNumbers,
     can_multiply_whole_numbers,
     parts_of,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.kv_cache.blocks.continuations import MAX_PIECES, Continuations
+from minivllm.kv_cache.blocks.continuations import MAX_COMPARED, Continuations
 from minivllm.kv_cache.group_manager import FullAttentionManager, SlidingWindowManager, StateManager
 from minivllm.kv_cache.manager import KVCacheManager
 from minivllm.messages import BlockCopy
@@ -26,7 +26,7 @@ def index_of(min_tokens: int = 1, most_tails: int = 100) -> Continuations:
     return index
 
 
-pieces = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=MAX_PIECES)
+pieces = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=MAX_COMPARED)
 
 
 @settings(deadline=None, derandomize=True)
@@ -69,13 +69,38 @@ def test_a_block_that_adds_nothing_has_no_piece() -> None:
     assert index.usable() == [(b"", 3, [1, 2, 3, 4])]
 
 
-def test_the_newest_pieces_after_a_beginning_are_kept_and_what_is_read_counts_as_new() -> None:
+def test_the_newest_tails_after_a_beginning_are_kept_and_what_is_read_counts_as_new() -> None:
     index = index_of()
-    for block_id in range(MAX_PIECES):
-        assert put(index, block_id, [block_id]) == []
+    for block_id in range(MAX_COMPARED):
+        assert put(index, block_id, [block_id], is_tail=True) == []
     assert index.best(b"", [0]) == (0, 1)
-    assert put(index, 50, [50]) == [1]
-    assert 0 in index and len(index) == MAX_PIECES
+    assert put(index, 50, [50], is_tail=True) == [1]
+    assert 0 in index and len(index) == MAX_COMPARED
+
+
+def test_older_full_blocks_keep_their_piece_but_are_not_compared() -> None:
+    index = index_of()
+    for block_id in range(MAX_COMPARED + 2):
+        assert put(index, block_id, [block_id]) == []
+    assert len(index) == MAX_COMPARED + 2 and not index.contradiction()
+    assert index.best(b"", [1]) is None and index.best(b"", [2]) == (2, 1)
+    index.forget(9)
+    assert index.best(b"", [1]) == (1, 1)
+    assert sorted(index.after(b"")) == [(n, [n]) for n in range(MAX_COMPARED + 1)]
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from(["put", "tail", "grow", "read", "forget"]), st.integers(0, 30)), max_size=80))
+def test_a_tail_that_is_not_compared_is_forgotten(operations: list[tuple[str, int]]) -> None:
+    index = index_of(most_tails=6)
+    for name, number in operations:
+        if name == "forget":
+            index.forget(number)
+        elif name == "read":
+            index.best(b"", [number])
+        elif name != "grow" or number in index:
+            put(index, number, [number] * (1 if name == "tail" else 4), is_tail=name == "tail")
+        assert not index.contradiction()
 
 
 def test_the_oldest_tails_make_room_and_full_blocks_do_not_count() -> None:
@@ -122,7 +147,9 @@ texts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 @settings(deadline=None, max_examples=300, derandomize=True)
 @given(
-    st.lists(st.tuples(texts, st.sampled_from([None, None, "tenant"]), st.booleans()), min_size=1, max_size=MAX_PIECES),
+    st.lists(
+        st.tuples(texts, st.sampled_from([None, None, "tenant"]), st.booleans()), min_size=1, max_size=MAX_COMPARED
+    ),
     st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=3),
     st.integers(1, 3),
 )

@@ -40,7 +40,7 @@ class ConnectorMachine(SchedulerMachine):
     is_alone = False
 
     @initialize(
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "priority", "response-ratio"]),
         budget=st.integers(1, 12),
         max_num_seqs=st.integers(1, 5),
         block_size=st.integers(1, 3),

@@ -60,7 +60,7 @@ requests = st.lists(
 
 @settings(deadline=None)
 @given(
-    policy=st.sampled_from([*OWN, "fcfs", "priority"]),
+    policy=st.sampled_from([*OWN, "fcfs", "priority", "response-ratio"]),
     requests=requests,
     budget=st.integers(1, 24),
     num_blocks=st.integers(10, 24),
@@ -104,7 +104,7 @@ def test_a_policy_is_found_by_its_import_path() -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("lifo", "must be one of fcfs, priority"),
+        ("lifo", "must be one of fcfs, priority, response-ratio"),
         ("no_such_module:Policy", "cannot be imported: No module named 'no_such_module'"),
         ("minivllm.scheduler.policy:Nobody", "cannot be imported"),
         ("minivllm.request:Request", "scheduling_policy"),

@@ -16,7 +16,7 @@ operations = st.lists(
 )
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "response-ratio"])
 @given(operations)
 def test_a_queue_keeps_the_order_of_its_policy(policy: str, operations: list[tuple[str, int, int]]) -> None:
     queue = make_policy(policy).make_queue()
@@ -36,7 +36,7 @@ def test_a_queue_keeps_the_order_of_its_policy(policy: str, operations: list[tup
         assert list(queue) == reference and len(queue) == len(reference)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "response-ratio"])
 def test_an_empty_queue_has_no_next_request(policy: str) -> None:
     queue = make_policy(policy).make_queue()
     assert not queue

@@ -47,7 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Arrivals, aborts, blocked requests, drafts, and up to three steps in flight."""
 
     @initialize(
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "priority", "response-ratio"]),
         budget=st.integers(1, 12),
         max_num_seqs=st.integers(1, 5),
         groups=KV_GROUPS,
@@ -428,7 +428,7 @@ def test_ten_thousand_requests_leave_nothing_behind() -> None:
     threshold=st.integers(0, 8),
     block_size=st.integers(1, 4),
     num_spare_blocks=st.integers(0, 30),
-    policy=st.sampled_from(["fcfs", "priority"]),
+    policy=st.sampled_from(["fcfs", "priority", "response-ratio"]),
 )
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_only_the_growth_of_answers_preempts(

@@ -27,6 +27,7 @@ from minivllm.messages import (
     FinishReason,
     KVTransferStats,
     PositionLogprobs,
+    PrefixTree,
     RecentStep,
     SchedulerStats,
 )
@@ -63,6 +64,8 @@ class ScriptedCore:
         self.step_seconds = 0.0
         self.held = self.silent = False
         self.tiers: list[KVTransferStats] = []
+        self.tree = PrefixTree(nodes=[], num_blocks_left_out=0)
+        self.asked_nodes: list[int] = []
         self.admitted: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.running: dict[str, EngineRequest] = {}
@@ -96,6 +99,9 @@ class ScriptedCore:
             raise self.dead_error
         if method == "recent_steps":
             return [msgspec.to_builtins(step) for step in self._recent_steps if step.step > args[0]]
+        if method == "prefix_tree":
+            self.asked_nodes.append(args[0])
+            return msgspec.to_builtins(self.tree)
         assert method == "stats"
         limit = self.config.scheduler.max_num_seqs
         num_running = min(limit, len(self.running))

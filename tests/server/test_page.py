@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from minivllm.frontend import async_llm
-from minivllm.messages import KVTransferStats
+from minivllm.messages import KVTransferStats, PrefixNode, PrefixTree
 from minivllm.server.endpoints.page import assemble_page, content_security_policy
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
 
@@ -98,7 +98,7 @@ def test_the_policy_allows_the_pages_own_script_and_no_other(server: ServedCore)
 
 def test_only_the_page_is_open_what_it_shows_needs_the_key(keyed: ServedCore) -> None:
     assert httpx.get(f"{keyed.url}/").status_code == 200
-    for path in ("/live", "/v1/models", "//", "/index.html", "/page.html"):
+    for path in ("/live", "/live/tree", "/v1/models", "//", "/index.html", "/page.html"):
         assert httpx.get(f"{keyed.url}{path}").status_code == 401
     assert httpx.get(f"{keyed.url}/live", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
 
@@ -154,6 +154,52 @@ def test_live_tells_what_came_from_elsewhere_by_tier(server: ServedCore) -> None
         ]
     finally:
         server.core.tiers = []
+
+
+HOSTILE = "</ul><script>document.title = 'run'</script>"
+
+
+def cached(scripts: Scripts) -> PrefixTree:
+    """A text, two that continue it, and one of a tenant with a salt."""
+
+    def node(depth: int, text: str, users: int, is_plain: bool = True) -> PrefixNode:
+        ids = scripts.tokenizer.encode(text, add_special_tokens=False)
+        return PrefixNode(
+            depth=depth, num_tokens=max(1, len(ids)), token_ids=ids if is_plain else [], is_plain=is_plain,
+            num_blocks=2, num_bytes=2048, users=users, age=0.0 if users else 90.0,
+        )  # fmt: skip
+
+    nodes = [node(0, "say: one", 2), node(1, HOSTILE, 2), node(1, "say: two", 0), node(0, "", 0, is_plain=False)]
+    return PrefixTree(nodes=nodes, num_blocks_left_out=7)
+
+
+def test_the_tree_of_the_prefix_cache_has_texts_only_if_the_operator_wants_it(scripts: Scripts) -> None:
+    core = ScriptedCore(scripts)
+    core.tree = cached(scripts)
+    with served(core, scripts.tokenizer) as server:
+        answer = httpx.get(f"{server.url}/live/tree").json()
+    assert [node["text"] for node in answer["nodes"]] == [None] * 4 and not answer["shows_texts"]
+    with served(ScriptedCore(scripts), scripts.tokenizer, show_cached_texts=True) as server:
+        server.core.tree = cached(scripts)
+        answer = httpx.get(f"{server.url}/live/tree", params={"limit": 9}).json()
+        assert server.core.asked_nodes == [9]
+        for wrong in ("0", "201", "x"):
+            refused = httpx.get(f"{server.url}/live/tree", params={"limit": wrong})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "limit"
+    assert [node["text"] for node in answer["nodes"]] == ["say: one", HOSTILE, "say: two", None]
+    assert answer["num_blocks_left_out"] == 7 and answer["shows_texts"]
+    first = {"depth": 0, "num_blocks": 2, "num_bytes": 2048, "users": 2, "age": 0.0, "is_plain": True}
+    assert answer["nodes"][0].items() >= first.items()
+
+
+def test_the_tree_is_empty_where_the_engine_does_not_answer(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_llm, "STATS_SECONDS", 0.1)
+    core = ScriptedCore(scripts)
+    core.tree = cached(scripts)
+    with served(core, scripts.tokenizer) as server:
+        core.silent = True
+        assert httpx.get(f"{server.url}/live/tree").json()["nodes"] == []
+        core.silent = False
 
 
 def test_metrics_and_live_answer_though_the_engine_does_not(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from markdown_it import MarkdownIt
 
 from tests.server.browser import CHROMIUM, Browser
 from tests.server.serving import ScriptedCore, Scripts, ServedCore, served
+from tests.server.test_page import HOSTILE as HOSTILE_TEXT
+from tests.server.test_page import cached
 
 pytestmark = [
     pytest.mark.slow,
@@ -138,6 +140,23 @@ def problem(page: Browser) -> str:
 
 def focused(page: Browser) -> str:
     return str(page.value("document.activeElement.id || document.activeElement.textContent"))
+
+
+def test_the_prefix_cache_is_a_nested_list_and_what_others_wrote_is_text(page: Browser, scripts: Scripts) -> None:
+    core = ScriptedCore(scripts)
+    core.tree = cached(scripts)
+    with served(core, scripts.tokenizer, show_cached_texts=True) as server:
+        connected(page, server)
+        page.wait_for("document.getElementById('tree').dataset.nodes === '4'")
+        texts = "[...document.querySelectorAll('#tree > li{} > .text')].map(e => e.textContent)"
+        assert page.value(texts.format("")) == ["say: one"]
+        assert page.value(texts.format(":first-child > ul > li")) == [HOSTILE_TEXT, "say: two"]
+        assert page.value("document.title") == "minivllm"
+        assert page.value("document.querySelectorAll('#tree script').length") == 0
+        facts = page.value("[...document.querySelectorAll('#tree .facts')].map(e => e.textContent)")
+        assert facts[0].endswith("2.0 KiB, 2 requests") and facts[2].endswith("2.0 KiB, unused for 2 min")
+        assert facts[3].startswith("1 token, 2.0 KiB, unused for 2 min, with a salt")
+        assert "7 blocks not shown" in str(page.value("document.getElementById('tree-text').textContent"))
 
 
 def test_a_person_writes_without_a_click_reads_and_watches_the_engine(page: Browser, running: ServedCore) -> None:

@@ -48,6 +48,7 @@ def real_engines(text: str, cluster: Cluster, policy: str) -> SideSpec:
         "model": model,
         "data_parallel_size": cluster.num_engines,
         "data_parallel_policy": policy,
+        "scheduling_policy": cluster.scheduler.policy,
         "max_num_seqs": cluster.scheduler.max_num_seqs,
         "max_num_batched_tokens": cluster.scheduler.max_num_batched_tokens,
         "max_model_len": max(cluster.scheduler.max_model_len, CALIBRATION.longest),

@@ -48,14 +48,17 @@ class Cluster:
 
 @dataclass
 class Outcome:
-    """seconds: until the last event of a request. queried, hits: prompt tokens looked up and found in prefix caches.
-    computed: tokens computed by each engine."""
-
     records: list[Record]
     seconds: float = 0.0
+    """Until the last event of a request."""
     queried: int = 0
+    """Prompt tokens looked up in prefix caches."""
     hits: int = 0
+    """Those that were found."""
+    found: list[int] = field(default_factory=list)
+    """Of each request; 0 for one that failed before its first token."""
     computed: list[int] = field(default_factory=list)
+    """Tokens that each engine computed."""
 
     @property
     def hit_rate(self) -> float:
@@ -63,11 +66,15 @@ class Outcome:
 
 
 class SimulatedEngine:
-    """The scheduler and the KV cache of an engine, and a worker that makes up the tokens."""
+    """The scheduler and the KV cache of an engine, and a worker that makes up the tokens.
 
-    def __init__(self, cluster: Cluster) -> None:
+    clock: the simulated time [seconds].
+    """
+
+    def __init__(self, cluster: Cluster, clock: Callable[[], float]) -> None:
         blocks = FullAttentionManager(cluster.num_blocks, cluster.block_size)
         self.scheduler = Scheduler(cluster.scheduler, KVCacheManager([blocks], cluster.scheduler.max_model_len))
+        self.scheduler.policy.clock = clock
         self._step_time = cluster.step_time
         self._running: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
 
@@ -106,15 +113,15 @@ class _Run:
         self._tasks = tasks
         num_tokens = (cluster.num_blocks - 1) * cluster.block_size
         self._router = Router(policy, cluster.num_engines, cluster.block_size, num_tokens)
-        self._engines = [SimulatedEngine(cluster) for _ in range(cluster.num_engines)]
         self._lives = [0] * cluster.num_engines
         self._starting: set[tuple[int, int]] = set()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._now = 0.0
+        self._engines = [SimulatedEngine(cluster, self._clock) for _ in range(cluster.num_engines)]
         self._num_left = len(tasks)
         self._followers: dict[int, list[int]] = {}
-        self.outcome = Outcome([Record() for _ in tasks], computed=[0] * cluster.num_engines)
+        self.outcome = Outcome([Record() for _ in tasks], found=[0] * len(tasks), computed=[0] * cluster.num_engines)
         for failure in cluster.failures:
             self._plan(failure.time, partial(self._fail, failure))
         for index, task in enumerate(tasks):
@@ -130,6 +137,9 @@ class _Run:
         for index in range(len(self._engines)):
             self._count(index)
         return self.outcome
+
+    def _clock(self) -> float:
+        return self._now
 
     def _plan(self, time: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), happen))
@@ -176,6 +186,8 @@ class _Run:
         for output in outputs:
             number = int(output.request_id)
             record = self.outcome.records[number]
+            if output.new_token_ids and not record.times:
+                self.outcome.found[number] = output.num_cached_tokens
             record.token_ids += output.new_token_ids
             record.times += [self._now] * len(output.new_token_ids)
             if output.finish_reason is not None:
@@ -195,7 +207,7 @@ class _Run:
             return
         self._count(index)
         self._lives[index] += 1
-        self._engines[index] = SimulatedEngine(self._cluster)
+        self._engines[index] = SimulatedEngine(self._cluster, self._clock)
         for request_id in self._router.lose(index):
             self._finish(int(request_id), LOST)
         self._plan(self._now + failure.seconds, partial(self._return, index))

@@ -32,7 +32,8 @@ from minivllm.bench.simulation.step_time import StepTime, fit_step_time, parse_s
 from minivllm.cli.engine.options import with_options
 from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
-from minivllm.plugins import ROUTING
+from minivllm.plugins import POLICIES, ROUTING
+from minivllm.scheduler.policy import make_policy
 
 VOCAB_SIZE = 2**31
 """Token ids mean nothing to a simulation: those of any model's trace will do."""
@@ -60,6 +61,13 @@ class SimulationOptions:
     policy: Annotated[
         list[str] | None,
         typer.Option(help="data_parallel_policy, repeatable; the others are compared with the first. [default: all]"),
+    ] = None
+    scheduling_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Who comes first in each engine: {', '.join(POLICIES.known)}, or package.module:Class (repeatable). "
+            "[default: fcfs]"
+        ),
     ] = None
     data_parallel_size: Annotated[int, typer.Option(min=1, max=4096, help="Engines.")] = 2
     fit: Annotated[
@@ -117,12 +125,19 @@ class SimulationOptions:
             raise ConfigError("How long steps take must be told: give either --fit or --step-ms.")
         return fit_step_time(read_report(self.fit)) if self.fit is not None else parse_step_time(str(self.step_ms))
 
+    @property
+    def scheduling_policies(self) -> list[str]:
+        return self.scheduling_policy or ["fcfs"]
+
     def cluster(self, step_time: StepTime, tasks: Sequence[Task]) -> Cluster:
-        """Raises ConfigError for a failure that cannot be."""
+        """With the first scheduling policy. Raises ConfigError for a failure that cannot be, or an unknown policy."""
+        for name in self.scheduling_policies:
+            make_policy(name)
         limits = SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=max(len(task.prompt) + task.max_tokens for task in tasks),
+            policy=self.scheduling_policies[0],
         )
         return Cluster(
             num_engines=self.data_parallel_size,
@@ -162,6 +177,10 @@ def simulate(options: SimulationOptions, output: OutputOptions) -> None:
     Latency against load: minivllm simulate --workload poisson:200:1:32:256 --rates 0.5,1,2,4 --step-ms 20,1.7,2.3
     --png load.png
 
+    Scheduling by response ratio: minivllm simulate --data-parallel-size 1 --policy round_robin
+    --workload prefix-groups:20:50:1024:64:16 --arrivals poisson:2 --block-size 16 --num-blocks 400 --max-num-seqs 8
+    --scheduling-policy fcfs --scheduling-policy response-ratio --step-ms 20,1,1
+
     A dead engine: minivllm simulate --data-parallel-size 4 --failure 0:10:30 --step-ms 20,1.7,2.3
 
     Fitted: minivllm bench model --case decode:1 --case decode:16 --case prefill:512 --json speed.json, then
@@ -186,12 +205,19 @@ def _simulated(
     tasks: Sequence[Sequence[Task]],
 ) -> Report:
     """All policies, and one engine beside them, under all loads."""
-    names = options.policy or [*ROUTING.known]
+    names, orders = options.policy or [*ROUTING.known], options.scheduling_policies
     measurements: list[Measurement] = []
     comparisons: list[Comparison] = []
     notes = []
     for (case, _, x), requests in zip(loads, tasks):
-        runs = {name: (cluster, ROUTING.load(name)()) for name in names}
+        runs = {
+            name if len(orders) == 1 else f"{name}, {order}": (
+                replace(cluster, scheduler=replace(cluster.scheduler, policy=order)),
+                ROUTING.load(name)(),
+            )
+            for name in names
+            for order in orders
+        }
         if options.data_parallel_size > 1:
             runs[ONE] = (replace(cluster, num_engines=1, failures=()), ROUTING.load("round_robin")())
         first = dict[str, Measurement]()
@@ -215,7 +241,7 @@ def _simulated(
 def _checked(options: SimulationOptions, cluster: Cluster, step_time: StepTime | None) -> Report:
     """One policy, on real engines and on simulated ones. Raises ConfigError, or ModelError if they do not start."""
     [name, *others] = options.policy or ["prefix"]
-    if others or options.rates is not None:
+    if others or options.rates is not None or len(options.scheduling_policies) > 1:
         raise ConfigError("--check runs one policy under one load: leave --rates and further policies out.")
     policy = ROUTING.load(name)
     [(case, arrivals, _)] = options.loads()

@@ -16,15 +16,18 @@ import typer
 
 from minivllm.cli.engine.options import with_options
 from minivllm.cli.terminal.terminal_text import counted
+from minivllm.cli.trace.prefixes import MOST_NODES, print_tree
 from minivllm.cli.trace.ranks import MICROSECONDS_PER_STEP, rank_events, rank_text
 from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
+from minivllm.plugins import POLICIES
 from minivllm.scheduler.policy import make_policy
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from minivllm.kv_cache.manager import KVCacheManager
     from minivllm.simulation.steps import TraceStep
 
 
@@ -49,9 +52,9 @@ def _numbers(help_text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests R1, R2, … that share no prefix, and the limits they run under. Raises ConfigError for impossible ones.
+    """Requests R1, R2, … and the limits they run under. Raises ConfigError for impossible ones.
 
-    priorities, arrivals: all 0 if empty.
+    priorities, arrivals: all 0 if empty. Without prefix_len no requests share a prefix; families: all 1 if empty.
     """
 
     budget: Annotated[int, typer.Option(help="Tokens per step (max_num_batched_tokens).")] = 10
@@ -62,9 +65,15 @@ class Workload:
     num_blocks: Annotated[
         int | None, typer.Option(help="KV cache blocks, the null block included; few of them show preemption.")
     ] = None
-    policy: Annotated[str, typer.Option(help="fcfs, priority, or your own: package.module:Class.")] = "fcfs"
+    policy: Annotated[str, typer.Option(help=f"{', '.join(POLICIES.known)}, or your own: package.module:Class.")] = (
+        "fcfs"
+    )
     priorities: Annotated[Sequence[int], _numbers("Priority of each request; low first.")] = ()
     arrivals: Annotated[Sequence[int], _numbers("Step before which each request arrives.")] = ()
+    prefix_len: Annotated[
+        int, typer.Option(help="Tokens that all prompts of a family begin with, at most those of the shortest one.")
+    ] = 0
+    families: Annotated[Sequence[int], _numbers("Family of each request, with --prefix-len.")] = ()
     threshold: Annotated[
         int, typer.Option(help="Most tokens of one request per step (long_prefill_token_threshold); 0 is no cap.")
     ] = 0
@@ -87,7 +96,7 @@ class Workload:
     ] = 1
 
     def __post_init__(self) -> None:
-        for name in ("prompt_lens", "priorities", "arrivals"):
+        for name in ("prompt_lens", "priorities", "arrivals", "families"):
             object.__setattr__(self, name, _read_numbers(name, getattr(self, name)))
         if not self.prompt_lens:
             raise ConfigError("prompt-lens is empty, but must hold at least one length.")
@@ -105,8 +114,16 @@ class Workload:
                 raise ConfigError(f"{name} is {size}, but must be at least 1 and at most {MOST_RANKS}.")
         if (total := sum(self.prompt_lens) + len(self.prompt_lens) * self.max_tokens) > MOST_TOKENS:
             raise ConfigError(f"The requests have {total:,} tokens in all, but at most {MOST_TOKENS:,} are simulated.")
+        shortest = min(self.prompt_lens)
+        if not 0 <= self.prefix_len <= shortest:
+            raise ConfigError(
+                f"prefix-len is {self.prefix_len}, but must be at least 0 and at most {shortest}, the shortest prompt."
+            )
+        if self.families and not self.prefix_len:
+            raise ConfigError("families are given, but nothing that they share: give --prefix-len too.")
         has_priorities = make_policy(self.policy).uses_priority
-        for name, values in (("priorities", self.priorities), ("arrivals", self.arrivals)):
+        given = (("priorities", self.priorities), ("arrivals", self.arrivals), ("families", self.families))
+        for name, values in given:
             if values and len(values) != len(self.prompt_lens):
                 raise ConfigError(
                     f"{name} has {counted(len(values), 'value')}, but prompt-lens has {len(self.prompt_lens)}: "
@@ -128,6 +145,16 @@ class Workload:
     def _num_blocks_of(self, prompt_len: int) -> int:
         return -(-(prompt_len + self.max_tokens - 1) // self.block_size)
 
+    def prompt(self, number: int) -> int | list[int]:
+        """Token ids of the request of this number, from 1 on, or its length where nothing is shared."""
+        length = self.prompt_lens[number - 1]
+        if not self.prefix_len:
+            return length
+        family = self.families[number - 1] if self.families else 1
+        # Negative families are allowed, but no negative tokens: what the numbers are does not matter.
+        first = 2 * len(self.prompt_lens) + sorted({*self.families, family}).index(family)
+        return [first] * self.prefix_len + [number] * (length - self.prefix_len)
+
 
 def _read_numbers(name: str, given: str | Sequence[int]) -> Sequence[int]:
     try:
@@ -145,6 +172,11 @@ def simulate(**workload: Any) -> Iterator[dict[str, Any]]:
 
 def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
     """Decisions of every step until all requests are done."""
+    return simulated(workload)[0]
+
+
+def simulated(workload: Workload) -> tuple[Iterator[TraceStep], KVCacheManager]:
+    """Decisions of every step until all requests are done, and the cache that they are taken for."""
     from minivllm.kv_cache.group_manager import FullAttentionManager
     from minivllm.kv_cache.manager import KVCacheManager
     from minivllm.scheduler.scheduler import Scheduler
@@ -161,14 +193,15 @@ def simulated_steps(workload: Workload) -> Iterator[TraceStep]:
     )
     blocks = FullAttentionManager(workload.blocks(), workload.block_size)
     tier = SimulatedTier(workload.block_size, workload.load_steps) if workload.load_steps else None
-    scheduler = Scheduler(config, KVCacheManager([blocks], config.max_model_len), connector=tier)
+    manager = KVCacheManager([blocks], config.max_model_len)
+    scheduler = Scheduler(config, manager, connector=tier)
     zeros = [0] * len(workload.prompt_lens)
-    requests = zip(workload.prompt_lens, workload.arrivals or zeros, workload.priorities or zeros)
+    requests = zip(workload.arrivals or zeros, workload.priorities or zeros)
     arrivals = [
-        Arrival(f"R{number}", length, workload.max_tokens, step, priority)
-        for number, (length, step, priority) in enumerate(requests, 1)
+        Arrival(f"R{number}", workload.prompt(number), workload.max_tokens, step, priority)
+        for number, (step, priority) in enumerate(requests, 1)
     ]
-    yield from scheduled_steps(scheduler, arrivals, workload.pp, tier)
+    return scheduled_steps(scheduler, arrivals, workload.pp, tier), manager
 
 
 def has_colours(console: Console) -> bool:
@@ -353,14 +386,34 @@ def trace(
     ] = False,
     perfetto: Annotated[Path | None, typer.Option(help="Also write a file for ui.perfetto.dev.")] = None,
     save: Annotated[Path | None, typer.Option(help="Also save the heat strip as a PNG.")] = None,
+    tree: Annotated[
+        bool,
+        typer.Option("--tree", help="Draw the prefix cache as a tree instead of JSON lines, after the last step."),
+    ] = False,
+    tree_after: Annotated[
+        int | None, typer.Option(min=0, help="With --tree: after this step, when some of them are in use.")
+    ] = None,
 ) -> None:
     """Show what the scheduler decides, step by step, without a model.
 
     Example: minivllm trace --budget 10 --prompt-lens 3,5,12 --max-tokens 3 --plot
 
+    The prefix cache as a tree: minivllm trace --prompt-lens 40,40,40 --prefix-len 32 --families 1,1,2 --tree
+
     A pipeline of two stages with two workers each: minivllm trace --pp 2 --tp 2 --plot --perfetto ranks.json
     """
-    steps = list(simulated_steps(workload))
+    if tree_after is not None and not tree:
+        raise ConfigError("--tree-after says when to draw the tree: give --tree too.")
+    from minivllm.kv_cache.tree.prefix_tree import prefix_tree
+
+    decisions, manager = simulated(workload)
+    steps, cached = [], None
+    for step in decisions:
+        steps.append(step)
+        if step.step == tree_after:
+            cached = prefix_tree(manager, [1], MOST_NODES)
+    if tree_after is not None and cached is None:
+        raise ConfigError(f"--tree-after is {tree_after}, but the last step is {len(steps) - 1}.")
     if perfetto is not None:
         _write("--perfetto", perfetto, json.dumps(perfetto_trace(steps, workload.pp, workload.tp)).encode())
     if save is not None:
@@ -374,7 +427,9 @@ def trace(
         console.print(strip, no_wrap=True, crop=False, overflow="ignore")
         for rank in range(workload.pp * workload.tp if workload.pp * workload.tp > 1 else 0):
             print(rank_text(rank, workload.pp, workload.tp))
-    else:
+    if tree:
+        print_tree(cached or prefix_tree(manager, [1], MOST_NODES))
+    if not (plot or tree):
         for step in steps:
             print(json.dumps(step.as_dict()))
 

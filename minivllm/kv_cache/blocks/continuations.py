@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import islice
 
 MIN_COPIED_TOKENS = 8
 """Fewer are computed again: a copy moves a whole block, with a call for each tensor of each layer."""
-MAX_PIECES = 8
-"""Pieces that are kept after the same beginning: so many comparisons cost about 10 µs."""
+MAX_COMPARED = 8
+"""The newest pieces after the same beginning are compared: so many comparisons cost about 10 µs."""
 
 
 class Piece:
@@ -34,8 +35,9 @@ class Continuations:
     """Pieces of one pool, by the name of the block before them.
 
     A *tail* is a block that is not full. Tails are most_tails at most, so that they do not push whole blocks out of the
-    prefix cache. Methods that return block ids name the blocks that have lost their piece, since newer ones took their
-    places or hold the same tokens.
+    prefix cache, and each is among the pieces that are compared. Full blocks keep their piece until they are reused: an
+    older one is not compared, but tells people what is cached. Methods that return block ids name the blocks that have
+    lost their piece, since newer ones took their places or hold the same tokens.
 
     min_tokens: a shorter common beginning is not worth a copy.
     """
@@ -81,7 +83,7 @@ class Continuations:
         pieces = self._pieces.setdefault(parent, {})
         piece = pieces.pop(block_id, None)
         if piece is None:
-            for other, known in pieces.items():
+            for other, known in _newest(pieces):
                 if _num_common(known.tokens, tokens) == len(tokens):
                     pieces[other] = pieces.pop(other)
                     return []
@@ -93,9 +95,10 @@ class Continuations:
         if is_tail:
             self._tails[block_id] = None
         lost = []
-        if len(pieces) > MAX_PIECES:
-            lost.append(next(iter(pieces)))
-        if len(self._tails) > self.most_tails:
+        if len(pieces) > MAX_COMPARED:
+            displaced = next(islice(reversed(pieces), MAX_COMPARED, None))
+            lost += [displaced] if displaced in self._tails else []
+        if len(self._tails) - len(lost) > self.most_tails:
             lost.append(next(iter(self._tails)))
         for oldest in lost:
             self.forget(oldest)
@@ -117,7 +120,7 @@ class Continuations:
         pieces[block_id].num_usable = len(tokens)
         lost = [
             other
-            for other, known in pieces.items()
+            for other, known in _newest(pieces)
             if other != block_id and _num_common(known.tokens, tokens) == len(known.tokens)
         ]
         for other in lost:
@@ -132,7 +135,7 @@ class Continuations:
             return None
         tokens = array("i", token_ids)
         found, most = -1, self.min_tokens - 1
-        for block_id, piece in reversed(pieces.items()):
+        for block_id, piece in _newest(pieces):
             known = piece.tokens if with_planned else piece.tokens[: piece.num_usable]
             if len(known) > most and known[: most + 1] == tokens[: most + 1]:
                 found, most = block_id, _num_common(known, tokens)
@@ -154,6 +157,18 @@ class Continuations:
             del self._pieces[parent]
         self._tails.pop(block_id, None)
 
+    def hand_over(self, block_id: int, heir: int) -> None:
+        """A full block is reused, and another one holds the same tokens after the same beginning."""
+        parent = self._parents.get(block_id)
+        if parent is None or heir in self._parents:
+            self.forget(block_id)
+            return
+        pieces = self._pieces[parent]
+        pieces[block_id].num_usable = 0 if heir in self._planned else len(pieces[block_id].tokens)
+        self._pieces[parent] = {heir if one == block_id else one: piece for one, piece in pieces.items()}
+        self._parents[heir] = self._parents.pop(block_id)
+        self._tails.pop(block_id, None)
+
     def clear(self) -> None:
         """Forget all pieces."""
         self._pieces.clear()
@@ -169,6 +184,15 @@ class Continuations:
             for block_id, piece in pieces.items()
         ]
 
+    def parents(self, at_most: int) -> list[bytes]:
+        """Names that some piece follows, the newest ``at_most``."""
+        return list(islice(reversed(self._pieces), at_most))
+
+    def after(self, parent: bytes) -> list[tuple[int, list[int]]]:
+        """(block id, tokens) of the pieces that follow a name, as far as a copy may read them; those that have some."""
+        pieces = self._pieces.get(parent, {})
+        return [(one, piece.tokens[: piece.num_usable].tolist()) for one, piece in pieces.items() if piece.num_usable]
+
     def contradiction(self) -> str:
         """What is wrong with the index between steps; empty if nothing is."""
         listed = {block_id: parent for parent, pieces in self._pieces.items() for block_id in pieces}
@@ -176,9 +200,15 @@ class Continuations:
             return "The index of continuations disagrees with itself."
         if len(self._tails) > self.most_tails:
             return f"The index of continuations keeps {len(self._tails)} tails, but {self.most_tails} are the most."
-        if any(not 1 <= len(pieces) <= MAX_PIECES for pieces in self._pieces.values()):
-            return "The index of continuations keeps too many pieces after a beginning, or none."
+        compared = {block_id for pieces in self._pieces.values() for block_id, _ in _newest(pieces)}
+        if not self._tails.keys() <= compared or not all(self._pieces.values()):
+            return "The index of continuations keeps a tail that it never compares, or a beginning without a piece."
         return ""
+
+
+def _newest(pieces: dict[int, Piece]) -> list[tuple[int, Piece]]:
+    """(block id, piece) of those that are compared, the newest first."""
+    return list(islice(reversed(pieces.items()), MAX_COMPARED))
 
 
 def _num_common(first: array[int], second: array[int]) -> int:

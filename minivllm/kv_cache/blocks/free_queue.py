@@ -9,13 +9,15 @@ class KVCacheBlock:
     """One physical block. ``previous`` and ``next`` link it into the free queue while no request uses it.
 
     block_hash: key under which its contents can be found; None while it is not full, or after it was reused.
+    last_used: when its last user gave it up, on the clock of its pool.
     """
 
-    __slots__ = ("block_hash", "block_id", "next", "previous", "ref_count")
+    __slots__ = ("block_hash", "block_id", "last_used", "next", "previous", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
+        self.last_used = 0.0
         self.block_hash: bytes | None = None
         self.previous: KVCacheBlock | None = None
         self.next: KVCacheBlock | None = None

@@ -1,4 +1,4 @@
-"""``GET /``: a page to chat with the model and to watch the engine, and ``GET /live``, what the page looks at.
+"""``GET /``: a page to chat with the model and to watch the engine. ``GET /live``, ``GET /live/tree``: what it shows.
 
 The page goes out in one piece, put together of its HTML, style and scripts, without anything from elsewhere. It holds
 no data and needs no key; whatever it shows, it asks for with a key. Its Content-Security-Policy names the hashes of its
@@ -18,12 +18,22 @@ from fastapi import FastAPI, Query
 from fastapi.responses import Response
 from typing_extensions import TypedDict
 
-from minivllm.messages import KVTransferStats, SchedulerStats
+from minivllm.messages import KVTransferStats, PrefixNode, PrefixTree, SchedulerStats
 from minivllm.server.bodies.errors import documented
 from minivllm.server.service.service import Service
 
+MOST_TREE_NODES = 200
+"""Of the prefix cache that one answer tells."""
 FOLDER = Path(__file__).parent
-SCRIPTS = ("page_code.js", "page_math.js", "page_markdown.js", "page_chats.js", "page_watch.js", "page.js")
+SCRIPTS = (
+    "page_code.js",
+    "page_math.js",
+    "page_markdown.js",
+    "page_chats.js",
+    "page_watch.js",
+    "page_tree.js",
+    "page.js",
+)
 
 
 class LiveStep(TypedDict):
@@ -68,6 +78,32 @@ class Live(TypedDict):
     steps: list[LiveStep]
     engines: list[LiveEngine]
     tiers: list[LiveTier]
+
+
+class LiveNode(TypedDict):
+    """Cached tokens that follow one another without a branch; it continues the last node before it with depth - 1.
+
+    num_bytes: of the blocks that end in it. users: requests that hold it now. age: seconds since the last one did.
+    is_plain: its beginning is known and has neither a cache salt nor an adapter. text: its first tokens, or null.
+    """
+
+    depth: int
+    num_tokens: int
+    num_blocks: int
+    num_bytes: int
+    users: int
+    age: float
+    is_plain: bool
+    text: str | None
+
+
+class LiveTree(TypedDict):
+    """The prefix cache of an engine. nodes: depth first. num_blocks_left_out: blocks that none of them shows.
+    shows_texts: whether the server was started so."""
+
+    nodes: list[LiveNode]
+    num_blocks_left_out: int
+    shows_texts: bool
 
 
 def assemble_page() -> str:
@@ -132,6 +168,42 @@ def add_page(app: FastAPI, service: Service) -> None:
             tiers=[_tier(one) for one in stats.kv_transfer],
         )
         return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    @app.get("/live/tree", responses={200: {"model": LiveTree}, **documented(400, 401, 503)}, tags=["page"])
+    async def live_tree(
+        limit: Annotated[int, Query(ge=1, le=MOST_TREE_NODES)] = 60,
+        engine: Annotated[int, Query(ge=0, lt=num_engines)] = 0,
+    ) -> Response:
+        """The prefix cache of an engine as a tree: at most ``limit`` nodes, those near the roots first."""
+        await service.engine.check_health()
+        tree = await service.engine.prefix_tree(limit, engine) or PrefixTree(nodes=[], num_blocks_left_out=0)
+        has_texts = service.settings.show_cached_texts and service.engine.has_tokenizer
+        texts = await service.in_text_thread(_texts, service, tree) if has_texts else [None] * len(tree.nodes)
+        answer = LiveTree(
+            nodes=[_node(node, text) for node, text in zip(tree.nodes, texts)],
+            num_blocks_left_out=tree.num_blocks_left_out,
+            shows_texts=has_texts,
+        )
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _texts(service: Service, tree: PrefixTree) -> list[str | None]:
+    """Of the first tokens of each node, special ones included."""
+    decode = service.engine.tokenizer.decode
+    return [decode(node.token_ids, skip_special_tokens=False) if node.is_plain else None for node in tree.nodes]
+
+
+def _node(node: PrefixNode, text: str | None) -> LiveNode:
+    return LiveNode(
+        depth=node.depth,
+        num_tokens=node.num_tokens,
+        num_blocks=node.num_blocks,
+        num_bytes=node.num_bytes,
+        users=node.users,
+        age=node.age,
+        is_plain=node.is_plain,
+        text=text,
+    )
 
 
 def _engine(stats: SchedulerStats | None) -> LiveEngine:

@@ -40,7 +40,8 @@ class ServerSettings:
     request (None: what OpenTelemetry's own environment variables say, if anything). tool_call_parser, reasoning_parser:
     "auto" goes by the chat template, "none" switches it off. strict: refuse every unknown field of a body, those of
     other servers' clients that have no effect too. trust_request_chat_template: requests may bring a chat template,
-    which is a program, though one in a sandbox.
+    which is a program, though one in a sandbox. show_cached_texts: the page shows the beginnings of cached prompts and
+    answers to all clients, those with a cache salt or an adapter excepted.
     """
 
     host: str = "127.0.0.1"
@@ -63,6 +64,7 @@ class ServerSettings:
     reasoning_parser: str = "auto"
     strict: bool = False
     trust_request_chat_template: bool = False
+    show_cached_texts: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
