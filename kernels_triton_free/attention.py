@@ -2,7 +2,8 @@
 
 Work is cut into tiles of consecutive query positions of one request, and each tile is one row of FlexAttention's batch
 dimension. A tile therefore never reads another request's blocks, and one mask rule serves prefill, chunks, decode and
-verification alike: a cache slot is visible if its position in the sequence is not after the query's.
+verification alike: a cache slot is visible if its position in the sequence lies within the bounds of the query.
+Windows, chunks and images that see themselves are bounds too: data, and no code.
 
 The G = query heads / KV heads that share a KV head are packed as rows of one tile, q [tiles, kv_heads, QT * G, D], so
 that keys and values are read once per KV head and any G works.
@@ -19,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kernels_triton_free.paged_cache import gather_keys, gather_values
 from kernels_triton_free.strips.layout import has_strips
-from kernels_triton_free.strips.visibility import ScoreChange, Visibility, sees
+from kernels_triton_free.strips.visibility import Bounds, ScoreChange, Visibility, sees
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
@@ -44,8 +45,6 @@ class FlexOptions(TypedDict, total=False):
     """What ``paged_flex_attention`` is told beside its tensors."""
 
     scale: Required[float]
-    window: int | None
-    chunk: int | None
     soft_cap: float | None
     visibility: Visibility | None
     score_change: ScoreChange | None
@@ -57,7 +56,7 @@ def paged_flex_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     lists: TileLists,
-    q_position: Tensor,
+    bounds: Bounds,
     kv_position: Tensor,
     sinks: Tensor | None = None,
     **options: Unpack[FlexOptions],
@@ -66,22 +65,19 @@ def paged_flex_attention(
 
     q [tiles, kv_heads, QT * G, D], a real buffer with row (i, g) = query i, head g of the group.
     k_cache, v_cache [blocks, block_size, kv_heads, D] in q's dtype.
-    q_position int32 [capacity, QT]: position of each query in its sequence, -1 for padding; capacity >= tiles is fixed.
-    kv_position int32 [>= blocks * block_size]: position in its sequence of what each cache slot holds. Or
-    [capacity, 1], where the partial blocks of a tile lie in order (all of them, if there is a score_change): the
-    position of a key there less its slot. To read a table for every score is what a mask takes longest for on a CPU.
+    bounds: int32 [capacity, QT], positions in the sequence of each query, (0, -1) for padding; capacity >= tiles is
+    fixed. kv_position int32 [>= blocks * block_size]: position in its sequence of what each cache slot holds.
     sinks: float32 [kv_heads * G], a logit of each head that joins the softmax's denominator and has no value (Xiao et
     al. 2024; learned in gpt-oss). The last slot of block 0 stands for it: block 0 is listed as partial in every tile,
     nothing else of it is visible, and V is zero there.
-    window: how many positions back a query sees, itself included; None for all. chunk: a query sees only keys of its
-    own chunk of so many positions; None for all. soft_cap: scaled scores s become cap * tanh(s / cap).
-    visibility: replaces "no key after its query", window and chunk; blocks it does not show whole must be listed as
-    partial. score_change: a change of the (capped) scores before the softmax, such as a bias by distance.
+    soft_cap: scaled scores s become cap * tanh(s / cap). visibility: replaces the bounds; blocks it does not show whole
+    must be listed as partial. score_change: a change of the (capped) scores before the softmax, such as a bias by
+    distance. For both the last position that a query sees must be its own.
     Returns a tensor like q; padding rows hold arbitrary finite values.
     """
     blocks, block_size, kv_heads, head_dim = k_cache.shape
     k, v = (cache.view(1, blocks * block_size, kv_heads, head_dim).transpose(1, 2) for cache in (k_cache, v_cache))
-    where = lists, q_position, kv_position, sinks
+    where = lists, bounds, kv_position, sinks
     return attend_to_blocks(q, k, v, *where, block_size=block_size, **options)
 
 
@@ -90,29 +86,37 @@ def attend_to_blocks(
     k: Tensor,
     v: Tensor,
     lists: TileLists,
-    q_position: Tensor,
-    kv_position: Tensor,
+    bounds: Bounds,
+    kv_position: Tensor | None,
     sinks: Tensor | None = None,
     *,
     block_size: int,
     scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
     soft_cap: float | None = None,
     visibility: Visibility | None = None,
     score_change: ScoreChange | None = None,
     kernel_options: FlexKernelOptions | None = None,
 ) -> Tensor:
-    """``paged_flex_attention`` over k, v [1, kv_heads, blocks * block_size, D]."""
+    """``paged_flex_attention`` over k, v [1, kv_heads, blocks * block_size, D].
+
+    kv_position: as there. None: the bounds are slots. Or [capacity, 1]: the position of a key less its slot, where the
+    partial blocks of a tile lie in order (all of them, if there is a score_change).
+    """
     rows = q.shape[2]
-    group = rows // q_position.shape[1]
-    shift = kv_position.view(-1)
+    low, high = bounds.low, bounds.high
+    group = rows // high.shape[1]
 
     def position(tile: Tensor, slot: Tensor) -> Tensor:
-        return kv_position[slot] if kv_position.dim() == 1 else slot + shift[tile]
+        if kv_position is None:
+            return slot
+        return kv_position[slot] if kv_position.dim() == 1 else slot + kv_position.view(-1)[tile]
 
     def visible(tile: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
-        seen = sees(q_position[tile, row // group], position(tile, slot), window, chunk, visibility)
+        query, key = row // group, position(tile, slot)
+        if visibility is not None:
+            seen = visibility(high[tile, query], key)
+        else:
+            seen = sees(key, None if low is None else low[tile, query], high[tile, query])
         return seen if sinks is None else (seen & (slot >= block_size)) | (slot == block_size - 1)
 
     def changed(score: Tensor, tile: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
@@ -120,7 +124,7 @@ def attend_to_blocks(
         if soft_cap is not None:
             score = soft_cap * torch.tanh(score / soft_cap)
         if score_change is not None:
-            score = score_change(score, query_head, q_position[tile, row // group], position(tile, slot))
+            score = score_change(score, query_head, high[tile, row // group], position(tile, slot))
         return score if sinks is None else torch.where(slot == block_size - 1, sinks[query_head], score)
 
     block_mask = BlockMask(
@@ -148,21 +152,23 @@ def gathered_flex_attention(
     v_cache: Tensor,
     step_blocks: Tensor,
     lists: TileLists,
-    q_position: Tensor,
-    kv_position: Tensor,
+    bounds: Bounds,
+    kv_position: Tensor | None,
     sinks: Tensor | None = None,
     **options: Unpack[FlexOptions],
 ) -> Tensor:
     """As paged_flex_attention over a copy, in q's dtype, of only the blocks this step reads.
 
     k_cache, v_cache: plain, or in strips. step_blocks int32 [n, group]: physical blocks, of which each group makes one
-    larger block of the copy, the first of only block 0 where there are sinks; ``lists`` and kv_position count in them.
+    larger block of the copy, the first of only block 0 where there are sinks; ``lists`` counts in them. bounds,
+    kv_position: see ``attend_to_blocks``. Slots of the copy are cheaper than positions: what a mask takes longest for
+    on a CPU is to read a table for every score.
     On a CPU FlexAttention repacks all of K and V for bfloat16 tiles of 64 rows and more: repacking a few blocks instead
     of the cache makes the fast bfloat16 products pay for prefill.
     """
     blocks, size = step_blocks.flatten(), v_cache.shape[3] if has_strips(v_cache) else v_cache.shape[1]
     k, v = (gather(cache, blocks)[None] for gather, cache in ((gather_keys, k_cache), (gather_values, v_cache)))
-    where = lists, q_position, kv_position, sinks
+    where = lists, bounds, kv_position, sinks
     return attend_to_blocks(q, k.to(q.dtype), v.to(q.dtype), *where, block_size=step_blocks.shape[1] * size, **options)
 
 
@@ -172,8 +178,8 @@ def attend_to_copies(
     v_cache: Tensor,
     step_blocks: Tensor,
     lists: TileLists,
-    q_position: Tensor,
-    kv_position: Tensor,
+    bounds: Bounds,
+    kv_position: Tensor | None,
     to_tiles: Tensor,
     to_tokens: Tensor,
     sinks: Tensor | None = None,
@@ -191,7 +197,7 @@ def attend_to_copies(
     # Looked up in four dimensions, which is the real buffer that FlexAttention wants.
     rows = (to_tiles[..., None] * group + torch.arange(group, dtype=to_tiles.dtype, device=q.device)).flatten(2)
     tiles = q.to(dtype or q.dtype).flatten(0, 2)[rows]
-    where = lists, q_position, kv_position
+    where = lists, bounds, kv_position
     out = gathered_flex_attention(tiles, k_cache, v_cache, step_blocks, *where, sinks, **options)
     return out.unflatten(2, (-1, group)).flatten(0, 2)[to_tokens].to(q.dtype)
 
@@ -203,10 +209,9 @@ def gathered_sdpa_attention(
     blocks: Tensor,
     first_position: int,
     sinks: Tensor | None = None,
+    bounds: Bounds | None = None,
     *,
     scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
     soft_cap: float | None = None,
     visibility: Visibility | None = None,
     score_change: ScoreChange | None = None,
@@ -214,9 +219,9 @@ def gathered_sdpa_attention(
     """Reference for one request: gather its blocks and run scaled dot-product attention.
 
     q [queries, kv_heads, G, D] at consecutive positions from first_position; blocks int [n] in order, covering all of
-    them, plain or in strips. sinks, window, chunk, soft_cap, visibility, score_change: as for paged_flex_attention, but
-    nothing stands for the sinks. Values may have another size than keys. Returns a tensor like q, of that size. Runs
-    uncompiled, wherever PyTorch does.
+    them, plain or in strips. bounds: int32 [queries], None: all see up to themselves. sinks, soft_cap, visibility,
+    score_change: as for paged_flex_attention, but nothing stands for the sinks. Values may have another size than keys.
+    Returns a tensor like q, of that size. Runs uncompiled, wherever PyTorch does.
     """
     queries, kv_heads, group, head_dim = q.shape
     length = first_position + queries
@@ -224,7 +229,12 @@ def gathered_sdpa_attention(
     v = gather_values(v_cache, blocks)[:, :length].to(q.dtype)
     query = torch.arange(first_position, length, device=q.device)[:, None]
     key = torch.arange(length, device=q.device)[None, :]
-    visible = sees(query, key, window, chunk, visibility)
+    if visibility is not None:
+        visible = visibility(query, key)
+    elif bounds is None:
+        visible = sees(key, None, query)
+    else:
+        visible = sees(key, None if bounds.low is None else bounds.low[:, None], bounds.high[:, None])
     heads = q.reshape(queries, kv_heads * group, head_dim).transpose(0, 1)
     if score_change is None and soft_cap is None and sinks is None:
         out = F.scaled_dot_product_attention(

@@ -19,6 +19,7 @@ import torch
 
 from kernels_triton_free.attention import gathered_sdpa_attention
 from kernels_triton_free.paged_cache import write_kv
+from minivllm.attention.lists.bounds import bounds_of
 from minivllm.attention.lists.tile_lists import blocks_read, new_lists, write_lists
 from minivllm.kv_cache.group_manager import FullAttentionManager
 from minivllm.kv_cache.manager import KVCacheManager
@@ -155,9 +156,11 @@ table = np.zeros((2, 16), dtype=np.int32)  # R1 has batch slot 0, R6 has batch s
 table[0, : len(tables["R1"])], table[1, : len(tables["R6"])] = tables["R1"], tables["R6"]
 first_queries, last_queries = np.array([8, 16]), np.array([15, 23])
 lists = new_lists(tiles=2, width=16)
-write_lists(lists, blocks_read(first_queries, last_queries, Reach(), block_size=4), table, np.array([1, 1]))
+first_sees, last_sees = bounds_of(first_queries, Reach()), bounds_of(last_queries, Reach())
+write_lists(lists, blocks_read(first_sees, last_sees, block_size=4), table, np.array([1, 1]))
 decode = new_lists(tiles=1, width=16)
-ranges = blocks_read(np.array([decode_at]), np.array([decode_at]), Reach(), block_size=4, tells_full=False)  # on a GPU
+decode_sees = bounds_of(np.array([decode_at]), Reach())
+ranges = blocks_read(decode_sees, decode_sees, block_size=4, tells_full=False)  # as on a GPU
 write_lists(decode, ranges, table, np.array([0]))
 picture: dict[str, list[Cell]] = {"block": [(str(block), "") for block in range(25)]}
 seen: list[tuple[int, int]] = []

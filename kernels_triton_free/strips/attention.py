@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.compiler.materialize import materialize
-from kernels_triton_free.strips.visibility import ScoreChange, Visibility, sees
+from kernels_triton_free.strips.visibility import Bounds, ScoreChange, Visibility, sees
 
 FAR = 2**30
 """A position behind every query."""
@@ -49,11 +49,9 @@ def attend_to_strips(
     v_cache: Tensor,
     sinks: Tensor | None,
     pairs: Pairs,
-    q_position: Tensor,
+    bounds: Bounds,
     *,
     scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
     soft_cap: float | None = None,
     visibility: Visibility | None = None,
     score_change: ScoreChange | None = None,
@@ -61,9 +59,9 @@ def attend_to_strips(
     """q [rows, kv_heads, G, D] -> o of the same shape and dtype; sums and softmax in float32.
 
     k_cache, v_cache: see ``layout``; all values of the blocks that are read are finite, also those that no query sees.
-    q_position int32 [rows]: position of each query, -1 for padding, of which o is finite. sinks: float32
-    [kv_heads * G], a logit of each head that joins the denominator of its softmax and has no value. The others: see
-    ``kernels_triton_free.attention.paged_flex_attention``.
+    bounds: positions int32 [rows], of which the last is the query's position; (0, -1) for padding, of which o is
+    finite. sinks: float32 [kv_heads * G], a logit of each head that joins the denominator of its softmax and has no
+    value. The others: see ``kernels_triton_free.attention.paged_flex_attention``.
     """
     _, kv_heads, runs, _, strip = k_cache.shape
     group, parts = q.shape[2], v_cache.shape[2]
@@ -81,13 +79,15 @@ def attend_to_strips(
     scores = torch.cat(sums, 3).unflatten(3, (group, tokens))  # [pairs, kv_heads, runs / streams, G, tokens]
     place = torch.arange(runs * strip, dtype=torch.int32, device=q.device).view(-1, 1, tokens)
     key = pairs.first[:, None, None, None, None] + place
-    query = q_position[pairs.row][:, None, None, None, None]
+    low = None if bounds.low is None else bounds.low[pairs.row][:, None, None, None, None]
+    high = bounds.high[pairs.row][:, None, None, None, None]
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     if score_change is not None:
         heads = torch.arange(kv_heads * group, dtype=torch.int32, device=q.device).view(kv_heads, 1, group, 1)
-        scores = score_change(scores, heads, query, key)
-    scores = torch.where(sees(query, key, window, chunk, visibility), scores, UNSEEN)
+        scores = score_change(scores, heads, high, key)
+    seen = sees(key, low, high) if visibility is None else visibility(high, key)
+    scores = torch.where(seen, scores, UNSEEN)
     top = scores.amax((2, 4))  # [pairs, kv_heads, G]
     weights = torch.exp(scores - top[:, :, None, :, None])
     total = weights.sum((2, 4))

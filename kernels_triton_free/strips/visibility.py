@@ -1,8 +1,9 @@
-"""Which keys a query sees, by their positions."""
+"""Which keys a query sees: an interval of them, whatever the layer attends to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,13 +13,16 @@ ScoreChange = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(scaled score, query head, position of the query, position of the key) -> score."""
 
 
-def sees(query: Tensor, key: Tensor, window: int | None, chunk: int | None, visibility: Visibility | None) -> Tensor:
-    """Whether queries see keys, by their positions (int, of shapes that broadcast; -1 sees nothing)."""
-    if visibility is not None:
-        return visibility(query, key)
-    seen = key <= query
-    if window is not None:
-        seen = seen & (key > query - window)
-    if chunk is not None:
-        seen = seen & (key // chunk == query // chunk)
-    return seen
+class Bounds(NamedTuple):
+    """The keys that queries see, both int32 of any one shape."""
+
+    high: Tensor
+    """The last one, included; -1 where nothing is seen. The query itself, unless it sees what follows it."""
+    low: Tensor | None = None
+    """The first one. None: all up to the last one are seen."""
+
+
+def sees(key: Tensor, low: Tensor | None, high: Tensor) -> Tensor:
+    """Whether keys lie within the bounds, as bool; all int32, of shapes that broadcast."""
+    seen = key <= high
+    return seen if low is None else seen & (key >= low)

@@ -11,6 +11,7 @@ from minivllm.attention.backend import (
     StepRows,
 )
 from minivllm.attention.flex import FlexAttention, rule_attention
+from minivllm.attention.lists.bounds import Run, look_ahead
 from minivllm.attention.lists.step_order import in_step_order
 from minivllm.attention.registry import find_attention
 from minivllm.attention.rule import AttentionRule
@@ -23,10 +24,12 @@ __all__ = [
     "AttentionRule",
     "BlockTables",
     "FlexAttention",
+    "Run",
     "SdpaAttention",
     "StepRows",
     "find_attention",
     "in_step_order",
+    "look_ahead",
     "register_attention",
     "rule_attention",
 ]

@@ -39,11 +39,23 @@ class StepRows(NamedTuple):
     num_single: int
     num_few: int
     num_padded: int
+    ahead: np.ndarray | None = None
+    """int64 [tokens, without padding]: the last position that each sees in layers that look ahead, see
+    ``look_ahead``. None: no token sees a later one."""
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Of all tokens but padding, int64 [tokens]."""
+        before = np.cumsum(self.counts) - self.counts
+        return np.arange(int(self.counts.sum())) + np.repeat(self.starts - before, self.counts)
 
     def cut(self, begin: int, end: int) -> StepRows:
         """Some of the rows, to be looked at alone."""
-        part = slice(begin, end)
-        return self._replace(slots=self.slots[part], starts=self.starts[part], counts=self.counts[part])
+        part, ahead = slice(begin, end), self.ahead
+        if ahead is not None:
+            first = int(self.counts[:begin].sum())
+            ahead = ahead[first : first + int(self.counts[part].sum())]
+        return self._replace(slots=self.slots[part], starts=self.starts[part], counts=self.counts[part], ahead=ahead)
 
 
 class BlockTables(Protocol):
@@ -90,6 +102,14 @@ class AttentionContext:
     policy: DevicePolicy
     device: torch.device
     in_strips: bool = False
+    shares_kernels: bool = False
+    """Other layers of the model do not see all earlier keys. Kernels then take both bounds, also where the first one is
+    0 everywhere, so that one serves all layers."""
+
+    @property
+    def has_low(self) -> bool:
+        """Whether kernels take both bounds, or only the last key that a query sees."""
+        return self.shares_kernels or any(reach.is_limited for reach in self.reaches)
 
     @property
     def cache_spec(self) -> CacheSpec:

@@ -51,15 +51,16 @@ class FlexMetadata(NamedTuple):
 
 
 class FlexAttention:
-    """Compiled FlexAttention. For every spec one kernel for rows with a single token (or one for each of some batch
-    sizes, see ``DevicePolicy.decode_batches``), one for prompt chunks, and, if drafts are verified, one for them: short
-    tiles, one for each row, that read the cache in place as those of single tokens do.
+    """Compiled FlexAttention. For all specs that compute alike one kernel for rows with a single token (or one for each
+    of some batch sizes, see ``DevicePolicy.decode_batches``), one for prompt chunks, and, if drafts are verified, one
+    for them: short tiles, one for each row, that read the cache in place as those of single tokens do.
 
     Where the cache is in strips, rows with a single token and drafts are left to ``RowPairs``, and FlexAttention
     computes prompt chunks, which copy what they read in any case.
     """
 
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
+        rule.check(context.specs)
         if context.tables.block_size < 2 and any(spec.has_sinks for spec in context.specs):
             raise ConfigError("block_size is 1, but attention sinks need blocks of 2 tokens at least.")
         policy, sequences, tokens = context.policy, context.max_num_seqs, context.max_num_batched_tokens

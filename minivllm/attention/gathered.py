@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels_triton_free.attention import TileLists, attend_to_copies
 from minivllm.attention.backend import StepRows
 from minivllm.attention.lists.key_groups import MIN_GROUPS, groups_of_step
-from minivllm.attention.tiles import QueryTiles, Tiles
+from minivllm.attention.tiles import Edges, QueryTiles, Tiles
 from minivllm.compilation.regions import Size, TensorSpec
 from minivllm.device.buffers import to_device
 from minivllm.specs.attention import AttentionSpec, Reach
@@ -38,7 +38,6 @@ class GatheredTiles(QueryTiles):
         def numbers(*shape: int | Size) -> TensorSpec:
             return TensorSpec(shape, torch.int32, context.device)
 
-        capacity = self._buffer.host["q_position"].shape[0]
         shape = Size("tokens", 11), context.kv_heads, context.query_group, context.head_dim
         groups = Size("groups of blocks", max(MIN_GROUPS, min(64, context.num_blocks) // self._blocks_together))
         return {
@@ -47,8 +46,8 @@ class GatheredTiles(QueryTiles):
             "v_cache": inputs.pop("v_cache"),
             "step_blocks": numbers(groups, self._blocks_together),
             "lists": inputs.pop("lists"),
-            "q_position": inputs.pop("q_position"),
-            "kv_position": numbers(capacity, 1),
+            "bounds": inputs.pop("bounds"),
+            "kv_position": numbers(self._capacity, 1) if self._rule.needs_positions else None,
             "to_tiles": numbers(Size("tiles", 5), context.kv_heads, self.size),
             "to_tokens": numbers(Size("tokens in tiles", 9), context.kv_heads),
             **{name: inputs[name] for name in ("sinks",) if name in inputs},
@@ -58,8 +57,8 @@ class GatheredTiles(QueryTiles):
         return {"dtype": self._compute_dtype}
 
     def _list_blocks(
-        self, rows: StepRows, row: np.ndarray, first: np.ndarray, last: np.ndarray, count: int
-    ) -> tuple[dict[Reach, TileLists], Tensor, Tensor | None]:
+        self, rows: StepRows, row: np.ndarray, edges: Edges, count: int
+    ) -> tuple[dict[Reach, TileLists], Tensor | None, Tensor | None, np.ndarray | int]:
         tables, device, size = self._context.tables, self._context.device, self._blocks_together
         groups = groups_of_step(
             tables.block_table.host[rows.slots],
@@ -68,12 +67,16 @@ class GatheredTiles(QueryTiles):
             [self._read_reach(reach) for reach in self._context.reaches],
             size,
             tables.block_size,
-            by_position=self._rule.visibility is not None or self._rule.score_change is not None,
+            by_position=self._rule.needs_positions,
         )
-        shift = np.zeros((self._buffer.host["q_position"].shape[0], 1), dtype=np.int32)
-        shift[: len(row), 0] = groups.shift[row]
-        lists = self._lists(groups.group_of, row, first, last, count, len(groups.blocks), size * tables.block_size)
-        return lists, to_device(shift, device), to_device(groups.blocks, device)
+        shift = groups.shift[row][:, None]
+        lists = self._lists(groups.group_of, row, edges, count, len(groups.blocks), size * tables.block_size)
+        step_blocks = to_device(groups.blocks, device)
+        if not self._rule.needs_positions:
+            return lists, None, step_blocks, shift
+        kv_position = np.zeros((self._capacity, 1), dtype=np.int32)
+        kv_position[: len(row)] = shift
+        return lists, to_device(kv_position, device), step_blocks, 0
 
     def attend(
         self, tiles: Tiles, cache: LayerCache, spec: AttentionSpec, q: Tensor, sinks: Tensor | None = None
@@ -82,6 +85,6 @@ class GatheredTiles(QueryTiles):
         assert tiles.to_tiles is not None and tiles.to_tokens is not None
         heads = self._context.kv_heads
         chunks = tiles.to_tiles.view(-1, heads, self.size), tiles.to_tokens.view(-1, heads)
-        read = cache.k, cache.v, tiles.step_blocks, tiles.lists[reach], tiles.q_position, tiles.kv_position
+        read = cache.k, cache.v, tiles.step_blocks, tiles.lists[reach], tiles.bounds[reach], tiles.kv_position
         o: Tensor = kernel(q, *read, *chunks, *((sinks,) if spec.has_sinks else ()))
         return o

@@ -4,7 +4,8 @@ Three rows at the positions 9, 4 and 6, of which the last two verify drafts of o
 blocks hold 4 tokens. The last one sees nothing, in any block: rows of fewer blocks need it.
 
 >>> table = np.array([[5, 2, 7], [5, 1, 0]], dtype=np.int32)
->>> pairs = list_pairs(table, np.array([0, 1, 1]), np.array([9, 4, 6]), Reach(), block_size=4, num_rows=3)
+>>> bounds = bounds_of(np.array([9, 4, 6]), Reach())
+>>> pairs = list_pairs(table, np.array([0, 1, 1]), bounds, block_size=4, num_rows=3)
 >>> pairs.blocks.tolist(), pairs.row.tolist(), pairs.first[:-1].tolist()
 ([5, 2, 7, 5, 1, 5, 1, 5], [0, 0, 0, 1, 1, 2, 2, 0], [0, 4, 8, 0, 4, 0, 4])
 >>> pairs.of_row.tolist()
@@ -23,7 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_triton_free.strips.attention import FAR, Pairs, attend_to_strips
+from kernels_triton_free.strips.visibility import Bounds
 from minivllm.attention.backend import AttentionContext, StepRows
+from minivllm.attention.lists.bounds import HostBounds, bounds_of
 from minivllm.attention.lists.tile_lists import blocks_read
 from minivllm.attention.rule import AttentionRule
 from minivllm.compilation.regions import Region, Size, TensorSpec
@@ -45,14 +48,12 @@ class HostPairs(NamedTuple):
     of_row: np.ndarray
 
 
-def list_pairs(
-    table: np.ndarray, slots: np.ndarray, positions: np.ndarray, reach: Reach, block_size: int, num_rows: int
-) -> HostPairs:
-    """The pairs of queries at ``positions`` int64 [n], each in the batch slot ``slots`` int64 [n], and of as much
-    padding as makes ``num_rows``. table int32 [batch slots, max blocks of a request]: physical blocks."""
-    begin, _, _, end, _ = blocks_read(positions, positions, reach, block_size, tells_full=False)
+def list_pairs(table: np.ndarray, slots: np.ndarray, bounds: HostBounds, block_size: int, num_rows: int) -> HostPairs:
+    """The pairs of queries with these bounds [n], each in the batch slot ``slots`` int64 [n], and of as much padding as
+    makes ``num_rows``. table int32 [batch slots, max blocks of a request]: physical blocks."""
+    begin, _, _, end, _ = blocks_read(bounds, bounds, block_size, tells_full=False)
     counts = np.zeros(num_rows, dtype=np.int64)
-    counts[: len(positions)] = end - begin
+    counts[: len(slots)] = end - begin
     starts = np.cumsum(counts) - counts
     row = np.repeat(np.arange(num_rows), counts)
     unseen = len(row)
@@ -79,12 +80,15 @@ class PairMetadata(NamedTuple):
 class RowPairs:
     """Rows of a single token, and drafts that are verified, each of which is a row of its own here.
 
-    One kernel for each spec. ``attend_to_strips`` says how it computes.
+    None of them sees a later one: see ``in_step_order``. One kernel serves all specs that differ only in what they see.
+    ``attend_to_strips`` says how it computes.
     """
 
     def __init__(self, context: AttentionContext, rule: AttentionRule) -> None:
         self._context, self._rule = context, rule
-        self._kernels = {spec: self._compile(spec) for spec in context.specs}
+        self._has_low = context.has_low and rule.visibility is None
+        made = {spec: self._compile(spec) for spec in dict.fromkeys(spec.computation for spec in context.specs)}
+        self._kernels = {spec: made[spec.computation] for spec in context.specs}
 
     def _compile(self, spec: AttentionSpec) -> Callable:
         function = partial(attend_to_strips, **self._rule.options(spec))
@@ -109,7 +113,7 @@ class RowPairs:
             "v_cache": cache.v,
             "sinks": TensorSpec((heads,), torch.float32, context.device) if spec.has_sinks else None,
             "pairs": Pairs(numbers(pairs), numbers(pairs), numbers(pairs), numbers(rows, Size("blocks of a row", 3))),
-            "q_position": numbers(rows),
+            "bounds": Bounds(numbers(rows), numbers(rows) if self._has_low else None),
         }
 
     def prepare(self, rows: StepRows, first_token: int, least: int) -> PairMetadata:
@@ -117,23 +121,25 @@ class RowPairs:
         context = self._context
         slots, positions = rows.slots, rows.starts
         if rows.num_single < len(slots):
-            request = np.repeat(np.arange(len(slots)), rows.counts)
-            slots, done = slots[request], np.arange(len(request)) - (np.cumsum(rows.counts) - rows.counts)[request]
-            positions = positions[request] + done
+            slots, positions = np.repeat(slots, rows.counts), rows.positions
         num_rows = max(len(slots), least, context.min_rows)
-        own_position = np.full(num_rows, -1, dtype=np.int32)
-        own_position[: len(slots)] = positions
-        q_position = to_device(own_position, context.device)
-        pairs: dict[Reach, Pairs] = {}
+
+        def of_rows(values: np.ndarray | None, padding: int) -> Tensor:
+            padded = np.full(num_rows, padding, dtype=np.int32)
+            padded[: len(slots)] = 0 if values is None else values
+            return to_device(padded, context.device)
+
+        high = of_rows(positions, -1)
+        read: dict[Reach, tuple[Pairs, Bounds]] = {}
         for reach in context.reaches:
             # What another rule of visibility shows is not known here.
-            own = reach if self._rule.visibility is None else Reach()
+            bounds = bounds_of(positions, reach if self._rule.visibility is None else Reach())
             table, size = context.tables.block_table.host, context.tables.block_size
-            listed = list_pairs(table, slots, positions, own, size, num_rows)
-            pairs[reach] = Pairs(*(to_device(part, context.device) for part in listed))
+            listed = list_pairs(table, slots, bounds, size, num_rows)
+            pairs = Pairs(*(to_device(part, context.device) for part in listed))
+            read[reach] = pairs, Bounds(high, of_rows(bounds.low, 0) if self._has_low else None)
         return PairMetadata(
-            num_rows,
-            {spec: bound(kernel, pairs[spec.reach], q_position) for spec, kernel in self._kernels.items()},
+            num_rows, {spec: bound(kernel, *read[spec.reach]) for spec, kernel in self._kernels.items()}
         )
 
     def attend(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels_triton_free.strips.visibility import ScoreChange, Visibility
+from minivllm.errors import ConfigError
 from minivllm.specs.attention import AttentionSpec
 
 
@@ -30,12 +32,23 @@ class AttentionRule:
         """Keyword arguments that all kernels take, for layers of this spec."""
         return {
             "scale": spec.scale,
-            "window": spec.window,
-            "chunk": spec.chunk,
             "soft_cap": spec.soft_cap,
             "visibility": self.visibility,
             "score_change": self.score_change,
         }
+
+    def check(self, specs: Sequence[AttentionSpec]) -> None:
+        """Raises ConfigError for layers of which a rule would change what it cannot know."""
+        if self.needs_positions and any(spec.looks_ahead for spec in specs):
+            raise ConfigError(
+                "attention_backend changes a rule of attention, but layers of this model let images see themselves, "
+                "which such a rule cannot say. Leave attention_backend at its default for this model."
+            )
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether its functions want the positions of queries and keys."""
+        return self.visibility is not None or self.score_change is not None
 
     @property
     def fingerprint(self) -> str:

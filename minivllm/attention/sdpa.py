@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
+from kernels_triton_free.strips.visibility import Bounds
 from minivllm.attention.backend import AttentionContext, StepRows
-from minivllm.attention.lists.tile_lists import first_seen
+from minivllm.attention.lists.bounds import bounds_of, first_seen
 from minivllm.attention.rule import CAUSAL, AttentionRule
-from minivllm.specs.attention import AttentionSpec
+from minivllm.device.buffers import to_device
+from minivllm.specs.attention import AttentionSpec, Reach
 from minivllm.specs.caches import LayerCache
+
+
+class GatheredRows(NamedTuple):
+    """The rows of a step."""
+
+    spans: list[tuple[Tensor, int, int]]
+    """Of every row: its blocks int32 [n], the position of its first token, and the number of its tokens."""
+    bounds: dict[Reach, Bounds]
+    """Of all tokens [tokens], for layers whose tokens do not always see all up to themselves."""
 
 
 class SdpaAttention:
@@ -22,14 +34,14 @@ class SdpaAttention:
     decode_batches: Sequence[int] = ()
 
     def __init__(self, context: AttentionContext, rule: AttentionRule = CAUSAL) -> None:
+        rule.check(context.specs)
         self._context, self._rule = context, rule
+        self._reach_of = {spec: spec.reach for spec in context.specs}
+        self._bounded = [reach for reach in context.reaches if reach.is_limited or reach.looks_ahead]
         self._options = {spec: rule.options(spec) for spec in context.specs}
 
-    def prepare(self, rows: StepRows) -> list[tuple[Tensor, int, int]]:
-        """Of every row: its blocks int32 [n], the position of its first token, and the number of its tokens.
-
-        Blocks that are not read may be anybody's by now: the first one that is read stands in their places.
-        """
+    def prepare(self, rows: StepRows) -> GatheredRows:
+        """Blocks that are not read may be anybody's by now: the first one that is read stands in their places."""
         tables = self._context.tables
         first = np.zeros_like(rows.starts)
         if self._rule.visibility is None:
@@ -43,11 +55,16 @@ class SdpaAttention:
             if skipped:
                 blocks = torch.cat([blocks[skipped].repeat(skipped), blocks[skipped:]])
             spans.append((blocks, start, count))
-        return spans
+        return GatheredRows(spans, {reach: self._bounds(rows, reach) for reach in self._bounded})
+
+    def _bounds(self, rows: StepRows, reach: Reach) -> Bounds:
+        host = bounds_of(rows.positions, reach, rows.ahead)
+        sent = [to_device(values.astype(np.int32), self._context.device) for values in host if values is not None]
+        return Bounds(*sent)
 
     def attend(
         self,
-        metadata: list[tuple[Tensor, int, int]],
+        metadata: GatheredRows,
         cache: LayerCache,
         spec: AttentionSpec,
         q: Tensor,
@@ -55,8 +72,8 @@ class SdpaAttention:
     ) -> Tensor:
         v = cache.v if spec.value_dim is None else cache.k[..., : spec.value_dim]
         o = q.new_zeros(*q.shape[:-1], q.shape[-1] if spec.value_dim is None else spec.value_dim)
-        token = 0
-        for blocks, start, count in metadata:
+        token, bounds = 0, metadata.bounds.get(self._reach_of[spec])
+        for blocks, start, count in metadata.spans:
             own = slice(token, token + count)
             o[own] = gathered_sdpa_attention(
                 q[own],
@@ -65,6 +82,7 @@ class SdpaAttention:
                 blocks,
                 start,
                 sinks,
+                None if bounds is None else Bounds(*(bound[own] for bound in bounds if bound is not None)),
                 **self._options[spec],
             )
             token += count

@@ -23,7 +23,9 @@ from kernels_triton_free.attention import (
     paged_flex_attention,
     unpack_tiles,
 )
+from kernels_triton_free.strips.visibility import Bounds
 from minivllm.attention.backend import AttentionContext, StepRows
+from minivllm.attention.lists.bounds import HostBounds, bounds_of
 from minivllm.attention.lists.tile_lists import BlockLists, blocks_read, cut_tiles, new_lists, write_lists
 from minivllm.attention.rule import AttentionRule
 from minivllm.compilation.regions import Region, Size, TensorSpec
@@ -35,19 +37,18 @@ from minivllm.specs.caches import LayerCache
 class Tiles(NamedTuple):
     """T tiles of QT queries on the device, padding included, for N tokens of the step.
 
-    lists: reach of layers -> blocks of the T tiles. q_position int32 [capacity, QT]: position of each query, -1 for
-    padding. kv_position int32 [>= blocks * block_size]: position of what each cache slot holds, or [capacity, 1]: see
-    ``paged_flex_attention``. tile_tokens int32 [T * QT]: token of the step behind each query; token_places int32 [N]:
-    tile * QT + query of each token; to_tiles int [T * kv_heads * QT], to_tokens int [N * kv_heads]: the same in chunks,
-    see ``chunks_of_tiles``. All four are None where token t is tile t. step_blocks int32 [n, group]: blocks that are
-    copied side by side before they are read, each group as one block, in which lists and kv_position then count; None
-    where the cache is read in place.
+    lists: reach of layers -> blocks of the T tiles. bounds: reach of layers -> what each query sees, int32 [capacity,
+    QT]; kv_position: what that is counted in, see ``attend_to_blocks``. tile_tokens int32 [T * QT]: token of the step
+    behind each query; token_places int32 [N]: tile * QT + query of each token; to_tiles int [T * kv_heads * QT],
+    to_tokens int [N * kv_heads]: the same in chunks, see ``chunks_of_tiles``. All four are None where token t is tile
+    t. step_blocks int32 [n, group]: blocks that are copied side by side before they are read, each group as one block,
+    in which lists then count; None where the cache is read in place.
     """
 
     num_tiles: int
     lists: dict[Reach, TileLists]
-    q_position: Tensor
-    kv_position: Tensor
+    bounds: dict[Reach, Bounds]
+    kv_position: Tensor | None
     step_blocks: Tensor | None = None
     tile_tokens: Tensor | None = None
     token_places: Tensor | None = None
@@ -55,8 +56,13 @@ class Tiles(NamedTuple):
     to_tokens: Tensor | None = None
 
 
+Edges = dict[Reach, tuple[HostBounds, HostBounds]]
+"""Reach of layers -> what the first and the last query of each tile see, [T]."""
+
+
 class QueryTiles:
-    """Tiles of ``size`` queries that read the cache in place, and the compiled kernel for each spec.
+    """Tiles of ``size`` queries that read the cache in place, and the compiled kernels: one for all specs that differ
+    only in what they see.
 
     kind: names the compiled regions. capacity: most tiles of a step. fixed_lists: lists have a place of their own, as
     wide as there can be blocks, which is where a graph reads them again. tells_full: wholly visible blocks have lists
@@ -79,8 +85,15 @@ class QueryTiles:
         """batches: numbers of tiles that have a kernel of their own; empty where one serves them all."""
         self._context, self._rule, self._kind, self.size = context, rule, kind, size
         self._tells_full, self._compute_dtype = tells_full, compute_dtype
-        capacity = rounded_capacity(capacity)
-        fields: dict[str, tuple[int, ...]] = {"q_position": (capacity, size)}
+        self._capacity = capacity = rounded_capacity(capacity)
+        self._has_low = context.has_low and rule.visibility is None
+        self._bound_names = {
+            reach: [f"{name}.{index}" for name in Bounds._fields[: 1 + self._has_low]]
+            for index, reach in enumerate(context.reaches)
+        }
+        fields: dict[str, tuple[int, ...]] = {
+            name: (capacity, size) for names in self._bound_names.values() for name in names
+        }
         if size > 1:
             fields |= {name: (capacity * size,) for name in ("tile_tokens", "token_places")}
         self._list_names: dict[Reach, list[str]] = {}
@@ -96,15 +109,16 @@ class QueryTiles:
         self._buffer = StagingBuffer(fields, context.device)
         self._has_batches = bool(batches)
         self._kernels: dict[tuple[AttentionSpec, int | None], tuple[Callable, Reach]] = {}
-        for spec in context.specs:
-            for batch in batches or (None,):
-                self._kernels[spec, batch] = self._compile(spec, batch), spec.reach
+        for batch in batches or (None,):
+            made = {one: self._compile(one, batch) for one in dict.fromkeys(spec.computation for spec in context.specs)}
+            for spec in context.specs:
+                self._kernels[spec, batch] = made[spec.computation], spec.reach
 
     def _compile(self, spec: AttentionSpec, batch: int | None) -> Callable:
         context, rule = self._context, self._rule
         dtype = (self._compute_dtype if self.size > 1 else None) or context.query_dtype
-        block_size, has_window = context.tables.block_size, spec.window is not None
-        own: Any = context.policy.kernel_options(block_size, context.head_dim, dtype, self.size, has_window)
+        block_size = context.tables.block_size
+        own: Any = context.policy.kernel_options(block_size, context.head_dim, dtype, self.size, self._has_low)
         function = partial(self._kernel(), **rule.options(spec), **self._options(), kernel_options=own)
         name = self._kind if batch is None else f"{self._kind} of {batch}"
         constants = (spec, rule.fingerprint, self._options(), own)
@@ -133,6 +147,7 @@ class QueryTiles:
             return TensorSpec(shape, torch.int32, device)
 
         count, listed = numbers(tiles, 1, 1), numbers(tiles, 1, 1, width)
+        bounds: Any = [numbers(self._capacity, size)] * (1 + self._has_low)
         # Lists without a fixed place always come in pairs.
         all_four = self._tells_full or not self._list_names
         lists: Any = (count, listed, count, listed) if all_four else (count, listed, None, None)
@@ -143,7 +158,7 @@ class QueryTiles:
             "k_cache": cache.k,
             "v_cache": cache.v,
             "lists": TileLists(*lists),
-            "q_position": TensorSpec(tuple(self._buffer.host["q_position"].shape), torch.int32, device),
+            "bounds": Bounds(*bounds),
             "kv_position": numbers(tables.kv_position.host.size),
             **sinks,
         }
@@ -153,55 +168,67 @@ class QueryTiles:
         host, device, size = self._buffer.host, self._buffer.device, self.size
         self._buffer.begin()
         packing: tuple[Tensor, ...] = ()
+        is_query: np.ndarray | bool = True
+        last: np.ndarray | int = 0  # query of each tile
+        ahead = None
         if size == 1:
-            row, first, last = np.arange(len(rows.starts)), rows.starts, rows.starts
+            row, position = np.arange(len(rows.starts)), rows.starts[:, None]
             count = max(len(row), least)
-            host["q_position"][: len(row), 0] = first
         else:
             # Tiles that read more blocks take longer, and each thread computes a run of neighbouring tiles.
             hands = torch.get_num_threads() if self._context.policy.on_cpu else 1
-            row, first, last, is_query, token = cut_tiles(rows.starts, rows.counts, size, hands)
+            row, first, is_query, token = cut_tiles(rows.starts, rows.counts, size, hands)
             count = max(len(row), least)
             query = np.arange(size)
+            position = first[:, None] + query
+            last = is_query.sum(1) - 1
+            if rows.ahead is not None:
+                ahead = rows.ahead[np.minimum(token[:, None] + query, len(rows.ahead) - 1)]
             tile_tokens = host["tile_tokens"].reshape(-1, size)
             tile_tokens[: len(row)] = np.where(is_query, first_token + token[:, None] + query, 0)
             tile_tokens[len(row) : count] = 0
-            host["q_position"][: len(row)] = np.where(is_query, first[:, None] + query, -1)
             places = np.flatnonzero(is_query)
             places = places[np.argsort(tile_tokens[: len(row)][is_query])]
             host["token_places"][: len(places)] = places
             packing = device["tile_tokens"][: count * size], device["token_places"][: len(places)]
-        host["q_position"][len(row) : count] = -1
-        lists, kv_position, step_blocks = self._list_blocks(rows, row, first, last, count)
+        seen = {reach: bounds_of(position, self._read_reach(reach), ahead) for reach in self._bound_names}
+        tile = np.arange(len(row))
+        edges = {reach: (bounds.at((tile, 0)), bounds.at((tile, last))) for reach, bounds in seen.items()}
+        lists, kv_position, step_blocks, shift = self._list_blocks(rows, row, edges, count)
+        for reach, bounds in seen.items():
+            for name, values, padding in zip(self._bound_names[reach], bounds, (-1, 0)):
+                if values is not None:  # else it is 0 everywhere, as the buffer is
+                    host[name][: len(row)] = np.where(is_query, values - shift, padding)
+                    host[name][len(row) : count] = padding
         self._buffer.commit()
         if packing:
             heads = self._context.kv_heads
             packing += chunks_of_tiles(packing[0], size, heads), chunks_of_tokens(packing[1], size, heads)
-        return Tiles(count, lists, device["q_position"], kv_position, step_blocks, *packing)
+        sent = {reach: Bounds(*(device[name] for name in names)) for reach, names in self._bound_names.items()}
+        return Tiles(count, lists, sent, kv_position, step_blocks, *packing)
 
     def _list_blocks(
-        self, rows: StepRows, row: np.ndarray, first: np.ndarray, last: np.ndarray, count: int
-    ) -> tuple[dict[Reach, TileLists], Tensor, Tensor | None]:
-        """lists, kv_position and step_blocks of tiles that belong to ``row`` int64 [T], with queries at the positions
-        ``first`` to ``last`` int64 [T]."""
+        self, rows: StepRows, row: np.ndarray, edges: Edges, count: int
+    ) -> tuple[dict[Reach, TileLists], Tensor | None, Tensor | None, np.ndarray | int]:
+        """lists, kv_position and step_blocks of tiles that belong to ``row`` int64 [T], and what positions are lowered
+        by to become bounds, int64 [T, 1]."""
         tables = self._context.tables
         slots, size = rows.slots[row], tables.block_size
-        lists = self._lists(tables.block_table.host, slots, first, last, count, self._width, size)
-        return lists, tables.kv_position.device.view(-1), None
+        lists = self._lists(tables.block_table.host, slots, edges, count, self._width, size)
+        return lists, tables.kv_position.device.view(-1), None, 0
 
     def _lists(
         self,
         table: np.ndarray,
         slots: np.ndarray,
-        first: np.ndarray,
-        last: np.ndarray,
+        edges: Edges,
         count: int,
         width: int,
         block_size: int,
     ) -> dict[Reach, TileLists]:
         """Blocks of the tiles, by reach; in lists of this width unless they have a fixed place."""
         lists: dict[Reach, TileLists] = {}
-        for reach in self._context.reaches:
+        for reach, (first, last) in edges.items():
             names = self._list_names.get(reach)
             fixed = [self._buffer.host[name][:count, 0, 0] for name in names or ()]
             if len(fixed) < 4:
@@ -210,9 +237,9 @@ class QueryTiles:
             read = blocks_read(
                 first,
                 last,
-                self._read_reach(reach),
                 block_size,
                 tells_full=self._tells_full and self._rule.visibility is None,
+                with_null=reach.has_sinks,
             )
             write_lists(host, read, table, slots)
             if names is None:
@@ -234,7 +261,7 @@ class QueryTiles:
         is tile t, of all tokens that there are tiles for."""
         kernel, reach = self._kernels[spec, tiles.num_tiles if self._has_batches else None]
         own_sinks = (sinks,) if spec.has_sinks else ()
-        arguments = (cache.k, cache.v, tiles.lists[reach], tiles.q_position, tiles.kv_position, *own_sinks)
+        arguments = (cache.k, cache.v, tiles.lists[reach], tiles.bounds[reach], tiles.kv_position, *own_sinks)
         if tiles.tile_tokens is None or tiles.token_places is None:
             num_rows = min(len(q), tiles.num_tiles)
             padding = (0, 0, 0, 0, 0, 0, 0, tiles.num_tiles - num_rows)

@@ -149,6 +149,8 @@ class PagedModel:
                 assert isinstance(spec, AttentionSpec)
                 specs_of_shape.setdefault((groups[group], cache, spec.query_group), []).append(spec)
                 cuts.append((groups[group], cache, spec.query_group))
+        attending = (spec for _, spec in self.layers if isinstance(spec, AttentionSpec))
+        self._shares_kernels = any(spec.reach.is_limited for spec in attending)
         order = [*specs_of_shape, *updates]
         self._backend_of = [order.index(cut) for cut in cuts]
         self.backends = [self._new_backend(*shape, specs, compiler) for shape, specs in specs_of_shape.items()]
@@ -183,6 +185,7 @@ class PagedModel:
                 policy=self._policy,
                 device=model.device,
                 in_strips=cache.in_strips,
+                shares_kernels=self._shares_kernels,
             )
         )
 

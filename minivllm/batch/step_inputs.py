@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.lora import RowAdapters
-from minivllm.attention import StepRows, in_step_order
+from minivllm.attention import Run, StepRows, in_step_order, look_ahead
 from minivllm.batch.persistent_batch import GroupTables, PersistentBatch, WorkerRequest
 from minivllm.device.buffers import StagingBuffer, rounded_capacity
 from minivllm.lora.manager import BatchAdapters
@@ -28,6 +28,8 @@ class Row:
     start: int
     count: int
     drafts: Sequence[int] = ()
+    runs: Sequence[Run] = ()
+    """Positions that see themselves, as those of some images do: all runs that have tokens in this row."""
 
 
 def scheduled_rows(batch: PersistentBatch, step: SchedulerOutput) -> list[Row]:
@@ -116,6 +118,7 @@ class StepInputBuilder:
         ordered, num_single, num_few = in_step_order(rows, self._verify_size)
         slots = np.fromiter([row.request.slot for row in ordered], np.int64, len(ordered))
         starts = np.fromiter([row.start for row in ordered], np.int64, len(ordered))
+        ahead = None
         if num_single == len(ordered):
             counts, total, token_slots, positions = np.ones_like(starts), num_single, slots, starts
         else:
@@ -124,6 +127,9 @@ class StepInputBuilder:
             row_of_token = np.repeat(np.arange(len(ordered)), counts)
             token_slots = slots[row_of_token]
             positions = np.arange(total) + (starts - np.cumsum(counts) + counts)[row_of_token]
+            runs = [row.runs for row in ordered]
+            if any(runs):
+                ahead = look_ahead(starts, counts, runs)
         padded = max(total, padded)
         host["positions"][:total] = positions
         width = self._batch.token_ids.host.shape[1]
@@ -136,7 +142,7 @@ class StepInputBuilder:
             values[total:padded] = 0
         self._buffer.commit()
         self._batch.flush()
-        row_arrays = StepRows(slots, starts, counts, num_single, num_few, padded)
+        row_arrays = StepRows(slots, starts, counts, num_single, num_few, padded, ahead)
         attention = prepare(row_arrays)
 
         token_ids = self._token_ids[:padded]

@@ -130,23 +130,23 @@ class DevicePolicy:
         return sorted({size for size in (2**power for power in range(16)) if size < max_num_seqs} | {max_num_seqs})
 
     def kernel_options(
-        self, block_size: int, head_dim: int, dtype: torch.dtype, tile_size: int, has_window: bool = False
+        self, block_size: int, head_dim: int, dtype: torch.dtype, tile_size: int, has_low: bool = False
     ) -> Mapping[str, int]:
         """FlexAttention's options for tiles of so many queries over blocks of so many keys. Without its option the
         CPU's template takes a flash-decoding variant, which does not compile where no block is full.
 
         On CUDA the keys that a kernel reads at once must divide a block, which the 128 that Inductor takes for heads of
         64 do not. And by default kernels for single queries fetch no keys ahead: on an H100 they took 1.50 times as
-        long for one request of 4,096 tokens, 1.12 times for 64 of 576 and 1.04 times for 256 of 1,024. With a window
-        over heads of 64 the kernel for prompt chunks spilled registers in the 4 warps that Inductor takes (gpt-oss, not
-        timed); heads of 128 have 8.
+        long for one request of 4,096 tokens, 1.12 times for 64 of 576 and 1.04 times for 256 of 1,024. With both bounds
+        (has_low) over heads of 64 the kernel for prompt chunks spills registers in the 4 warps that Inductor takes
+        (gpt-oss, not timed); heads of 128 have 8.
         """
         if self.on_cpu:
             return {"PARTITION_SIZE": 1}
         if tile_size == 1:
             return {"BLOCK_N": min(32, block_size), "num_stages": 3, "num_warps": 2}
         block_n = min(64 if dtype.itemsize <= 2 and head_dim <= 128 else 32, block_size)
-        return {"BLOCK_N": block_n, **({"num_warps": 8} if has_window and head_dim <= 64 else {})}
+        return {"BLOCK_N": block_n, **({"num_warps": 8} if has_low and head_dim <= 64 else {})}
 
     # -- linear layers -------------------------------------------------------------------------------------------
 

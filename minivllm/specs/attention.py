@@ -40,6 +40,12 @@ class Reach(NamedTuple):
     window: int | None = None
     chunk: int | None = None
     has_sinks: bool = False
+    looks_ahead: bool = False
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether some queries do not see all earlier keys."""
+        return self.window is not None or self.chunk is not None
 
 
 class AttentionSpec(NamedTuple):
@@ -50,7 +56,8 @@ class AttentionSpec(NamedTuple):
     chunk: a query sees only keys of its own chunk of so many positions (Llama 4), None for all. soft_cap: scaled
     scores s become cap * tanh(s / cap) (Gemma 2). has_sinks: a learned logit of each query head joins the softmax's
     denominator and has no value (gpt-oss); ``attend`` is given it. value_dim: keys hold their values, which are so many
-    leading elements, and no V is kept (latent attention); o has that size then.
+    leading elements, and no V is kept (latent attention); o has that size then. looks_ahead: tokens of an image that
+    sees itself see all of it (Gemma 3).
     """
 
     window: int | None
@@ -60,7 +67,13 @@ class AttentionSpec(NamedTuple):
     soft_cap: float | None = None
     has_sinks: bool = False
     value_dim: int | None = None
+    looks_ahead: bool = False
 
     @property
     def reach(self) -> Reach:
-        return Reach(self.window, self.chunk, self.has_sinks)
+        return Reach(self.window, self.chunk, self.has_sinks, self.looks_ahead)
+
+    @property
+    def computation(self) -> AttentionSpec:
+        """Without what only decides which keys are seen: that is data, and not compiled."""
+        return self._replace(window=None, chunk=None, looks_ahead=False)

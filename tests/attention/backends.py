@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels_triton_free.attention import TileLists
 from kernels_triton_free.strips.layout import strip_shapes, write_strips
+from kernels_triton_free.strips.visibility import Bounds
 from minivllm.attention import AttentionContext, BlockTables
 from minivllm.compilation.regions import Region, flatten
 from minivllm.device.policy import DevicePolicy
@@ -50,7 +51,8 @@ def uncompiled(region: Region) -> Callable:
 
 def specs_of(reaches: Sequence[Reach]) -> list[AttentionSpec]:
     """Layers that reach so far."""
-    return [AttentionSpec(r.window, HEAD_DIM**-0.5, GROUP, r.chunk, has_sinks=r.has_sinks) for r in reaches]
+    scale = HEAD_DIM**-0.5
+    return [AttentionSpec(r.window, scale, GROUP, r.chunk, None, r.has_sinks, None, r.looks_ahead) for r in reaches]
 
 
 def new_context(
@@ -94,13 +96,11 @@ def listed_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     lists: TileLists,
-    q_position: Tensor,
-    kv_position: Tensor,
+    bounds: Bounds,
+    kv_position: Tensor | None,
     sinks: Tensor | None = None,
     *,
     scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
     soft_cap: float | None = None,
     visibility: Callable[[Tensor, Tensor], Tensor] | None = None,
     score_change: Callable[..., Tensor] | None = None,
@@ -110,16 +110,18 @@ def listed_attention(
     by position. (Uncompiled FlexAttention asks the mask alone and would look into the blocks of other requests.)"""
     tiles, heads, rows, _ = q.shape
     blocks, block_size = k_cache.shape[:2]
-    group = rows // q_position.shape[1]
-    query = q_position[:tiles].repeat_interleave(group, 1)[:, :, None]
-    slots = torch.arange(blocks * block_size)
-    key = kv_position[slots] if kv_position.dim() == 1 else (slots + kv_position[:tiles])[:, None]
+    group = rows // bounds.high.shape[1]
+    low, high = (
+        None if x is None else x[:tiles].repeat_interleave(group, 1)[:, :, None] for x in (bounds.low, bounds.high)
+    )
+    assert high is not None
+    key = torch.arange(blocks * block_size)
+    if kv_position is not None:
+        key = kv_position[key] if kv_position.dim() == 1 else (key + kv_position[:tiles])[:, None]
     if visibility is not None:
-        shown = visibility(query, key)
+        shown = visibility(high, key)
     else:
-        shown = (key <= query) if window is None else (key <= query) & (key > query - window)
-        if chunk is not None:
-            shown = shown & (key >= query - query % chunk)
+        shown = (key <= high) if low is None else (low <= key) & (key <= high)
     visible = torch.zeros_like(shown)
     for count, listed, mask in (
         (lists.partial_count, lists.partial_blocks, shown),
@@ -142,7 +144,7 @@ def listed_attention(
         scores = (scores / soft_cap).tanh() * soft_cap
     head = torch.arange(heads)[:, None] * group + torch.arange(rows) % group
     if score_change is not None:
-        scores = score_change(scores, head[:, :, None], query[:, None], key if key.dim() == 1 else key[:, None])
+        scores = score_change(scores, head[:, :, None], high[:, None], key if key.dim() == 1 else key[:, None])
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[head].expand(tiles, -1, -1)[..., None]], dim=-1)

@@ -41,10 +41,22 @@ class BatchShape:
     num_blocks: int = 60
 
 
+def random_runs(rng: random.Random, start: int, end: int) -> list[tuple[int, int]]:
+    """Runs that see themselves with positions from ``start`` up to ``end``; the first may begin earlier."""
+    runs, position = [], max(0, start - rng.randint(0, 5))
+    while position < end and rng.random() < 0.7:
+        begin = position + rng.randint(0, 6)
+        position = min(end, begin + rng.randint(1, 12))
+        if position > max(begin, start):
+            runs.append((begin, position))
+    return runs
+
+
 def random_rows(rng: random.Random, shape: BatchShape, batch: PersistentBatch) -> list[Row]:
     """Enter random requests into an empty ``batch`` and pick a step for them.
 
-    Contexts are random, and about half of the requests share the blocks of a prefix with the one before.
+    Contexts are random, and about half of the requests share the blocks of a prefix with the one before. Half of the
+    steps have runs that see themselves.
     """
     blocks = rng.sample(range(1, shape.num_blocks), shape.num_blocks - 1)
     budget, planned = shape.max_num_batched_tokens, []
@@ -68,7 +80,11 @@ def random_rows(rng: random.Random, shape: BatchShape, batch: PersistentBatch) -
         planned.append((f"r{index}", start, count))
         previous, budget = own, budget - count
     batch.apply(SchedulerOutput(new_requests=requests))
-    return [Row(batch.requests[name], start, count) for name, start, count in planned]
+    has_runs = rng.random() < 0.5
+    return [
+        Row(batch.requests[name], start, count, runs=random_runs(rng, start, start + count) if has_runs else ())
+        for name, start, count in planned
+    ]
 
 
 def block_ids(batch: PersistentBatch, request: WorkerRequest) -> list[int]:

@@ -19,6 +19,7 @@ from torch import Tensor
 import kernels_triton_free.attention
 import minivllm.attention.tiles
 from minivllm.attention import AttentionBackend, AttentionContext, FlexAttention, SdpaAttention, StepRows
+from minivllm.attention.lists.bounds import Run
 from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.compilation.region_packages import PackagedRegionCompiler
 from minivllm.compilation.regions import Region
@@ -26,7 +27,14 @@ from minivllm.device.buffers import MirroredTable, rounded_capacity
 from minivllm.errors import ConfigError
 from minivllm.specs.attention import AttentionSpec
 from minivllm.specs.caches import LayerCache
-from tests.attention.backends import SmallTiles, attend_to_listed_blocks, listed_attention, new_context, uncompiled
+from tests.attention.backends import (
+    SmallTiles,
+    attend_to_listed_blocks,
+    laid_in_strips,
+    listed_attention,
+    new_context,
+    uncompiled,
+)
 from tests.attention.random_batches import CPU, BatchShape
 
 MAX_LENGTH, MAX_SEQS, VERIFY_SIZE = 40, 4, 3
@@ -45,7 +53,8 @@ class Tables:
 
 @dataclass
 class Case:
-    """A step of requests with these spans, in blocks that are scattered over the cache."""
+    """A step of requests with these spans, in blocks that are scattered over the cache. runs: of each span, those that
+    see themselves; none if they are not given."""
 
     spans: list[Span]
     spec: AttentionSpec
@@ -54,10 +63,14 @@ class Case:
     head_dim: int = 8
     tile_size: int = 4
     seed: int = 0
+    runs: list[list[Run]] = field(default_factory=list)
+    in_strips: bool = False
     sinks: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.spans.sort(key=lambda span: (span[1] > 1, span[1] > VERIFY_SIZE))  # in_step_order
+        rows = list(zip(self.spans, self.runs or [[]] * len(self.spans), strict=True))
+        rows.sort(key=lambda row: (row[0][1] > 1, row[0][1] > VERIFY_SIZE or (row[0][1] > 1 and bool(row[1]))))
+        self.spans, self.runs = [span for span, _ in rows], [runs for _, runs in rows]
         rng, generator = np.random.default_rng(self.seed), torch.Generator().manual_seed(self.seed)
         group, width = self.spec.query_group, -(-MAX_LENGTH // self.block_size)
         self.shape = BatchShape(MAX_SEQS, MAX_SEQS * MAX_LENGTH, MAX_LENGTH, self.block_size, MAX_SEQS * width + 2)
@@ -90,8 +103,15 @@ class Case:
 
     def rows(self) -> StepRows:
         starts, counts = (np.array(values, dtype=np.int64) for values in zip(*self.spans))
-        single, few = int((counts == 1).sum()), int(((counts > 1) & (counts <= VERIFY_SIZE)).sum())
-        return StepRows(self.slots.astype(np.int64), starts, counts, single, few, max(2, int(counts.sum())))
+        single = int((counts == 1).sum())
+        few = sum(1 < count <= VERIFY_SIZE and not runs for count, runs in zip(counts, self.runs))
+        ahead = [
+            max([query, *(end - 1 for begin, end in runs if begin <= query < end)])
+            for (start, count), runs in zip(self.spans, self.runs)
+            for query in range(start, start + count)
+        ]
+        step = StepRows(self.slots.astype(np.int64), starts, counts, single, few, max(2, len(ahead)))
+        return step._replace(ahead=np.array(ahead)) if any(self.runs) else step
 
     def backend(self, make: Callable[..., AttentionBackend], device_type: str = "cpu") -> AttentionBackend:
         changes: dict[str, Any] = {
@@ -100,11 +120,13 @@ class Case:
             "head_dim": self.head_dim,
             "policy": SmallTiles(type=device_type, capability=(9, 0), tile_size=self.tile_size, together=24),
             "verify_size": VERIFY_SIZE,
+            "in_strips": self.in_strips,
         }
         return make(new_context(self.tables, self.shape, [self.spec], **changes))
 
     def attend(self, backend: AttentionBackend) -> Tensor:
-        o = backend.attend(backend.prepare(self.rows()), self.cache, self.spec, self.q, self.sinks)
+        cache = laid_in_strips(self.cache) if self.in_strips else self.cache
+        o = backend.attend(backend.prepare(self.rows()), cache, self.spec, self.q, self.sinks)
         assert bool(o.isfinite().all())
         return o[: sum(count for _, count in self.spans)]
 
@@ -112,15 +134,18 @@ class Case:
         """float64, key by key. without: what the spec should say instead."""
         spec = self.spec._replace(**without)
         out, token = torch.zeros_like(self.q, dtype=torch.float64), 0
-        for (start, count), k, v in zip(self.spans, self.k, self.v):
+        for (start, count), runs, k, v in zip(self.spans, self.runs, self.k, self.v):
             for query in range(start, start + count):
                 for head in range(self.kv_heads * spec.query_group):
                     kv_head, member = divmod(head, spec.query_group)
                     total = math.exp(float(self.sinks[head])) if spec.has_sinks and self.sinks is not None else 0.0
-                    for key in range(query + 1):
+                    for key in range(start + count):
+                        in_run = any(begin <= query < end and begin <= key < end for begin, end in runs)
+                        if key > query and not (spec.looks_ahead and in_run):
+                            continue
                         if spec.window is not None and query - key >= spec.window:
                             continue
-                        if spec.chunk is not None and query // spec.chunk != key // spec.chunk:
+                        if spec.chunk is not None and query // spec.chunk > key // spec.chunk:
                             continue
                         score = float(self.q[token, kv_head, member].double() @ k[key, kv_head].double()) * spec.scale
                         if spec.soft_cap is not None:
@@ -133,7 +158,16 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def runs_of(draw: st.DrawFn, span: Span) -> list[Run]:
+    """Runs that have tokens in the span and end in it; the first may begin in front of it."""
+    start, end = span[0], sum(span)
+    edges = draw(st.lists(st.integers(max(0, start - 6), end), max_size=6, unique=True))
+    edges.sort()
+    return [(begin, stop) for begin, stop in zip(edges[::2], edges[1::2]) if stop > start]
+
+
+@st.composite
+def cases(draw: st.DrawFn, in_strips: bool = False) -> Case:
     count = st.one_of(st.just(1), st.integers(1, VERIFY_SIZE), st.integers(1, 12))
     counts = draw(st.lists(count, min_size=1, max_size=MAX_SEQS))
     spans = [(draw(st.integers(0, MAX_LENGTH - count)), count) for count in counts]
@@ -148,16 +182,19 @@ def cases(draw: st.DrawFn) -> Case:
         chunk=draw(length),
         soft_cap=draw(st.sampled_from([None, 0.5, 30.0])),
         has_sinks=draw(st.booleans()),
+        looks_ahead=draw(st.booleans()),
     )
-    block_size, tile_size = draw(st.sampled_from([2, 4, 8])), draw(st.sampled_from([2, 4, 5]))
+    sizes, dims = ([16, 32, 64], [16]) if in_strips else ([2, 4, 8, 12, 64], [4, 6, 12])
     return Case(
         spans,
         spec,
-        block_size,
+        block_size=draw(st.sampled_from(sizes)),
         kv_heads=draw(st.sampled_from([1, 2])),
-        head_dim=draw(st.sampled_from([4, 6, 12])),
-        tile_size=tile_size,
+        head_dim=draw(st.sampled_from(dims)),
+        tile_size=draw(st.sampled_from([2, 4, 5])),
         seed=draw(st.integers(0, 2**16)),
+        runs=[draw(runs_of(span)) for span in spans] if draw(st.booleans()) else [],
+        in_strips=in_strips,
     )
 
 
@@ -178,11 +215,15 @@ def test_the_reference_equals_the_definitions(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("_on_lists")
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("device_type", "in_strips"), [("cpu", False), ("cpu", True), ("cuda", False)], ids=["cpu", "strips", "cuda"]
+)
 @torch.inference_mode()
-def test_lists_of_blocks_give_the_definitions_with_the_choices_of_each_device(device_type: str) -> None:
+def test_lists_of_blocks_give_the_definitions_with_the_choices_of_each_device(
+    device_type: str, in_strips: bool
+) -> None:
     @settings(max_examples=80, deadline=None)
-    @given(case=cases())
+    @given(case=cases(in_strips))
     def check(case: Case) -> None:
         o = case.attend(case.backend(FlexAttention, device_type))
         torch.testing.assert_close(o.double(), case.by_definition(), rtol=0, atol=2e-5)
@@ -209,6 +250,19 @@ def test_a_piece_that_is_left_out_or_off_by_one_is_noticed(change: dict[str, Any
     )
 
 
+@pytest.mark.parametrize(
+    "runs", [[], [(9, 16)], [(9, 15), (16, 20)], [(10, 17)]], ids=["none", "shorter", "split", "later"]
+)
+@torch.inference_mode()
+def test_an_image_that_does_not_see_itself_as_it_should_is_noticed(runs: list[Run]) -> None:
+    spec = EVERYTHING._replace(looks_ahead=True, chunk=None)
+    case = Case([(8, 12), (30, 1)], spec, runs=[[(9, 17)], []])
+    o = case.attend(case.backend(SdpaAttention)).double()
+    assert float((o - case.by_definition()).abs().max()) < 2e-5
+    case.runs = [runs, []]
+    assert float((o - case.by_definition()).abs().max()) > 2e-3
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 8, 9])
 @torch.inference_mode()
 def test_a_chunk_reads_no_block_in_front_of_it(chunk: int) -> None:
@@ -229,8 +283,8 @@ def test_a_chunk_reads_no_block_in_front_of_it(chunk: int) -> None:
     torch.testing.assert_close(o.double(), expected, rtol=0, atol=2e-5)
 
 
-def test_specs_that_differ_have_lists_by_reach_and_kernels_of_their_own() -> None:
-    """A cap or a scale changes the kernel, and only what a layer reaches changes the lists."""
+def test_specs_that_differ_have_lists_by_reach_and_kernels_by_computation() -> None:
+    """A cap or a scale changes the kernel, and what a layer reaches changes the lists alone."""
     regions: list[Region] = []
 
     def compile_region(region: Region) -> Callable:
@@ -243,12 +297,13 @@ def test_specs_that_differ_have_lists_by_reach_and_kernels_of_their_own() -> Non
         EVERYTHING._replace(soft_cap=None),
         EVERYTHING._replace(scale=1.0),
         EVERYTHING._replace(chunk=8),
+        EVERYTHING._replace(window=None, chunk=None, looks_ahead=True),
     ]
     context = new_context(case.tables, case.shape, specs, compile_region=compile_region, query_group=3, head_dim=8)
     parts = FlexAttention(context).prepare(case.rows()).parts
-    assert all(set(part.tiles.lists) == {EVERYTHING.reach, specs[3].reach} for part in parts)
+    assert all(set(part.tiles.lists) == {specs[n].reach for n in (0, 3, 4)} for part in parts)
     kernels = {(region.name, repr(region.constants)) for region in regions}
-    assert len(kernels) == len(regions) == len({region.name for region in regions}) * len(specs)
+    assert len(kernels) == len(regions) == len({region.name for region in regions}) * 3
     for region in regions:
         [sinks] = [spec for name, spec in region.tensors() if name == "sinks"]
         assert (sinks.shape, sinks.dtype) == ((6,), torch.float32)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
+from kernels_triton_free.strips.visibility import Bounds
 from minivllm.attention import FlexAttention, StepRows
+from minivllm.attention.lists.bounds import bounds_of
 from minivllm.compilation.compiler import RegionCompiler, cannot_compile_reason
 from minivllm.device.policy import DevicePolicy
 from minivllm.specs.attention import AttentionSpec
@@ -47,7 +49,9 @@ def test_scores_of_sixty_keep_their_weights(window: int | None, in_strips: bool)
         blocks = order[16 * slot : 16 * slot + 16]
         tables.block_table.host[slot, :16] = blocks.numpy()
         keys_and_values = q.double(), plain.k.double(), plain.v.double(), blocks, begin
-        expected.append(gathered_sdpa_attention(*keys_and_values, scale=spec.scale, window=window))
+        positions = np.arange(begin, begin + len(q))
+        bounds = Bounds(*(None if x is None else torch.from_numpy(x) for x in bounds_of(positions, spec.reach)))
+        expected.append(gathered_sdpa_attention(*keys_and_values, bounds=bounds, scale=spec.scale))
     dtypes = dict.fromkeys(("dtype", "query_dtype", "cache_dtype"), torch.bfloat16)
     context = new_context(
         tables,

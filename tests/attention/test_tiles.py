@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import random
 from collections.abc import Iterator
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_triton_free.attention import TileLists, pack_tiles, unpack_tiles
-from minivllm.attention import FlexAttention
+from minivllm.attention import FlexAttention, pairs
 from minivllm.attention.flex import FlexMetadata
+from minivllm.attention.lists import bounds as interval_bounds
 from minivllm.attention.lists import key_groups, tile_lists
 from minivllm.attention.tiles import Tiles
 from minivllm.batch.persistent_batch import PersistentBatch
@@ -40,6 +42,7 @@ REACHES = [
     *(Reach(chunk=chunk) for chunk in (1, 8, 11, 63)),
     *(Reach(window, 16) for window in (7, 16, 17)),
     *(Reach(window, chunk, has_sinks=True) for window, chunk in ((None, None), (9, None), (None, 12))),
+    *(Reach(window, looks_ahead=True) for window in (None, 1, 6, 20)),
 ]
 VERIFY_SIZE = 4
 
@@ -89,24 +92,28 @@ def check_tokens(inputs: StepInputs, rows: list[Row], batch: PersistentBatch) ->
 
 def check_tile(
     table: list[int],
+    row: Row,
     queries: list[int],
     reach: Reach,
     partial: list[int],
     full: list[int],
     physical_blocks: list[int],
-    kv_position: np.ndarray,
+    keys: np.ndarray,
+    bounds: list[tuple[int, int]],
     block_size: int,
     together: int,
 ) -> None:
     """The mask over the listed blocks must leave each query exactly the positions it may see, each of them once.
 
     table: blocks of the request. partial, full: listed places, of ``together`` blocks each, physical_blocks the blocks
-    there.
+    there. keys: what the bounds of each query are compared with, by slot.
     """
 
     def visible(query: int) -> range:
         begin = 0 if reach.window is None else max(0, query - reach.window + 1)
-        return range(begin if reach.chunk is None else max(begin, query // reach.chunk * reach.chunk), query + 1)
+        ends = [end for first, end in row.runs if reach.looks_ahead and first <= query < end]
+        first = begin if reach.chunk is None else max(begin, query // reach.chunk * reach.chunk)
+        return range(first, *(ends or [query + 1]))
 
     assert (0 in partial) == reach.has_sinks and 0 not in full, "the null block stands for sinks"
 
@@ -120,14 +127,13 @@ def check_tile(
     needed = {block for group in groups for block in table[group * together : (group + 1) * together]}
     assert len(listed) == len(set(listed)), "each block once"
     assert needed >= set(listed) if together > 1 else needed == set(listed), "the blocks that some query sees"
-    for query in queries:
+    for query, (low, high) in zip(queries, bounds, strict=True):
         seen = []
         for place in full:
             seen += [physical_blocks[place] * block_size + offset for offset in range(block_size)]
         for place in partial:
             for offset in range(block_size):
-                key = kv_position[place * block_size + offset]
-                if key in visible(query):
+                if low <= keys[place * block_size + offset] <= high:
                     seen.append(physical_blocks[place] * block_size + offset)
         expected = [table[p // block_size] * block_size + p % block_size for p in visible(query)]
         assert sorted(seen) == sorted(expected)
@@ -145,8 +151,8 @@ def check_tiles(steps: Steps, inputs: StepInputs, rows: list[Row], shape: BatchS
     several = max(1, VERIFY_SIZE)
     kinds = [
         [row for row in rows if row.count == 1],
-        [row for row in rows if 1 < row.count <= VERIFY_SIZE],
-        [row for row in rows if row.count > several],
+        [row for row in rows if 1 < row.count <= VERIFY_SIZE and not row.runs],
+        [row for row in rows if row.count > several or (row.count > 1 and row.runs)],
     ]
     assert inputs.rows == [row for kind in kinds for row in kind]
     metadata: FlexMetadata = inputs.attention
@@ -176,28 +182,30 @@ def check_part(tiles: Tiles, size: int, rows: list[Row], shape: BatchShape, batc
     physical = list(range(shape.num_blocks)) if tiles.step_blocks is None else tiles.step_blocks.flatten().tolist()
     slots = np.arange(len(physical) * shape.block_size)
     assert tiles.num_tiles >= max(2, len(spans))
-    for tile, (_, queries) in enumerate(spans):
-        assert tiles.q_position[tile].tolist() == queries + [-1] * (size - len(queries))
-
-    def kv_position(tile: int) -> np.ndarray:
-        known = tiles.kv_position.numpy()
-        return known if known.ndim == 1 else slots + known[tile]
-
+    assert (tiles.kv_position is None) == (tiles.step_blocks is not None)
+    keys = slots if tiles.kv_position is None else tiles.kv_position.numpy()
     for reach in REACHES:
+        lows, highs = tiles.bounds[reach].low, tiles.bounds[reach].high
+        assert lows is not None, "one kernel serves layers that are limited and layers that are not"
         for tile, (row, queries) in enumerate(spans):
+            bounds = list(zip(lows[tile].tolist(), highs[tile].tolist()))
+            assert bounds[len(queries) :] == [(0, -1)] * (size - len(queries))
             lists = listed(tiles.lists[reach], tile)
             check_tile(
                 block_ids(batch, row.request),
+                row,
                 queries,
                 reach,
                 *lists,
                 physical,
-                kv_position(tile),
+                keys,
+                bounds[: len(queries)],
                 shape.block_size,
                 together,
             )
         for tile in range(len(spans), tiles.num_tiles):
-            assert listed(tiles.lists[reach], tile) == ([], []) and set(tiles.q_position[tile].tolist()) == {-1}
+            assert listed(tiles.lists[reach], tile) == ([], [])
+            assert set(highs[tile].tolist()) == {-1} and set(lows[tile].tolist()) == {0}
 
 
 def check_packing(inputs: StepInputs) -> None:
@@ -284,9 +292,22 @@ def test_made_up_requests_in_the_null_block_write_its_first_slot_only() -> None:
     assert inputs.slots[0].tolist() == [0] * 24 and inputs.tokens.positions.tolist()[:20] == list(range(20))
 
 
-def test_the_example_of_the_lists_is_what_they_are() -> None:
-    assert doctest.testmod(tile_lists).attempted > 5 and doctest.testmod(tile_lists).failed == 0
-    assert doctest.testmod(key_groups).attempted == 5 and doctest.testmod(key_groups).failed == 0
+@pytest.mark.parametrize("module", [interval_bounds, tile_lists, key_groups, pairs], ids=lambda module: module.__name__)
+def test_the_examples_of_the_lists_are_what_they_are(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted >= 4 and found.failed == 0
+
+
+def test_a_row_that_ends_inside_a_run_that_sees_itself_is_refused() -> None:
+    batch = new_batch(SHAPE)
+    [row, *_] = random_rows(random.Random(1), SHAPE, batch)
+    builder = StepInputBuilder(batch, max_num_batched_tokens=SHAPE.max_num_batched_tokens, device=CPU)
+    sentence = (
+        "Positions 2 to 8 see themselves, but a row of this step ends with position 7. Compute all of them in one step."
+    )
+    with pytest.raises(ValueError, match=sentence):
+        builder.build([Row(row.request, 0, 8, runs=[(2, 9)])], 2, lambda rows: None)
+    builder.build([Row(row.request, 0, 9, runs=[(2, 9)])], 2, lambda rows: None)
 
 
 @given(work=st.lists(st.integers(0, 99), max_size=60), hands=st.integers(1, 9))

@@ -160,7 +160,7 @@ def decode_attention(device: torch.device, tiny: bool, save: Save) -> list[dict[
                 [length] * requests, [1] * requests, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype,
                 device=device, cache_dtype=cache_dtype,
             )  # fmt: skip
-            lists, position = decode_lists(case, padded)
+            lists, bounds = decode_lists(case, padded)
             if not on_cuda:
                 # The CPU's template wants lists as wide as the cache, and both kinds of them.
                 wide = torch.zeros(padded, 1, 1, len(case.k_cache), dtype=torch.int32)
@@ -171,11 +171,11 @@ def decode_attention(device: torch.device, tiny: bool, save: Save) -> list[dict[
                 )
             q = torch.zeros(padded, kv_heads, group, head_dim, dtype=dtype, device=device)
             q[:requests] = case.q
-            call = partial(attention, q, case.k_cache, case.v_cache, lists, position, case.kv_position)
+            call = partial(attention, q, case.k_cache, case.v_cache, lists, bounds, case.kv_position)
             error = (call()[:requests].double() - reference(case)).abs().max().item()
             size = case.k_cache.nbytes + case.v_cache.nbytes
             copies = [(case.k_cache.clone(), case.v_cache.clone()) for _ in range(min(32, 2**28 // size) * on_cuda)]
-            calls = [partial(attention, q, *one, lists, position, case.kv_position) for one in copies]
+            calls = [partial(attention, q, *one, lists, bounds, case.kv_position) for one in copies]
             seconds = seconds_on_device([call, *calls], device)
             read = 2 * requests * length * kv_heads * head_dim * cache_dtype.itemsize
             results.append(

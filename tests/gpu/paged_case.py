@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import TileLists, pack_tiles, unpack_tiles
+from kernels_triton_free.strips.visibility import Bounds
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,13 @@ def reference(case: PagedCase, window: int | None = None) -> Tensor:
     return torch.cat(outputs)
 
 
-def decode_lists(case: PagedCase, padded: int, window: int | None = None) -> tuple[TileLists, Tensor]:
-    """Lists and q_position [capacity, 1] of one tile per request, all pages in the partial list, as on CUDA."""
+def bounds_of(position: Tensor, window: int | None) -> Bounds:
+    """What queries at these positions see, -1 for padding."""
+    return Bounds(position, None if window is None else (position - window + 1).clamp(min=0))
+
+
+def decode_lists(case: PagedCase, padded: int, window: int | None = None) -> tuple[TileLists, Bounds]:
+    """Lists and bounds [capacity, 1] of one tile per request, all pages in the partial list, as on CUDA."""
     device = case.q.device
     width = max(len(table) for table in case.tables) + 1
     count = torch.zeros(padded, 1, 1, dtype=torch.int32)
@@ -99,15 +105,15 @@ def decode_lists(case: PagedCase, padded: int, window: int | None = None) -> tup
         first = 0 if window is None else max(0, length - window) // case.page_size
         own = table[first:]
         count[row], pages[row, 0, 0, : len(own)], position[row] = len(own), own.cpu(), length - 1
-    return TileLists(count.to(device), pages.to(device), None, None), position.to(device)
+    return TileLists(count.to(device), pages.to(device), None, None), bounds_of(position.to(device), window)
 
 
 def run_decode(attention, case: PagedCase, padded: int, window: int | None = None) -> Tensor:
-    """attention: a (compiled) paged_flex_attention with scale and window bound. Returns [requests, kv_heads, G, D]."""
-    lists, position = decode_lists(case, padded, window)
+    """attention: a (compiled) paged_flex_attention with its scale bound. Returns [requests, kv_heads, G, D]."""
+    lists, bounds = decode_lists(case, padded, window)
     q = torch.zeros(padded, *case.q.shape[1:], dtype=case.q.dtype, device=case.q.device)
     q[: len(case.q)] = case.q
-    return attention(q, case.k_cache, case.v_cache, lists, position, case.kv_position)[: len(case.q)]
+    return attention(q, case.k_cache, case.v_cache, lists, bounds, case.kv_position)[: len(case.q)]
 
 
 def run_prefill(attention, case: PagedCase, tile_size: int, window: int | None = None) -> Tensor:
@@ -146,5 +152,6 @@ def run_prefill(attention, case: PagedCase, tile_size: int, window: int | None =
     counts, pages = counts.to(device), pages.to(device)
     packed = pack_tiles(case.q, torch.tensor(tile_tokens, dtype=torch.int32, device=device), tile_size)
     lists = TileLists(counts[0], pages[0], counts[1], pages[1])
-    out = attention(packed, case.k_cache, case.v_cache, lists, position.to(device), case.kv_position)
+    bounds = bounds_of(position.to(device), window)
+    out = attention(packed, case.k_cache, case.v_cache, lists, bounds, case.kv_position)
     return unpack_tiles(out, torch.tensor(places, dtype=torch.int32, device=device), tile_size)

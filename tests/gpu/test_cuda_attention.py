@@ -32,7 +32,7 @@ def fresh_compiler() -> Iterator[None]:
 
 def compiled(head_dim: int, window: int | None = None, *, tile_size: int = 1, dtype: torch.dtype = torch.bfloat16):
     options = DevicePolicy(type="cuda").kernel_options(64, head_dim, dtype, tile_size, window is not None)
-    bound = partial(paged_flex_attention, scale=head_dim**-0.5, window=window, kernel_options=options)
+    bound = partial(paged_flex_attention, scale=head_dim**-0.5, kernel_options=options)
     return torch.compile(bound, fullgraph=True, dynamic=False)
 
 

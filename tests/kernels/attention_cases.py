@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import TileLists
+from kernels_triton_free.strips.visibility import Bounds
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class TileShape:
             return False
         return self.chunk is None or key // self.chunk == query // self.chunk
 
+    @property
+    def is_limited(self) -> bool:
+        return self.window is not None or self.chunk is not None
+
 
 @dataclass(frozen=True)
 class AttentionCase:
@@ -44,7 +49,7 @@ class AttentionCase:
     k_cache: Tensor
     v_cache: Tensor
     lists: TileLists
-    q_position: Tensor
+    bounds: Bounds
     kv_position: Tensor
     expected: Tensor
     is_query: Tensor
@@ -79,6 +84,7 @@ def random_case(
     q_rows = shape.tile_size * shape.group
     q = torch.randn(shape.tiles, shape.kv_heads, q_rows, shape.head_dim, generator=generator).to(dtype)
     q_position = torch.full((shape.tiles + 3, shape.tile_size), -1, dtype=torch.int32)
+    low = torch.zeros_like(q_position)
     counts = np.zeros((2, shape.tiles), dtype=np.int32)
     # What stands past the counts must not matter: it names pages full of NaN.
     listed = np.full((2, shape.tiles, shape.num_pages), free[-1], dtype=np.int32)
@@ -98,6 +104,8 @@ def random_case(
         for index, number in enumerate(table):
             kv_position[number] = torch.arange(index * page, (index + 1) * page)
         q_position[tile, :queries] = torch.arange(first, length)
+        for row, query in enumerate(range(first, length)):
+            low[tile, row] = next(key for key in range(length) if shape.sees(query, key))
         for index, number in enumerate(table):
             keys = range(index * page, (index + 1) * page)
             seen = [[shape.sees(query, key) for key in keys] for query in range(first, length)]
@@ -144,7 +152,8 @@ def random_case(
     count_tensors = [torch.from_numpy(c).view(-1, 1, 1) for c in counts]
     page_tensors = [torch.from_numpy(p).view(shape.tiles, 1, 1, -1) for p in listed]
     lists = TileLists(count_tensors[0], page_tensors[0], count_tensors[1], page_tensors[1])
-    case = AttentionCase(q, k_cache, v_cache, lists, q_position, kv_position.view(-1), expected, is_query)
+    bounds = Bounds(q_position, low if shape.is_limited else None)
+    case = AttentionCase(q, k_cache, v_cache, lists, bounds, kv_position.view(-1), expected, is_query)
     return replace(case, sinks=(sinks,)) if shape.has_sinks else case
 
 

@@ -20,6 +20,7 @@ from kernels_triton_free.attention import (
     unpack_tiles,
 )
 from kernels_triton_free.cpu_code.patches import patch_inductor
+from kernels_triton_free.strips.visibility import Bounds
 from minivllm.compilation.compiler import cannot_compile_reason
 from tests.kernels.attention_cases import AttentionCase, TileShape, assert_attends, random_case
 
@@ -34,8 +35,7 @@ EVERY_WINDOW = pytest.mark.parametrize("window", [None, 1, 5, 20])
 def compile_attention(function: Callable, shape: TileShape) -> Callable:
     patch_inductor()
     torch._dynamo.reset()
-    spec = {"window": shape.window, "chunk": shape.chunk, "soft_cap": shape.soft_cap}
-    bound = partial(function, scale=shape.head_dim**-0.5, kernel_options=CPU_OPTIONS, **spec)
+    bound = partial(function, scale=shape.head_dim**-0.5, soft_cap=shape.soft_cap, kernel_options=CPU_OPTIONS)
     return torch.compile(bound, fullgraph=True, dynamic=False)
 
 
@@ -43,7 +43,7 @@ def check_paged(shape: TileShape, seeds: range, full_lists: bool = True) -> None
     attend = compile_attention(paged_flex_attention, shape)
     for seed in seeds:
         case = random_case(seed, shape, full_lists=full_lists)
-        out = attend(case.q, case.k_cache, case.v_cache, case.lists, case.q_position, case.kv_position, *case.sinks)
+        out = attend(case.q, case.k_cache, case.v_cache, case.lists, case.bounds, case.kv_position, *case.sinks)
         assert_attends(out, case, 1e-5)
 
 
@@ -66,7 +66,7 @@ def gather_arguments(case: AttentionCase, shape: TileShape, num_step_pages: int)
     cut = [place[pages.long()][..., :num_step_pages] for pages in listed if pages is not None]
     lists = TileLists(case.lists.partial_count, cut[0], case.lists.full_count, cut[1])
     pages = torch.tensor(step_pages, dtype=torch.int32)
-    return case.q, case.k_cache, case.v_cache, pages[:, None], lists, case.q_position, kv_position, *case.sinks
+    return case.q, case.k_cache, case.v_cache, pages[:, None], lists, case.bounds, kv_position, *case.sinks
 
 
 def check_gathered(shape: TileShape, seeds: range, dtype: torch.dtype, tolerance: float) -> None:
@@ -173,13 +173,14 @@ def test_the_sdpa_reference_equals_float64(group: int, window: int | None) -> No
     for seed in range(4):
         case = random_case(seed, shape)
         for tile in range(shape.tiles - 1):
-            positions = [p for p in case.q_position[tile].tolist() if p >= 0]
+            positions = [p for p in case.bounds.high[tile].tolist() if p >= 0]
             length = positions[-1] + 1
             q = case.q[tile].view(shape.kv_heads, shape.tile_size, group, -1).transpose(0, 1)[: len(positions)]
             expected = case.expected[tile].view(shape.kv_heads, shape.tile_size, group, -1).transpose(0, 1)
             table = table_of(case, shape, tile, length)
+            own = Bounds(*(None if x is None else x[tile, : len(positions)] for x in case.bounds))
             out = gathered_sdpa_attention(
-                q, case.k_cache, case.v_cache, table, positions[0], scale=shape.head_dim**-0.5, window=window
+                q, case.k_cache, case.v_cache, table, positions[0], bounds=own, scale=shape.head_dim**-0.5
             )
             assert out.shape == q.shape
             torch.testing.assert_close(out.double(), expected[: len(positions)], rtol=1e-5, atol=1e-5)

@@ -27,6 +27,7 @@ from kernels_triton_free.linear import can_pack, linear, pack_weight, packed_lin
 from kernels_triton_free.norm import add_rms_norm, rms_norm
 from kernels_triton_free.paged_cache import gather_blocks, write_kv
 from kernels_triton_free.rotary import apply_rotary, default_frequencies, rotary_table
+from kernels_triton_free.strips.visibility import Bounds
 from minivllm.compilation.compiler import cannot_compile_reason
 
 HIDDEN, INNER, KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 576, 1536, 3, 3, 64, 64
@@ -157,7 +158,9 @@ def test_bench_decode_attention(benchmark: Callable) -> None:
     q_position = torch.tensor([[first] for first, _, _ in tiles], dtype=torch.int32)
     q = random(REQUESTS, KV_HEADS, GROUP, HEAD_DIM)
     attend = compiled(bound(paged_flex_attention))
-    measure_and_check(benchmark, attend, q, k_cache, v_cache, page_lists(tiles, NUM_PAGES), q_position, kv_position)
+    measure_and_check(
+        benchmark, attend, q, k_cache, v_cache, page_lists(tiles, NUM_PAGES), Bounds(q_position), kv_position
+    )
 
 
 def test_bench_decode_attention_by_gathering(benchmark: Callable) -> None:
@@ -186,7 +189,7 @@ def test_bench_prefill_attention(benchmark: Callable, dtype: torch.dtype) -> Non
     step_pages = torch.arange(1, 1 + PAGES_PER_REQUEST, dtype=torch.int32)[:, None]
     attend = compiled(bound(gathered_flex_attention))
     measure_and_check(
-        benchmark, attend, q, k_cache, v_cache, step_pages, lists, q_position, kv_position[PAGE_SIZE:].clone()
+        benchmark, attend, q, k_cache, v_cache, step_pages, lists, Bounds(q_position), kv_position[PAGE_SIZE:].clone()
     )
 
 

@@ -19,6 +19,8 @@ from kernels_triton_free.cpu_code.patches import patch_inductor
 from kernels_triton_free.paged_cache import gather_keys, gather_values, write_kv
 from kernels_triton_free.strips.attention import MOST_HEADS_OF_TWO_STREAMS, Pairs, attend_to_strips
 from kernels_triton_free.strips.layout import can_have_strips, strip_shapes
+from kernels_triton_free.strips.visibility import Bounds
+from minivllm.attention.lists.bounds import bounds_of
 from minivllm.attention.pairs import list_pairs
 from minivllm.compilation.compiler import cannot_compile_reason
 from minivllm.specs.attention import Reach
@@ -81,17 +83,25 @@ def attend(
     **rule: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     """What the kernel gives for rows in the batch slots 0, 1, …, and the reference of each one."""
-    reach = Reach(rule.get("window"), rule.get("chunk"))
+    window, chunk = rule.pop("window", len(table[0]) * 99), rule.pop("chunk", len(table[0]) * 99)
     size, rows = cache[1].shape[3], len(positions)
-    pairs = list_pairs(table, np.arange(rows), positions, reach, size, rows + padding)
-    q_position = torch.from_numpy(np.append(positions, [-1] * padding).astype(np.int32))
+    host = bounds_of(positions, Reach(window, chunk) if "visibility" not in rule else Reach())
+    pairs = list_pairs(table, np.arange(rows), host, size, rows + padding)
     own_pairs = Pairs(*map(torch.from_numpy, pairs))
-    out = attend_to_strips(q, *cache, sinks, own_pairs, q_position, scale=0.3, **rule)
+    high, low = (
+        None if x is None else torch.from_numpy(np.append(x, [value] * padding).astype(np.int32))
+        for x, value in zip(host, (-1, 0))
+    )
+    assert high is not None
+    out = attend_to_strips(q, *cache, sinks, own_pairs, Bounds(high, low), scale=0.3, **rule)
     rule["sinks"] = sinks
     expected = []
     for row, position in enumerate(positions.tolist()):
         blocks = torch.from_numpy(table[row, : position // size + 1])
-        expected.append(gathered_sdpa_attention(q[row : row + 1], *cache, blocks, position, scale=0.3, **rule)[0])
+        first = max(0, position - window + 1, position // chunk * chunk)
+        own = Bounds(torch.tensor([position]), torch.tensor([first]))
+        one = q[row : row + 1], *cache, blocks, position
+        expected.append(gathered_sdpa_attention(*one, bounds=own, scale=0.3, **rule)[0])
     return out, expected
 
 
@@ -150,12 +160,13 @@ def test_compiled_loops_over_a_cache_ask_for_what_comes_next_and_others_do_not(k
     generator = torch.Generator().manual_seed(0)
     k, v = (cache.normal_(generator=generator) for cache in new_cache(21, 64, kv_heads, 64, torch.bfloat16))
     table = 1 + torch.randperm(20, generator=generator).int().numpy().reshape(2, 10)
-    pairs = Pairs(*map(torch.from_numpy, list_pairs(table, np.arange(2), np.array([600, 300]), Reach(), 64, 2)))
+    positions = np.array([600, 300])
+    host = list_pairs(table, np.arange(2), bounds_of(positions, Reach()), 64, 2)
+    pairs, bounds = Pairs(*map(torch.from_numpy, host)), Bounds(torch.from_numpy(positions.astype(np.int32)))
     q = torch.randn(2, kv_heads, 3, 64, generator=generator).bfloat16()
-    position = torch.tensor([600, 300], dtype=torch.int32)
     compiled = torch.compile(partial(attend_to_strips, scale=0.125), fullgraph=True)
-    out, [code] = run_and_get_code(compiled, q, k, v, None, pairs, position)
-    torch.testing.assert_close(out, attend_to_strips(q, k, v, None, pairs, position, scale=0.125), rtol=1e-2, atol=1e-2)
+    out, [code] = run_and_get_code(compiled, q, k, v, None, pairs, bounds)
+    torch.testing.assert_close(out, attend_to_strips(q, k, v, None, pairs, bounds, scale=0.125), rtol=1e-2, atol=1e-2)
     found = [int(place) for place in re.findall(r"__builtin_prefetch\(in_ptr\d+ \+ static_cast<int64_t>\((\d+)L", code)]
     streams = 2 if q.shape[2] <= MOST_HEADS_OF_TWO_STREAMS else 1
     step = step if kv_heads > 1 or streams == 2 else 2048

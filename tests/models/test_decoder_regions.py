@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton_free.attention import gathered_sdpa_attention
+from kernels_triton_free.strips.visibility import Bounds
 from minivllm.checkpoints.checkpoint import expected_shapes
 from minivllm.compilation.compiler import RegionCompiler
 from minivllm.compilation.regions import CompileRegion, Region
@@ -117,9 +118,9 @@ def run_chunk(decoder: Decoder, caches: list[LayerCache], token_ids: list[int], 
 
     def attend(layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         spec = decoder.attention_specs[layer]
-        return gathered_sdpa_attention(
-            q, *caches[layer][:2], blocks[:length], start, scale=spec.scale, window=spec.window
-        )
+        low = torch.clamp(positions - (spec.window or BLOCK_SIZE * len(table)) + 1, min=0)
+        bounds = Bounds(positions, low)
+        return gathered_sdpa_attention(q, *caches[layer][:2], blocks[:length], start, bounds=bounds, scale=spec.scale)
 
     tokens = torch.tensor(token_ids, dtype=torch.int32)
     inputs, placed = TokenInputs(positions), [cache.at(slots) for cache in caches]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -150,10 +151,13 @@ class WatchedAttention:
     def _describe(self, rows: StepRows) -> list[str]:
         described = []
         for part in self._compiled.prepare(rows).parts:
-            [lists] = part.tiles.lists.values()
+            [lists], [bounds] = part.tiles.lists.values(), part.tiles.bounds.values()
             copied = part.tiles.step_blocks
-            for tile in range(part.tiles.num_tiles):
-                positions = [position for position in part.tiles.q_position[tile].tolist() if position >= 0]
+            tokens = np.arange(part.begin, part.begin + part.tiles.num_tiles)
+            if part.tiles.tile_tokens is not None:
+                tokens = part.tiles.tile_tokens.numpy()
+            for tile, own in enumerate(tokens.reshape(-1, part.kind.size)):
+                positions = rows.positions[own[bounds.high[tile].numpy() >= 0]].tolist()
                 if not positions:  # padding
                     continue
                 partial, full = (

@@ -24,6 +24,7 @@ from kernels_triton_free.attention import TileLists, paged_flex_attention
 from kernels_triton_free.linear import can_pack, pack_weight, packed_linear
 from kernels_triton_free.packed.rows import MAX_ROWS, is_readable
 from kernels_triton_free.packed.tiles import can_tile
+from kernels_triton_free.strips.visibility import Bounds
 from minivllm import LLM, SamplingParams
 from minivllm.attention import FlexAttention, SdpaAttention
 from minivllm.compilation import region_packages
@@ -315,7 +316,7 @@ def generated_code_of_attention(tmp_path: Path) -> str:
     counts, pages = torch.ones(3, 1, 1, dtype=torch.int32), torch.zeros(3, 1, 1, 8, dtype=torch.int32)
     lists = TileLists(counts, pages, counts.clone(), pages.clone())
     attention = torch.compile(partial(paged_flex_attention, scale=1.0), fullgraph=True)
-    positions = torch.full((3, 1), 5, dtype=torch.int32), torch.arange(128, dtype=torch.int32)
+    positions = Bounds(torch.full((3, 1), 5, dtype=torch.int32)), torch.arange(128, dtype=torch.int32)
     with torch.inference_mode(), fresh_inductor_cache(dir=str(tmp_path)):
         _, codes = run_and_get_code(attention, torch.randn(3, 2, 4, 8), cache, cache.clone(), lists, *positions)
     return "\n".join(codes)

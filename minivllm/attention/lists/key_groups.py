@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minivllm.attention.lists.tile_lists import first_seen
+from minivllm.attention.lists.bounds import first_seen
 from minivllm.specs.attention import Reach
 
 MIN_GROUPS = 2
@@ -91,7 +91,7 @@ def groups_of_step(
     are seen whole, so all of a row lies in order."""
     keys = size * block_size
     first = np.min([first_seen(starts, reach) // keys for reach in reaches], axis=0)
-    shares = not by_position and all(reach.window is None and reach.chunk is None for reach in reaches)
+    shares = not by_position and not any(reach.is_limited for reach in reaches)
     has_null = any(reach.has_sinks for reach in reaches)
     own = starts // keys if shares else first
     groups = group_keys(table, starts, ends, first, own, size, block_size, has_null=has_null)

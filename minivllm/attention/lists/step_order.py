@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+from minivllm.attention.lists.bounds import Run
+
 
 class Countable(Protocol):
-    """A row of a step, of which only the number of tokens matters here."""
+    """A row of a step, as far as its place in it depends on it."""
 
     @property
-    def count(self) -> int: ...
+    def count(self) -> int:
+        """Tokens."""
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        """Those that have tokens in the row."""
 
 
 AnyRow = TypeVar("AnyRow", bound=Countable)
@@ -19,12 +26,13 @@ AnyRow = TypeVar("AnyRow", bound=Countable)
 def in_step_order(rows: Sequence[AnyRow], verify_size: int) -> tuple[list[AnyRow], int, int]:
     """The order of rows in every step: those with a single token, those with few, those with several (prompt chunks).
 
-    Few are 2 to ``verify_size`` tokens, where drafts are verified (0: there are no such rows). Returns (rows, how many
-    have a single token, how many have few).
+    Few are 2 to ``verify_size`` tokens, where drafts are verified (0: there are no such rows). A row with runs is a
+    prompt chunk however short it is: attention of drafts relies on it that no query sees a later one. Returns (rows,
+    how many have a single token, how many have few).
     """
     single = [row for row in rows if row.count == 1]
     if len(single) == len(rows):
         return single, len(single), 0
-    few = [row for row in rows if 1 < row.count <= verify_size]
-    several = [row for row in rows if row.count > max(1, verify_size)]
+    few = [row for row in rows if 1 < row.count <= verify_size and not row.runs]
+    several = [row for row in rows if row.count > 1 and (row.count > verify_size or row.runs)]
     return single + few + several, len(single), len(few)

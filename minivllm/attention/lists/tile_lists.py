@@ -17,7 +17,11 @@ position:
 A tile needs the blocks up to that of its last query, ``last // 4 + 1`` of them. Those that end at or before its first
 query, ``(first + 1) // 4`` of them, are wholly visible:
 
->>> ranges = blocks_read(first, last, Reach(), block_size=4)
+>>> from minivllm.attention.lists.bounds import bounds_of
+>>> from minivllm.specs.attention import Reach
+>>> def read(reach):
+...     return blocks_read(bounds_of(first, reach), bounds_of(last, reach), block_size=4, with_null=reach.has_sinks)
+>>> ranges = read(Reach())
 >>> lists = new_lists(tiles=4, width=4)
 >>> write_lists(lists, ranges, table, slots)
 >>> for tile in range(4):
@@ -32,17 +36,22 @@ slot 2, queries 7-9: full [9 4], partial [6]
 
 With a sliding window of 4 tokens, blocks in front of it are not read at all, and the one that it begins in is partial:
 
->>> write_lists(lists, blocks_read(first, last, Reach(window=4), block_size=4), table, slots)
+>>> write_lists(lists, read(Reach(window=4)), table, slots)
 >>> [lists.partial[tile, : lists.partial_count[tile]].tolist() for tile in range(4)], lists.full_count.tolist()
 ([[2, 7], [5, 1, 3], [9, 4], [4, 6]], [0, 0, 0, 0])
 
 In chunks of 8 positions a query sees no key before position 8 from there on. Sinks list the null block, block 0:
 
->>> write_lists(lists, blocks_read(first, last, Reach(chunk=8, has_sinks=True), block_size=4), table, slots)
+>>> write_lists(lists, read(Reach(chunk=8, has_sinks=True)), table, slots)
 >>> [lists.partial[tile, : lists.partial_count[tile]].tolist() for tile in range(4)]
 [[7, 0], [5, 1, 3, 0], [4, 0], [9, 4, 6, 0]]
 >>> [lists.full[tile, : lists.full_count[tile]].tolist() for tile in range(4)]
 [[], [], [9], []]
+
+An image at the positions 6 to 13 sees itself, so queries 4 to 7 read all of its blocks:
+
+>>> blocks_read(HostBounds(high=np.array([4])), HostBounds(high=np.array([13])), block_size=4)._asdict()
+{'begin': array([0]), 'full_begin': array([0]), 'full_end': array([1]), 'end': array([4]), 'with_null': False}
 """
 
 from __future__ import annotations
@@ -51,7 +60,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minivllm.specs.attention import Reach
+from minivllm.attention.lists.bounds import HostBounds
 
 
 class BlockRanges(NamedTuple):
@@ -81,28 +90,21 @@ def new_lists(tiles: int, width: int) -> BlockLists:
     return BlockLists(*(np.zeros(shape, dtype=np.int32) for shape in (count, blocks, count, blocks)))
 
 
-def first_seen(query: np.ndarray, reach: Reach) -> np.ndarray:
-    """The first position that queries at these positions see, both int64 [n]."""
-    begin = np.zeros_like(query) if reach.window is None else np.maximum(query - reach.window + 1, 0)
-    return begin if reach.chunk is None else np.maximum(begin, query - query % reach.chunk)
-
-
 def blocks_read(
-    first: np.ndarray, last: np.ndarray, reach: Reach, block_size: int, *, tells_full: bool = True
+    first: HostBounds, last: HostBounds, block_size: int, *, tells_full: bool = True, with_null: bool = False
 ) -> BlockRanges:
-    """Blocks that tiles with queries at the positions ``first`` to ``last`` int64 [tiles] read.
+    """Blocks that tiles read whose first and last queries see ``first`` and ``last``, [tiles] each.
 
     A block is wholly visible if the first query sees its last cache slot, and the last query its first one.
     tells_full: False lists all of them as partial.
     """
-    end = last // block_size + 1
-    sees_all = reach.window is None and reach.chunk is None
-    begin = np.zeros_like(end) if sees_all else first_seen(first, reach) // block_size
+    end = last.high // block_size + 1
+    begin = np.zeros_like(end) if first.low is None else first.low // block_size
     if not tells_full:
-        return BlockRanges(begin, begin, begin, end, reach.has_sinks)
-    full_begin = begin if sees_all else np.minimum(-(-first_seen(last, reach) // block_size), end)
-    full_end = np.maximum((first + 1) // block_size, full_begin)
-    return BlockRanges(begin, full_begin, full_end, end, reach.has_sinks)
+        return BlockRanges(begin, begin, begin, end, with_null)
+    full_begin = begin if last.low is None else np.minimum(-(-last.low // block_size), end)
+    full_end = np.maximum((first.high + 1) // block_size, full_begin)
+    return BlockRanges(begin, full_begin, full_end, end, with_null)
 
 
 def write_lists(lists: BlockLists, ranges: BlockRanges, table: np.ndarray, slots: np.ndarray) -> None:
@@ -139,12 +141,11 @@ def _take(target: np.ndarray, table: np.ndarray, slots: np.ndarray, index: np.nd
 
 
 class QueryRuns(NamedTuple):
-    """Tiles of queries, int64 [tiles]: the row that each belongs to, its first and last position; is_query bool [tiles,
-    size]; and which of the rows' tokens its first query is."""
+    """Tiles of queries, int64 [tiles]: the row that each belongs to, its first position; is_query bool [tiles, size];
+    and which of the rows' tokens its first query is."""
 
     row: np.ndarray
     first: np.ndarray
-    last: np.ndarray
     is_query: np.ndarray
     token: np.ndarray
 
@@ -157,9 +158,8 @@ def cut_tiles(starts: np.ndarray, counts: np.ndarray, size: int, hands: int) -> 
     order = dealt(starts[row] + done, hands)
     row, done = row[order], done[order]
     first = starts[row] + done
-    last = np.minimum(first + size, (starts + counts)[row]) - 1
-    is_query = np.arange(size) <= (last - first)[:, None]
-    return QueryRuns(row, first, last, is_query, (np.cumsum(counts) - counts)[row] + done)
+    is_query = np.arange(size) < (counts[row] - done)[:, None]
+    return QueryRuns(row, first, is_query, (np.cumsum(counts) - counts)[row] + done)
 
 
 def dealt(work: np.ndarray, hands: int) -> np.ndarray:
