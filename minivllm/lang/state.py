@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 _LONG_TEXT = 4096
 """Characters from which on tokenizing moves to a thread."""
+_PAYS_TO_WAIT = 32
+"""Tokens that choices would compute each for itself, from which on the first one is scored before the others."""
 _NOT_FOR_GEN = ("n", "best_of", "output_kind", "prompt_logprobs", "prompt_logprobs_start")
 
 
@@ -344,7 +346,11 @@ class State:
             entries = (output.prompt_logprobs or [])[start:]
             return [entry[token].logprob for entry, token in zip(entries, choice, strict=True) if entry]
 
-        return await all_or_none(list(map(logprobs, choices)))
+        num_new = start - self._num_computed
+        first, *others = map(logprobs, choices)
+        if num_new * len(others) < _PAYS_TO_WAIT:
+            return await all_or_none([first, *others])
+        return [await first, *await all_or_none(others)]  # the others find in the cache what the first one computes
 
     def _keep(self, name: str | None, value: Any, details: Generated | Selected) -> None:
         if name is not None:

@@ -1,33 +1,17 @@
-"""Engines for tests of programs: one that records what a program asks for, and one that is scripted."""
+"""For tests of programs: a scripted engine, and a count of what a real one computes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import RequestError
-from minivllm.lang.engines import Settings, SteppedEngine
+from minivllm.lang.engines import Settings
 from minivllm.processing.outputs import CompletionOutput, RequestOutput
 from minivllm.tokenizer.tokenizer import Tokenizer
-
-Asked = tuple[list[int], SamplingParams, list[int]]
-"""Token ids of the prompt, parameters, sampled token ids."""
-
-
-class RecordedEngine(SteppedEngine):
-    """Keeps all requests, in the order in which they finish."""
-
-    def __init__(self, llm: LLM) -> None:
-        super().__init__(llm)
-        self.asked: list[Asked] = []
-
-    async def complete(self, token_ids: list[int], params: SamplingParams, settings: Settings) -> RequestOutput:
-        output = await super().complete(token_ids, params, settings)
-        self.asked.append((list(token_ids), params, list(output.outputs[0].token_ids)))
-        return output
 
 
 @contextmanager
@@ -35,18 +19,6 @@ def counted(llm: LLM) -> Iterator[Callable[[], int]]:
     """A function that tells how many tokens the engine has computed since."""
     before = llm.get_metrics().num_computed_tokens
     yield lambda: llm.get_metrics().num_computed_tokens - before
-
-
-def tree_size(asked: Sequence[Asked]) -> int:
-    """Tokens of the tree of all texts: every beginning counts once. The last sampled token is never computed."""
-    nodes = set[tuple[int, int]]()
-    ids: dict[tuple[int, int], int] = {}
-    for prompt, _, sampled in asked:
-        node = 0
-        for token in [*prompt, *sampled[:-1]]:
-            node = ids.setdefault((node, token), len(ids) + 1)
-            nodes.add((node, token))
-    return len(nodes)
 
 
 class ScriptedEngine:

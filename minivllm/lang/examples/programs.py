@@ -10,12 +10,12 @@ from minivllm.lang import State, join, program, system, tool, user
 
 
 @program
-async def answer(s: State, question: str) -> str:
+async def answer(s: State, question: str, length: int = 64) -> str:
     """A chain: two turns. 2 requests."""
     s += user(question)
-    await s.gen("draft", max_tokens=64)
+    await s.gen("draft", max_tokens=length)
     s += user("Shorter.")
-    short: str = await s.gen("short", max_tokens=16)
+    short: str = await s.gen("short", max_tokens=length // 4)
     return short
 
 
@@ -27,16 +27,16 @@ async def mood(s: State, text: str) -> str:
 
 
 @program
-async def essay(s: State, topic: str, parts: int = 3) -> str:
-    """Branches that share the plan. 1 + parts + 1 requests."""
+async def essay(s: State, topic: str, num_parts: int = 3, length: int = 200) -> str:
+    """Branches that share the plan. 1 + num_parts + 1 requests."""
     s += user(f"Write about {topic}. Make a plan first.")
-    await s.gen("plan", max_tokens=80)
-    branches = s.fork(parts)
+    await s.gen("plan", max_tokens=length // 2)
+    branches = s.fork(num_parts)
     for number, branch in enumerate(branches, 1):
         branch += user(f"Part {number} of the plan, please.")
-    texts = await join(branches, lambda branch: branch.gen("text", max_tokens=200))
+    texts = await join(branches, lambda branch: branch.gen("text", max_tokens=length))
     s += user("Sum up: " + " ".join(texts))
-    summary: str = await s.gen("sum", max_tokens=60)
+    summary: str = await s.gen("sum", max_tokens=length // 4)
     return summary
 
 
