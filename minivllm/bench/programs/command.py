@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -62,12 +63,14 @@ def programs(
             for name, (program, argument) in INPUTS.items():
                 greedy = program.using(temperature=0.0)
                 calls = [(greedy, f"{argument} ({number} {copy})") for copy in range(copies)]
-                found = measure(name, LANGUAGE, lambda engine, calls=calls: record(engine, calls), number >= 0)
+                found = measure(name, LANGUAGE, partial(record, calls=calls), number >= 0)
                 asked: list[list[Asked]] = [recorder.asked for recorder, _ in found]
-                measure(name, PLAIN, lambda engine, asked=asked: send_plainly(engine, asked), number >= 0)
-    units = {"computed tokens": ("tok", "lower"), "speed": ("programs/s", "higher")}
+                measure(name, PLAIN, partial(send_plainly, calls=asked), number >= 0)
     measurements = [
-        Measurement(case, side, metric, *units[metric], values) for (case, side, metric), values in samples.items()
+        Measurement(case, side, metric, "programs/s", "higher", values)
+        if metric == "speed"
+        else Measurement(case, side, metric, "tok", "lower", values)
+        for (case, side, metric), values in samples.items()
     ]
     comparisons = []
     for case in INPUTS:
