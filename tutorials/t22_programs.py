@@ -79,6 +79,20 @@ for reuse in (False, True):
         counts.append(computed(llm, branches))
         lesson.measure("with reuse" if reuse else "without reuse", counts[-1])
 
+parent = length + PLAN - 1
+lesson.cells(
+    "t22_tree",
+    "Tokens of each request",
+    {
+        "plan": [(f"{parent}", "prompt")],
+        **{
+            f"branch {number}": [(f"{parent}", "cached"), (f"{1 + 2}", "prompt"), (f"{PART - 1}", "decode")]
+            for number in range(BRANCHES)
+        },
+    },
+    legend={"prompt": "computed", "cached": "found in the cache", "decode": "generated"},
+)
+
 # %% [markdown]
 # ## A choice
 # The score of a text is the mean logprob of its tokens. The logits after token i predict token i + 1, so the last token
