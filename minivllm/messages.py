@@ -82,14 +82,17 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities at one position. Entry 0 is the token that stands there, the likeliest ones follow.
+    """Log-probabilities at one position. Entry 0 is the token that stands there; the likeliest ones follow, or those
+    that the request named.
 
-    token_ids, logprobs: [1 + k]. rank: rank of the token that stands there, 1 is the likeliest.
+    token_ids, logprobs: [1 + k]. rank: rank of the token that stands there, 1 is the likeliest. other_ranks: [k] of
+    named tokens; empty where the likeliest follow, whose ranks are 1 to k.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
+    other_ranks: list[int] = msgspec.field(default_factory=list)
 
 
 class EngineOutput(msgspec.Struct, kw_only=True):

@@ -14,6 +14,7 @@ from minivllm.errors import RequestError
 
 MAX_N = 128
 MAX_LOGPROBS = 100
+MAX_LOGPROB_TOKEN_IDS = 1000
 MAX_STOP_STRINGS = 64
 MAX_STOP_PATTERNS = 16
 MAX_GRAMMAR_BYTES = 128 * 1024
@@ -216,6 +217,8 @@ class SamplingParams(
     logprobs / prompt_logprobs: how many alternatives to report per generated / prompt token (None: off, 0: only the
         token itself). prompt_logprobs_start: those of the prompt begin at this position, from 0; the tokens before it
         may come from the prefix cache, but for the last of them.
+    logprob_token_ids: report these ids per generated token, in this order, in place of the likeliest ones. Sets
+        logprobs to 0 if that is None.
     logit_bias: token id -> value added to its logit, in [-100, 100].
     allowed_token_ids: nothing else can be sampled. bad_words: the tokens of these strings cannot come one after the
         other. The same letters may still appear as other tokens, and inside longer words.
@@ -250,6 +253,7 @@ class SamplingParams(
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
+    logprob_token_ids: list[int] | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = msgspec.field(default_factory=list)
@@ -301,13 +305,19 @@ class SamplingParams(
                 f"prompt_logprobs_start is {self.prompt_logprobs_start}, but no log-probabilities of the prompt are "
                 "wanted: set prompt_logprobs as well."
             )
+        if self.logprob_token_ids is not None:
+            count = len(self.logprob_token_ids)
+            _check(0 < count <= MAX_LOGPROB_TOKEN_IDS, "logprob_token_ids", count, f"1 to {MAX_LOGPROB_TOKEN_IDS} ids")
+            if self.logprobs is None:
+                msgspec.structs.force_setattr(self, "logprobs", 0)
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings")
         num_patterns = len(self.stop_regex)
         _check(num_patterns <= MAX_STOP_PATTERNS, "stop_regex", num_patterns, f"at most {MAX_STOP_PATTERNS} strings")
         for name in ("stop", "stop_regex", "bad_words"):
             if "" in getattr(self, name):
                 raise RequestError(f"{name} has an empty string, but each must have at least one character.")
-        for token in (*self.stop_token_ids, *(self.allowed_token_ids or ()), *(self.logit_bias or ())):
+        lists = (self.stop_token_ids, self.allowed_token_ids, self.logprob_token_ids, self.logit_bias)
+        for token in (token for given in lists for token in given or ()):
             check_integer("a token id", token, 0)
         if self.allowed_token_ids is not None:
             _check(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "a list with at least one id")
@@ -370,7 +380,9 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 _TYPES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("stop", "stop_regex"), (list[str], "a string or a list of strings")),
     "bad_words": (list[str], "a list of strings"),
-    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), (list[int], "a list of whole numbers")),
+    **dict.fromkeys(
+        ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"), (list[int], "a list of whole numbers")
+    ),
     "logit_bias": (dict[int, float], "a dictionary with a number for each token id"),
     **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), (bool, "True or False")),
     "output_kind": (OutputKind, f"one of {', '.join(OutputKind)}"),

@@ -10,10 +10,11 @@ from minivllm.bench.engines import model, throughput
 from minivllm.bench.parts.overhead import overhead
 from minivllm.bench.parts.parts import roofline
 from minivllm.bench.parts.startup import startup
+from minivllm.bench.programs.command import programs
 from minivllm.bench.reports.report import compare
 from minivllm.bench.serve import serve
 from minivllm.cli.engine.grouped_command import GroupedCommand
 
 bench = typer.Typer(rich_markup_mode=None)
-for command in (model, throughput, serve, accuracy, disaggregated, startup, overhead, roofline, compare):
+for command in (model, throughput, serve, accuracy, disaggregated, programs, startup, overhead, roofline, compare):
     bench.command(command.__name__, cls=GroupedCommand if hasattr(command, "groups_of_flags") else None)(command)

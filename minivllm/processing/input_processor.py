@@ -326,6 +326,7 @@ class InputProcessor:
             raise RequestError(f"The sampling parameters are {_shown(params)}, but must be a SamplingParams.")
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or [])
+        self._check_token_ids("logprob_token_ids", params.logprob_token_ids or [])
         for token in params.logit_bias or ():
             if token >= self._vocab_size:
                 raise RequestError(

@@ -307,10 +307,12 @@ class RequestState:
 
 
 def logprob_map(position: PositionLogprobs, decoder: TokenDecoder | None) -> PositionLogprobMap:
-    """The token that stands at the position first, then the likeliest ones in order of their rank."""
+    """The token that stands at the position first, then the likeliest ones in order of their rank, or named ones in
+    order of their names."""
     entries: PositionLogprobMap = {}
-    for place, (token_id, logprob) in enumerate(zip(position.token_ids, position.logprobs)):
+    ranks = [position.rank, *(position.other_ranks or range(1, len(position.token_ids)))]
+    for token_id, logprob, rank in zip(position.token_ids, position.logprobs, ranks):
         if token_id not in entries:
             text = None if decoder is None else decoder.token_text(token_id)
-            entries[token_id] = Logprob(logprob, position.rank if place == 0 else place, text)
+            entries[token_id] = Logprob(logprob, rank, text)
     return entries

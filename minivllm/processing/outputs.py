@@ -19,7 +19,8 @@ class Logprob:
 
 
 PositionLogprobMap = dict[int, Logprob]
-"""Token id -> Logprob; the token that stands at the position comes first, then the likeliest ones."""
+"""Token id -> Logprob; the token that stands at the position comes first, then the likeliest ones, or those of
+logprob_token_ids."""
 
 
 @dataclass(slots=True)

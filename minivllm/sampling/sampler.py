@@ -309,7 +309,8 @@ class Sampler:
             index = to_device(rows, logits.device)
             wanted = counts[rows].tolist()
             for row, entry in zip(rows.tolist(), _position_logprobs(logits[index], token_ids[index], wanted)):
-                entries[row] = entry
+                named = self._state.logprob_token_ids.get(int(slots[row]))
+                entries[row] = entry if named is None else _named_logprobs(logits[row], entry, named)
         return entries
 
 
@@ -373,6 +374,16 @@ def _position_logprobs(logits: Tensor, token_ids: Tensor, wanted: list[int]) -> 
         PositionLogprobs([token, *ids[:k]], [logprob, *likeliest[:k]], rank)
         for token, logprob, rank, ids, likeliest, k in zip(*columns, wanted)
     ]
+
+
+def _named_logprobs(logits: Tensor, entry: PositionLogprobs, token_ids: list[int]) -> PositionLogprobs:
+    """The entry of a position with the alternatives that the request names. logits [V] any float dtype."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    named = logprobs[to_device(np.array(token_ids, dtype=np.int64), logits.device)]
+    ranks = len(logprobs) + 1 - torch.searchsorted(logprobs.sort().values, named, right=True)
+    return PositionLogprobs(
+        [entry.token_ids[0], *token_ids], [entry.logprobs[0], *named.tolist()], entry.rank, ranks.tolist()
+    )
 
 
 def _select(positions: Tensor | np.ndarray, rows: np.ndarray) -> Tensor | np.ndarray:

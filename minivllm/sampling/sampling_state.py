@@ -237,6 +237,8 @@ class SamplingState:
         self.seed = SlotColumn(num_slots, np.int64, device)
         self.num_logprobs = np.full(num_slots, -1, dtype=np.int64)
         """Alternatives to report per token, on the host only; -1: no log-probabilities at all."""
+        self.logprob_token_ids: dict[int, list[int]] = {}
+        """Slot -> the ids to report in place of the likeliest ones, for the slots that name some."""
         self.wants_prompt_logprobs = np.zeros(num_slots, dtype=np.bool_)
         self.is_edited = np.zeros(num_slots, dtype=np.bool_)
         """A stage may touch the slot's rows. For any other slot the generated tokens are not needed."""
@@ -268,6 +270,8 @@ class SamplingState:
         self.min_p[slot] = params.min_p
         self.seed[slot] = (request.seed + 2**63) % 2**64 - 2**63
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        if params.logprob_token_ids is not None:
+            self.logprob_token_ids[slot] = params.logprob_token_ids
         self.wants_prompt_logprobs[slot] = params.prompt_logprobs is not None
         self.constraints.add(slot, request, output_token_ids)
         self.penalties.add(slot, request, output_token_ids)
@@ -281,6 +285,7 @@ class SamplingState:
     def remove(self, slot: int) -> None:
         """The request left; removing an empty slot does nothing."""
         self.num_logprobs[slot] = -1
+        self.logprob_token_ids.pop(slot, None)
         self.wants_prompt_logprobs[slot] = self.is_edited[slot] = self.is_plain[slot] = False
         self.constraints.remove(slot)
         self.penalties.remove(slot)

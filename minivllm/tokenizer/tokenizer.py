@@ -226,9 +226,20 @@ class Tokenizer:
         text = hidden.restored(rendered)
         if max_characters is not None and len(text) > max_characters:
             return text, []
+        return text, self.encode_rendered(rendered, hidden, add_special_tokens)
+
+    def hidden_texts(self) -> HiddenTexts:
+        """For one conversation: hides special tokens in its messages, with the same result each time."""
+        return HiddenTexts(self._special_texts)
+
+    def encode_rendered(self, rendered: str, hidden: HiddenTexts, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of what ``render_chat`` wrote about messages that ``hidden`` has hidden, or of a part of it.
+
+        Special tokens count, except those that were hidden. add_special_tokens: as in ``encode``.
+        """
         if hidden.is_empty:
-            return text, self.encode(text, add_special_tokens)
-        return text, self._special_texts.encode_template(rendered, hidden, add_special_tokens)
+            return self.encode(rendered, add_special_tokens)
+        return self._special_texts.encode_template(rendered, hidden, add_special_tokens)
 
     def render_chat(
         self,

@@ -21,6 +21,9 @@ EXAMPLES = [
     "random:20:5:30",
     "nano-256",
     "shared-prefix:4:16:4:8",
+    "system-prompt:3:16:4:8",
+    "n-samples:2:3:10:4",
+    "agents:2:3:20:10:4",
     "multi-turn:2:3:10:4",
     "long-among-decodes:3:200",
     "prefill-load:2:30:3:100:0.5",
@@ -62,6 +65,23 @@ def test_a_shared_prefix_is_shared_and_the_rest_is_not() -> None:
     assert len({tuple(task.prompt[:16]) for task in tasks}) == 1
     assert len({tuple(task.prompt[16:]) for task in tasks}) == 4
     assert all(len(task.prompt) == 20 and task.max_tokens == 8 for task in tasks)
+
+
+def test_users_of_a_system_prompt_come_after_the_first_one_and_samples_have_one_prompt() -> None:
+    tasks = make_workload("system-prompt:3:16:4:8", VOCAB)
+    assert [task.after for task in tasks] == [None, 0, 0] and len({tuple(task.prompt[:16]) for task in tasks}) == 1
+    assert len({tuple(task.prompt) for task in tasks}) == 3
+    tasks = make_workload("n-samples:2:3:10:4", VOCAB)
+    assert [tasks.index(task) for task in tasks] == [0, 0, 0, 3, 3, 3]
+
+
+def test_agents_share_their_system_prompt_and_each_continues_its_history() -> None:
+    tasks = make_workload("agents:2:3:20:10:4", VOCAB)
+    assert [task.after for task in tasks] == [None, 0, 1, None, 3, 4]
+    assert [len(task.prompt) for task in tasks[:3]] == [30, 44, 58]
+    assert len({tuple(task.prompt[:20]) for task in tasks}) == 1 < len({tuple(task.prompt[:30]) for task in tasks})
+    for earlier, later in pairwise(tasks[3:]):
+        assert later.prompt[: len(earlier.prompt)] == earlier.prompt
 
 
 def test_every_turn_continues_its_conversation() -> None:

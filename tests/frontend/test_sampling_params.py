@@ -48,3 +48,11 @@ def test_a_start_of_prompt_logprobs_needs_prompt_logprobs() -> None:
     with pytest.raises(RequestError, match=r"prompt_logprobs_start is 3, but .* set prompt_logprobs as well"):
         SamplingParams(prompt_logprobs_start=3)
     assert SamplingParams(prompt_logprobs_start=3, prompt_logprobs=0).prompt_logprobs_start == 3
+
+
+def test_named_logprobs_are_logprobs() -> None:
+    assert SamplingParams(logprob_token_ids=[5, 3]).logprobs == 0
+    assert SamplingParams(logprob_token_ids=[5, 3], logprobs=4).logprobs == 4
+    for few_or_many in ([], [1] * 1001):
+        with pytest.raises(RequestError, match=f"logprob_token_ids is {len(few_or_many)}, but must be 1 to 1000 ids"):
+            SamplingParams(logprob_token_ids=few_or_many)

@@ -12,6 +12,7 @@ BEGIN, END = "<!-- code map -->", "<!-- end of code map -->"
 ORDER = (
     "minivllm",
     "minivllm/config",
+    "minivllm/lang",
     "minivllm/frontend",
     "minivllm/processing",
     "minivllm/tokenizer",

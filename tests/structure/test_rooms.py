@@ -190,6 +190,13 @@ def test_the_frontend_reaches_the_engine_through_its_client_only() -> None:
     assert {module.rpartition(".")[0] for module in engine} <= {"minivllm.engine_process.client"}
 
 
+def test_only_benchmarks_import_the_language() -> None:
+    importers = {
+        package_of(importer) for importer, imported, _ in own_imports() if package_of(imported) == "minivllm.lang"
+    }
+    assert importers == {"minivllm.lang", "minivllm.lang.examples", "minivllm.bench.programs"}
+
+
 def test_kernels_need_only_torch_and_the_standard_library() -> None:
     import sys
 

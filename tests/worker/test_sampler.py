@@ -549,6 +549,24 @@ def test_logprobs_are_those_of_the_raw_logits_for_rows_that_asked():
             assert_same_logprobs(entry, expected_logprobs(logits[row].float(), 3, k))
 
 
+def test_named_logprobs_replace_the_likeliest_of_their_row_alone() -> None:
+    """Ties have equal ranks, and an id may be named twice."""
+    named = [59, 3, 3, 17]
+    bench = Bench(60, make_request(logprob_token_ids=named, allowed_token_ids=[3], **GREEDY), make_request(logprobs=2))
+    logits = random_logits(2, 60)
+    logits[0, 17] = logits[0, 59]
+    result = bench.sampler(logits, np.arange(2), np.full(2, 3))
+    one, other = result.logprobs
+    assert one is not None and other is not None
+    reference = torch.log_softmax(logits[0].double(), -1)
+    assert one.token_ids == [3, *named]
+    assert one.logprobs == pytest.approx([float(reference[token]) for token in one.token_ids], abs=1e-5)
+    assert [one.rank, *one.other_ranks] == [1 + int((reference > reference[token]).sum()) for token in one.token_ids]
+    assert_same_logprobs(other, expected_logprobs(logits[1], int(result.token_ids[1]), 2))
+    bench.state.remove(0)
+    assert bench.state.logprob_token_ids == {}
+
+
 @pytest.mark.parametrize(("positions", "k"), [(0, 3), (1, 0), (150, 5)])
 def test_prompt_logprobs_are_those_of_the_next_prompt_tokens(positions, k):
     logits = random_logits(positions, 80)

@@ -30,6 +30,11 @@ FORMS = {
     "shared-prefix:REQUESTS:PREFIX:SUFFIX:OUTPUT": "every prompt begins with the same PREFIX tokens",
     "prefix-groups:GROUPS:REQUESTS:PREFIX:SUFFIX:OUTPUT": "REQUESTS of every group begin with the same PREFIX tokens, "
     "groups in a random order",
+    "system-prompt:USERS:PROMPT:TOKENS:OUTPUT": "every user's TOKENS follow the same PROMPT tokens; one user "
+    "first, then the others at once",
+    "n-samples:PROMPTS:SAMPLES:TOKENS:OUTPUT": "every prompt of TOKENS is sent SAMPLES times, all at once",
+    "agents:AGENTS:STEPS:PROMPT:TOKENS:OUTPUT": "agents with one system prompt of PROMPT tokens; every step sends the "
+    "whole history and TOKENS more, the result of a tool",
     "multi-turn:CONVERSATIONS:TURNS:TOKENS:OUTPUT": "every turn sends the whole conversation and TOKENS more",
     "long-among-decodes:REQUESTS:LONG": "short prompts that decode 128 tokens; a prompt of LONG comes after 1 s",
     "prefill-load:STREAMS:TOKENS:PROMPTS:LONG:SECONDS": "STREAMS short prompts that decode TOKENS; meanwhile one of "
@@ -129,6 +134,26 @@ def _multi_turn(source: Source, conversations: int, turns: int, tokens: int, out
     return tasks
 
 
+def _system_prompt(source: Source, users: int, prompt: int, tokens: int, output: int) -> list[Task]:
+    first, *others = _shared_prefix(source, users, prompt, tokens, output)
+    return [first, *(replace(task, after=0) for task in others)]
+
+
+def _n_samples(source: Source, prompts: int, samples: int, tokens: int, output: int) -> list[Task]:
+    return [Task(prompt, output) for prompt in (source.ids(tokens) for _ in range(prompts)) for _ in range(samples)]
+
+
+def _agents(source: Source, agents: int, steps: int, prompt: int, tokens: int, output: int) -> list[Task]:
+    system, tasks = source.ids(prompt), list[Task]()
+    for _ in range(agents):
+        first = len(tasks)
+        tasks += [
+            replace(task, prompt=system + task.prompt, after=None if task.after is None else first + task.after)
+            for task in _multi_turn(source, 1, steps, tokens, output)
+        ]
+    return tasks
+
+
 def _long_among_decodes(source: Source, requests: int, long: int) -> list[Task]:
     return [*_fixed(source, requests, 32, 128), Task(source.ids(long), 16, arrival=1.0)]
 
@@ -183,6 +208,9 @@ _MAKERS: dict[str, tuple[Callable[..., list[Task]], tuple[type, ...]]] = {
     "random": (_random, (int, int, int)),
     "shared-prefix": (_shared_prefix, (int, int, int, int)),
     "prefix-groups": (_prefix_groups, (int, int, int, int, int)),
+    "system-prompt": (_system_prompt, (int, int, int, int)),
+    "n-samples": (_n_samples, (int, int, int, int)),
+    "agents": (_agents, (int, int, int, int, int)),
     "multi-turn": (_multi_turn, (int, int, int, int)),
     "long-among-decodes": (_long_among_decodes, (int, int)),
     "prefill-load": (_prefill_load, (int, int, int, int, float)),

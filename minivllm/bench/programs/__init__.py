@@ -1,0 +1,4 @@
+"""Programs of the language against the same requests without it.
+
+May import: bench.reports, cli.engine, config, frontend, lang, lang.examples, processing, tokenizer.
+"""
