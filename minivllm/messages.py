@@ -57,6 +57,67 @@ class LoRARequest(msgspec.Struct, frozen=True):
         return self.lora_path
 
 
+class ImageItem(msgspec.Struct, frozen=True):
+    """One image of a prompt. The tokens that it brings, markers included, are its span."""
+
+    digest: bytes
+    """Of the pixels and of what is done with them: 32 bytes."""
+    offset: int
+    """Where the span begins in the prompt."""
+    length: int
+    """Tokens of the span."""
+    runs: list[tuple[int, int]]
+    """Placeholders in a row: (first, count), first counts from offset."""
+    unit_embeds: int
+    """Embeddings that the encoder gives for one unit, the least that it encodes."""
+    num_units: int
+
+    @property
+    def num_embeds(self) -> int:
+        """Embeddings of the whole image: one for each placeholder."""
+        return self.unit_embeds * self.num_units
+
+    @property
+    def end(self) -> int:
+        """The position in the prompt after the last placeholder."""
+        first, count = self.runs[-1]
+        return self.offset + first + count
+
+    def place_of(self, num_embeds: int) -> int:
+        """The position in the prompt of the first placeholder after so many."""
+        for first, count in self.runs:
+            if num_embeds < count:
+                return self.offset + first + num_embeds
+            num_embeds -= count
+        return self.offset + self.length
+
+
+class UnitsToEncode(msgspec.Struct, frozen=True):
+    """Units of an image that the workers encode before a step computes its tokens."""
+
+    digest: bytes
+    first: int
+    """Number of the first of these units."""
+    num_embeds: int
+    """Embeddings of the whole image."""
+    shape: tuple[int, ...]
+    """Of the pixels: [units, channels, height, width]."""
+    pixels: bytes
+    """uint8, in C order."""
+
+
+class PixelTensors(msgspec.Struct, frozen=True):
+    """All units of an image, resized and cut, neither scaled nor normalised."""
+
+    digest: bytes
+    shape: tuple[int, ...] = ()
+    """[units, channels, height, width]."""
+    data: bytes = b""
+    """uint8, in C order."""
+    error: str | None = None
+    """Why there are none, for the senders of the requests that wait for them."""
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate (n > 1 is split by the frontend).
 
@@ -64,6 +125,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     completed. cache_salt: separates prefix-cache entries of tenants. arrival_time: time.monotonic() [seconds].
     thinking_token_ids: opening and closing tag of thoughts, with sampling_params.thinking_budget.
     lora: the adapter to use, None for the model as it is. pooling: give one vector and no tokens; max_tokens is then 0.
+    images: of the prompt, in the order of their spans.
     """
 
     request_id: str
@@ -79,6 +141,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
+    images: list[ImageItem] = []
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True):
@@ -169,7 +232,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_scheduled_tokens keeps the order in which requests were scheduled. draft_token_ids: tokens to verify.
     finished_request_ids: each id is sent exactly once. block_copies: made before anything is computed or loaded, and
     after snapshots are saved; all sources are read before any target is written. kv_connector_metadata: None if nothing
-    travels.
+    travels. forget: digests of images whose embeddings are dropped; encode: what is encoded after that, and before
+    tokens are computed.
     """
 
     num_scheduled_tokens: dict[str, int] = msgspec.field(default_factory=dict)
@@ -180,6 +244,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     preempted_request_ids: list[str] = msgspec.field(default_factory=list)
     block_copies: list[BlockCopy] = msgspec.field(default_factory=list)
     kv_connector_metadata: KVConnectorMetadata | None = None
+    forget: list[bytes] = []
+    encode: list[UnitsToEncode] = []
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -189,7 +255,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     def is_empty(self) -> bool:
         """True if there is nothing in it that workers would have to know."""
         known = self.num_scheduled_tokens or self.finished_request_ids or self.preempted_request_ids
-        return not (known or self.kv_connector_metadata)
+        return not (known or self.kv_connector_metadata or self.encode)
 
 
 class TokenMasks(msgspec.Struct, frozen=True, kw_only=True):

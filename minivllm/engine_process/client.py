@@ -15,7 +15,7 @@ from minivllm.engine.administration import Administration
 from minivllm.engine.garbage import without_collections
 from minivllm.engine.openmp import choose_wait_policy
 from minivllm.errors import ConfigError, EngineDeadError
-from minivllm.messages import EngineOutput, EngineRequest, SchedulerStats
+from minivllm.messages import EngineOutput, EngineRequest, PixelTensors, SchedulerStats
 from minivllm.plugins import CLIENTS, EXECUTORS, NODE_AGENT, import_object
 
 logger = logging.getLogger(__name__)
@@ -26,12 +26,19 @@ if TYPE_CHECKING:
     from minivllm.model_facts.facts import ModelFacts
 
 
+PixelSource = Callable[[bytes], PixelTensors]
+"""The pixels of an image by its digest; see ``PromptImages.pixels``."""
+
+
 class EngineClient(Protocol):
     """What frontends use. model_vocab_size: width of the logits. eos_token_ids: all ids that end a sequence."""
 
     config: EngineConfig
     model_vocab_size: int
     eos_token_ids: tuple[int, ...]
+
+    def serve_pixels(self, source: PixelSource) -> None:
+        """Answer the core's questions for pixels with this, from any thread."""
 
     def add_request(self, request: EngineRequest) -> None: ...
 
@@ -104,6 +111,10 @@ class InProcessClient:
         self.administration = Administration(core)
         self.model_vocab_size = model_vocab_size
         self.eos_token_ids = eos_token_ids
+        self._pixels: PixelSource | None = None
+
+    def serve_pixels(self, source: PixelSource) -> None:
+        self._pixels = source
 
     def add_request(self, request: EngineRequest) -> None:
         self.core.add_request(request)
@@ -113,6 +124,9 @@ class InProcessClient:
 
     def get_outputs(self) -> list[EngineOutput]:
         """One step. An empty list means that nothing came out, not that nothing is left to do."""
+        for digest in self.core.take_questions():
+            assert self._pixels is not None
+            self.core.take_pixels(self._pixels(digest))
         if not self.core.has_work():
             self.core.take_transfers(may_wait=True)
         return self.core.step()

@@ -65,6 +65,8 @@ class LLMEngine(TextFrontend):
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None = None) -> None:
         super().__init__(client, tokenizer)
         self.client = client
+        if self.images is not None:
+            client.serve_pixels(self.images.pixels)
         self._closed = False
 
     @classmethod

@@ -229,6 +229,7 @@ class RequestState:
             num_sequences=params.num_sequences,
         )
         self._prompt = prepared.prompt
+        self._pictures = prepared.pictures  # kept here, they are found when the engine asks for their pixels
         self._prompt_token_ids = prepared.prompt_token_ids
         self._decoder = decoder
         self._prompt_logprobs: list[PositionLogprobMap | None] | None = (

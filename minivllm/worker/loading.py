@@ -84,6 +84,7 @@ def new_model(config: EngineConfig, facts: ModelFacts, others: OtherWorkers = NO
     assert isinstance(facts, DecoderConfig)
     if config.speculative is not None and config.speculative.eagle_version is not None:
         settings["embeds_last"] = True
+    settings["sees"] = config.images is not None
     if others.group is not None:
         settings["group"] = others.group
     if others.communicator is not None:
