@@ -106,7 +106,7 @@ class UnitsToEncode(msgspec.Struct, frozen=True):
     """uint8, in C order."""
 
 
-class PixelTensors(msgspec.Struct, frozen=True):
+class PixelTensors(msgspec.Struct, frozen=True, tag="pixels"):
     """All units of an image, resized and cut, neither scaled nor normalised."""
 
     digest: bytes

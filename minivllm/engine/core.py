@@ -211,9 +211,10 @@ class EngineCore:
         if self.encodings is not None and request.images and not request.is_finished:
             self.encodings.want(request, self.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
 
-    def take_questions(self) -> list[bytes]:
-        """Digests of the images whose pixels the frontend is asked for; ``take_pixels`` gets the answers."""
-        return [] if self.encodings is None else self.encodings.take_questions()
+    def ask_for_pixels(self, ask: Callable[[list[bytes]], None]) -> None:
+        """Have ``ask`` called with the digests of images whose pixels are missing; ``take_pixels`` gets the answers."""
+        if self.encodings is not None:
+            self.encodings.ask = ask
 
     def take_pixels(self, pixels: PixelTensors) -> None:
         """The pixels of an image, or why there are none, which ends the requests with it."""

@@ -26,7 +26,7 @@ from minivllm.processing.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from minivllm.engine_process.client import AsyncEngineClient
+    from minivllm.engine_process.protocol.clients import AsyncEngineClient
     from minivllm.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class AsyncLLM(TextFrontend):
         )
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         is_long = isinstance(text, str) and len(text) > LONG_TEXT
+        is_long = is_long or (isinstance(prompt, Mapping) and "multi_modal_data" in prompt)
         return self._stream(partial(asyncio.to_thread, prepare) if is_long else prepare, deadline, expires)
 
     async def abort(self, request_id: str) -> None:

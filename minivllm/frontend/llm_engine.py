@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EngineArgs
+from minivllm.engine_process.protocol.pixels import AnswersQuestions
 from minivllm.errors import EngineDeadError, RequestError
 from minivllm.messages import LoRARequest, SchedulerStats
 from minivllm.processing.input_processor import InputProcessor, PreparedRequest, Prompt
@@ -23,7 +24,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.tokenizer.detokenizer import TokenDecoder
 
 if TYPE_CHECKING:
-    from minivllm.engine_process.client import AsyncEngineClient, EngineClient
+    from minivllm.engine_process.protocol.clients import AsyncEngineClient, EngineClient
     from minivllm.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class TextFrontend(InputProcessor):
         super().__init__(
             client.config, tokenizer, model_vocab_size=client.model_vocab_size, eos_token_ids=self.eos_token_ids
         )
+        if self.images is not None and isinstance(client, AnswersQuestions):
+            client.serve_pixels(self.images.pixels)
         self.output_processor = OutputProcessor(None if tokenizer is None else TokenDecoder(tokenizer.backend))
 
     @property
@@ -65,8 +68,6 @@ class LLMEngine(TextFrontend):
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None = None) -> None:
         super().__init__(client, tokenizer)
         self.client = client
-        if self.images is not None:
-            client.serve_pixels(self.images.pixels)
         self._closed = False
 
     @classmethod

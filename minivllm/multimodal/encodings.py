@@ -11,7 +11,7 @@ since workers run steps in order.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -35,6 +35,8 @@ class Encodings:
     """One for each scheduler. The cache is counted in embeddings, of which all have the same size."""
 
     def __init__(self, config: ImagesConfig) -> None:
+        self.ask: Callable[[list[bytes]], None] = lambda digests: None
+        """Asks the frontend for the pixels of these images; ``take_pixels`` gets the answers."""
         self._config = config
         self._capacity = config.encoder_cache_bytes // config.bytes_per_embed
         self._unit_bytes, self._most_bytes = prod(config.unit_shape), config.pixel_bytes
@@ -63,6 +65,7 @@ class Encodings:
             if item.end > num_cached and not self._is_encoded(item):
                 self._want(item)
                 self._first_missing.setdefault(request.request_id, item.digest)
+        self._ask_now()
 
     def _is_encoded(self, item: ImageItem) -> bool:
         entry = self._cache.get(item.digest)
@@ -75,10 +78,11 @@ class Encodings:
             if is_urgent:
                 self._urgent.add(item.digest)
 
-    def take_questions(self) -> list[bytes]:
-        """Digests of the images whose pixels are to be asked for now: in the order in which they were missed, as many
-        as may be held, and always one if none is. Those that a running request lacks are asked for at once: others may
-        hold all the room until it has ended."""
+    def _ask_now(self) -> None:
+        """Ask for what is missing, in that order: for as much as may be held, and always for one if none is. Images that
+        a running request lacks are asked for at once: others may hold all the room until it has ended."""
+        if not self._wanted:
+            return
         held = [pixels.shape[0] for pixels in self._pixels.values()]
         num_units = sum(held) + sum(item.num_units for item in self._asked.values())
         questions, is_full = [], False
@@ -91,21 +95,25 @@ class Encodings:
             self._asked[digest] = self._wanted.pop(digest)
         self._urgent.clear()
         self.num_questions += len(questions)
-        return questions
+        if questions:
+            self.ask(questions)
 
     def take_pixels(self, pixels: PixelTensors) -> str | None:
         """An answer. Pixels that nobody asked for are dropped. Returns why the image cannot be had, if it cannot."""
         item = self._asked.pop(pixels.digest, None)
-        if item is None or pixels.digest in self._abandoned:
-            self._abandoned.discard(pixels.digest)
-            return None
-        if pixels.error is not None:
-            return pixels.error
-        expected = (item.num_units, *self._config.unit_shape)
-        if pixels.shape != expected or len(pixels.data) != item.num_units * self._unit_bytes:
-            return f"Its pixels came as {list(pixels.shape)}, but must be {list(expected)}."
-        self._pixels[pixels.digest] = pixels
-        return None
+        is_wanted = item is not None and pixels.digest not in self._abandoned
+        self._abandoned.discard(pixels.digest)
+        error = None
+        if item is not None and is_wanted:
+            expected = (item.num_units, *self._config.unit_shape)
+            if pixels.error is not None:
+                error = pixels.error
+            elif pixels.shape != expected or len(pixels.data) != item.num_units * self._unit_bytes:
+                error = f"The pixels of an image came as {list(pixels.shape)}, but must be {list(expected)}."
+            else:
+                self._pixels[pixels.digest] = pixels
+        self._ask_now()
+        return error
 
     @property
     def is_missing(self) -> bool:
@@ -211,10 +219,11 @@ class Encodings:
             self._pixels.pop(digest, None)
             if digest in self._asked:
                 self._abandoned.add(digest)
+        self._ask_now()
 
     def take_step(self, num_scheduled_tokens: Mapping[str, int]) -> tuple[list[bytes], list[UnitsToEncode]]:
-        """What the step that is sent forgets and then encodes. num_scheduled_tokens: of its requests, by which they will
-        pass some images: they are no longer users of these."""
+        """What the step that is sent forgets and then encodes. num_scheduled_tokens: of its requests; they are no longer
+        users of images that they pass with these."""
         for request_id, request in list(self._readers.items()):
             num_computed = request.num_computed_tokens + num_scheduled_tokens.get(request_id, 0)
             for number, item in enumerate(request.images):
@@ -225,6 +234,7 @@ class Encodings:
         step = self._forgotten, self._planned
         self._forgotten, self._planned = [], []
         self._budget = self._config.max_num_batched_embeds
+        self._ask_now()
         return step
 
     def clear(self) -> None:

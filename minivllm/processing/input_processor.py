@@ -225,6 +225,12 @@ class InputProcessor:
         prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}
         return {**prompt, "multi_modal_data": {"image": pictures}} if pictures else prompt
 
+    def expanded(self, prompt: Mapping[str, Any]) -> list[int]:
+        """The token ids of what ``render_chat`` returned, with a span for each image."""
+        token_ids: list[int] = prompt["prompt_token_ids"]
+        pictures = self._read_pictures(prompt)
+        return self.images.expand(token_ids, pictures)[0] if self.images is not None else token_ids
+
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's defaults where it brings them (generation_config.json), else FALLBACK_SAMPLING."""
         if self._default_params is None:

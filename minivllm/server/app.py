@@ -29,6 +29,8 @@ from minivllm.server.protocol import responses as items
 from minivllm.server.service.service import Service
 
 MAX_TOTAL_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES_WITH_IMAGES = 32 * 2**20
+"""Where the model sees, if the operator has left max_body_bytes as it is."""
 """Bodies of all requests that are not over; more get 429."""
 GENERATING = documented(400, 401, 404, 413, 415, 429, 500, 503, 504)
 READING = documented(400, 401, 404, 413, 415)
@@ -77,9 +79,10 @@ def build_app(service: Service) -> ASGIApp:
     settings = service.settings
     inner = _with_head(_strict(app) if settings.strict else app)
     bounds = JsonBounds(max_values=max(JsonBounds.max_values, 2 * service.max_model_len))
-    wrapped: ASGIApp = BodyLimit(
-        inner, settings.max_body_bytes, max(MAX_TOTAL_BODY_BYTES, 2 * settings.max_body_bytes), bounds
-    )
+    most = settings.max_body_bytes
+    if service.sees and most == ServerSettings.max_body_bytes:
+        most = MAX_BODY_BYTES_WITH_IMAGES
+    wrapped: ASGIApp = BodyLimit(inner, most, max(MAX_TOTAL_BODY_BYTES, 2 * most), bounds)
     wrapped = RequireKey(wrapped, settings.api_keys)
     if settings.cors_origins:
         wrapped = CORSMiddleware(

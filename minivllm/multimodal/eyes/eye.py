@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,8 +134,4 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _plain(name: str) -> str:
     """A name without the module that only some versions of transformers put around an encoder."""
-    return re.sub(
-        r"(^|\.)vision_tower\.vision_model\.",
-        r"\1vision_tower.",
-        re.sub(r"^vision_model\.(?!embeddings|encoder|post_|pre_|head)", "", name),
-    )
+    return name.replace("vision_tower.vision_model.", "vision_tower.")
