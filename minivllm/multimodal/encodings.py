@@ -79,8 +79,10 @@ class Encodings:
                 self._urgent.add(item.digest)
 
     def _ask_now(self) -> None:
-        """Ask for what is missing, in that order: for as much as may be held, and always for one if none is. Images that
-        a running request lacks are asked for at once: others may hold all the room until it has ended."""
+        """Ask for what is missing, in that order: for as much as may be held, and always for one if none is.
+
+        Images that a running request lacks are asked for at once: others may hold all the room until it has ended.
+        """
         if not self._wanted:
             return
         held = [pixels.shape[0] for pixels in self._pixels.values()]
@@ -222,8 +224,10 @@ class Encodings:
         self._ask_now()
 
     def take_step(self, num_scheduled_tokens: Mapping[str, int]) -> tuple[list[bytes], list[UnitsToEncode]]:
-        """What the step that is sent forgets and then encodes. num_scheduled_tokens: of its requests; they are no longer
-        users of images that they pass with these."""
+        """What the step that is sent forgets and then encodes.
+
+        num_scheduled_tokens: of its requests, which are no longer users of images that they pass with these.
+        """
         for request_id, request in list(self._readers.items()):
             num_computed = request.num_computed_tokens + num_scheduled_tokens.get(request_id, 0)
             for number, item in enumerate(request.images):
@@ -248,6 +252,11 @@ class Encodings:
     def num_bytes(self) -> int:
         """Of all embeddings that have room."""
         return self._num_embeds * self._config.bytes_per_embed
+
+    @property
+    def num_held_pixels(self) -> int:
+        """Images whose pixels are held, or under way."""
+        return len(self._pixels) + len(self._asked)
 
     def contradiction(self, request_ids: set[str]) -> str:
         """What is wrong between steps; empty if nothing is. request_ids: of the running requests."""

@@ -27,10 +27,11 @@ from minivllm.server.protocol import completions as texts
 from minivllm.server.protocol import operation as ops
 from minivllm.server.protocol import responses as items
 from minivllm.server.service.service import Service
+from minivllm.server.service.settings import ServerSettings
 
-MAX_TOTAL_BODY_BYTES = 64 * 2**20
 MAX_BODY_BYTES_WITH_IMAGES = 32 * 2**20
 """Where the model sees, if the operator has left max_body_bytes as it is."""
+MAX_TOTAL_BODY_BYTES = 64 * 2**20
 """Bodies of all requests that are not over; more get 429."""
 GENERATING = documented(400, 401, 404, 413, 415, 429, 500, 503, 504)
 READING = documented(400, 401, 404, 413, 415)

@@ -179,3 +179,16 @@ def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:
     """Smooth noise: resizing keeps some of it."""
     small = np.random.default_rng(seed).integers(0, 256, (7, 9, 3), dtype=np.uint8)
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+KINDS = ("clip", "siglip", "idefics3", "smolvlm")
+
+
+def save(directory: Path, kind: str) -> Path:
+    """A model of one of KINDS."""
+    return (save_llava if kind in ("clip", "siglip") else save_tiles)(directory, kind)
+
+
+def prompt(text: str, *images: Any, **more: Any) -> dict[str, Any]:
+    """A prompt as ``LLM.generate`` takes it."""
+    return {"prompt": text, "multi_modal_data": {"image": list(images)}, **more}
