@@ -68,7 +68,7 @@ def text_config(**changes: Any) -> LlamaConfig:
             "vocab_size": len(SPECIAL) + 256,
             "hidden_size": 64,
             "intermediate_size": 96,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": 1024,
@@ -84,7 +84,7 @@ def text_config(**changes: Any) -> LlamaConfig:
 _VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "patch_size": 4,
 }

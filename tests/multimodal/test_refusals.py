@@ -1,0 +1,91 @@
+"""What is not served with images is said; text is served all the same, and costs nothing more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minivllm import LLM, BeamSearchParams, SamplingParams
+from minivllm.config import EngineArgs
+from minivllm.engine.resolve import resolve
+from minivllm.errors import ConfigError, RequestError
+from tests.models.region_ledger import described, recorded
+from tests.multimodal.conftest import engine
+from tests.multimodal.models import expected, picture, prompt
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"tensor_parallel_size": 2, "executor": "mp"}, "tensor_parallel_size=2"),
+        ({"pipeline_parallel_size": 2, "executor": "mp"}, "pipeline_parallel_size=2"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2"),
+        ({"executor": "mp"}, "distributed_executor_backend='mp'"),
+        ({"speculative_config": {"method": "ngram"}}, "the speculative method 'ngram'"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"limit_mm_per_prompt": {"image": 0}}, "limit_mm_per_prompt={'image': 0}"),
+        ({"model_impl": "transformers"}, "minivllm's own layers"),
+    ],
+)
+def test_what_images_do_not_go_with(directories: dict[str, Path], arguments: dict[str, Any], reason: str) -> None:
+    config, _ = resolve(EngineArgs(model=str(directories["clip"]), device="cpu", **arguments))
+    assert config.images is None and reason in config.no_images
+
+
+def test_a_model_without_its_encoder_reads_text(directories: dict[str, Path]) -> None:
+    directory = directories["clip"]
+    with engine(directory, limit_mm_per_prompt={"image": 0}) as llm:
+        (output,) = llm.generate({"prompt": "<s>Only words."}, GREEDY)
+        assert output.outputs[0].token_ids == expected(directory, "<s>Only words.", [], 3)[0]
+        for given in (prompt("<s><image>", picture(0)),):
+            with pytest.raises(RequestError, match="at most 0 per prompt. The engine was started with limit_mm_per"):
+                llm.generate(given)
+        part = {"type": "image_pil", "image_pil": picture(0)}
+        with pytest.raises(RequestError, match=r"messages\[0\].content\[0\] is an image: at most 0 images"):
+            llm.chat([{"role": "user", "content": [part]}])
+        assert llm.llm_engine.client.core.executor.worker._images is None  # type: ignore[attr-defined]
+
+
+def test_beams_and_prompt_logprobs_are_refused(directories: dict[str, Path]) -> None:
+    with engine(directories["clip"]) as llm:
+        with pytest.raises(RequestError, match="A beam search takes no images"):
+            llm.beam_search(prompt("<s><image>", picture(0)), BeamSearchParams(beam_width=2, max_tokens=2))
+        with pytest.raises(RequestError, match="prompt_logprobs are not given for prompts with images"):
+            llm.generate(prompt("<s><image>", picture(0)), SamplingParams(prompt_logprobs=1))
+
+
+@pytest.mark.parametrize("value", ({"image": -1}, {"video": 1}, {"image": "8"}, [8]))
+def test_limits_that_are_none(value: Any) -> None:
+    with pytest.raises(ConfigError, match="limit_mm_per_prompt"):
+        EngineArgs(limit_mm_per_prompt=value)
+
+
+def test_regions_for_text_are_those_of_a_model_that_reads_only(directories: dict[str, Path]) -> None:
+    """Seeing adds one region, the first one with images."""
+    settings = {"model": str(directories["clip"]), "num_gpu_blocks_override": 64, "block_size": 16}
+    regions = {}
+    for limit in (0, 8):
+        with recorded({**settings, "max_model_len": 512, "limit_mm_per_prompt": {"image": limit}}) as (recorder,):
+            regions[limit] = [described(region) for region in recorder.regions]
+    assert set(regions[0]) < set(regions[8])
+    (added,) = set(regions[8]) - set(regions[0])
+    assert added.startswith("first")
+
+
+def test_a_text_only_engine_imports_neither_pil_nor_an_encoder(tiny_models: Any) -> None:
+    code = (
+        "import sys\n"
+        "from minivllm import LLM\n"
+        f"with LLM({str(tiny_models('llama'))!r}, device='cpu', enforce_eager=True, num_gpu_blocks_override=64,\n"
+        "         max_model_len=256) as llm:\n"
+        "    llm.generate({'prompt_token_ids': [5, 6]})\n"
+        "print([name for name in sys.modules if name.split('.')[0] == 'PIL' or '.clip.' in name or '.siglip.' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
