@@ -58,64 +58,35 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
 
 class ImageItem(msgspec.Struct, frozen=True):
-    """One image of a prompt. The tokens that it brings, markers included, are its span."""
+    """An image of a prompt. digest: of its pixels, 32 bytes. offset, length: of its span, all tokens that it brings.
+    runs: (first, count) of placeholders in a row, counted from offset. unit_embeds: of the least that is encoded."""
 
     digest: bytes
-    """Of the pixels and of what is done with them: 32 bytes."""
     offset: int
-    """Where the span begins in the prompt."""
     length: int
-    """Tokens of the span."""
     runs: list[tuple[int, int]]
-    """Placeholders in a row: (first, count), first counts from offset."""
     unit_embeds: int
-    """Embeddings that the encoder gives for one unit, the least that it encodes."""
     num_units: int
 
     @property
     def num_embeds(self) -> int:
-        """Embeddings of the whole image: one for each placeholder."""
         return self.unit_embeds * self.num_units
 
     @property
     def end(self) -> int:
         """The position in the prompt after the last placeholder."""
-        first, count = self.runs[-1]
-        return self.offset + first + count
-
-    def place_of(self, num_embeds: int) -> int:
-        """The position in the prompt of the first placeholder after so many."""
-        for first, count in self.runs:
-            if num_embeds < count:
-                return self.offset + first + num_embeds
-            num_embeds -= count
-        return self.offset + self.length
+        return self.offset + sum(self.runs[-1])
 
 
 class UnitsToEncode(msgspec.Struct, frozen=True):
-    """Units of an image that the workers encode before a step computes its tokens."""
+    """Units of an image of num_embeds embeddings, from number ``first`` on. pixels: uint8 [units, channels, height,
+    width], which is ``shape``."""
 
     digest: bytes
     first: int
-    """Number of the first of these units."""
     num_embeds: int
-    """Embeddings of the whole image."""
     shape: tuple[int, ...]
-    """Of the pixels: [units, channels, height, width]."""
     pixels: bytes
-    """uint8, in C order."""
-
-
-class PixelTensors(msgspec.Struct, frozen=True, tag="pixels"):
-    """All units of an image, resized and cut, neither scaled nor normalised."""
-
-    digest: bytes
-    shape: tuple[int, ...] = ()
-    """[units, channels, height, width]."""
-    data: bytes = b""
-    """uint8, in C order."""
-    error: str | None = None
-    """Why there are none, for the senders of the requests that wait for them."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,8 +96,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     completed. cache_salt: separates prefix-cache entries of tenants. arrival_time: time.monotonic() [seconds].
     thinking_token_ids: opening and closing tag of thoughts, with sampling_params.thinking_budget.
     lora: the adapter to use, None for the model as it is. pooling: give one vector and no tokens; max_tokens is then 0.
-    images: of the prompt, in the order of their spans.
-    """
+    images: in the order of their spans."""
 
     request_id: str
     prompt_token_ids: list[int]

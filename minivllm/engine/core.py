@@ -26,11 +26,11 @@ from minivllm.messages import (
     EngineRequest,
     LoRARequest,
     ModelRunnerOutput,
-    PixelTensors,
     SchedulerOutput,
     TokenMasks,
 )
 from minivllm.multimodal.encodings import Encodings
+from minivllm.multimodal.items import PixelTensors
 from minivllm.profiling.spans import span, spanned
 from minivllm.profiling.trace_recorder import TraceRecorder
 from minivllm.request import Request

@@ -14,7 +14,8 @@ from minivllm.distributed.lockstep import EngineSeat
 from minivllm.engine_process.protocol.pixels import WantPixels
 from minivllm.executor.records.child_reports import ErrorInfo, Log
 from minivllm.kv_cache.specs import GroupSpec
-from minivllm.messages import EngineOutput, EngineRequest, PixelTensors
+from minivllm.messages import EngineOutput, EngineRequest
+from minivllm.multimodal.items import PixelTensors
 
 REQUESTS_SOCKET, OUTPUTS_SOCKET, TRACES_FILE = "requests", "outputs", "traces"
 """Names in the private directory: ROUTER and PULL of the frontend; where the engine's faulthandler writes stacks."""

@@ -32,7 +32,8 @@ from minivllm.engine_process import frames
 from minivllm.engine_process.protocol.pixels import WantPixels
 from minivllm.errors import MinivllmError, RequestError
 from minivllm.executor.records.child_reports import FRONTEND_SIGNALS, LogSender, printable
-from minivllm.messages import EngineOutput, EngineRequest, FinishReason, PixelTensors
+from minivllm.messages import EngineOutput, EngineRequest, FinishReason
+from minivllm.multimodal.items import PixelTensors
 from minivllm.request import Request
 
 logger = logging.getLogger(__name__)

@@ -100,11 +100,14 @@ def _open(data: bytes, name: str = "The image") -> Image:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
         except UnidentifiedImageError:
             raise RequestError(f"{name} is no file of the formats {', '.join(FORMATS)}: send one of these.") from None
+        except Image.DecompressionBombError:
+            raise RequestError(f"{name} has far too many pixels: it may have at most {MAX_PIXELS}.") from None
         except Exception as error:  # a broken header may raise anything
             raise RequestError(f"{name} cannot be read: {type(error).__name__}: {error}.") from None
     _check_size(image.width, image.height, name)
-    if getattr(image, "n_frames", 1) > 1:
-        raise RequestError(f"{name} is animated ({image.n_frames} frames), but must be a single image.")
+    num_frames = getattr(image, "n_frames", 1)
+    if num_frames > 1:
+        raise RequestError(f"{name} is animated ({num_frames} frames), but must be a single image.")
     return image
 
 

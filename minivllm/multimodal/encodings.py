@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 from minivllm.config import ImagesConfig
-from minivllm.messages import ImageItem, PixelTensors, UnitsToEncode
+from minivllm.messages import ImageItem, UnitsToEncode
+from minivllm.multimodal.items import PixelTensors, place_of
 from minivllm.request import Request
 
 
@@ -101,7 +102,7 @@ class Encodings:
             self.ask(questions)
 
     def take_pixels(self, pixels: PixelTensors) -> str | None:
-        """An answer. Pixels that nobody asked for are dropped. Returns why the image cannot be had, if it cannot."""
+        """An answer. Unasked pixels are dropped. Returns why the image cannot be had, if it cannot."""
         item = self._asked.pop(pixels.digest, None)
         is_wanted = item is not None and pixels.digest not in self._abandoned
         self._abandoned.discard(pixels.digest)
@@ -119,7 +120,7 @@ class Encodings:
 
     @property
     def is_missing(self) -> bool:
-        """Whether pixels are missing that somebody waits for: asked for, or to be asked for."""
+        """Whether pixels that a request waits for are asked for, or are yet to be."""
         return bool(self._asked or self._wanted)
 
     def begin_step(self) -> None:
@@ -142,10 +143,10 @@ class Encodings:
         for number, item in enumerate(request.images):
             if item.end <= start:
                 continue
-            if item.place_of(0) >= start + count:
+            if place_of(item, 0) >= start + count:
                 break
             reader = (request.request_id, number)
-            limit = item.place_of(self._encode(item, reader, start + count))
+            limit = place_of(item, self._encode(item, reader, start + count))
             if limit < start + count:
                 return max(0, limit - start)
         return count
@@ -168,7 +169,7 @@ class Encodings:
             item.digest in self._pixels
             and entry.num_units < item.num_units
             and self._budget >= size
-            and item.place_of(entry.num_units * size) < end
+            and place_of(item, entry.num_units * size) < end
         ):
             entry.num_units += 1
             self._budget -= size

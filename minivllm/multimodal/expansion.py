@@ -37,10 +37,14 @@ class Expansion(Protocol):
     options: names of the choices that a caller has.
     """
 
-    unit_embeds: int
-    unit_shape: tuple[int, int, int]
-    most_embeds: int
-    options: tuple[str, ...]
+    @property
+    def unit_embeds(self) -> int: ...
+    @property
+    def unit_shape(self) -> tuple[int, int, int]: ...
+    @property
+    def most_embeds(self) -> int: ...
+    @property
+    def options(self) -> tuple[str, ...]: ...
 
     def expand(self, width: int, height: int, options: Options, encode: Encode) -> Span:
         """The span of an image of this size [pixels]."""
@@ -147,7 +151,14 @@ class Tiles:
         return Span(token_ids, runs, num_units)
 
 
-_FAMILIES: Mapping[str, type[OneRun] | type[Tiles]] = {"llava": OneRun, "idefics3": Tiles, "smolvlm": Tiles}
+Make = Callable[[Mapping[str, Any], Mapping[str, Any]], Expansion]
+"""From the entries of config.json, and those of the image processor's file."""
+
+_FAMILIES: Mapping[str, Make] = {
+    "llava": OneRun,
+    "idefics3": Tiles,
+    "smolvlm": Tiles,
+}
 FAMILIES = tuple(_FAMILIES)
 """Whose images are served, by model_type."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,8 @@ def _reason_against(args: EngineArgs, config: Mapping[str, Any], implementation:
         return f"Images of models of type {family!r} are not served yet, those of {', '.join(FAMILIES)} are."
     if implementation != "minivllm":
         return "Images need minivllm's own layers: leave model_impl out."
+    if find_spec("PIL") is None:
+        return "Images need Pillow: pip install 'minivllm[images]'."
     if most == 0:
         return "The engine was started with limit_mm_per_prompt={'image': 0}."
     method = (args.speculative_config or {}).get("method")

@@ -12,10 +12,11 @@ from weakref import WeakValueDictionary
 
 from minivllm.config import ImagesConfig
 from minivllm.errors import RequestError
-from minivllm.messages import ImageItem, PixelTensors
+from minivllm.messages import ImageItem
 from minivllm.multimodal.decoding import Picture, Pictures
 from minivllm.multimodal.expansion import make_expansion
 from minivllm.multimodal.facts import read_config, read_processor
+from minivllm.multimodal.items import PixelTensors
 from minivllm.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -282,7 +282,8 @@ class InputProcessor:
         return text, token_ids, cache_salt
 
     def _read_pictures(self, prompt: Prompt) -> list[Picture]:
-        data = None if isinstance(prompt, str) else prompt.get("multi_modal_data")
+        fields: Mapping[str, Any] = {} if isinstance(prompt, str) else prompt
+        data = fields.get("multi_modal_data")
         if not data:
             return []
         if not isinstance(data, Mapping) or set(data) != {"image"}:
@@ -291,8 +292,7 @@ class InputProcessor:
             )
         if self.images is None:
             raise RequestError(f"The prompt has images: at most 0 per prompt. {self.config.no_images}")
-        assert not isinstance(prompt, str)
-        return self.images.read(data["image"], prompt.get("mm_processor_kwargs"))
+        return self.images.read(data["image"], fields.get("mm_processor_kwargs"))
 
     def _max_characters(self, tokenizer: Tokenizer) -> int | None:
         """A text of more characters cannot fit, whatever they are; None where that cannot be told."""

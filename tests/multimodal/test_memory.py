@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minivllm import SamplingParams
-from minivllm.messages import PixelTensors
+from minivllm.multimodal.items import PixelTensors
 from tests.multimodal.conftest import core_of, engine
 from tests.multimodal.models import expected, picture, prompt
 

@@ -14,6 +14,7 @@ ORDER = (
     "minivllm/config",
     "minivllm/frontend",
     "minivllm/processing",
+    "minivllm/multimodal",
     "minivllm/tokenizer",
     "minivllm/stop_conditions",
     "minivllm/data_parallel",

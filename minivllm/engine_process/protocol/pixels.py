@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from minivllm.messages import PixelTensors
+from minivllm.multimodal.items import PixelTensors
 
 PixelSource = Callable[[bytes], PixelTensors]
 """The pixels of an image by its digest, or why there are none; from any thread."""
