@@ -81,7 +81,7 @@ def test_reading_text_imports_neither_pil_nor_an_encoder(tiny_model: Any) -> Non
     """transformers imports PIL wherever it is installed, so the modules of the frontend are looked at alone."""
     frontend = (
         "import sys, minivllm.multimodal.prompt_images, minivllm.multimodal.chat_parts, minivllm.multimodal.encodings\n"
-        "found = {'PIL', 'torch', 'transformers'}"
+        "found = {'PIL', 'transformers'}"
     )
     engine_ = (
         "from minivllm import LLM; import sys; found = {'transformers.models.clip', 'transformers.models.siglip'}\n"
